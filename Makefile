@@ -1,0 +1,43 @@
+# Every target does its own set-up in .venv, once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help check test test-slow demo bench clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
+
+$(READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+# Type checkers and import-linter do not see setuptools' mapping of folders to packages: give them a link tree.
+.types: moec
+	@rm -rf .types && mkdir -p .types/moec
+	@for f in moec/*; do case $$f in *__pycache__) ;; *) ln -s ../../$$f .types/moec/ ;; esac; done
+	@for d in grammar passes codegen runtime; do ln -s ../../$$d .types/moec/$$d; done
+
+check: $(READY) .types ## ruff, format, types, import rules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	PYTHONPATH=.types $(BIN)/lint-imports
+
+test: $(READY) ## the whole suite, under 8 minutes on 2 cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(READY) ## the slow matrices
+	$(BIN)/python -m pytest -m slow
+
+demo: $(READY) ## compile, verify and train a small model on real text, under 4 minutes on 2 cores
+	$(BIN)/python examples/demo.py $(if $(DATA),--data $(DATA))
+
+bench: $(READY) ## every benchmark, one table each
+	@for b in benchmarks/bench_*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
+
+clean: ## remove what the targets made
+	rm -rf $(VENV) .types .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

@@ -1,0 +1,1 @@
+"""The language: `.moe` text in, a validated `Spec` or a list of diagnostics out."""

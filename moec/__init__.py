@@ -1,0 +1,1 @@
+"""moec: the compiler for Mixture-of-Experts models."""
