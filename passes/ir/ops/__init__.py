@@ -1,1 +1,44 @@
-"""ops"""
+"""Every op there is. Importing this package registers them all."""
+
+from moec.passes.ir.ops.collective import AllReduce, AllToAll, Collective, ExchangeCounts
+from moec.passes.ir.ops.control import Call
+from moec.passes.ir.ops.dense import (
+    ACTIVATION_PARTS,
+    Activation,
+    Add,
+    Attention,
+    Embed,
+    Linear,
+    RmsNorm,
+    Rope,
+    Router,
+)
+from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
+from moec.passes.ir.ops.moe import Combine, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
+
+__all__ = [
+    "ACTIVATION_PARTS",
+    "Activation",
+    "Add",
+    "AllReduce",
+    "AllToAll",
+    "Attention",
+    "Call",
+    "Collective",
+    "Combine",
+    "CountLabels",
+    "CrossEntropy",
+    "Embed",
+    "ExchangeCounts",
+    "ExpertMlp",
+    "Linear",
+    "Mean",
+    "Permute",
+    "RmsNorm",
+    "Rope",
+    "Route",
+    "Router",
+    "SwitchLoss",
+    "WeightedSum",
+    "ZLoss",
+]

@@ -1,0 +1,154 @@
+"""communicate: where a value does not lie as its consumer wants it, insert the conversion."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from moec.passes.ir import Block, Layout, LayoutError, Meshes, Op, Parameter, Partial, Program, Shard, Value
+from moec.passes.ir.op import layout_of
+from moec.passes.ir.ops import AllReduce, AllToAll, ExchangeCounts
+
+
+@dataclass(frozen=True, slots=True)
+class Communicate:
+    """One rule table, no special cases (`_CONVERSIONS`); every conversion is an op with a declared backward.
+
+    Also decides over which axes each parameter's gradient is summed, by the one rule: exactly those on which the
+    parameter is replicated and what it is applied to is not.
+    """
+
+    def apply(self, program: Program) -> Program:
+        """The Program in which every operand lies as its op wants it."""
+        blocks = tuple(_connect(program, block) for block in program.blocks)
+        return replace(program, blocks=blocks)
+
+
+def _connect(program: Program, block: Block) -> Block:
+    connector = _Connector(block, program.meshes_of(block), program.block_map)
+    for op in block.ops:
+        connector.append(op)
+    outputs = tuple(connector.output(name) for name in block.outputs) if block.final else block.outputs
+    parameters = tuple(replace(p, sum_over=tuple(connector.sums.get(p.name, ()))) for p in block.parameters)
+    return replace(block, ops=tuple(connector.ops), outputs=outputs, parameters=parameters)
+
+
+@dataclass(slots=True)
+class _Connector:
+    """Rebuilds one block, conversion by conversion."""
+
+    block: Block
+    meshes: Meshes
+    blocks: Mapping[str, Block]
+    ops: list[Op] = field(default_factory=list)
+    scope: dict[str, Value] = field(default_factory=dict)
+    sums: dict[str, list[str]] = field(default_factory=dict)
+    converted: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    exchanges: dict[str, ExchangeCounts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scope.update({v.name: v for v in self.block.inputs})
+        self.scope.update({f"@{p.name}": p for p in self.block.parameters})
+
+    def append(self, op: Op) -> None:
+        """Appends `op` with its operands converted, and its results typed and laid out anew."""
+        given = [self.scope[name] for name in op.operands]
+        wanted = op.place(given, self.meshes, self.blocks).operands
+        names = self._convert_all(op, given, wanted)
+        self._note_gradient_sums(given, wanted)
+        self.emit(replace(op, operands=names))
+
+    def emit(self, op: Op) -> None:
+        """Appends `op` as it is; its operands lie as it wants them."""
+        operands = [self.scope[name] for name in op.operands]
+        types = op.infer(operands, self.blocks)
+        layouts = op.place(operands, self.meshes, self.blocks).results
+        results = [
+            replace(v, shape=t.shape, dtype=t.dtype, ragged=t.ragged, layout=layout)
+            for v, t, layout in zip(op.results, types, layouts, strict=True)
+        ]
+        self.scope.update({v.name: v for v in results})
+        self.ops.append(op.with_results(results))
+
+    def output(self, name: str) -> str:
+        """The name of `name` with its partial sums reduced."""
+        layout = layout_of(self.scope[name])
+        whole = Layout.of((axis, p) for axis, p in layout.placements if not isinstance(p, Partial))
+        return self._convert(name, whole, self.ops[-1])
+
+    def _convert_all(self, op: Op, given: Sequence[Value], wanted: Sequence[Layout]) -> tuple[str, ...]:
+        # Counts before the rows that they count: a ragged conversion needs them.
+        order = sorted(range(len(given)), key=lambda i: given[i].ragged is not None)
+        names = list(op.operands)
+        for i in order:
+            names[i] = self._convert(op.operands[i], wanted[i], op)
+        return tuple(names)
+
+    def _convert(self, name: str, wanted: Layout, consumer: Op) -> str:
+        layout = layout_of(self.scope[name])
+        for axis in sorted({*layout.axes, *wanted.axes}):
+            source, target = layout.get(axis), wanted.get(axis)
+            if source == target:
+                continue
+            key = (name, axis, str(target))
+            if key not in self.converted:
+                self.converted[key] = self._insert(name, axis, source, target, consumer)
+            name = self.converted[key]
+        return name
+
+    def _insert(self, name: str, axis: str, source: object, target: object, consumer: Op) -> str:
+        """The rule table: one row per (from, to) on one axis."""
+        value = self.scope[name]
+        match source, target:
+            case Partial(), None:
+                return self._all_reduce(value, axis, consumer)
+            case Shard(dim=0), Shard(dim=1) if value.ragged is None and value.dtype == "int64":
+                return self._exchange(value, axis, consumer)
+            case (Shard(dim=1), Shard(dim=0)) | (Shard(dim=0), Shard(dim=1)) if value.ragged is not None:
+                return self._all_to_all(value, axis, reverse=target == Shard(1), consumer=consumer)
+        raise LayoutError(f"no conversion of %{name} from {axis}:{source} to {axis}:{target}")
+
+    def _all_reduce(self, value: Value, axis: str, consumer: Op) -> str:
+        whole = self._fresh(value)
+        self.emit(AllReduce(operands=(value.name,), results=(whole,), span=consumer.span, axis=axis))
+        return whole.name
+
+    def _exchange(self, counts: Value, axis: str, consumer: Op) -> str:
+        received, splits = self._fresh(counts), self._fresh(replace(counts, name="splits"))
+        op = ExchangeCounts(operands=(counts.name,), results=(received, splits), span=consumer.span, axis=axis)
+        self.emit(op)
+        self.exchanges[counts.name] = self.exchanges[received.name] = op
+        return received.name
+
+    def _all_to_all(self, rows: Value, axis: str, reverse: bool, consumer: Op) -> str:
+        assert rows.ragged is not None
+        if rows.ragged not in self.exchanges:
+            raise LayoutError(f"the counts of %{rows.name}, %{rows.ragged}, were not exchanged over {axis}")
+        exchange = self.exchanges[rows.ragged]
+        received, splits = exchange.results
+        moved = self._fresh(rows)
+        counts = exchange.operands[0] if reverse else received.name
+        operands = (rows.name, splits.name, counts)
+        self.emit(AllToAll(operands=operands, results=(moved,), span=consumer.span, axis=axis, reverse=reverse))
+        return moved.name
+
+    def _fresh(self, like: Value) -> Value:
+        stem = like.name.split(".")[0]
+        name, number = stem, 0
+        taken = {*self.scope, *self.block.scope}
+        while name in taken:
+            number += 1
+            name = f"{stem}.{number}"
+        return replace(like, name=name)
+
+    def _note_gradient_sums(self, given: Sequence[Value], wanted: Sequence[Layout]) -> None:
+        varying = {
+            axis
+            for v, layout in zip(given, wanted, strict=True)
+            if not isinstance(v, Parameter)
+            for axis in layout.axes
+        }
+        for value in given:
+            if isinstance(value, Parameter):
+                sums = self.sums.setdefault(value.name, [])
+                sums += sorted(varying - set(layout_of(value).axes) - set(sums))

@@ -1,0 +1,46 @@
+"""Named axes over the ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """All ranks, factored into named axes, the outermost first; consecutive ranks differ in the last axis.
+
+    Dense parts and expert parts factor the same ranks differently ("parallel folding", arXiv 2504.14960):
+    `pp, dp, cp, tp` and `pp, edp, ep, etp`.
+    """
+
+    name: str
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks: the product of the axis sizes."""
+        return math.prod(size for _, size in self.axes)
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`; 1 for an axis this mesh does not have."""
+        return dict(self.axes).get(axis, 1)
+
+    def wide_axes(self) -> tuple[str, ...]:
+        """The axes with more than one rank: the only ones a layout names."""
+        return tuple(axis for axis, size in self.axes if size > 1)
+
+    def stride(self, axis: str) -> int:
+        """Distance in ranks between neighbours along `axis`."""
+        names = [name for name, _ in self.axes]
+        return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Position of `rank` along `axis`."""
+        return rank // self.stride(axis) % self.size(axis)
+
+    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
+        """The rank lists along `axis`: each is one communicator, in the order of its coordinate."""
+        stride, size = self.stride(axis), self.size(axis)
+        firsts = (rank for rank in range(self.ranks) if rank // stride % size == 0)
+        return tuple(tuple(first + i * stride for i in range(size)) for first in firsts)

@@ -1,0 +1,115 @@
+"""The base of every op. One op, one room: its class holds all that the compiler knows of it but its lowering to FX."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+
+from moec.grammar.source import Span
+from moec.passes.ir.layout import Layout
+from moec.passes.ir.mesh import Mesh
+from moec.passes.ir.value import Attribute, Dim, Value
+
+if TYPE_CHECKING:
+    from moec.passes.ir.program import Block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Type:
+    """Shape and dtype of a result, before it has a name or a layout."""
+
+    shape: tuple[Dim, ...]
+    dtype: str
+    ragged: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meshes:
+    """The two factorisations of the ranks that a block's values lie on."""
+
+    dense: Mesh
+    experts: Mesh | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """An op's layout rule, applied: what it wants its operands to be, and what its results then are."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+
+
+class LayoutError(Exception):
+    """An op has no rule for operands laid out like this: a bug in a pass, never a user's mistake."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op(ABC):
+    """One operation in a block. Operands are names: `x` is a value, `@gate.weight` a parameter."""
+
+    mnemonic: ClassVar[str]
+    registry: ClassVar[dict[str, type[Op]]] = {}
+
+    operands: tuple[str, ...]
+    results: tuple[Value, ...] = ()
+    span: Span | None = field(default=None, compare=False, repr=False)
+
+    @abstractmethod
+    def infer(self, operands: Sequence[Value], blocks: Mapping[str, Block]) -> tuple[Type, ...]:
+        """Types of the results. Raises `TypeRuleError` where the operands do not fit."""
+
+    @abstractmethod
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Mapping[str, Block]) -> Placing:
+        """The layout rule. Raises `LayoutError` where there is none."""
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        """Multiply-adds times two of one forward pass over all ranks; element-wise work counts as nothing."""
+        return 0
+
+    def attributes(self) -> dict[str, Attribute]:
+        """The op's own fields, in order."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _BASE_FIELDS}
+
+    def with_results(self, results: Sequence[Value]) -> Self:
+        """This op with other results."""
+        return replace(self, results=tuple(results))
+
+
+_BASE_FIELDS = frozenset(f.name for f in fields(Op))
+
+
+T = TypeVar("T", bound=Op)
+
+
+class TypeRuleError(Exception):
+    """Operands do not fit an op: a bug in a pass, never a user's mistake."""
+
+
+def register(cls: type[T]) -> type[T]:
+    """Makes an op known to the parser of the text form."""
+    assert cls.mnemonic not in Op.registry, cls.mnemonic
+    Op.registry[cls.mnemonic] = cls
+    return cls
+
+
+def require(condition: bool, op: Op, complaint: str) -> None:
+    """A type rule's check."""
+    if not condition:
+        raise TypeRuleError(f"{op.mnemonic} {', '.join(op.operands)}: {complaint}")
+
+
+def layout_of(value: Value) -> Layout:
+    """The layout of a value that must have one by now."""
+    if value.layout is None:
+        raise LayoutError(f"{value.name} has no layout yet")
+    return value.layout
+
+
+def size_of(shape: Sequence[Dim], sizes: Mapping[str, int]) -> int:
+    """Number of elements, symbols taken from `sizes`."""
+    total = 1
+    for dim in shape:
+        total *= dim if isinstance(dim, int) else sizes[dim]
+    return total

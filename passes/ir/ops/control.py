@@ -1,0 +1,34 @@
+"""The op that runs a layer's block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.dense import Blocks
+from moec.passes.ir.value import Value
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Op):
+    """Runs a block with the parameters of layer `layer`: identical layers share one body."""
+
+    mnemonic: ClassVar[str] = "call"
+    block: str
+    layer: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        callee = blocks[self.block]
+        given = [(v.shape, v.dtype) for v in operands]
+        require(given == [(v.shape, v.dtype) for v in callee.inputs], self, "operands are not the block's inputs")
+        return tuple(Type(shape=v.shape, dtype=v.dtype) for v in callee.output_values())
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        callee = blocks[self.block]
+        return Placing(tuple(layout_of(v) for v in callee.inputs), tuple(layout_of(v) for v in callee.output_values()))
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        return 0  # counted in the block

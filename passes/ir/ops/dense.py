@@ -1,0 +1,186 @@
+"""Ops of the dense parts: embedding, norms, projections, attention, element-wise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.ir.layout import REPLICATED, Layout, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
+from moec.passes.ir.value import Value, promoted
+
+if TYPE_CHECKING:
+    from moec.passes.ir.program import Block
+
+Blocks = Mapping[str, "Block"]
+
+
+def follow_tokens(op: Op, activations: Sequence[Value], parameters: int = 0) -> Placing:
+    """The rule of an op that treats tokens alike: activations sharded over tokens stay so, parameters are whole.
+
+    Tokens are the leading dims `[batch, sequence]`; every activation must be laid out like the first.
+    """
+    layout = layout_of(activations[0])
+    for axis, placement in layout.placements:
+        if not (isinstance(placement, Shard) and placement.dim < 2):
+            raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
+    wanted = (layout,) * len(activations) + (REPLICATED,) * parameters
+    return Placing(wanted, (layout,) * len(op.results))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed(Op):
+    """Rows of a table: ids `[batch, sequence]`, table `[vocab, dim]` → `[batch, sequence, dim]`."""
+
+    mnemonic: ClassVar[str] = "embed"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        ids, table = operands
+        require(ids.dtype == "int64" and len(table.shape) == 2, self, "wants int64 ids and a [vocab, dim] table")
+        return (Type(shape=(*ids.shape, table.shape[1]), dtype=table.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=1)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmsNorm(Op):
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dim, in at least fp32 (Zhang & Sennrich 2019)."""
+
+    mnemonic: ClassVar[str] = "rms_norm"
+    eps: float
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        require(weight.shape == x.shape[-1:], self, "wants a weight as wide as the last dim")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=1)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear(Op):
+    """Contracts the last `contract` dims of x and weight: `[…, in]`, `[out…, in]` → `[…, out…]`."""
+
+    mnemonic: ClassVar[str] = "linear"
+    contract: int = 1
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        n = self.contract
+        require(x.shape[-n:] == weight.shape[-n:], self, f"{x.shape[-n:]} and {weight.shape[-n:]} do not contract")
+        require(x.dtype == weight.dtype, self, "wants one dtype")
+        return (Type(shape=(*x.shape[:-n], *weight.shape[:-n]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=1)
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        x, weight = operands
+        return 2 * size_of(x.shape[: -self.contract], sizes) * size_of(weight.shape, sizes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope(Op):
+    """Rotary positions on `[batch, sequence, heads, head_dim]`, half-split convention (Su et al. 2021)."""
+
+    mnemonic: ClassVar[str] = "rope"
+    theta: float
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        width = x.shape[-1]
+        require(len(x.shape) == 4 and isinstance(width, int) and width % 2 == 0, self, "wants heads of even width")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Op):
+    """Causal softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads."""
+
+    mnemonic: ClassVar[str] = "attention"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        q, k, v = operands
+        require(k.shape == v.shape and q.shape[:2] == k.shape[:2], self, "wants k like v, over the tokens of q")
+        require(q.shape[3] == k.shape[3], self, "wants one head width")
+        return (Type(shape=q.shape, dtype=q.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        placing = follow_tokens(self, operands)
+        if any(placement == Shard(1) for _, placement in placing.results[0].placements):
+            raise LayoutError("attention has no rule for a sharded sequence")
+        return placing
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        # Scores and values, the causal half of each (the convention that MFU figures use).
+        return 2 * size_of(operands[0].shape, sizes) * sizes["sequence"]
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation(Op):
+    """`[…, parts, hidden]` → `[…, hidden]`: `swiglu` is silu(first) · second of two parts, `gelu` (erf) has one."""
+
+    mnemonic: ClassVar[str] = "activation"
+    kind: str
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        require(x.shape[-2] == ACTIVATION_PARTS[self.kind], self, f"{x.shape[-2]} parts")
+        return (Type(shape=(*x.shape[:-2], x.shape[-1]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands)
+
+
+ACTIVATION_PARTS = {"swiglu": 2, "gelu": 1}
+"""How many projections of the input an activation takes."""
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add(Op):
+    """The sum of values of one type."""
+
+    mnemonic: ClassVar[str] = "add"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        first = operands[0]
+        require(all(v.shape == first.shape and v.dtype == first.dtype for v in operands), self, "types differ")
+        return (Type(shape=first.shape, dtype=first.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # Linear, so partial sums add to a partial sum.
+        layout: Layout = layout_of(operands[0])
+        return Placing((layout,) * len(operands), (layout,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router(Op):
+    """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`."""
+
+    mnemonic: ClassVar[str] = "router"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        require(x.shape[-1] == weight.shape[-1], self, "widths differ")
+        return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(x.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=1)
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        x, weight = operands
+        return 2 * size_of(x.shape[:-1], sizes) * size_of(weight.shape, sizes)

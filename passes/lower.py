@@ -1,0 +1,230 @@
+"""lower: `Spec` → `Program` on one imaginary device. This is the reference semantics; it can be run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from moec.grammar.source import Span
+from moec.grammar.spec import Gqa, Layer, Mha, Model, Moe, Spec, SwiGLU, SwitchLoss
+from moec.passes.ir import Block, Init, Op, Parameter, Program, Value, layer_set_name
+from moec.passes.ir import ops as o
+from moec.passes.ir.ops import ACTIVATION_PARTS
+
+INIT_STD = 0.02
+"""Standard deviation of new weights (GPT-2, Radford et al. 2019); projections into the residual stream take
+`INIT_STD / sqrt(2 * depth)`, so that its variance does not grow with depth (ibid., section 2.3)."""
+
+TOKENS = ("batch", "sequence")
+
+
+def lower(spec: Spec) -> Program:
+    """The unsharded Program of `spec`: one block per distinct layer, `forward` that calls them, and `loss`."""
+    model = spec.model
+    layers = _distinct_layers(model)
+    blocks = [_layer_block(model, layer, numbers) for layer, numbers in layers]
+    calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
+    forward = _forward_block(model, [calls[number] for number in range(model.depth)])
+    loss = _loss_block(model, balanced="balance" in forward.outputs)
+    return Program(name=model.name, blocks=(*blocks, forward, loss))
+
+
+def _distinct_layers(model: Model) -> list[tuple[Layer, list[int]]]:
+    """Layers that are one object share a body, and so keep their own `.moe` lines."""
+    found: dict[int, tuple[Layer, list[int]]] = {}
+    for number, layer in enumerate(model.layers):
+        found.setdefault(id(layer), (layer, []))[1].append(number)
+    return list(found.values())
+
+
+class _Builder:
+    """Appends ops to a block, naming results and keeping spans."""
+
+    def __init__(self, name: str, inputs: Sequence[Value], span: Span | None) -> None:
+        self.name, self.inputs, self.span = name, tuple(inputs), span
+        self.parameters: list[Parameter] = []
+        self.ops: list[Op] = []
+        self.scope: dict[str, Value] = {v.name: v for v in inputs}
+        self.blocks: dict[str, Block] = {}
+
+    def parameter(self, name: str, shape: Sequence[int], dtype: str, init: Init, span: Span | None) -> str:
+        """Declares a parameter; gives its operand name. Vectors (norm weights) do not decay."""
+        parameter = Parameter(
+            name=name, shape=tuple(shape), dtype=dtype, init=init, decays=len(shape) > 1, span=span or self.span
+        )
+        self.parameters.append(parameter)
+        self.scope[f"@{name}"] = parameter
+        return f"@{name}"
+
+    def add(self, op: type[Op], *operands: str, to: str, span: Span | None = None, **attributes: Any) -> list[str]:
+        """Appends an op; `to` are the names of its results, made unique; gives those names."""
+        names = [self._fresh(name) for name in to.split()]
+        unnamed = tuple(Value(name=name, shape=(), dtype="") for name in names)
+        made = op(operands=operands, results=unnamed, span=span or self.span, **attributes)
+        types = made.infer([self.scope[name] for name in operands], self.blocks)
+        results = [
+            Value(name=name, shape=t.shape, dtype=t.dtype, ragged=t.ragged)
+            for name, t in zip(names, types, strict=True)
+        ]
+        self.scope.update({v.name: v for v in results})
+        self.ops.append(made.with_results(results))
+        return names
+
+    def one(self, op: type[Op], *operands: str, to: str, span: Span | None = None, **attributes: Any) -> str:
+        """`add` for an op with one result."""
+        (name,) = self.add(op, *operands, to=to, span=span, **attributes)
+        return name
+
+    def _fresh(self, name: str) -> str:
+        if name not in self.scope:
+            return name
+        number = 1
+        while f"{name}.{number}" in self.scope:
+            number += 1
+        return f"{name}.{number}"
+
+    def block(self, outputs: Sequence[str], final: bool = False) -> Block:
+        """The finished block."""
+        return Block(
+            name=self.name,
+            inputs=self.inputs,
+            parameters=tuple(self.parameters),
+            ops=tuple(self.ops),
+            outputs=tuple(outputs),
+            final=final,
+            span=self.span,
+        )
+
+
+def _normal(std: float = INIT_STD) -> Init:
+    return Init(kind="normal", std=std)
+
+
+def _norm(b: _Builder, model: Model, x: str, name: str, to: str) -> str:
+    weight = b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), model.norm.span())
+    return b.one(o.RmsNorm, x, weight, to=to, span=model.norm.span(), eps=model.norm.eps)
+
+
+def _layer_block(model: Model, layer: Layer, numbers: Sequence[int]) -> Block:
+    x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype)
+    b = _Builder(f"layers{layer_set_name(numbers)}", [x], layer.span())
+    attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
+    residual = b.one(o.Add, "x", attended, to="x")
+    h = _norm(b, model, residual, "ffn_norm", "h")
+    if layer.moe is None:
+        assert layer.ffn is not None
+        return b.block([b.one(o.Add, residual, _ffn(b, model, layer, h), to="x")])
+    mixed, balance, counts = _moe(b, model, layer.moe, h)
+    out = b.one(o.Add, residual, mixed, to="x")
+    return b.block([out, counts, *balance])
+
+
+def _attention(b: _Builder, model: Model, attention: Gqa | Mha, h: str) -> str:
+    heads = attention.heads
+    kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
+    width = attention.head_dim or model.dim // heads
+    span = attention.span()
+
+    def project(name: str, count: int) -> str:
+        shape = (count, width, model.dim)
+        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, _normal(), span)
+        return b.one(o.Linear, h, weight, to=name, span=span)
+
+    q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
+    if attention.rope is not None:
+        rope = attention.rope
+        q = b.one(o.Rope, q, to="q", span=rope.span(), theta=rope.theta)
+        k = b.one(o.Rope, k, to="k", span=rope.span(), theta=rope.theta)
+    a = b.one(o.Attention, q, k, v, to="attended", span=span)
+    out = b.parameter("attention.o.weight", (model.dim, heads, width), model.dtype, _residual_init(model), span)
+    return b.one(o.Linear, a, out, to="o", span=span, contract=2)
+
+
+def _residual_init(model: Model) -> Init:
+    return _normal(INIT_STD / math.sqrt(2 * model.depth))
+
+
+def _ffn(b: _Builder, model: Model, layer: Layer, h: str) -> str:
+    ffn = layer.ffn
+    assert ffn is not None
+    kind = "swiglu" if isinstance(ffn, SwiGLU) else "gelu"
+    parts, span = ACTIVATION_PARTS[kind], ffn.span()
+    up = b.parameter("ffn.up.weight", (parts, ffn.hidden, model.dim), model.dtype, _normal(), span)
+    down = b.parameter("ffn.down.weight", (model.dim, ffn.hidden), model.dtype, _residual_init(model), span)
+    hidden = b.one(o.Linear, h, up, to="hidden", span=span)
+    active = b.one(o.Activation, hidden, to="active", span=span, kind=kind)
+    return b.one(o.Linear, active, down, to="y", span=span)
+
+
+def _moe(b: _Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], str]:
+    """The mixed value, the layer's balance term where it has one, and the counts of rows per expert."""
+    gate, experts, body = moe.gate, moe.experts.count, moe.experts.body
+    gate_weight = b.parameter("moe.gate.weight", (experts, model.dim), model.dtype, _normal(), gate.span())
+    logits = b.one(o.Router, h, gate_weight, to="logits", span=gate.span())
+    p, w, e = b.add(
+        o.Route, logits, to="p w e", span=gate.span(),
+        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize,
+    )  # fmt: skip
+    rows, counts, positions = b.add(
+        o.Permute, h, e, to="rows counts positions", span=moe.span("capacity"), num_experts=experts
+    )
+    kind = "swiglu" if isinstance(body, SwiGLU) else "gelu"
+    parts, hidden, span = ACTIVATION_PARTS[kind], body.hidden, moe.experts.span()
+    up = b.parameter("moe.experts.up.weight", (experts, parts, hidden, model.dim), model.dtype, _normal(), span)
+    down = b.parameter(
+        "moe.experts.down.weight", (experts, model.dim, hidden), model.dtype, _residual_init(model), span
+    )
+    y = b.one(o.ExpertMlp, rows, counts, up, down, to="y", span=span, activation=kind)
+    mixed = b.one(o.Combine, y, positions, w, to="mixed", span=moe.span("capacity"))
+    terms = [
+        b.one(o.SwitchLoss, p, e, to="switch_loss", span=term.span())
+        if isinstance(term, SwitchLoss)
+        else b.one(o.ZLoss, logits, to="z_loss", span=term.span())
+        for term in moe.balance
+    ]
+    if not terms:
+        return mixed, [], counts
+    weights = tuple(term.weight for term in moe.balance)
+    balance = b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)
+    return mixed, [balance], counts
+
+
+def _forward_block(model: Model, layers: Sequence[Block]) -> Block:
+    tokens = Value(name="tokens", shape=TOKENS, dtype="int64")
+    b = _Builder("forward", [tokens], model.span())
+    b.blocks.update({block.name: block for block in layers})
+    span = model.embedding.span()
+    table = b.parameter("embedding.weight", (model.vocab, model.dim), model.dtype, _normal(), span)
+    x = b.one(o.Embed, "tokens", table, to="x", span=span)
+    balances, counts = [], []
+    for number, block in enumerate(layers):
+        names = " ".join(["x", *(f"counts_{number}" if n == "counts" else f"{n}_{number}" for n in block.outputs[1:])])
+        x, *rest = b.add(o.Call, x, to=names, span=block.span, block=block.name, layer=number)
+        counts += rest[:1]
+        balances += rest[1:]
+    h = _norm(b, model, x, "norm", "h")
+    head = b.parameter("head.weight", (model.vocab, model.dim), model.dtype, _normal(), model.span())
+    logits = b.one(o.Linear, h, head, to="logits")
+    outputs = [logits, *counts]
+    if balances:
+        outputs.insert(1, b.one(o.Add, *balances, to="balance"))
+    return b.block(outputs)
+
+
+def _loss_block(model: Model, balanced: bool) -> Block:
+    dtype = model.dtype
+    inputs = [
+        Value(name="logits", shape=(*TOKENS, model.vocab), dtype=dtype),
+        Value(name="labels", shape=TOKENS, dtype="int64"),
+    ]
+    if balanced:
+        inputs.append(Value(name="balance", shape=(), dtype="fp32"))
+    b = _Builder("loss", inputs, model.span())
+    nll = b.one(o.CrossEntropy, "logits", "labels", to="nll")
+    valid = b.one(o.CountLabels, "labels", to="valid", valid_only=True)
+    loss = b.one(o.Mean, nll, valid, to="loss")
+    if balanced:
+        tokens = b.one(o.CountLabels, "labels", to="tokens", valid_only=False)
+        loss = b.one(o.Add, loss, b.one(o.Mean, "balance", tokens, to="balance"), to="loss")
+    return b.block([loss], final=True)

@@ -1,0 +1,92 @@
+"""The compiler as one list. Each pass takes a Program and gives a new one; the manager checks, times and shows each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from moec.grammar.spec import Spec
+from moec.passes.communicate import Communicate
+from moec.passes.ir import Program
+from moec.passes.ir.verifier import Invariant, connected, laid_out, placed, staged, well_typed
+from moec.passes.lower import lower
+from moec.passes.partition import Partition
+from moec.passes.place import Place
+from moec.passes.shard import ShardLayouts
+
+
+class Pass(Protocol):
+    """A frozen dataclass whose fields are its options."""
+
+    def apply(self, program: Program) -> Program:
+        """The Program after the pass."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A pass, its name, and what holds of the Program from here on."""
+
+    name: str
+    run: Callable[[Program], Program]
+    establishes: tuple[Invariant, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What one pass did: how long it took, and the Program before and after."""
+
+    name: str
+    seconds: float
+    before: Program | None
+    after: Program
+
+
+@dataclass(slots=True)
+class Compilation:
+    """The Program that came out, and the record of every pass."""
+
+    program: Program
+    records: list[Record] = field(default_factory=list)
+
+
+PASS_NAMES = ("lower", "place", "shard", "communicate", "partition")
+
+
+def pipeline(spec: Spec) -> Sequence[Step]:
+    """The passes after `lower`, in order."""
+    return (
+        Step("place", Place(spec).apply, (placed,)),
+        Step("shard", ShardLayouts().apply, (laid_out,)),
+        Step("communicate", Communicate().apply, (connected,)),
+        Step("partition", Partition().apply, (staged,)),
+    )
+
+
+def compile_program(spec: Spec, stop_after: str | None = None) -> Compilation:
+    """Runs the passes on `spec`, up to and including `stop_after`, and verifies the Program after each.
+
+    Raises `DiagnosticError` for what the user must mend, `InternalError` for what we must.
+    """
+    started = time.perf_counter()
+    program = lower(spec)
+    records = [Record("lower", time.perf_counter() - started, None, program)]
+    invariants: list[Invariant] = [well_typed]
+    _verify(program, invariants)
+    for step in pipeline(spec):
+        if records[-1].name == stop_after:
+            break
+        started = time.perf_counter()
+        after = step.run(program)
+        records.append(Record(step.name, time.perf_counter() - started, program, after))
+        invariants += step.establishes
+        _verify(after, invariants)
+        program = after
+    return Compilation(program, records)
+
+
+def _verify(program: Program, invariants: Sequence[Invariant]) -> None:
+    for invariant in invariants:
+        invariant(program)

@@ -1,0 +1,156 @@
+"""place: check the degrees that the file states, and fill in the defaults of those it does not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label
+from moec.grammar.spec import Moe, Spec
+from moec.passes.ir import Mesh, Program, layer_set_name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """The degree of every axis, and which of them the file stated."""
+
+    ranks: int
+    dp: int
+    ep: int
+    edp: int
+    stated: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Gives the Program its meshes. Stated degrees are kept; the others take the defaults of the language.
+
+    Defaults: `ep` is the largest degree that divides the ranks and every MoE layer's experts; `dp = ranks`;
+    `edp = ranks / ep`. Raises `DiagnosticError` with every rule that a stated degree breaks.
+    """
+
+    spec: Spec
+
+    def apply(self, program: Program) -> Program:
+        """The Program with its dense mesh and one expert mesh for its MoE layers."""
+        degrees = choose_degrees(self.spec)
+        dense = Mesh("dense", (("pp", 1), ("dp", degrees.dp), ("cp", 1), ("tp", 1)))
+        layers = [number for number, layer in enumerate(self.spec.model.layers) if layer.moe is not None]
+        if not layers:
+            return replace(program, meshes=(dense,))
+        axes = (("pp", 1), ("edp", degrees.edp), ("ep", degrees.ep), ("etp", 1))
+        experts = Mesh(f"experts{layer_set_name(layers)}", axes)
+        blocks = tuple(
+            replace(block, experts=experts.name) if any(p.name.startswith("moe.") for p in block.parameters) else block
+            for block in program.blocks
+        )
+        return replace(program, meshes=(dense, experts), blocks=blocks)
+
+
+def choose_degrees(spec: Spec) -> Degrees:
+    """The degrees of `spec`, stated or default. Raises `DiagnosticError`."""
+    ranks, parallel = spec.cluster.ranks, spec.parallel
+    moes = _distinct_moes(spec)
+    stated = frozenset(name for name in ("dp", "ep") if getattr(parallel, name) is not None)
+    ep = parallel.ep or _largest_ep(ranks, [moe.experts.count for moe in moes])
+    problems = [*_mesh_problems(spec), *_expert_problems(spec, moes), *_batch_problems(spec)]
+    if problems:
+        raise DiagnosticError(problems)
+    return Degrees(ranks=ranks, dp=parallel.dp or ranks, ep=ep, edp=ranks // ep, stated=stated)
+
+
+def _distinct_moes(spec: Spec) -> list[Moe]:
+    found = {id(layer.moe): layer.moe for layer in spec.model.layers if layer.moe is not None}
+    return list(found.values())
+
+
+def _largest_ep(ranks: int, expert_counts: list[int]) -> int:
+    if not expert_counts:
+        return 1
+    return max(d for d in _divisors(ranks) if all(count % d == 0 for count in expert_counts))
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def _cluster_label(spec: Spec) -> tuple[Label, ...]:
+    span, ranks = spec.cluster.span(), spec.cluster.ranks
+    return (Label(span=span, message=f"{ranks} {'rank' if ranks == 1 else 'ranks'}"),) if span else ()
+
+
+def _mesh_problems(spec: Spec) -> list[Diagnostic]:
+    ranks, dp, ep = spec.cluster.ranks, spec.parallel.dp, spec.parallel.ep
+    problems = []
+    if dp is not None and dp != ranks:
+        problems.append(
+            Diagnostic(
+                code="MOE0310",
+                title="the degrees do not multiply to the cluster's ranks",
+                span=spec.parallel.span("dp"),
+                message=f"dp = {dp}, and every other dense degree is 1, but the cluster has {ranks} ranks",
+                labels=_cluster_label(spec),
+                help=f"set `dp = {ranks}`, or leave `dp` out",
+            )
+        )
+    if ep is not None and ranks % ep:
+        below = max(d for d in _divisors(ranks) if d <= ep)
+        problems.append(
+            Diagnostic(
+                code="MOE0312",
+                title="expert-parallel degree does not divide the ranks",
+                span=spec.parallel.span("ep"),
+                message=f"{ranks} / {ep} is not whole",
+                labels=_cluster_label(spec),
+                help=f"set `ep = {below}`",
+            )
+        )
+    return problems
+
+
+def _expert_problems(spec: Spec, moes: list[Moe]) -> list[Diagnostic]:
+    ep = spec.parallel.ep
+    if ep is None:
+        return []
+    problems = []
+    for moe in moes:
+        count = moe.experts.count
+        if count % ep == 0:
+            continue
+        ways = [f"`ep = {d}` ({count // d} per rank)" for d in _divisors(spec.cluster.ranks) if count % d == 0][-1:]
+        more = -(-count // ep) * ep
+        ways.append(f"`experts = {more} * …` ({more // ep} per rank)")
+        declared = moe.experts.span()
+        layers = [n for n, layer in enumerate(spec.model.layers) if layer.moe is moe]
+        problems.append(
+            Diagnostic(
+                code="MOE0311",
+                title="expert-parallel degree does not divide the expert count",
+                span=spec.parallel.span("ep"),
+                message=f"{count} / {ep} leaves {count % ep} experts over",
+                labels=(
+                    Label(span=declared, message=f"{count} experts declared here (layers {layer_set_name(layers)})"),
+                )
+                if declared
+                else (),
+                help=f"set {' or '.join(ways)}",
+            )
+        )
+    return problems
+
+
+def _batch_problems(spec: Spec) -> list[Diagnostic]:
+    train, ranks = spec.train, spec.cluster.ranks
+    if train is None or train.batch % ranks == 0:
+        return []
+    more = -(-train.batch // ranks) * ranks
+    return [
+        Diagnostic(
+            code="MOE0313",
+            title="the batch does not divide over the data-parallel ranks",
+            span=train.span("batch"),
+            message=f"{train.batch} sequences over {ranks} ranks",
+            labels=_cluster_label(spec),
+            help=f"set `batch = {more}`",
+        )
+    ]
