@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,6 +32,7 @@ class Partial:
 
 
 Placement = Shard | Partial
+_PLACED = re.compile(r"(?P<axis>[a-z]+):(shard\((?P<dim>[0-9])\)|partial\((?P<reduce>sum|max)\))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,20 @@ class Layout:
     def of(cls, placements: Mapping[str, Placement] | Iterable[tuple[str, Placement]]) -> Layout:
         """The layout with these placements, in one canonical order."""
         return cls(tuple(sorted(dict(placements).items())))
+
+    @classmethod
+    def parse(cls, text: str) -> Layout:
+        """The layout that prints as `text`. Raises ValueError."""
+        if text == "replicate":
+            return cls()
+        placements: dict[str, Placement] = {}
+        for part in text.split(" "):
+            found = _PLACED.fullmatch(part)
+            if found is None or found["axis"] in placements:
+                raise ValueError(f"{text!r} is no layout")
+            dim, reduce = found["dim"], found["reduce"]
+            placements[found["axis"]] = Shard(int(dim)) if dim else Partial(reduce)
+        return cls.of(placements)
 
     def get(self, axis: str) -> Placement | None:
         """The placement on `axis`; None where it replicates."""

@@ -44,3 +44,14 @@ class Mesh:
         stride, size = self.stride(axis), self.size(axis)
         firsts = (rank for rank in range(self.ranks) if rank // stride % size == 0)
         return tuple(tuple(first + i * stride for i in range(size)) for first in firsts)
+
+
+EXPERT_AXES = ("edp", "ep", "etp")
+
+
+def group_name(axis: str, experts_mesh: str | None) -> str:
+    """What a plan calls the communicators along `axis`: `dp`, or `ep[4..31]` on the mesh `experts[4..31]`."""
+    if axis in EXPERT_AXES:
+        assert experts_mesh is not None
+        return axis + experts_mesh.removeprefix("experts")
+    return axis

@@ -1,0 +1,150 @@
+"""Graph data → `torch.fx.GraphModule`, node by node, with every operator, name and argument checked.
+
+torch.fx turns a graph into Python source and runs it, so a name or literal that slipped through unchecked would be
+code. What reaches it here: names of one pattern, operators of the allow-list resolved one by one, and literals that
+fit the operator's schema.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from moec.codegen.graph import Arg, DTypeLiteral, Graph, Node, Ref, StageGraphs
+from moec.codegen.operators import ALLOWED, GETITEM
+from moec.codegen.python import TORCH_DTYPES
+from moec.grammar.diagnostics import InternalError
+
+MakeParameter = Callable[[str], nn.Parameter]
+"""Gives the parameter of a full name, such as `layers.3.attention.q.weight`."""
+
+DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, torch_name) for name, torch_name in TORCH_DTYPES.items()}
+
+
+class GraphError(InternalError):
+    """A graph that names an operator it may not, or arguments that do not fit it."""
+
+
+def build_module(
+    stage: StageGraphs, graph: str, make_parameter: MakeParameter, *, float64: bool = False
+) -> fx.GraphModule:
+    """The graph called `graph` as a module, its submodules and parameters in place.
+
+    `float64` reads every floating dtype literal as float64 (`moec verify`). Raises `GraphError`.
+    """
+    return _build(stage, stage.graph(graph), "", make_parameter, float64)
+
+
+def _build(stage: StageGraphs, data: Graph, prefix: str, make: MakeParameter, float64: bool) -> fx.GraphModule:
+    root = nn.Module()
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    for node in data.nodes:
+        match node.op:
+            case "get_attr":
+                _attach(root, node.target, make(prefix + node.target))
+            case "call_module":
+                assert node.graph is not None
+                body = _build(stage, stage.graph(node.graph), f"{prefix}{node.target}.", make, float64)
+                _attach(root, node.target, body)
+        nodes[node.name] = _add_node(graph, node, nodes, float64)
+    return fx.GraphModule(root, graph, class_name="".join(c for c in data.name.title() if c.isalnum()))
+
+
+def _add_node(graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], float64: bool) -> fx.Node:
+    args = tuple(_argument(arg, nodes, float64) for arg in node.args)
+    kwargs = {name: _argument(arg, nodes, float64) for name, arg in node.kwargs.items()}
+    target: Any = node.target
+    if node.op == "call_function":
+        target = resolve(node.target)
+        if target is not operator.getitem:
+            _check_schema(target, node)
+    elif node.op == "output":
+        # One result is given bare.
+        args = args if len(args) == 1 else (args,)
+    made = graph.create_node(node.op, target, args, kwargs, name=node.name)
+    made.meta["moec"] = node
+    return made
+
+
+def _argument(arg: Arg, nodes: Mapping[str, fx.Node], float64: bool) -> Any:
+    match arg:
+        case Ref():
+            return nodes[arg.node]
+        case DTypeLiteral():
+            dtype = DTYPES[arg.dtype]
+            return torch.float64 if float64 and dtype.is_floating_point else dtype
+        case tuple():
+            return list(arg)
+    return arg
+
+
+@cache
+def resolve(target: str) -> Any:
+    """The operator overload that `target` names. Raises `GraphError` unless the allow-list has it."""
+    if target not in ALLOWED:
+        raise GraphError(f"{target!r} is not an operator that plans may name")
+    if target == GETITEM:
+        return operator.getitem
+    namespace, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def _check_schema(op: torch._ops.OpOverload, node: Node) -> None:
+    """Argument count, names and kinds, against the operator's own schema."""
+    schema = op._schema
+    given: dict[str, Arg] = {}
+    positional = [a for a in schema.arguments if not a.kwarg_only]
+    if len(node.args) > len(positional):
+        raise GraphError(f"{node.name}: {node.target} takes {len(positional)} arguments, not {len(node.args)}")
+    given.update({a.name: arg for a, arg in zip(positional, node.args, strict=False)})
+    for name, arg in node.kwargs.items():
+        if name in given or name not in {a.name for a in schema.arguments}:
+            raise GraphError(f"{node.name}: {node.target} takes no argument {name!r} here")
+        given[name] = arg
+    for argument in schema.arguments:
+        if argument.name not in given:
+            if not argument.has_default_value():
+                raise GraphError(f"{node.name}: {node.target} wants {argument.name!r}")
+        elif not _fits(str(argument.type), given[argument.name]):
+            raise GraphError(f"{node.name}: {given[argument.name]!r} is no {argument.type} for {argument.name!r}")
+
+
+def _fits(kind: str, arg: Arg) -> bool:
+    if kind.startswith("Optional["):
+        return arg is None or _fits(kind.removeprefix("Optional[").removesuffix("]"), arg)
+    match arg:
+        case Ref():
+            return kind == "Tensor"
+        case DTypeLiteral():
+            return kind in ("int", "ScalarType")
+        case bool():
+            return kind == "bool"
+        case int():
+            return kind in ("int", "float", "number", "Scalar", "SymInt")
+        case float():
+            return kind in ("float", "number", "Scalar")
+        case str():
+            return kind == "str"
+        case tuple():
+            return kind in ("List[int]", "List[SymInt]")
+    return False
+
+
+def _attach(root: nn.Module, path: str, child: nn.Parameter | nn.Module) -> None:
+    """Sets `child` at a dotted path under `root`, with plain modules on the way."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        if parent not in root._modules:
+            root.add_module(parent, nn.Module())
+        root = root.get_submodule(parent)
+    if isinstance(child, nn.Parameter):
+        if name not in root._parameters:
+            root.register_parameter(name, child)
+    else:
+        root.add_module(name, child)

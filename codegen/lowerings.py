@@ -1,0 +1,230 @@
+"""What each op of the Program is in operators of `aten` and `moec`: one function per op, and their table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moec.codegen.emitter import BlockEmitter, facts
+from moec.codegen.graph import DTypeLiteral, Graph, Node, Ref
+from moec.codegen.operators import GETITEM
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+from moec.passes.ir.mesh import group_name
+
+IGNORED_LABEL = -100
+SUM = 2
+"""`reduction` of `aten.cross_entropy_loss`."""
+
+
+def _embed(e: BlockEmitter, op: Op) -> None:
+    ids, table = e.refs(op)
+    e.result(op, "aten.embedding.default", table, ids)
+
+
+def _rms_norm(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.RmsNorm)
+    x, weight = e.refs(op)
+    (width,) = e.block.scope[op.operands[1]].shape
+    assert isinstance(width, int)
+    e.result(op, "aten.rms_norm.default", x, (width,), weight, op.eps)
+
+
+def _linear(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Linear)
+    x, weight = e.refs(op)
+    weight_shape = e.block.scope[op.operands[1]].shape
+    rank, n = len(e.block.scope[op.operands[0]].shape), op.contract
+    out = weight_shape[:-n]
+    if n > 1:
+        x = e.step(op, "in", "aten.flatten.using_ints", x, rank - n, rank - 1)
+        weight = e.step(op, "w_in", "aten.flatten.using_ints", weight, len(out), len(weight_shape) - 1)
+    if len(out) == 1:
+        e.result(op, "aten.linear.default", x, weight)
+        return
+    weight = e.step(op, "w", "aten.flatten.using_ints", weight, 0, len(out) - 1)
+    flat = e.step(op, "flat", "aten.linear.default", x, weight)
+    e.result(op, "aten.unflatten.int", flat, -1, tuple(d for d in out if isinstance(d, int)))
+
+
+def _rope(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Rope)
+    e.result(op, "moec.rope.default", *e.refs(op), op.theta)
+
+
+def _attention(e: BlockEmitter, op: Op) -> None:
+    q, k, v = (e.step(op, name, "aten.transpose.int", ref, 1, 2) for name, ref in zip("qkv", e.refs(op), strict=True))
+    heads, kv_heads = (e.block.scope[name].shape[2] for name in op.operands[:2])
+    # mask, dropout, causal; the scale is 1/sqrt(head_dim).
+    attended = e.step(
+        op, "heads", "aten.scaled_dot_product_attention.default", q, k, v, None, 0.0, True, enable_gqa=heads != kv_heads
+    )
+    e.result(op, "aten.transpose.int", attended, 1, 2)
+
+
+def _activation(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Activation)
+    (x,) = e.refs(op)
+    if op.kind == "swiglu":
+        e.result(op, "moec.swiglu.default", x)
+    else:
+        e.result(op, "aten.gelu.default", e.step(op, "in", "aten.squeeze.dim", x, -2))
+
+
+def _add(e: BlockEmitter, op: Op) -> None:
+    total, *rest = e.refs(op)
+    if not rest:
+        e.result(op, "aten.mul.Scalar", total, 1.0)
+        return
+    for index, term in enumerate(rest[:-1]):
+        total = e.step(op, f"sum_{index}", "aten.add.Tensor", total, term)
+    e.result(op, "aten.add.Tensor", total, rest[-1])
+
+
+def _router(e: BlockEmitter, op: Op) -> None:
+    x, weight = e.refs(op)
+    result = op.results[0]
+    if e.block.scope[op.operands[0]].dtype != result.dtype:
+        dtype = DTypeLiteral.model_validate({"dtype": result.dtype})
+        x = e.step(op, "in", "aten.to.dtype", x, dtype)
+        weight = e.step(op, "w", "aten.to.dtype", weight, dtype)
+    e.result(op, "aten.linear.default", x, weight)
+
+
+def _route(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Route)
+    e.results(op, "moec.route.default", *e.refs(op), op.k, op.score, op.order == "after", op.normalize)
+
+
+def _permute(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Permute)
+    e.results(op, "moec.permute.default", *e.refs(op), op.num_experts)
+
+
+def _expert_mlp(e: BlockEmitter, op: Op) -> None:
+    """The experts are a module of their own: their parameters shard over another mesh than the layer's."""
+    assert isinstance(op, o.ExpertMlp)
+    rows, counts, up, down = op.operands
+    prefix = up[1:].removesuffix(".up.weight")
+    inner = [e.block.scope[rows], e.block.scope[counts]]
+    placeholders = [
+        Node(name=name, op="placeholder", target=name, **facts(value))
+        for name, value in zip(("rows", "counts"), inner, strict=True)
+    ]
+    parameters = [Node(name=f"{part}_weight", op="get_attr", target=f"{part}.weight") for part in ("up", "down")]
+    assert (up, down) == (f"@{prefix}.up.weight", f"@{prefix}.down.weight")
+    args = (Ref(node="rows"), Ref(node="counts"), Ref(node="up_weight"), Ref(node="down_weight"), op.activation)
+    span = str(op.span) if op.span else None
+    body = [
+        Node(name="y_all", op="call_function", target="moec.expert_mlp.default", args=args, span=span),
+        Node(
+            name="y",
+            op="call_function",
+            target=GETITEM,
+            args=(Ref(node="y_all"), 0),
+            span=span,
+            **facts(op.results[0]),
+        ),
+        Node(name="output", op="output", target="output", args=(Ref(node="y"),)),
+    ]
+    name = f"{e.block.name}.experts"
+    e.nested.append(Graph(name=name, nodes=(*placeholders, *parameters, *body)))
+    e.call(op, prefix, name, [e.ref(rows), e.ref(counts)], num_results=1)
+
+
+def _simple(target: str) -> Callable[[BlockEmitter, Op], None]:
+    """An op that is one operator over its operands."""
+
+    def emit_one(e: BlockEmitter, op: Op) -> None:
+        e.result(op, target, *e.refs(op))
+
+    return emit_one
+
+
+def _z_loss(e: BlockEmitter, op: Op) -> None:
+    lse = e.step(op, "lse", "aten.logsumexp.default", *e.refs(op), (-1,))
+    e.result(op, "aten.sum.default", e.step(op, "square", "aten.square.default", lse))
+
+
+def _weighted_sum(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.WeightedSum)
+    terms = list(zip(e.refs(op), op.weights, strict=True))
+    if len(terms) == 1:
+        e.result(op, "aten.mul.Scalar", *terms[0])
+        return
+    total, *rest = [e.step(op, f"term_{i}", "aten.mul.Scalar", ref, weight) for i, (ref, weight) in enumerate(terms)]
+    for index, term in enumerate(rest[:-1]):
+        total = e.step(op, f"sum_{index}", "aten.add.Tensor", total, term)
+    e.result(op, "aten.add.Tensor", total, rest[-1])
+
+
+def _cross_entropy(e: BlockEmitter, op: Op) -> None:
+    logits, labels = e.refs(op)
+    flat = e.step(op, "logits", "aten.flatten.using_ints", logits, 0, 1)
+    if e.block.scope[op.operands[0]].dtype != op.results[0].dtype:
+        dtype = DTypeLiteral.model_validate({"dtype": op.results[0].dtype})
+        flat = e.step(op, "wide", "aten.to.dtype", flat, dtype)
+    targets = e.step(op, "labels", "aten.flatten.using_ints", labels, 0, 1)
+    e.result(op, "aten.cross_entropy_loss.default", flat, targets, None, SUM, IGNORED_LABEL, 0.0)
+
+
+def _count_labels(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.CountLabels)
+    (labels,) = e.refs(op)
+    if op.valid_only:
+        counted = e.step(op, "mask", "aten.ne.Scalar", labels, IGNORED_LABEL)
+    else:
+        counted = e.step(op, "ones", "aten.ones_like.default", labels)
+    e.result(op, "aten.sum.default", counted)
+
+
+def _mean(e: BlockEmitter, op: Op) -> None:
+    total, count = e.refs(op)
+    e.result(op, "aten.div.Tensor", total, e.step(op, "count", "aten.clamp_min.default", count, 1))
+
+
+def _all_reduce(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.AllReduce)
+    e.result(op, "moec.all_reduce.default", *e.refs(op), group_name(op.axis, e.block.experts))
+
+
+def _exchange_counts(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.ExchangeCounts)
+    e.results(op, "moec.exchange_counts.default", *e.refs(op), group_name(op.axis, e.block.experts))
+
+
+def _all_to_all(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.AllToAll)
+    rows, splits, _ = op.operands
+    group = group_name(op.axis, e.block.experts)
+    e.result(op, "moec.all_to_all.default", e.ref(rows), e.ref(splits), group, op.reverse)
+
+
+def _call(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Call)
+    e.call(op, f"layers.{op.layer}", op.block, e.refs(op), e.outputs_of[op.block])
+
+
+LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
+    o.Activation: _activation,
+    o.Add: _add,
+    o.AllReduce: _all_reduce,
+    o.AllToAll: _all_to_all,
+    o.Attention: _attention,
+    o.Call: _call,
+    o.Combine: _simple("moec.combine.default"),
+    o.CountLabels: _count_labels,
+    o.CrossEntropy: _cross_entropy,
+    o.Embed: _embed,
+    o.ExchangeCounts: _exchange_counts,
+    o.ExpertMlp: _expert_mlp,
+    o.Linear: _linear,
+    o.Mean: _mean,
+    o.Permute: _permute,
+    o.RmsNorm: _rms_norm,
+    o.Rope: _rope,
+    o.Route: _route,
+    o.Router: _router,
+    o.SwitchLoss: _simple("moec.switch_loss.default"),
+    o.WeightedSum: _weighted_sum,
+    o.ZLoss: _z_loss,
+}
