@@ -32,6 +32,8 @@ def require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(path, "a parameter stands in it twice")
     axes = {axis for mesh in plan.meshes.values() for axis in mesh.wide_axes()}
     for name, parameter in plan.parameters.items():
+        if parameter.mesh not in plan.meshes:
+            raise refuse(path, f"{name} lies on a mesh that does not exist")
         if not {*parameter.sum_over} <= {*manifest.groups}:
             raise refuse(path, f"{name} sums its gradient over a group that does not exist")
         _layout(path, parameter.layout, axes)

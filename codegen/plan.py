@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,7 @@ from moec.codegen.graph import Data, DottedName, Label, StageGraphs
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
-from moec.passes.ir import Mesh, Parameter, Program
+from moec.passes.ir import REPLICATED, Mesh, Parameter, Program
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
 FORMAT = 1
@@ -36,9 +36,10 @@ class MeshData(Data):
 
 
 class ParameterData(Data):
-    """A parameter of a graph: global shape, layout, start, and the groups over which its gradient is summed."""
+    """A parameter of a graph: global shape, layout on a mesh, start, and the groups that sum its gradient."""
 
     name: DottedName
+    mesh: Label
     shape: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=8)]
     dtype: Annotated[str, Field(pattern=r"^(bf16|fp16|fp32)$")]
     layout: Annotated[str, Field(pattern=r"^[a-z0-9_:() ]{1,200}$")]
@@ -103,12 +104,7 @@ class Plan:
     @cached_property
     def parameters(self) -> Mapping[str, ParameterData]:
         """Every parameter by its full name, `layers.3.attention.q.weight`; identical layers share the entries."""
-        return {
-            f"{prefix}{parameter.name}": parameter
-            for body in self.manifest.bodies
-            for prefix in ([f"layers.{n}." for n in body.layers] or [""])
-            for parameter in body.parameters
-        }
+        return _by_full_name(self.manifest.bodies)
 
     def data_rank(self, rank: int) -> int:
         """Which share of the batch `rank` reads, of `data_size`."""
@@ -158,6 +154,20 @@ def groups_of(meshes: Mapping[str, Mesh]) -> dict[str, tuple[tuple[int, ...], ..
     }
 
 
+def parameters_of(program: Program) -> dict[str, ParameterData]:
+    """Every parameter of a Program by its full name."""
+    return _by_full_name(_bodies(program))
+
+
+def _by_full_name(bodies: Sequence[Body]) -> dict[str, ParameterData]:
+    return {
+        f"{prefix}{parameter.name}": parameter
+        for body in bodies
+        for prefix in ([f"layers.{n}." for n in body.layers] or [""])
+        for parameter in body.parameters
+    }
+
+
 def _bodies(program: Program) -> tuple[Body, ...]:
     layers: dict[str, list[int]] = {}
     for op in program.block("forward").ops:
@@ -176,15 +186,16 @@ def _bodies(program: Program) -> tuple[Body, ...]:
 
 
 def _parameter(p: Parameter, experts: str | None) -> ParameterData:
-    assert p.layout is not None
-    assert p.sum_over is not None
+    layout, sums = p.layout or REPLICATED, p.sum_over or ()
+    on_experts = not set(EXPERT_AXES).isdisjoint((*layout.axes, *sums))
     return ParameterData(
         name=p.name,
+        mesh=experts if experts and on_experts else "dense",
         shape=tuple(d for d in p.shape if isinstance(d, int)),
         dtype=str(p.dtype),
-        layout=str(p.layout),
+        layout=str(layout),
         init=p.init.kind,
         std=p.init.std,
         decays=p.decays,
-        sum_over=tuple(group_name(axis, experts) for axis in p.sum_over),
+        sum_over=tuple(group_name(axis, experts) for axis in sums),
     )

@@ -1,1 +1,61 @@
-"""moec: the compiler for Mixture-of-Experts models."""
+"""moec: the compiler for Mixture-of-Experts models.
+
+    plan = moec.compile("mixtral.moe")       # or text, or a Spec; `experts = 16` overrides a `let`
+    moec.verify(plan)                        # the plan against the unsharded model
+    with moec.launch(plan) as job: ...       # one rank, under torchrun
+
+Everything here is imported when it is first used: `import moec` is cheap, and what needs no torch never imports it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moec.codegen.plan import Plan
+    from moec.driver import compile, launch, load, reference, verify
+    from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+    from moec.grammar.spec import Spec
+    from moec.runtime.job import Job
+    from moec.runtime.verify import Report
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Diagnostic": "moec.grammar.diagnostics",
+    "DiagnosticError": "moec.grammar.diagnostics",
+    "Job": "moec.runtime.job",
+    "Plan": "moec.codegen.plan",
+    "Report": "moec.runtime.verify",
+    "Spec": "moec.grammar.spec",
+    "compile": "moec.driver",
+    "launch": "moec.driver",
+    "load": "moec.driver",
+    "reference": "moec.driver",
+    "verify": "moec.driver",
+}
+
+__all__ = [
+    "Diagnostic",
+    "DiagnosticError",
+    "Job",
+    "Plan",
+    "Report",
+    "Spec",
+    "compile",
+    "launch",
+    "load",
+    "reference",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moec' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

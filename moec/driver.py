@@ -1,0 +1,132 @@
+"""Walks the road: text → Spec → Program → Plan → job. What `import moec` offers and the command line calls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from moec import __version__
+from moec.codegen.folder import plan_files
+from moec.codegen.plan import Plan, make_plan
+from moec.codegen.reading import read_plan
+from moec.grammar import Loaded, load_file, load_text
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.spec import Spec
+from moec.passes.pipeline import Compilation, compile_program
+
+if TYPE_CHECKING:
+    from moec.runtime.job import Job
+    from moec.runtime.module import PlanModule
+    from moec.runtime.verify import Report
+
+Source = str | Path | Spec
+"""A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
+
+
+def compile(source: Source, **lets: float | str) -> Plan:
+    """The plan of a model; `lets` override the file's `let` constants.
+
+    Raises `DiagnosticError` with every mistake found in the file.
+    """
+    spec = to_spec(source, **lets)
+    return make_plan(spec, compile_program(spec).program, __version__)
+
+
+def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
+    """Reads a plan folder; executes nothing of it. `trust_nothing` compiles the Spec inside it again and compares.
+
+    Raises `PlanError` for a plan that moec did not write like this, or, with `trust_nothing`, would not write today.
+    """
+    plan = read_plan(path)
+    if trust_nothing:
+        _require_same(plan, Path(path))
+    return plan
+
+
+def reference(source: Source, *, seed: int = 0) -> PlanModule:
+    """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`."""
+    from moec.runtime.reference import reference as build
+
+    return build(to_spec(source), seed=seed)
+
+
+def verify(plan: Plan | str | Path) -> Report:
+    """Compares a plan with the unsharded model on a virtual cluster, forward and gradients, in float64."""
+    from moec.runtime.verify import verify as run
+
+    return run(_plan(plan))
+
+
+def launch(plan: Plan | str | Path, *, device: str | None = None) -> Job:
+    """This process as one rank of a plan: `with moec.launch(plan) as job`. Reads torchrun's environment.
+
+    `device` is "cuda" or "cpu"; by default the first of these that torch has.
+    """
+    from moec.runtime.job import Job
+
+    return Job(_plan(plan), device)
+
+
+def to_spec(source: Source, **lets: float | str) -> Spec:
+    """The Spec that `source` names, is the text of, or is. Raises `DiagnosticError`."""
+    if isinstance(source, Spec):
+        return source
+    loaded = read(source, **lets)
+    if loaded.spec is None:
+        raise DiagnosticError(loaded.diagnostics)
+    return loaded.spec
+
+
+def read(source: str | Path, **lets: float | str) -> Loaded:
+    """The Spec of a file or text, with every diagnostic, warnings included."""
+    is_text = isinstance(source, str) and ("\n" in source or "{" in source)
+    return load_text(str(source), lets=lets) if is_text else load_file(source, lets=lets)
+
+
+def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
+    """Every mistake in a file that compiling it would find, those of the degrees included. Needs no torch."""
+    loaded = read(Path(path), **lets)
+    if loaded.spec is None:
+        return loaded.diagnostics
+    try:
+        run_passes(loaded.spec, stop_after="place")
+    except DiagnosticError as error:
+        return (*loaded.diagnostics, *error.diagnostics)
+    return loaded.diagnostics
+
+
+def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
+    """The passes on `spec`, with the record of each."""
+    return compile_program(spec, stop_after)
+
+
+def _plan(plan: Plan | str | Path) -> Plan:
+    return plan if isinstance(plan, Plan) else load(plan)
+
+
+def _require_same(plan: Plan, path: Path) -> None:
+    """Spans apart, which point into the file the plan was made from."""
+    from moec.codegen.checks import refuse
+
+    again = compile(plan.spec)
+    for name, content in plan_files(without_spans(again)).items():
+        if plan_files(without_spans(plan)).get(name) != content:
+            raise refuse(path / name, "compiling the Spec inside the plan gives something else")
+
+
+def without_spans(plan: Plan) -> Plan:
+    """The plan with no `.moe` lines in its graphs."""
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "graphs": tuple(
+                    graph.model_copy(
+                        update={"nodes": tuple(node.model_copy(update={"span": None}) for node in graph.nodes)}
+                    )
+                    for graph in stage.graphs
+                )
+            }
+        )
+        for stage in plan.stages
+    )
+    return Plan(plan.manifest, stages)

@@ -1,0 +1,30 @@
+"""A user's mistakes at run time: the same on every rank, said once."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+
+
+class JobError(DiagnosticError):
+    """Something a training script or its launch got wrong, found before any collective that trains has begun."""
+
+    def __init__(self, code: str, title: str, message: str, help: str = "") -> None:
+        super().__init__([Diagnostic(code=code, title=title, span=None, message=message, help=help)])
+
+
+def speak_once(rank: int) -> None:
+    """From here on an uncaught `DiagnosticError` is printed by rank 0 alone, as a diagnostic and not as a traceback."""
+    inner = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, DiagnosticError):
+            inner(kind, error, trace)
+        elif rank == 0:
+            from moec.grammar.diagnostics import render
+
+            print(render(error.diagnostics, "full"), file=sys.stderr, flush=True)
+
+    sys.excepthook = hook

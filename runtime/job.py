@@ -1,0 +1,194 @@
+"""A running job: `with moec.launch(plan) as job`."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW
+
+from moec.codegen.fx import DTYPES
+from moec.codegen.plan import ParameterData, Plan
+from moec.grammar.spec import AdamW as AdamWSpec
+from moec.passes.ir import Layout
+from moec.passes.ir.mesh import group_name
+from moec.runtime import groups
+from moec.runtime.errors import JobError, speak_once
+from moec.runtime.gradients import GradientSum, clip_gradient_norm
+from moec.runtime.module import ModelOutput, PlanModule
+from moec.runtime.optimizer import make_optimizer
+from moec.runtime.reference import context_of
+from moec.runtime.shards import initial_shard
+
+TIMEOUT = timedelta(seconds=100)
+"""Of a collective: long enough for a slow step, short enough to notice a dead rank (defaults are 10 to 30 minutes)."""
+
+
+class Job:
+    """One rank of a plan that runs under torchrun, or the only rank of a plan for one.
+
+    Entering it joins the process group (or uses the one there is) and builds the plan's meshes; leaving it undoes what
+    entering did. `rank`, `world_size`: this process among all; `data_rank`, `data_size`: its share of the batch.
+    """
+
+    def __init__(self, plan: Plan, device: str | None = None) -> None:
+        self.plan = plan
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.data_rank = plan.data_rank(self.rank) if self.rank < plan.world_size else 0
+        self.data_size = plan.data_size
+        self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        speak_once(self.rank)
+        with ExitStack() as stack:
+            if dist.is_initialized():
+                self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self._require_world_size()
+            self.data_rank = self.plan.data_rank(self.rank)
+            if not dist.is_initialized():
+                _join(self.rank, self.world_size, self.device_type)
+                stack.callback(dist.destroy_process_group)
+            stack.enter_context(groups.use(self._groups()))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def _require_world_size(self) -> None:
+        ranks = self.plan.world_size
+        if self.world_size != ranks:
+            raise JobError(
+                "MOE0701",
+                "the number of processes is not the plan's number of ranks",
+                f"the plan is for {ranks}, and this job has {self.world_size}",
+                f"start it with `torchrun --nproc-per-node {ranks} …` (on several nodes, {ranks} processes in all), "
+                f"or compile the file for a cluster of {self.world_size}",
+            )
+
+    def _groups(self) -> dict[str, dist.ProcessGroup]:
+        """The plan's groups by name, as torch's DeviceMesh makes them."""
+        found = {}
+        for name, mesh in self.plan.meshes.items():
+            if not mesh.wide_axes():
+                continue
+            shape = tuple(size for _, size in mesh.axes)
+            ranks = torch.arange(mesh.ranks).reshape(shape)
+            device_mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=tuple(axis for axis, _ in mesh.axes))
+            for axis in mesh.wide_axes():
+                group = group_name(axis, name if name != "dense" else None)
+                found[group] = device_mesh.get_group(axis)
+        return found
+
+    # ---- what a training script calls --------------------------------------------------------------
+
+    def build(self, device: str | torch.device | None = None, *, seed: int = 0) -> PlanModule:
+        """This rank's shard of the model, newly initialised. What it starts as does not depend on the sharding."""
+        target = torch.device(device or self.device_type)
+
+        def make(name: str) -> nn.Parameter:
+            data = self.plan.parameters[name]
+            mesh = self.plan.meshes[data.mesh]
+            shard = initial_shard(name, data, mesh, self.rank, seed=seed, dtype=DTYPES[data.dtype])
+            return nn.Parameter(shard.to(target))
+
+        spec = self.plan.spec
+        module = PlanModule(spec.model, context_of(spec), self.plan.stages[0], make, self._agree)
+        sums = {name: self.plan.parameters[name].sum_over for name, _ in module.named_parameters()}
+        gradient_sum = GradientSum(dict(module.named_parameters()), sums)
+
+        def watch(_: nn.Module, __: object, output: ModelOutput) -> None:
+            gradient_sum.watch(output.loss, output.logits)
+
+        module.register_forward_hook(watch)
+        return module
+
+    def optimizer(self, model: PlanModule) -> AdamW:
+        """The optimizer that the file's `train` block names, with its defaults where it has none."""
+        train = self.plan.spec.train
+        spec = train.optimizer if train else AdamWSpec()
+        decayed: list[nn.Parameter] = []
+        undecayed: list[nn.Parameter] = []
+        for name, parameter in model.named_parameters():
+            (decayed if self.plan.parameters[name].decays else undecayed).append(parameter)
+        return make_optimizer(spec, decayed, undecayed)
+
+    def step(self, model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Forward, backward and gradient sums over this rank's share of the batch; gives the global loss, detached."""
+        loss = model(tokens, labels).loss
+        loss.backward()
+        detached: Tensor = loss.detach()
+        return detached
+
+    def clip_grad_norm_(self, model: PlanModule, max_norm: float) -> Tensor:
+        """Scales the gradients to a global norm of at most `max_norm`; gives the norm before, alike on every rank."""
+        sharded = {name: self._sharded_over(self.plan.parameters[name]) for name, _ in model.named_parameters()}
+        return clip_gradient_norm(dict(model.named_parameters()), sharded, max_norm)
+
+    def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
+        """Rows that each expert got in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU."""
+        layers = sorted(model.expert_counts)
+        if not layers:
+            return {}
+        counts = torch.cat([model.expert_counts[layer] for layer in layers])
+        if self.world_size > 1:
+            dist.all_reduce(counts)
+        sizes = [model.expert_counts[layer].numel() for layer in layers]
+        return dict(zip(layers, counts.cpu().split(sizes), strict=True))
+
+    def save(self, path: str, model: PlanModule, optimizer: torch.optim.Optimizer) -> None:
+        """Checkpoints are not supported yet."""
+        raise JobError("MOE0700", "not supported yet", "job.save: checkpoints come in a later version of moec")
+
+    def _sharded_over(self, data: ParameterData) -> tuple[str, ...]:
+        mesh = None if data.mesh == "dense" else data.mesh
+        return tuple(group_name(axis, mesh) for axis in Layout.parse(data.layout).sharded_axes())
+
+    def _agree(self, complaint: str | None, device: torch.device) -> str | None:
+        """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs."""
+        if self.world_size == 1:
+            return complaint
+        first = torch.tensor(self.rank if complaint else self.world_size, device=device)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        speaker = int(first)
+        if speaker == self.world_size:
+            return None
+        return _broadcast_text(f"rank {speaker}: {complaint}" if speaker == self.rank else "", speaker, device)
+
+
+def _join(rank: int, world_size: int, device_type: str) -> None:
+    backend = "nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "MASTER_ADDR" not in os.environ:
+        assert world_size == 1
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        return
+    store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
+    # After a restart the agent's store still holds the last attempt's addresses.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(f"attempt_{attempt}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+
+
+def _broadcast_text(text: str, source: int, device: torch.device) -> str:
+    encoded = list(text.encode()[:MAX_COMPLAINT])
+    buffer = torch.zeros(MAX_COMPLAINT, dtype=torch.uint8, device=device)
+    buffer[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8)
+    dist.broadcast(buffer, source)
+    return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+MAX_COMPLAINT = 1000
+"""Bytes of a complaint that travel to the other ranks."""

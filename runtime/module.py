@@ -1,0 +1,100 @@
+"""A stage's graphs as one `torch.nn.Module`: what a training script calls, sharded or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+
+from moec.codegen.fx import MakeParameter, build_module
+from moec.codegen.graph import Ref, StageGraphs
+from moec.grammar.spec import Model
+from moec.runtime import collectives, ops  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime.errors import JobError
+
+IGNORED_LABEL = -100
+Agree = Callable[[str | None, torch.device], str | None]
+"""Takes this rank's complaint, gives one that every rank gives, or None where no rank complains."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """`logits` `[batch, sequence, vocab]` of this rank's tokens; `loss`, a scalar, where labels were given.
+
+    The loss is that of the whole global batch, the same on every rank: cross-entropy over the global number of valid
+    labels plus the weighted balance terms.
+    """
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+def _alone(complaint: str | None, device: torch.device) -> str | None:
+    return complaint
+
+
+class PlanModule(nn.Module):
+    """This rank's part of a model. Parameters are named as in the plan (`layers.3.attention.q.weight`)."""
+
+    def __init__(
+        self,
+        model: Model,
+        context: int,
+        stage: StageGraphs,
+        make_parameter: MakeParameter,
+        agree: Agree = _alone,
+        *,
+        float64: bool = False,
+    ) -> None:
+        super().__init__()
+        forward = build_module(stage, "forward", make_parameter, float64=float64)
+        # Its children are this module's own, so that names have no prefix; the graph itself stands beside them.
+        for name, child in forward.named_children():
+            self.add_module(name, child)
+        self.__dict__["_forward_graph"] = forward
+        self.__dict__["_loss_graph"] = build_module(stage, "loss", make_parameter, float64=float64)
+        self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
+        self._agree = agree
+        self.vocab, self.context = model.vocab, context
+        self.expert_counts: dict[int, Tensor] = {}
+        """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> ModelOutput:
+        """tokens int64 `[batch, sequence]`, labels alike, already shifted, −100 where there is none.
+
+        Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model.
+        """
+        complaint = self._agree(self._complaint(tokens, labels), tokens.device)
+        if complaint:
+            raise JobError("MOE0702", "the model cannot take this batch", complaint)
+        graph: fx.GraphModule = self.__dict__["_forward_graph"]
+        out = graph(tokens)
+        results = dict(zip(self._results, out if isinstance(out, tuple) else (out,), strict=True))
+        logits, balance = results.pop("logits"), results.pop("balance", None)
+        self.expert_counts = {int(name.removeprefix("counts_")): counts[0] for name, counts in results.items()}
+        if labels is None:
+            return ModelOutput(logits)
+        inputs = (logits, labels) if balance is None else (logits, labels, balance)
+        return ModelOutput(logits, self.__dict__["_loss_graph"](*inputs))
+
+    def _complaint(self, tokens: Tensor, labels: Tensor | None) -> str | None:
+        for name, ids in (("tokens", tokens), ("labels", labels)):
+            if ids is None:
+                continue
+            if ids.dtype != torch.int64:
+                return f"{name} are {ids.dtype}, and must be torch.int64"
+            if ids.dim() != 2:
+                return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]"
+            if ids.shape != tokens.shape:
+                return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}"
+            if ids.shape[1] > self.context:
+                return f"{name} are {ids.shape[1]} long, and the model's context is {self.context}"
+            valid = ids[ids != IGNORED_LABEL] if name == "labels" else ids
+            if valid.numel():
+                low, high = (int(bound) for bound in valid.aminmax())
+                if low < 0 or high >= self.vocab:
+                    wrong = low if low < 0 else high
+                    return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}"
+        return None

@@ -1,0 +1,236 @@
+"""Truth: a plan on the virtual cluster against the unsharded model, forward, backward and after one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import Layout
+from moec.runtime.errors import JobError
+from moec.runtime.module import IGNORED_LABEL, PlanModule
+from moec.runtime.reference import context_of, reference
+from moec.runtime.shards import local_slices
+from moec.runtime.virtual import VirtualCluster
+
+BOUND = 1e-9
+"""Largest error that float64 arithmetic in another order explains; a wrong plan is off by 1e-4 or more."""
+
+BOUND_FLOAT32 = 1e-4
+"""The same for the report in float32."""
+
+NOISE = 1e-3
+"""A tensor whose largest element is below this part of its kind's largest is measured against the kind: a gradient that
+is pure noise has no scale of its own."""
+
+SEQUENCES_PER_RANK = 2
+MAX_SEQUENCE = 16
+MAX_BYTES = 8 * 1024**3
+LEARNING_RATE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """Where a plan first departs from the reference."""
+
+    layer: str
+    op: str
+    value: str
+    span: str | None
+    error: float
+    gradient: bool
+
+    def __str__(self) -> str:
+        what = "the gradient of " if self.gradient else ""
+        place = f" ({self.span})" if self.span else ""
+        return f"{self.layer}: {self.op}{place}: {what}%{self.value} is off by {self.error:.1e}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `moec verify` found.
+
+    Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits and
+    losses (`output`), of gradients and of parameters after one SGD step (`gradient`). `worst` names the tensor that is
+    furthest off. `float32` is a second report, in single precision and to a looser bound; near-ties may flip a route
+    there, and it decides nothing.
+    """
+
+    ok: bool
+    world_size: int
+    scaled: bool
+    max_output_error: float
+    max_gradient_error: float
+    first_difference: Difference | None
+    worst: str
+    float32: Report | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """What `moec verify --json` prints."""
+        names = ("ok", "world_size", "scaled", "max_output_error", "max_gradient_error")
+        first = asdict(self.first_difference) if self.first_difference else None
+        return {name: getattr(self, name) for name in names} | {"first_difference": first}
+
+
+def verify(plan: Plan, *, seed: int = 0) -> Report:
+    """Compares `plan` with the reference of its own Spec in float64, and reports float32 beside it.
+
+    Raises `JobError` for a plan too large for this machine: toy widths (`--scale`) are not supported yet.
+    """
+    _require_memory(plan)
+    double = _compare(plan, torch.float64, seed)
+    single = _compare(plan, torch.float32, seed)
+    return Report(**{name: getattr(double, name) for name in Report.__slots__ if name != "float32"}, float32=single)
+
+
+@dataclass(slots=True)
+class _Errors:
+    """The largest error of each kind, and the name of the tensor that has it."""
+
+    scales: Mapping[str, float]
+    largest: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def add(self, kind: str, name: str, got: Tensor, expected: Tensor, whole: Tensor) -> None:
+        error = relative_error(got, expected, whole, self.scales[kind])
+        if not error <= self.largest.get(kind, (-1.0, ""))[0]:
+            self.largest[kind] = (error, name)
+
+    def of(self, *kinds: str) -> float:
+        return max(self.largest.get(kind, (0.0, ""))[0] for kind in kinds)
+
+
+def relative_error(got: Tensor, expected: Tensor, whole: Tensor, kind_scale: float) -> float:
+    """max|got − expected| / max(max|whole|, NOISE · kind_scale), 0/0 being 0; infinite where shapes differ or NaN."""
+    if got.shape != expected.shape:
+        return float("inf")
+    difference = largest(got - expected)
+    if difference != difference:
+        return float("inf")
+    scale = max(largest(whole), NOISE * kind_scale)
+    return 0.0 if difference == 0 else difference / scale if scale else float("inf")
+
+
+def largest(tensor: Tensor) -> float:
+    """The largest absolute element, 0 of none."""
+    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """A global batch, and each rank's share of it."""
+
+    tokens: Tensor
+    labels: Tensor
+    rank_tokens: Sequence[Tensor]
+    rank_labels: Sequence[Tensor]
+
+
+def _compare(plan: Plan, dtype: torch.dtype, seed: int) -> Report:
+    model = reference(plan.spec, seed=seed, dtype=dtype)
+    _spread_ones(model, seed)
+    cluster = VirtualCluster(plan, dict(model.named_parameters()))
+    inputs = _inputs(plan, seed)
+    errors = _measure(plan, model, cluster, inputs)
+    output, gradient = errors.of("output", "loss"), errors.of("gradient", "parameter")
+    ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
+    worst = max(errors.largest.items(), key=lambda item: item[1][0])
+    first = None
+    if not ok and dtype == torch.float64:
+        from moec.runtime.blame import first_difference
+
+        first = first_difference(plan, model, inputs)
+    return Report(
+        ok=ok,
+        world_size=plan.world_size,
+        scaled=False,
+        max_output_error=output,
+        max_gradient_error=gradient,
+        first_difference=first,
+        worst=f"{worst[0]} of {worst[1][1]}",
+    )
+
+
+def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inputs) -> _Errors:
+    expected = model(inputs.tokens, inputs.labels)
+    assert expected.loss is not None
+    expected.loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(cluster.parameters)
+    logits, loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
+    errors = _Errors(
+        {
+            "output": largest(expected.logits),
+            "loss": largest(expected.loss),
+            "gradient": max(largest(g) for g in gradients.values()),
+            "parameter": max(largest(p) for p in model.parameters()),
+        }
+    )
+    shares = expected.logits.detach().chunk(plan.data_size)
+    for rank in range(plan.world_size):
+        share = shares[plan.data_rank(rank)]
+        errors.add("output", f"the logits of rank {rank}", logits[rank].detach(), share, expected.logits)
+        errors.add("loss", f"rank {rank}", loss[rank].detach(), expected.loss.detach(), expected.loss)
+    whole = dict(model.named_parameters())
+    for name, rank, got in _per_rank(cluster.backward(loss)):
+        data = plan.parameters[name]
+        index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+        gradient, parameter = gradients[name], whole[name].detach()
+        errors.add("gradient", f"{name} on rank {rank}", got, gradient[index], gradient)
+        held = cluster.parameters[name][rank].detach()
+        after = parameter - LEARNING_RATE * gradient
+        errors.add("parameter", f"{name} on rank {rank}", held - LEARNING_RATE * got, after[index], after)
+    return errors
+
+
+def _per_rank(gradients: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, int, Tensor]]:
+    for name, parts in gradients.items():
+        for rank, part in enumerate(parts):
+            yield name, rank, part
+
+
+def _spread_ones(model: PlanModule, seed: int) -> None:
+    """Norm weights start as ones, which would hide an op that forgets them."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def _inputs(plan: Plan, seed: int) -> Inputs:
+    """Random ids, one label in eight ignored."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    shape = (plan.data_size * SEQUENCES_PER_RANK, min(context_of(plan.spec), MAX_SEQUENCE))
+    tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
+    labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
+    labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
+    shares = list(zip(tokens.chunk(plan.data_size), labels.chunk(plan.data_size), strict=True))
+    of_rank = [shares[plan.data_rank(rank)] for rank in range(plan.world_size)]
+    return Inputs(tokens, labels, [share[0] for share in of_rank], [share[1] for share in of_rank])
+
+
+def _require_memory(plan: Plan) -> None:
+    """Whole parameters and their gradients once, and each rank's gradients of what it holds, in float64."""
+    total = sum(_elements(p.shape) for p in plan.parameters.values())
+    dense = sum(_elements(p.shape) for p in plan.parameters.values() if p.layout == "replicate")
+    ep = max((mesh.size("ep") for mesh in plan.meshes.values()), default=1)
+    held = dense * plan.world_size + (total - dense) * (plan.world_size // ep)
+    needed = 8 * (3 * total + 2 * held)
+    if needed > MAX_BYTES:
+        raise JobError(
+            "MOE0703",
+            "this plan is too large to verify at its own widths",
+            f"{plan.name}: about {needed / 1e9:.0f} GB in float64, the limit is {MAX_BYTES / 1e9:.0f} GB",
+            "toy widths (`--scale`) are not supported yet; verify a copy of the file with a small `dim`, `vocab` and "
+            "hidden widths: layers, degrees and groups stay the same",
+        )
+
+
+def _elements(shape: Sequence[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total

@@ -1,0 +1,55 @@
+"""The virtual cluster: every rank of a plan in one process, however many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import Layout
+from moec.runtime.lockstep import Lockstep, PerRank
+from moec.runtime.shards import local_slices
+
+
+class VirtualCluster:
+    """All ranks of `plan`, with the parts of `parameters` (full name → whole tensor) that each would hold."""
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+        self.plan = plan
+        self.parameters: dict[str, list[Tensor]] = {
+            name: [self._part(name, whole, rank) for rank in range(plan.world_size)]
+            for name, whole in parameters.items()
+        }
+        float64 = next(iter(parameters.values())).dtype == torch.float64
+        self.lockstep = Lockstep(
+            plan.stages[0], plan.world_size, plan.manifest.groups, self.parameters, float64=float64
+        )
+
+    def _part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+        data = self.plan.parameters[name]
+        index = local_slices(data.shape, Layout.parse(data.layout), self.plan.meshes[data.mesh], rank)
+        # A whole parameter is the same memory on every rank, but a leaf of its own.
+        return whole.detach()[index].requires_grad_()
+
+    def backward(self, loss: PerRank) -> dict[str, list[Tensor]]:
+        """Runs backward on every rank, sums gradients over the plan's groups; gives each parameter's, rank by rank."""
+        for parts in self.parameters.values():
+            for leaf in parts:
+                leaf.grad = None
+        torch.autograd.backward(loss, [torch.ones_like(value) for value in loss])
+        return self.gradients()
+
+    def gradients(self) -> dict[str, list[Tensor]]:
+        """Each parameter's gradient on every rank, after the sums over the plan's groups."""
+        return {name: self._summed(name, parts) for name, parts in self.parameters.items()}
+
+    def _summed(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts]
+        for group in self.plan.parameters[name].sum_over:
+            for ranks in self.plan.manifest.groups[group]:
+                total = torch.stack([gradients[rank] for rank in ranks]).sum(0)
+                for rank in ranks:
+                    gradients[rank] = total
+        return gradients
