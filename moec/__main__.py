@@ -1,0 +1,5 @@
+"""`python -m moec`."""
+
+from moec.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""What the larger commands do; `moec/cli.py` holds their options."""

@@ -1,0 +1,64 @@
+"""What `moec compile` says at the end: the model, how it is spread, what it costs, and what to do next."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import Program
+from moec.passes.place import choose_degrees
+from moec.passes.tally import tally
+
+
+def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> str:
+    """The summary as text; every line is a fact of the plan."""
+    spec, counts = plan.spec, tally(program, plan.spec)
+    degrees = choose_degrees(spec)
+    model = spec.model
+    moes = sum(layer.moe is not None for layer in model.layers)
+    train = spec.train
+    sequences = train.batch if train else degrees.ranks
+    lines = [
+        f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
+        "",
+        f"  model     {model.depth} layers ({moes} MoE), dim {model.dim}, {model.dtype}: "
+        f"{_si(counts.parameters)} parameters, {_si(counts.active_parameters)} active per token",
+        f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
+        f"  degrees   {_degrees(plan)}",
+        f"  per rank  {_si(counts.local_parameters)} parameters; weights, gradients and optimizer "
+        f"{_bytes(counts.state_bytes)} of {_bytes(spec.cluster.device.memory)}; activations come on top",
+        f"  a step    {sequences} sequences, {_si(counts.tokens)} tokens, {_si(counts.flops_per_token)}FLOP per token",
+    ]
+    for index, flow in enumerate(counts.traffic):
+        head = "  sends     " if index == 0 else "            "
+        lines.append(f"{head}{_bytes(flow.bytes)} per rank and step over {flow.group} ({flow.ranks}): {flow.purpose}")
+    if counts.state_bytes > spec.cluster.device.memory:
+        lines.append("  warning   the states alone do not fit the device: use more ranks, or fewer experts per rank")
+    if path:
+        launch = f"torchrun --nproc-per-node {degrees.ranks} train.py"
+        lines += ["", f"next: `moec verify {path}`, then `{launch}` with `moec.load({str(path)!r})` in it"]
+    return "\n".join(lines)
+
+
+def _degrees(plan: Plan) -> str:
+    stated = choose_degrees(plan.spec).stated
+    shown = []
+    for mesh in plan.meshes.values():
+        for axis, size in mesh.axes:
+            if axis in ("dp", "ep", "edp"):
+                shown.append(f"{axis} {size}" + ("" if axis in stated else " (default)"))
+    return ", ".join(shown) + "; every other 1"
+
+
+def _si(number: float) -> str:
+    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if number >= scale:
+            return f"{number / scale:.3g}{unit}"
+    return f"{number:.3g}"
+
+
+def _bytes(number: float) -> str:
+    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if number >= scale:
+            return f"{number / scale:.3g} {unit}"
+    return f"{number:.3g} B"

@@ -1,0 +1,143 @@
+"""What a placed Program amounts to per rank and step: parameters, their memory, arithmetic, bytes on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moec.grammar.spec import Spec
+from moec.passes.ir import DTYPE_BYTES, Block, Mesh, Parameter, Program, Shard
+from moec.passes.ir.mesh import group_name
+from moec.passes.ir.op import size_of
+from moec.passes.ir.ops import AllToAll, Call, Route
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank sends over one group in a training step, and what for."""
+
+    group: str
+    ranks: int
+    purpose: str
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Counts are exact; traffic assumes that every expert gets the same load.
+
+    `flops_per_token` is forward and backward (twice forward), the causal half of attention, without recomputation.
+    `state_bytes` are weights, gradients, and AdamW's two moments with fp32 master weights where weights are narrower.
+    """
+
+    parameters: int
+    active_parameters: int
+    local_parameters: int
+    state_bytes: int
+    tokens: int
+    flops_per_token: float
+    traffic: tuple[Traffic, ...]
+
+
+def tally(program: Program, spec: Spec) -> Tally:
+    """Adds up a Program that went through every pass, over `train.batch` sequences (1 per rank if unstated)."""
+    ranks = program.mesh("dense").ranks
+    sequence = spec.train.sequence if spec.train else spec.model.context
+    assert sequence is not None
+    batch = spec.train.batch if spec.train else ranks
+    runs = [(block, count) for block, count in _runs(program).items() if count]
+    total = active = local = state = 0
+    flops = 0
+    for name, count in runs:
+        block = program.block(name)
+        sizes = _sizes(block, batch, sequence)
+        for p in block.parameters:
+            elements = size_of(p.shape, {})
+            held = elements // _shards(program, block, p)
+            total += count * elements
+            active += count * int(elements * _used_share(block, p))
+            local += count * held
+            state += count * held * _state_bytes(p)
+        flops += count * sum(op.flops(block.operands(op), sizes) for op in block.ops)
+    tokens = batch * sequence
+    return Tally(
+        parameters=total,
+        active_parameters=active,
+        local_parameters=local,
+        state_bytes=state,
+        tokens=tokens,
+        flops_per_token=3 * flops / tokens,
+        traffic=(*_all_to_all_traffic(program, dict(runs), tokens // ranks), *_gradient_traffic(program, dict(runs))),
+    )
+
+
+def _runs(program: Program) -> dict[str, int]:
+    """How often each block runs in a forward pass."""
+    calls = [op.block for op in program.block("forward").ops if isinstance(op, Call)]
+    return {block.name: calls.count(block.name) if block.name in calls else 1 for block in program.blocks}
+
+
+def _sizes(block: Block, batch: int, sequence: int) -> Mapping[str, int]:
+    k = next((op.k for op in block.ops if isinstance(op, Route)), 1)
+    return {"batch": batch, "sequence": sequence, "rows": batch * sequence * k}
+
+
+def _mesh_of(program: Program, block: Block, axis: str) -> Mesh:
+    meshes = program.meshes_of(block)
+    if meshes.experts is not None and meshes.experts.size(axis) > 1:
+        return meshes.experts
+    return meshes.dense
+
+
+def _shards(program: Program, block: Block, p: Parameter) -> int:
+    assert p.layout is not None
+    sharded = (axis for axis, placement in p.layout.placements if isinstance(placement, Shard))
+    return math.prod(_mesh_of(program, block, axis).size(axis) for axis in sharded)
+
+
+def _used_share(block: Block, p: Parameter) -> float:
+    """Which part of a parameter one token meets: k of the experts, and everything else."""
+    if not p.name.startswith("moe.experts."):
+        return 1.0
+    k = next(op.k for op in block.ops if isinstance(op, Route))
+    experts = p.shape[0]
+    assert isinstance(experts, int)
+    return k / experts
+
+
+def _state_bytes(p: Parameter) -> int:
+    weight = DTYPE_BYTES[p.dtype]
+    return 2 * weight + 8 + (4 if weight < 4 else 0)
+
+
+def _all_to_all_traffic(program: Program, runs: Mapping[str, int], tokens_per_rank: int) -> list[Traffic]:
+    """Rows that leave a rank: (n−1)/n of its rows with uniform routing, there and back, forward and backward."""
+    sent: dict[tuple[str, int], float] = {}
+    for name, count in runs.items():
+        block = program.block(name)
+        for op in block.ops:
+            if isinstance(op, AllToAll):
+                rows = block.operands(op)[0]
+                ranks = _mesh_of(program, block, op.axis).size(op.axis)
+                k = next(o.k for o in block.ops if isinstance(o, Route))
+                width = rows.shape[-1]
+                assert isinstance(width, int)
+                volume = 2 * tokens_per_rank * k * width * DTYPE_BYTES[rows.dtype] * (ranks - 1) / ranks
+                group = (group_name(op.axis, block.experts), ranks)
+                sent[group] = sent.get(group, 0.0) + count * volume
+    return [Traffic(group=g, ranks=n, purpose="all_to_all of rows", bytes=b) for (g, n), b in sent.items()]
+
+
+def _gradient_traffic(program: Program, runs: Mapping[str, int]) -> list[Traffic]:
+    """A ring all-reduce sends 2(n−1)/n of what it sums."""
+    sent: dict[tuple[str, int], float] = {}
+    for name, count in runs.items():
+        block = program.block(name)
+        for p in block.parameters:
+            held = size_of(p.shape, {}) // _shards(program, block, p) * DTYPE_BYTES[p.dtype]
+            for axis in p.sum_over or ():
+                ranks = _mesh_of(program, block, axis).size(axis)
+                group = (group_name(axis, block.experts), ranks)
+                sent[group] = sent.get(group, 0.0) + count * held * 2 * (ranks - 1) / ranks
+    return [Traffic(group=g, ranks=n, purpose="all_reduce of gradients", bytes=b) for (g, n), b in sent.items()]
