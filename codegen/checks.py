@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from moec.codegen.folder import MANIFEST, PlanError
-from moec.codegen.graph import Node, StageGraphs
-from moec.codegen.operators import ALLOWED, COLLECTIVES, GETITEM
-from moec.codegen.plan import Plan, groups_of
-from moec.passes.ir import Layout
+from moec.codegen.graph import Node, Ref, StageGraphs
+from moec.codegen.operators import argument_complaint
+from moec.codegen.plan import ParameterData, Plan, groups_of
+from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.ir import Layout, Shard
+
+MAX_ELEMENTS = 1 << 48
+"""Elements of one parameter."""
 
 MAX_EXPANDED_NODES = 1_000_000
 """Nodes that a graph may run, called graphs counted as often as they are called."""
@@ -32,13 +37,55 @@ def require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(path, "a parameter stands in it twice")
     axes = {axis for mesh in plan.meshes.values() for axis in mesh.wide_axes()}
     for name, parameter in plan.parameters.items():
-        if parameter.mesh not in plan.meshes:
-            raise refuse(path, f"{name} lies on a mesh that does not exist")
-        if not {*parameter.sum_over} <= {*manifest.groups}:
-            raise refuse(path, f"{name} sums its gradient over a group that does not exist")
-        _layout(path, parameter.layout, axes)
+        _check_parameter(path, name, parameter, plan, axes)
     for stage in plan.stages:
-        _check_stage(root / "stages" / f"{stage.index}.json", stage, plan, axes)
+        file = root / "stages" / f"{stage.index}.json"
+        _check_stage(file, stage, plan, axes)
+        _check_bodies(file, stage, plan)
+    try:
+        spec = plan.spec
+    except DiagnosticError as error:
+        raise refuse(path, f"the Spec inside it does not compile: {error}") from error
+    if spec.model.name != plan.name:
+        raise refuse(path, "the Spec inside it is of another model")
+
+
+def _check_parameter(path: Path, name: str, parameter: ParameterData, plan: Plan, axes: set[str]) -> None:
+    if parameter.mesh not in plan.meshes:
+        raise refuse(path, f"{name} lies on a mesh that does not exist")
+    if not {*parameter.sum_over} <= {*plan.manifest.groups}:
+        raise refuse(path, f"{name} sums its gradient over a group that does not exist")
+    if math.prod(parameter.shape) > MAX_ELEMENTS:
+        raise refuse(path, f"{name} has more than {MAX_ELEMENTS} elements")
+    if not math.isfinite(parameter.std):
+        raise refuse(path, f"{name} starts with a spread that is not finite")
+    for axis, placement in _layout(path, parameter.layout, axes).placements:
+        size = plan.meshes[parameter.mesh].size(axis)
+        if not isinstance(placement, Shard) or placement.dim >= len(parameter.shape):
+            raise refuse(path, f"{name} cannot lie on {parameter.layout}")
+        if parameter.shape[placement.dim] % size:
+            raise refuse(path, f"{name} does not divide over {axis}")
+
+
+def _check_bodies(path: Path, stage: StageGraphs, plan: Plan) -> None:
+    """Each body's parameters are those that its graph fetches, and its layers those that call it."""
+    fetched: dict[str, list[str]] = {}
+    for graph in stage.graphs:
+        names = fetched.setdefault(graph.name, [])
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                names.append(node.target)
+            elif node.op == "call_module" and graph.name != "forward":
+                names += [f"{node.target}.{name}" for name in fetched[node.graph or ""]]
+    calls = [(n.target, n.graph) for n in stage.graph("forward").nodes if n.op == "call_module"]
+    named = [(f"layers.{number}", body.graph) for body in plan.manifest.bodies for number in body.layers]
+    if len({target for target, _ in calls}) != len(calls) or sorted(calls) != sorted(named):
+        raise refuse(path, "its forward graph does not call the layers that plan.json names, once each")
+    for body in plan.manifest.bodies:
+        if body.experts is not None and body.experts not in plan.meshes:
+            raise refuse(path, f"{body.graph} lies on a mesh that does not exist")
+        if sorted(fetched.get(body.graph, ())) != sorted(p.name for p in body.parameters):
+            raise refuse(path, f"{body.graph} does not fetch the parameters that plan.json names, once each")
 
 
 def _layout(path: Path, text: str, axes: set[str]) -> Layout:
@@ -67,7 +114,7 @@ def _check_stage(path: Path, stage: StageGraphs, plan: Plan, axes: set[str]) -> 
                 _layout(path, node.layout, axes)
             seen.add(node.name)
             size += 1 + sizes.get(node.graph or "", 0)
-        if [node.op for node in graph.nodes].index("output") != len(graph.nodes) - 1:
+        if [index for index, node in enumerate(graph.nodes) if node.op == "output"] != [len(graph.nodes) - 1]:
             raise refuse(path, f"{graph.name} does not end in its output")
         if size > MAX_EXPANDED_NODES:
             raise refuse(path, f"{graph.name} runs more than {MAX_EXPANDED_NODES} nodes")
@@ -80,18 +127,16 @@ def _complaint(node: Node, seen: set[str], callable_graphs: Mapping[str, int], g
         return "is defined twice"
     if not seen.issuperset(node.refs()):
         return "uses a node before it is defined"
-    if node.op == "call_function" and node.target not in ALLOWED:
-        return f"names the operator {node.target!r}, which plans may not"
+    if node.op == "call_function":
+        return argument_complaint(node.target, node.args, node.kwargs, groups)
     if node.op == "call_module" and node.graph not in callable_graphs:
         return f"calls {node.graph!r}, which is no graph before it"
     if node.op != "call_module" and node.graph is not None:
         return "names a graph, but calls none"
     if node.op in ("placeholder", "output") and node.target != node.name:
         return f"has the target {node.target!r}"
-    if node.target == GETITEM and not (len(node.args) == 2 and type(node.args[1]) is int and not node.kwargs):
-        return "takes something other than one result"
-    if node.target in COLLECTIVES:
-        named = [arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str)]
-        if len(named) != 1 or named[0] not in groups:
-            return f"names the group {named!r}, which does not exist"
+    if node.kwargs or not all(isinstance(arg, Ref) for arg in node.args):
+        return "is given something other than results of nodes"
+    if node.op in ("placeholder", "get_attr") and node.args:
+        return "is given arguments, and takes none"
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moec.codegen.graph import Arg, Graph, Node, Ref
-from moec.codegen.operators import ALLOWED, GETITEM
+from moec.codegen.operators import GETITEM, SIGNATURES
 from moec.passes.ir import Block, Op, Program, Value
 
 
@@ -85,7 +85,7 @@ class BlockEmitter:
     def _append(
         self, op: Op, name: str, target: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], value: Value | None
     ) -> None:
-        assert target in ALLOWED, target
+        assert target in SIGNATURES, target
         known = facts(value) if value else {}
         span = str(op.span) if op.span else None
         node = Node(name=name, op="call_function", target=target, args=args, kwargs=kwargs, span=span, **known)

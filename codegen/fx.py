@@ -2,7 +2,7 @@
 
 torch.fx turns a graph into Python source and runs it, so a name or literal that slipped through unchecked would be
 code. What reaches it here: names of one pattern, operators of the allow-list resolved one by one, and literals that
-fit the operator's schema.
+fit the operator's signature.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from moec.codegen.graph import Arg, DTypeLiteral, Graph, Node, Ref, StageGraphs
-from moec.codegen.operators import ALLOWED, GETITEM
+from moec.codegen.operators import GETITEM, SIGNATURES, argument_complaint
 from moec.codegen.python import TORCH_DTYPES
 from moec.grammar.diagnostics import InternalError
 
@@ -61,9 +61,12 @@ def _add_node(graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], float64
     kwargs = {name: _argument(arg, nodes, float64) for name, arg in node.kwargs.items()}
     target: Any = node.target
     if node.op == "call_function":
+        # Which groups there are, the plan knows (`checks.py`).
+        groups = [arg for arg in node.args if isinstance(arg, str)]
+        complaint = argument_complaint(node.target, node.args, node.kwargs, groups)
+        if complaint:
+            raise GraphError(f"{node.name} {complaint}")
         target = resolve(node.target)
-        if target is not operator.getitem:
-            _check_schema(target, node)
     elif node.op == "output":
         # One result is given bare.
         args = args if len(args) == 1 else (args,)
@@ -87,53 +90,12 @@ def _argument(arg: Arg, nodes: Mapping[str, fx.Node], float64: bool) -> Any:
 @cache
 def resolve(target: str) -> Any:
     """The operator overload that `target` names. Raises `GraphError` unless the allow-list has it."""
-    if target not in ALLOWED:
+    if target not in SIGNATURES:
         raise GraphError(f"{target!r} is not an operator that plans may name")
     if target == GETITEM:
         return operator.getitem
     namespace, name, overload = target.split(".")
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
-
-
-def _check_schema(op: torch._ops.OpOverload, node: Node) -> None:
-    """Argument count, names and kinds, against the operator's own schema."""
-    schema = op._schema
-    given: dict[str, Arg] = {}
-    positional = [a for a in schema.arguments if not a.kwarg_only]
-    if len(node.args) > len(positional):
-        raise GraphError(f"{node.name}: {node.target} takes {len(positional)} arguments, not {len(node.args)}")
-    given.update({a.name: arg for a, arg in zip(positional, node.args, strict=False)})
-    for name, arg in node.kwargs.items():
-        if name in given or name not in {a.name for a in schema.arguments}:
-            raise GraphError(f"{node.name}: {node.target} takes no argument {name!r} here")
-        given[name] = arg
-    for argument in schema.arguments:
-        if argument.name not in given:
-            if not argument.has_default_value():
-                raise GraphError(f"{node.name}: {node.target} wants {argument.name!r}")
-        elif not _fits(str(argument.type), given[argument.name]):
-            raise GraphError(f"{node.name}: {given[argument.name]!r} is no {argument.type} for {argument.name!r}")
-
-
-def _fits(kind: str, arg: Arg) -> bool:
-    if kind.startswith("Optional["):
-        return arg is None or _fits(kind.removeprefix("Optional[").removesuffix("]"), arg)
-    match arg:
-        case Ref():
-            return kind == "Tensor"
-        case DTypeLiteral():
-            return kind in ("int", "ScalarType")
-        case bool():
-            return kind == "bool"
-        case int():
-            return kind in ("int", "float", "number", "Scalar", "SymInt")
-        case float():
-            return kind in ("float", "number", "Scalar")
-        case str():
-            return kind == "str"
-        case tuple():
-            return kind in ("List[int]", "List[SymInt]")
-    return False
 
 
 def _attach(root: nn.Module, path: str, child: nn.Parameter | nn.Module) -> None:

@@ -1,53 +1,112 @@
-"""The operators that a plan's graphs may name. All are pure: none opens a file, draws a number or writes its inputs."""
+"""The operators that a plan's graphs may name, and the arguments that they may be given.
+
+All are pure: none opens a file, draws a number or writes its inputs. A signature lists exactly the arguments that moec
+gives, by kind; tests hold them against torch's own schemas. Needs no torch.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from moec.codegen.graph import Arg, DTypeLiteral, Ref
 
 GETITEM = "getitem"
 """Takes one result of an operator that has several."""
 
-ATEN = frozenset(
-    {
-        "aten.add.Tensor",
-        "aten.clamp_min.default",
-        "aten.cross_entropy_loss.default",
-        "aten.div.Tensor",
-        "aten.embedding.default",
-        "aten.flatten.using_ints",
-        "aten.gelu.default",
-        "aten.linear.default",
-        "aten.logsumexp.default",
-        "aten.mul.Scalar",
-        "aten.ne.Scalar",
-        "aten.ones_like.default",
-        "aten.rms_norm.default",
-        "aten.scaled_dot_product_attention.default",
-        "aten.square.default",
-        "aten.squeeze.dim",
-        "aten.sum.default",
-        "aten.to.dtype",
-        "aten.transpose.int",
-        "aten.unflatten.int",
-    }
-)
 
-COMPUTE = frozenset(
-    {
-        "moec.combine.default",
-        "moec.expert_mlp.default",
-        "moec.permute.default",
-        "moec.rope.default",
-        "moec.route.default",
-        "moec.swiglu.default",
-        "moec.switch_loss.default",
-    }
-)
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """Kinds of the positional arguments, and of the keyword arguments, which may be left out."""
 
-COLLECTIVES = frozenset(
-    {
-        "moec.all_reduce.default",
-        "moec.all_to_all.default",
-        "moec.exchange_counts.default",
-    }
-)
+    positional: tuple[str, ...]
+    keywords: Mapping[str, str] = field(default_factory=dict)
 
-ALLOWED = ATEN | COMPUTE | COLLECTIVES | {GETITEM}
+
+def _takes(positional: str, **keywords: str) -> Signature:
+    return Signature(tuple(positional.split()), keywords)
+
+
+ATEN = {
+    "aten.add.Tensor": _takes("tensor tensor"),
+    "aten.clamp_min.default": _takes("tensor int"),
+    "aten.cross_entropy_loss.default": _takes("tensor tensor none int int float"),
+    "aten.div.Tensor": _takes("tensor tensor"),
+    "aten.embedding.default": _takes("tensor tensor"),
+    "aten.flatten.using_ints": _takes("tensor int int"),
+    "aten.gelu.default": _takes("tensor"),
+    "aten.linear.default": _takes("tensor tensor"),
+    "aten.logsumexp.default": _takes("tensor ints"),
+    "aten.mul.Scalar": _takes("tensor float"),
+    "aten.ne.Scalar": _takes("tensor int"),
+    "aten.ones_like.default": _takes("tensor"),
+    "aten.rms_norm.default": _takes("tensor ints tensor float"),
+    "aten.scaled_dot_product_attention.default": _takes("tensor tensor tensor none float bool", enable_gqa="bool"),
+    "aten.square.default": _takes("tensor"),
+    "aten.squeeze.dim": _takes("tensor int"),
+    "aten.sum.default": _takes("tensor"),
+    "aten.to.dtype": _takes("tensor dtype"),
+    "aten.transpose.int": _takes("tensor int int"),
+    "aten.unflatten.int": _takes("tensor int ints"),
+}
+
+COMPUTE = {
+    "moec.combine.default": _takes("tensor tensor tensor"),
+    "moec.expert_mlp.default": _takes("tensor tensor tensor tensor activation"),
+    "moec.permute.default": _takes("tensor tensor int"),
+    "moec.rope.default": _takes("tensor float"),
+    "moec.route.default": _takes("tensor int score bool bool"),
+    "moec.swiglu.default": _takes("tensor"),
+    "moec.switch_loss.default": _takes("tensor tensor"),
+}
+
+COLLECTIVES = {
+    "moec.all_reduce.default": _takes("tensor group"),
+    "moec.all_to_all.default": _takes("tensor tensor group bool"),
+    "moec.exchange_counts.default": _takes("tensor group"),
+}
+
+SIGNATURES: Mapping[str, Signature] = {**ATEN, **COMPUTE, **COLLECTIVES, GETITEM: _takes("tensor int")}
+
+WORDS = {"score": ("softmax", "sigmoid"), "activation": ("swiglu", "gelu")}
+"""Arguments that are one of a few words."""
+
+
+def argument_complaint(
+    target: str, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], groups: Collection[str]
+) -> str | None:
+    """What is wrong with a call of `target`, or None. `groups` are the names that a collective may run over."""
+    signature = SIGNATURES.get(target)
+    if signature is None:
+        return f"names the operator {target!r}, which plans may not"
+    if len(args) != len(signature.positional):
+        return f"gives {target} {len(args)} arguments, not {len(signature.positional)}"
+    if not kwargs.keys() <= signature.keywords.keys():
+        return f"gives {target} an argument it does not take"
+    given = [*zip(signature.positional, args, strict=True), *((signature.keywords[k], a) for k, a in kwargs.items())]
+    for kind, arg in given:
+        if not _fits(kind, arg, groups):
+            return f"gives {target} something that is no {kind}"
+    return None
+
+
+def _fits(kind: str, arg: Arg, groups: Collection[str]) -> bool:
+    match arg:
+        case Ref():
+            return kind == "tensor"
+        case DTypeLiteral():
+            return kind == "dtype"
+        case None:
+            return kind == "none"
+        case bool():
+            return kind == "bool"
+        case int():
+            return kind == "int" and abs(arg) < 2**63
+        case float():
+            return kind == "float" and math.isfinite(arg)
+        case tuple():
+            return kind == "ints" and all(abs(i) < 2**63 for i in arg)
+        case str():
+            return arg in groups if kind == "group" else arg in WORDS.get(kind, ())
+    return False

@@ -32,6 +32,8 @@ def read_plan(path: str | Path) -> Plan:
     stages = []
     for index in range(manifest.num_stages):
         file = root / "stages" / f"{index}.json"
+        if not file.exists():
+            raise refuse(file, "it is missing")
         raw = _read(file)
         if digest(raw) != digests.get(f"stages/{index}.json"):
             raise refuse(file, "its digest does not match plan.json")
@@ -39,7 +41,7 @@ def read_plan(path: str | Path) -> Plan:
     plan = Plan(manifest, tuple(stages))
     require_consistent(root, plan)
     for name, expected in plan_files(plan).items():
-        if _read(root / name) != expected:
+        if not (root / name).exists() or _read(root / name) != expected:
             raise refuse(root / name, "it is not what moec writes for this plan")
     return plan
 

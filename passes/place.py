@@ -129,7 +129,7 @@ def _expert_problems(spec: Spec, moes: list[Moe]) -> list[Diagnostic]:
                 span=spec.parallel.span("ep"),
                 message=f"{count} / {ep} leaves {count % ep} experts over",
                 labels=(
-                    Label(span=declared, message=f"{count} experts declared here (layers {layer_set_name(layers)})"),
+                    Label(span=declared, message=f"{count} experts declared here (layers {layer_set_name(layers)[1:-1]})"),
                 )
                 if declared
                 else (),

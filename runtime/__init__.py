@@ -1,1 +1,1 @@
-"""runtime"""
+"""`Plan` to a training step: operators, the job under torchrun, and the virtual cluster that proves a plan."""

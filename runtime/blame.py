@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moec.codegen.operators import COLLECTIVES
+from moec.codegen.operators import COLLECTIVES, GETITEM
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout, Partial, Shard
-from moec.passes.ir.mesh import EXPERT_AXES
-from moec.runtime.lockstep import LOSS, Lockstep, Step
+from moec.runtime.lockstep import LOSS, Lockstep, PerRank, Step, StepError
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
 from moec.runtime.shards import local_slices
@@ -33,7 +34,7 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     whole = Lockstep(stage, 1, {}, leaves, float64=True)
     _, whole_loss = whole.run([inputs.tokens], [inputs.labels], record=True)
     cluster = VirtualCluster(plan, parameters)
-    _, losses = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels, record=True)
+    losses, failure = _run(cluster, inputs)
     expected = {(s.path, s.node.value): s.values[0] for s in whole.steps or () if s.node.value}
     judge = _Judge(plan, expected)
     steps = cluster.lockstep.steps or []
@@ -41,7 +42,12 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     for step in steps:
         error = judge.error(step, origins.get((step.path, step.node.name)), gradient=False)
         if error > BOUND:
-            return _difference(step, error, gradient=False)
+            return _difference(step, steps, error, gradient=False)
+    if failure is not None:
+        return _difference(Step(failure.path, failure.node, []), steps, math.inf, gradient=False)
+    error = max(relative_error(loss, whole_loss[0], whole_loss[0], 0.0) for loss in losses)
+    if error > BOUND:  # every value is right, and the wrong one was given
+        return _difference(steps[-1], steps, error, gradient=False)
     whole_loss[0].backward()
     cluster.backward(losses)
     for index in range(len(steps) - 1, -1, -1):
@@ -56,10 +62,23 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     return _parameter_difference(plan, model, cluster, steps)
 
 
-def _difference(step: Step, error: float, *, gradient: bool, value: str | None = None) -> Difference:
+def _run(cluster: VirtualCluster, inputs: Inputs) -> tuple[PerRank, StepError | None]:
+    try:
+        _, losses = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels, record=True)
+    except StepError as failure:
+        return [], failure
+    return losses, None
+
+
+def _difference(
+    step: Step, steps: Sequence[Step], error: float, *, gradient: bool, value: str | None = None
+) -> Difference:
+    op = step.node.target
+    if op == GETITEM:  # one result of what?
+        op = next(s.node.target for s in steps if s.path == step.path and s.node.name == step.node.refs()[0])
     return Difference(
         layer=step.path.rstrip(".") or "forward",
-        op=step.node.target,
+        op=op,
         value=value or step.node.value or step.node.name,
         span=step.node.span,
         error=error,
@@ -90,17 +109,17 @@ class _Judge:
 
     def error(self, step: Step, origin: Origin | None, *, gradient: bool) -> float:
         """The largest error over ranks; 0 for what the reference does not have or cannot be compared."""
-        if origin is None or origin not in self.expected or step.node.layout is None:
+        if origin is None or origin not in self.expected:
             return 0.0
         whole = self.expected[origin]
-        layout = Layout.parse(step.node.layout)
+        layout = Layout.parse(step.node.layout or "replicate")
         got = step.values
         if gradient:
             if whole.grad is None or whole.is_leaf or any(v.is_leaf or v.grad is None for v in got):
                 return 0.0
             whole, got = whole.grad, [v.grad for v in got]
-        if whole.dtype == torch.int64 and step.node.ragged is None and not set(layout.axes).isdisjoint(EXPERT_AXES):
-            return 0.0  # counts per source have no counterpart
+        if whole.dtype == torch.int64:
+            return 0.0  # counts and positions are a rank's own; where they are wrong, what they lead to is
         if step.node.ragged is not None:
             return self._ragged(origin, layout, got, whole)
         if any(isinstance(p, Partial) for _, p in layout.placements):
@@ -170,6 +189,6 @@ def _parameter_difference(
             error = relative_error(got, whole[index], whole, 0.0)
             if error > BOUND:
                 user = next(s for s in steps if s.path == step.path and step.node.name in s.node.refs())
-                found = _difference(user, error, gradient=True)
-                return Difference(**{**{n: getattr(found, n) for n in Difference.__slots__}, "value": f"@{name}"})
+                found = _difference(user, steps, error, gradient=True)
+                return replace(found, value=f"@{step.node.target}")
     return None

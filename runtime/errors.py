@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, render
+
+HEAD_START_SECONDS = 2.0
 
 
 class JobError(DiagnosticError):
@@ -23,8 +26,9 @@ def speak_once(rank: int) -> None:
         if not isinstance(error, DiagnosticError):
             inner(kind, error, trace)
         elif rank == 0:
-            from moec.grammar.diagnostics import render
-
             print(render(error.diagnostics, "full"), file=sys.stderr, flush=True)
+        else:
+            # The first rank to exit has the launcher kill the others: rank 0 must have spoken by then.
+            time.sleep(HEAD_START_SECONDS)
 
     sys.excepthook = hook

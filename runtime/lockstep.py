@@ -34,6 +34,14 @@ class Step:
     values: PerRank
 
 
+class StepError(Exception):
+    """A node could not run: its inputs do not fit it, so the plan is wrong before it or in it."""
+
+    def __init__(self, path: str, node: Node, error: Exception) -> None:
+        super().__init__(f"{path}{node.name}: {error}")
+        self.path, self.node = path, node
+
+
 class Lockstep:
     """A stage on ranks `0 … world_size - 1`, each with its own `parameters` (full name → tensor of each rank)."""
 
@@ -85,11 +93,17 @@ class Lockstep:
                         results[0] if len(results) == 1 else [list(r) for r in zip(*results, strict=True)]
                     )
                 case _:
-                    values[node.name] = self._call(node, data, values)
+                    values[node.name] = self._attempt(path, node, data, values)
             self._note(path, data, values[node.name])
             for dead in graph.last_used_at.get(node.name, ()):
                 del values[dead]
         raise AssertionError("a graph without an output")
+
+    def _attempt(self, path: str, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
+        try:
+            return self._call(node, data, values)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise StepError(path, data, error) from error
 
     def _call(self, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
         if data.target in COLLECTIVES:

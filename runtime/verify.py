@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.runtime.errors import JobError
+from moec.runtime.lockstep import StepError
 from moec.runtime.module import IGNORED_LABEL, PlanModule
 from moec.runtime.reference import context_of, reference
 from moec.runtime.shards import local_slices
@@ -105,12 +107,12 @@ class _Errors:
 def relative_error(got: Tensor, expected: Tensor, whole: Tensor, kind_scale: float) -> float:
     """max|got − expected| / max(max|whole|, NOISE · kind_scale), 0/0 being 0; infinite where shapes differ or NaN."""
     if got.shape != expected.shape:
-        return float("inf")
+        return math.inf
     difference = largest(got - expected)
     if difference != difference:
-        return float("inf")
+        return math.inf
     scale = max(largest(whole), NOISE * kind_scale)
-    return 0.0 if difference == 0 else difference / scale if scale else float("inf")
+    return 0.0 if difference == 0 else difference / scale if scale else math.inf
 
 
 def largest(tensor: Tensor) -> float:
@@ -133,7 +135,10 @@ def _compare(plan: Plan, dtype: torch.dtype, seed: int) -> Report:
     _spread_ones(model, seed)
     cluster = VirtualCluster(plan, dict(model.named_parameters()))
     inputs = _inputs(plan, seed)
-    errors = _measure(plan, model, cluster, inputs)
+    try:
+        errors = _measure(plan, model, cluster, inputs)
+    except StepError as failure:
+        errors = _Errors({}, dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
     output, gradient = errors.of("output", "loss"), errors.of("gradient", "parameter")
     ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
     worst = max(errors.largest.items(), key=lambda item: item[1][0])
@@ -214,8 +219,8 @@ def _inputs(plan: Plan, seed: int) -> Inputs:
 
 def _require_memory(plan: Plan) -> None:
     """Whole parameters and their gradients once, and each rank's gradients of what it holds, in float64."""
-    total = sum(_elements(p.shape) for p in plan.parameters.values())
-    dense = sum(_elements(p.shape) for p in plan.parameters.values() if p.layout == "replicate")
+    total = sum(math.prod(p.shape) for p in plan.parameters.values())
+    dense = sum(math.prod(p.shape) for p in plan.parameters.values() if p.layout == "replicate")
     ep = max((mesh.size("ep") for mesh in plan.meshes.values()), default=1)
     held = dense * plan.world_size + (total - dense) * (plan.world_size // ep)
     needed = 8 * (3 * total + 2 * held)
@@ -227,10 +232,3 @@ def _require_memory(plan: Plan) -> None:
             "toy widths (`--scale`) are not supported yet; verify a copy of the file with a small `dim`, `vocab` and "
             "hidden widths: layers, degrees and groups stay the same",
         )
-
-
-def _elements(shape: Sequence[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total

@@ -1,0 +1,161 @@
+"""The collectives that compiled graphs call, registered as `torch.ops.moec.*` on import.
+
+Groups are named (`moec.runtime.groups`). Each collective declares its own backward: PyTorch's differentiable `all_reduce` reduces again in
+backward, which is not what a sum that every rank goes on to use alike needs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.runtime.groups import resolve
+from moec.runtime.ops.library import check, define, differentiate
+
+__all__ = ["all_reduce", "all_to_all", "exchange_counts"]
+
+# ---- exchange_counts ---------------------------------------------------------------------------------
+
+
+def _check_exchange_counts(counts: Tensor, group: str) -> None:
+    check(
+        counts.dim() == 2 and counts.shape[0] == 1 and counts.dtype == torch.int64,
+        lambda: f"moec::exchange_counts: counts must be int64 [1, E], not {counts.dtype} {list(counts.shape)}",
+    )
+    size = resolve(group).size()
+    check(
+        counts.shape[1] % size == 0,
+        lambda: f'moec::exchange_counts: {counts.shape[1]} experts do not divide over the {size} ranks of "{group}"',
+    )
+
+
+def _exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    peers = resolve(group)
+    sent = counts.reshape(peers.size(), -1)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=peers)
+    return received, torch.stack((sent.sum(dim=1), received.sum(dim=1))).cpu()
+
+
+def _fake_exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    size = resolve(group).size()
+    return counts.new_empty((size, counts.shape[1] // size)), counts.new_empty((2, size), device="cpu")
+
+
+exchange_counts = define(
+    "exchange_counts(Tensor counts, str group) -> (Tensor received, Tensor splits)",
+    fake=_fake_exchange_counts,
+    check=_check_exchange_counts,
+    kernel=_exchange_counts,
+)
+"""Tell every peer how many rows it will get. Rank r of the n in `group` holds experts r·E/n up to (r + 1)·E/n.
+
+counts [1, E] int64, this rank's rows for each expert ->
+  - received [n, E/n] int64: the rows that each source sends for each of this rank's experts;
+  - splits [2, n] int64 on CPU: the rows to send to, and to receive from, each peer. A layer's one copy from device to host.
+"""
+
+# ---- all_to_all --------------------------------------------------------------------------------------
+
+
+def _check_all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -> None:
+    size = resolve(group).size()
+    check(
+        splits.shape == (2, size) and splits.dtype == torch.int64,
+        lambda: (
+            f'moec::all_to_all: splits must be int64 [2, {size}] over "{group}", '
+            f"not {splits.dtype} {list(splits.shape)}"
+        ),
+    )
+    check(rows.dim() >= 1, lambda: "moec::all_to_all: rows must be [R, ...], not a scalar")
+
+
+def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -> Tensor:
+    send, receive = splits.tolist()
+    if reverse:
+        send, receive = receive, send
+    # gloo moves what it is told and notices nothing: a wrong split is wrong numbers, or a hang.
+    check(
+        rows.shape[0] == sum(send),
+        lambda: f'moec::all_to_all: {rows.shape[0]} rows, but the splits send {sum(send)} over "{group}"',
+    )
+    out = rows.new_empty((sum(receive), *rows.shape[1:]))
+    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=resolve(group))
+    return out
+
+
+def _fake_all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -> Tensor:
+    return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[1:]))
+
+
+all_to_all = define(
+    "all_to_all(Tensor rows, Tensor splits, str group, bool reverse) -> Tensor",
+    fake=_fake_all_to_all,
+    check=_check_all_to_all,
+    kernel=_all_to_all,
+)
+"""Send rows to peers, as many to each as `splits` (of `exchange_counts`) says, and receive theirs, source by source.
+
+rows [R, ...], in the order of the peers they go to -> [R', ...] of the same dtype. `reverse` swaps what is sent and received, and so
+brings rows back; it is also what backward does. Any R or R' may be 0. Raises `RuntimeError` before anything moves if R is not what
+the splits send.
+"""
+
+
+def _setup_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, splits, ctx.group, ctx.reverse = inputs
+    ctx.num_rows = rows.shape[0]
+    ctx.save_for_backward(splits)
+
+
+def _differentiate_all_to_all(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    (splits,) = ctx.saved_tensors
+    grad_rows = all_to_all(grad, splits, ctx.group, not ctx.reverse)
+    # A compiler, to which the size is data, learns here that as many rows come back as went.
+    torch._check(grad_rows.shape[0] == ctx.num_rows)
+    return grad_rows, None, None, None
+
+
+differentiate(all_to_all, setup=_setup_all_to_all, backward=_differentiate_all_to_all)
+
+# ---- all_reduce --------------------------------------------------------------------------------------
+
+
+def _check_all_reduce(x: Tensor, group: str) -> None:
+    resolve(group)
+
+
+def _all_reduce(x: Tensor, group: str) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=resolve(group))
+    return out
+
+
+def _fake_all_reduce(x: Tensor, group: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+all_reduce = define(
+    "all_reduce(Tensor x, str group) -> Tensor",
+    fake=_fake_all_reduce,
+    check=_check_all_reduce,
+    kernel=_all_reduce,
+)
+"""The sum of every rank's x, on every rank; shape and dtype of x, which must be alike on all ranks.
+
+Backward is the identity: partial sums become a replicated value, and what follows is done, and differentiated, alike on every rank.
+"""
+
+
+def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    pass
+
+
+def _differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+differentiate(all_reduce, setup=_setup_all_reduce, backward=_differentiate_all_reduce)

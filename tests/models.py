@@ -1,0 +1,62 @@
+"""Small models that many tests share, written as a user would write them."""
+
+from __future__ import annotations
+
+from moec.codegen.plan import Plan
+from moec.driver import compile as compile_source
+from moec.grammar import load_text
+from moec.grammar.spec import Spec
+
+GATE = "topk(2, normalize = true)"
+BALANCE = "[switch_loss(0.01), z_loss(1e-3)]"
+
+
+def moe_text(
+    *,
+    ranks: int = 4,
+    ep: int | None = 2,
+    dp: int | None = None,
+    experts: int = 8,
+    expert: str = "swiglu(16)",
+    gate: str = GATE,
+    balance: str = BALANCE,
+    dim: int = 16,
+    depth: int = 3,
+    dtype: str = "fp32",
+    batch: int = 8,
+    sequence: int = 8,
+    optimizer: str = "adamw(lr = 1e-3)",
+) -> str:
+    """Layer 0 dense with mha and gelu, the others gqa with rope and a mixture; one level of `ranks` CPU ranks."""
+    degrees = "".join(f"  {name} = {value}\n" for name, value in (("dp", dp), ("ep", ep)) if value is not None)
+    return f"""\
+model "tiny" {{
+  vocab = 32
+  dim   = {dim}
+  depth = {depth}
+  dtype = {dtype}
+  layers {{ attention = mha(heads = 4); ffn = gelu(32) }}
+  layers 1..{depth - 1} {{
+    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4))
+    moe {{
+      experts = {experts} * {expert}
+      gate    = {gate}
+      balance = {balance}
+    }}
+  }}
+}}
+cluster "here" {{ device = cpu; level "node" {{ size = {ranks} }} }}
+train {{ batch = {batch}; sequence = {sequence}; optimizer = {optimizer} }}
+parallel {{
+{degrees}}}
+"""
+
+
+def moe_spec(**options: object) -> Spec:
+    """The Spec of `moe_text(**options)`."""
+    return load_text(moe_text(**options), name="tiny.moe").unwrap()  # type: ignore[arg-type]
+
+
+def moe_plan(**options: object) -> Plan:
+    """The plan of `moe_text(**options)`."""
+    return compile_source(moe_spec(**options))

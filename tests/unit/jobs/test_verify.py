@@ -1,0 +1,200 @@
+"""moec verify: right plans pass, wrong ones do not, and the op at fault is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import moe_plan
+
+from moec.codegen.graph import Graph, Node, Ref
+from moec.codegen.plan import Plan
+from moec.runtime.errors import JobError
+from moec.runtime.verify import BOUND, relative_error, verify
+
+BODY = "layers[1..2]"
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (8, 4), (16, 8)])
+def test_a_compiled_plan_equals_the_unsharded_model(ranks: int, ep: int):
+    report = verify(moe_plan(ranks=ranks, ep=ep, batch=ranks))
+    assert report.ok
+    assert report.world_size == ranks
+    assert not report.scaled
+    assert max(report.max_output_error, report.max_gradient_error) < BOUND
+    assert report.first_difference is None
+    assert report.float32 is not None
+    assert report.float32.ok
+
+
+def test_bf16_models_are_verified_in_float64_to_the_last_literal():
+    assert verify(moe_plan(dtype="bf16")).ok
+
+
+# ---- planted faults --------------------------------------------------------------------------------
+
+
+def change_graph(plan: Plan, name: str, change: Callable[[list[Node]], list[Node]]) -> Plan:
+    stage = plan.stages[0]
+    graphs = tuple(
+        Graph(name=g.name, nodes=tuple(change(list(g.nodes)))) if g.name == name else g for g in stage.graphs
+    )
+    return Plan(plan.manifest, (stage.model_copy(update={"graphs": graphs}),))
+
+
+def change_node(plan: Plan, graph: str, name: str, **update: object) -> Plan:
+    def change(nodes: list[Node]) -> list[Node]:
+        assert any(node.name == name for node in nodes)
+        return [node.model_copy(update=update) if node.name == name else node for node in nodes]
+
+    return change_graph(plan, graph, change)
+
+
+def bypass(plan: Plan, graph: str, name: str) -> Plan:
+    """Takes a node out and gives its consumers its first operand."""
+
+    def change(nodes: list[Node]) -> list[Node]:
+        source = next(node for node in nodes if node.name == name).refs()[0]
+        swapped = [
+            node.model_copy(update={"args": tuple(Ref(node=source) if a == Ref(node=name) else a for a in node.args)})
+            for node in nodes
+        ]
+        return [node for node in swapped if node.name != name]
+
+    return change_graph(plan, graph, change)
+
+
+def change_sums(plan: Plan, suffix: str, sum_over: tuple[str, ...]) -> Plan:
+    bodies = tuple(
+        body.model_copy(
+            update={
+                "parameters": tuple(
+                    p.model_copy(update={"sum_over": sum_over}) if p.name.endswith(suffix) else p
+                    for p in body.parameters
+                )
+            }
+        )
+        for body in plan.manifest.bodies
+    )
+    return Plan(plan.manifest.model_copy(update={"bodies": bodies}), plan.stages)
+
+
+def swap_groups(plan: Plan) -> Plan:
+    groups = dict(plan.manifest.groups)
+    groups["ep[1..2]"], groups["edp[1..2]"] = groups["edp[1..2]"], groups["ep[1..2]"]
+    return Plan(plan.manifest.model_copy(update={"groups": groups}), plan.stages)
+
+
+REF = Ref
+FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "the loss is not reduced": (lambda p: bypass(p, "loss", "loss_2"), "logits and loss"),
+    "labels are counted on one rank only": (lambda p: bypass(p, "loss", "valid_1"), "mean"),
+    "tokens are counted on one rank only": (lambda p: bypass(p, "loss", "tokens_1"), "mean"),
+    "the balance is dropped": (lambda p: bypass(p, "loss", "loss_1"), "balance"),
+    "expert gradients are not summed": (lambda p: change_sums(p, "experts.up.weight", ()), "up.weight"),
+    "expert gradients are summed over dp": (lambda p: change_sums(p, "experts.down.weight", ("dp",)), "down.weight"),
+    "dense gradients are not summed": (lambda p: change_sums(p, "attention.q.weight", ()), "q.weight"),
+    "the router's gradient is summed over edp": (lambda p: change_sums(p, "gate.weight", ("edp[1..2]",)), "gate"),
+    "ep and edp are swapped": (swap_groups, "rows"),
+    "rows come back the way they went": (
+        lambda p: change_node(
+            p, BODY, "y_1", args=(Ref(node="y"), Ref(node="splits"), "ep[1..2]", False)
+        ),
+        "y_1",
+    ),
+    "rows go over the wrong group": (
+        lambda p: change_node(
+            p, BODY, "rows_1", args=(Ref(node="rows"), Ref(node="splits"), "edp[1..2]", False)
+        ),
+        "rows_1",
+    ),
+    "the residual is dropped": (lambda p: bypass(p, BODY, "x_2"), "x_2"),
+    "a neighbour's weight": (lambda p: change_node(p, BODY, "attention_k_weight", target="attention.v.weight"), "k"),
+    "another theta": (lambda p: change_node(p, BODY, "q_1", args=(Ref(node="q"), 20_000.0)), "q.1"),
+    "positions are forgotten": (lambda p: bypass(p, BODY, "k_1"), "k.1"),
+    "weights are not normalised": (
+        lambda p: change_node(p, BODY, "p_all", args=(Ref(node="logits"), 2, "softmax", False, False)),
+        "w",
+    ),
+    "attention sees the future": (
+        lambda p: change_node(
+            p,
+            BODY,
+            "attended_heads",
+            args=(*(Ref(node=f"attended_{n}") for n in "qkv"), None, 0.0, False),
+        ),
+        "attended",
+    ),
+    "another eps": (
+        lambda p: change_node(
+            p, "forward", "h", args=(Ref(node="x_3"), (16,), Ref(node="norm_weight"), 1e-3)
+        ),
+        "h",
+    ),
+    "ignored labels count": (lambda p: change_node(p, "loss", "valid_mask", args=(Ref(node="labels"), -1)), "valid"),
+    "a balance term of another weight": (
+        lambda p: change_node(p, BODY, "balance_term_1", args=(Ref(node="z_loss"), 2e-3)),
+        "balance",
+    ),
+    "two layers share the first one's experts": (
+        lambda p: change_node(p, "forward", "x_3_all", target="layers.1"),
+        "layers.1",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_is_found(fault: str):
+    plant, _ = FAULTS[fault]
+    report = verify(plant(moe_plan()))
+    assert not report.ok
+    assert max(report.max_output_error, report.max_gradient_error) > 1e-6
+    assert report.first_difference is not None
+
+
+@pytest.mark.parametrize(
+    ("fault", "layer", "value", "line", "gradient"),
+    [
+        ("another theta", "layers.1", "q.1", 8, False),
+        ("positions are forgotten", "layers.1", "attended", 8, False),
+        ("weights are not normalised", "layers.1", "w", 11, False),
+        ("the residual is dropped", "forward", "x.2", 7, False),
+        ("dense gradients are not summed", "layers.0", "@attention.q.weight", 6, True),
+        ("expert gradients are not summed", "layers.1.moe.experts", "@up.weight", 10, True),
+        ("expert gradients are summed over dp", "layers.1.moe.experts", "@down.weight", 10, True),
+        ("the router's gradient is summed over edp", "layers.1", "@moe.gate.weight", 11, True),
+        ("a balance term of another weight", "layers.1", "balance", 12, False),
+        ("rows go over the wrong group", "layers.1", "rows.1", 10, False),
+    ],
+)
+def test_the_first_difference_names_layer_value_and_line(
+    fault: str, layer: str, value: str, line: int | None, gradient: bool
+):
+    found = verify(FAULTS[fault][0](moe_plan())).first_difference
+    assert found is not None
+    assert (found.layer, found.value, found.gradient) == (layer, value, gradient)
+    assert found.span == f"tiny.moe:{line}"
+
+
+def test_a_plan_too_large_for_the_machine_says_so():
+    with pytest.raises(JobError, match=r"MOE0703.*about \d+ GB") as refused:
+        verify(moe_plan(dim=4096, expert="swiglu(14336)", experts=64))
+    assert "not supported yet" in refused.value.diagnostics[0].help
+
+
+@pytest.mark.parametrize(
+    ("got", "whole", "kind", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0, 0.0),
+        ([0.0, 0.0], [0.0, 0.0], 0.0, 0.0),
+        ([1.0, 2.5], [1.0, 2.0], 0.0, 0.25),
+        ([1e-9, 0.0], [0.0, 0.0], 10.0, 1e-7),
+        ([1.0, float("nan")], [1.0, 2.0], 0.0, float("inf")),
+        ([1.0, 0.0], [0.0, 0.0], 0.0, float("inf")),
+        ([1.0], [1.0, 2.0], 0.0, float("inf")),
+    ],
+)
+def test_errors_are_measured_against_the_largest_element(got, whole, kind, error):
+    reference = torch.tensor(whole, dtype=torch.float64)
+    assert relative_error(torch.tensor(got, dtype=torch.float64), reference, reference, kind) == pytest.approx(error)

@@ -1,0 +1,44 @@
+"""lower: the reference semantics."""
+
+from models import moe_spec
+
+from moec.passes.lower import lower
+
+
+def test_layers_that_are_one_object_share_one_block():
+    program = lower(moe_spec(depth=6))
+    assert [block.name for block in program.blocks] == ["layers[0]", "layers[1..5]", "forward", "loss"]
+
+
+def test_a_dense_model_has_no_balance_and_no_token_count():
+    spec = moe_spec(balance="[]")
+    loss = lower(spec).block("loss")
+    assert [value.name for value in loss.inputs] == ["logits", "labels"]
+    assert [op.mnemonic for op in loss.ops] == ["cross_entropy", "count_labels", "mean"]
+
+
+def test_the_router_and_the_losses_are_at_least_fp32():
+    block = lower(moe_spec(dtype="bf16")).block("layers[1..2]")
+    assert block.scope["rows"].dtype == "bf16"
+    assert block.scope["logits"].dtype == "fp32"
+    assert block.scope["balance"].dtype == "fp32"
+
+
+def test_every_op_and_parameter_of_a_layer_keeps_its_line():
+    block = lower(moe_spec()).block("layers[1..2]")
+    lines = {op.mnemonic: op.span.line for op in block.ops if op.span}
+    assert {op.mnemonic for op in block.ops} == set(lines)
+    assert (lines["rope"], lines["route"], lines["expert_mlp"], lines["z_loss"]) == (8, 11, 10, 12)
+    assert all(parameter.span for parameter in block.parameters)
+
+
+def test_projections_into_the_residual_stream_start_smaller_with_depth():
+    block = lower(moe_spec(depth=8)).block("layers[1..7]")
+    stds = {p.name: p.init.std for p in block.parameters}
+    assert stds["attention.q.weight"] == 0.02
+    assert stds["attention.o.weight"] == stds["moe.experts.down.weight"] == 0.02 / 4
+
+
+def test_norm_weights_do_not_decay_and_all_others_do():
+    parameters = [p for block in lower(moe_spec()).blocks for p in block.parameters]
+    assert {p.name for p in parameters if not p.decays} == {"attention_norm.weight", "ffn_norm.weight", "norm.weight"}
