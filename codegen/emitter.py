@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 from moec.codegen.graph import Arg, Graph, Node, Ref
 from moec.codegen.operators import GETITEM, SIGNATURES
 from moec.passes.ir import Block, Op, Program, Value
@@ -86,16 +88,22 @@ class BlockEmitter:
         self, op: Op, name: str, target: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], value: Value | None
     ) -> None:
         assert target in SIGNATURES, target
-        known = facts(value) if value else {}
         span = str(op.span) if op.span else None
-        node = Node(name=name, op="call_function", target=target, args=args, kwargs=kwargs, span=span, **known)
+        node = Node(name=name, op="call_function", target=target, args=args, kwargs=kwargs, span=span)
+        if value is not None:
+            node = node.model_copy(update=dict(facts(value)))
         self.nodes.append(node)
 
 
-def facts(value: Value) -> dict[str, str | None]:
+class Facts(TypedDict):
     """What a node says of the Program's value that it gives."""
-    return {
-        "value": value.name,
-        "layout": None if value.layout is None else str(value.layout),
-        "ragged": value.ragged,
-    }
+
+    value: str
+    layout: str | None
+    ragged: str | None
+
+
+def facts(value: Value) -> Facts:
+    """What a node says of the Program's value that it gives."""
+    layout = None if value.layout is None else str(value.layout)
+    return {"value": value.name, "layout": layout, "ragged": value.ragged}

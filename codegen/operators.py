@@ -109,4 +109,3 @@ def _fits(kind: str, arg: Arg, groups: Collection[str]) -> bool:
             return kind == "ints" and all(abs(i) < 2**63 for i in arg)
         case str():
             return arg in groups if kind == "group" else arg in WORDS.get(kind, ())
-    return False

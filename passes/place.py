@@ -122,17 +122,14 @@ def _expert_problems(spec: Spec, moes: list[Moe]) -> list[Diagnostic]:
         ways.append(f"`experts = {more} * …` ({more // ep} per rank)")
         declared = moe.experts.span()
         layers = [n for n, layer in enumerate(spec.model.layers) if layer.moe is moe]
+        which = f"layers {layer_set_name(layers)[1:-1]}"
         problems.append(
             Diagnostic(
                 code="MOE0311",
                 title="expert-parallel degree does not divide the expert count",
                 span=spec.parallel.span("ep"),
                 message=f"{count} / {ep} leaves {count % ep} experts over",
-                labels=(
-                    Label(span=declared, message=f"{count} experts declared here (layers {layer_set_name(layers)[1:-1]})"),
-                )
-                if declared
-                else (),
+                labels=(Label(span=declared, message=f"{count} experts declared here ({which})"),) if declared else (),
                 help=f"set {' or '.join(ways)}",
             )
         )

@@ -35,7 +35,7 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     _, whole_loss = whole.run([inputs.tokens], [inputs.labels], record=True)
     cluster = VirtualCluster(plan, parameters)
     losses, failure = _run(cluster, inputs)
-    expected = {(s.path, s.node.value): s.values[0] for s in whole.steps or () if s.node.value}
+    expected = {(s.path, s.node.value or ""): s.values[0] for s in whole.steps or () if s.node.value}
     judge = _Judge(plan, expected)
     steps = cluster.lockstep.steps or []
     origins = _origins(steps)
@@ -55,10 +55,8 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
         error = judge.error(step, origins.get((step.path, step.node.name)), gradient=True)
         if error > BOUND:
             # The value's gradient is wrong, its consumers' results have right ones: the consumer is at fault.
-            user = next(
-                (s for s in steps[index + 1 :] if s.path == step.path and step.node.name in s.node.refs()), step
-            )
-            return _difference(user, error, gradient=True, value=step.node.value)
+            users = (s for s in steps[index + 1 :] if s.path == step.path and step.node.name in s.node.refs())
+            return _difference(next(users, step), steps, error, gradient=True, value=step.node.value)
     return _parameter_difference(plan, model, cluster, steps)
 
 
@@ -103,7 +101,7 @@ def _origins(steps: Sequence[Step]) -> Mapping[tuple[str, str], Origin]:
 class _Judge:
     """Compares what ranks hold with the part of the reference's value that they should."""
 
-    def __init__(self, plan: Plan, expected: Mapping[tuple[str, str | None], Tensor]) -> None:
+    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor]) -> None:
         self.plan = plan
         self.expected = expected
 

@@ -1,7 +1,7 @@
 """The collectives that compiled graphs call, registered as `torch.ops.moec.*` on import.
 
-Groups are named (`moec.runtime.groups`). Each collective declares its own backward: PyTorch's differentiable `all_reduce` reduces again in
-backward, which is not what a sum that every rank goes on to use alike needs.
+Groups are named (`moec.runtime.groups`). Each collective declares its own backward: PyTorch's differentiable
+`all_reduce` reduces again in backward, which is wrong for a sum that every rank goes on to use alike.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ exchange_counts = define(
 
 counts [1, E] int64, this rank's rows for each expert ->
   - received [n, E/n] int64: the rows that each source sends for each of this rank's experts;
-  - splits [2, n] int64 on CPU: the rows to send to, and to receive from, each peer. A layer's one copy from device to host.
+  - splits [2, n] int64 on CPU: the rows to send to, and to receive from, each peer. The layer's one copy from device
+    to host.
 """
 
 # ---- all_to_all --------------------------------------------------------------------------------------
@@ -99,9 +100,9 @@ all_to_all = define(
 )
 """Send rows to peers, as many to each as `splits` (of `exchange_counts`) says, and receive theirs, source by source.
 
-rows [R, ...], in the order of the peers they go to -> [R', ...] of the same dtype. `reverse` swaps what is sent and received, and so
-brings rows back; it is also what backward does. Any R or R' may be 0. Raises `RuntimeError` before anything moves if R is not what
-the splits send.
+rows [R, ...], in the order of the peers they go to -> [R', ...] of the same dtype. `reverse` swaps what is sent and
+received, and so brings rows back; it is also what backward does. R and R' may be 0. Raises `RuntimeError` before
+anything moves if R is not what the splits send.
 """
 
 
@@ -115,7 +116,10 @@ def _differentiate_all_to_all(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Non
     (splits,) = ctx.saved_tensors
     grad_rows = all_to_all(grad, splits, ctx.group, not ctx.reverse)
     # A compiler, to which the size is data, learns here that as many rows come back as went.
-    torch._check(grad_rows.shape[0] == ctx.num_rows)
+    check(
+        grad_rows.shape[0] == ctx.num_rows,
+        lambda: f"moec::all_to_all: {ctx.num_rows} rows went, and gradients of {grad_rows.shape[0]} came back",
+    )
     return grad_rows, None, None, None
 
 
@@ -146,7 +150,8 @@ all_reduce = define(
 )
 """The sum of every rank's x, on every rank; shape and dtype of x, which must be alike on all ranks.
 
-Backward is the identity: partial sums become a replicated value, and what follows is done, and differentiated, alike on every rank.
+Backward is the identity: partial sums become a replicated value, and what follows is done, and differentiated, alike
+on every rank.
 """
 
 

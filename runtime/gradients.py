@@ -45,13 +45,13 @@ class GradientSum:
         self._next = 0
         for bucket in self._buckets:
             for parameter in bucket.parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))
+                parameter.register_post_accumulate_grad_hook(lambda _, bucket=bucket: self._arrived(bucket))  # type: ignore[no-untyped-call]
 
     def watch(self, *outputs: Tensor | None) -> None:
         """Prepares for a backward pass through any of `outputs`."""
         for output in outputs:
             if output is not None and output.requires_grad and self._buckets:
-                output.register_hook(self._begin)
+                output.register_hook(self._begin)  # type: ignore[no-untyped-call]
 
     def _begin(self, gradient: Tensor) -> None:
         if self._running:
@@ -92,7 +92,7 @@ class GradientSum:
                 work.wait()
             assert bucket.flat is not None
             sizes = [parameter.numel() for parameter in bucket.parameters]
-            for parameter, piece in zip(bucket.parameters, bucket.flat.split(sizes), strict=True):
+            for parameter, piece in zip(bucket.parameters, torch.split(bucket.flat, sizes), strict=True):
                 parameter.grad = piece.view_as(parameter)
             bucket.flat, bucket.works = None, []
         for parameter, held in self._held:

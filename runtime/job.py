@@ -11,7 +11,9 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 from torch.optim import AdamW
 
 from moec.codegen.fx import DTYPES
@@ -145,7 +147,7 @@ class Job:
         if self.world_size > 1:
             dist.all_reduce(counts)
         sizes = [model.expert_counts[layer].numel() for layer in layers]
-        return dict(zip(layers, counts.cpu().split(sizes), strict=True))
+        return dict(zip(layers, torch.split(counts.cpu(), sizes), strict=True))
 
     def save(self, path: str, model: PlanModule, optimizer: torch.optim.Optimizer) -> None:
         """Checkpoints are not supported yet."""
@@ -173,12 +175,12 @@ def _join(rank: int, world_size: int, device_type: str) -> None:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "MASTER_ADDR" not in os.environ:
         assert world_size == 1
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
         return
-    store, rank, world_size = next(dist.rendezvous("env://", rank, world_size, timeout=TIMEOUT))
+    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=TIMEOUT))
     # After a restart the agent's store still holds the last attempt's addresses.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(f"attempt_{attempt}", store)
+    store = PrefixStore(f"attempt_{attempt}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
 
 

@@ -150,8 +150,14 @@ class _Declared(torch.autograd.Function):
         return tuple(forward(inputs))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         return (None, None, *ctx.backward_shuffle(gradients))
+
+
+def declared(forward: Shuffle, backward: Shuffle, *inputs: Tensor) -> Sequence[Tensor]:
+    """`forward` of the group's tensors, differentiated as `backward`."""
+    results: Sequence[Tensor] = _Declared.apply(forward, backward, *inputs)  # type: ignore[no-untyped-call]
+    return results
 
 
 def _all_reduce(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
@@ -161,7 +167,7 @@ def _all_reduce(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
         total = torch.stack(list(tensors)).sum(0)
         return [total.clone() for _ in tensors]
 
-    return list(_Declared.apply(forward, lambda gradients: list(gradients), *inputs[0]))
+    return list(declared(forward, lambda gradients: list(gradients), *inputs[0]))
 
 
 def _exchange_counts(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
@@ -180,12 +186,12 @@ def _all_to_all(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
 
     def moving(counts: list[list[int]]) -> Shuffle:
         def move(tensors: Sequence[Tensor]) -> list[Tensor]:
-            pieces = [tensor.split(split) for tensor, split in zip(tensors, counts, strict=True)]
+            pieces = [torch.split(tensor, split) for tensor, split in zip(tensors, counts, strict=True)]
             return [torch.cat([piece[rank] for piece in pieces]) for rank in range(len(pieces))]
 
         return move
 
-    return list(_Declared.apply(moving(out), moving(back), *rows))
+    return list(declared(moving(out), moving(back), *rows))
 
 
 _COLLECTIVES: Mapping[str, Callable[[Node, list[list[Tensor]]], list[Any]]] = {

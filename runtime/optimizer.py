@@ -29,7 +29,7 @@ class MasterAdamW(AdamW):
         """One update of the masters from the parameters' gradients, copied back."""
         for parameter, master in self._pairs:
             master.grad = None if parameter.grad is None else parameter.grad.float()
-        loss = super().step(closure)
+        loss: float | None = super().step(closure)
         for parameter, master in self._pairs:
             parameter.copy_(master)
             master.grad = None

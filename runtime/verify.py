@@ -202,7 +202,7 @@ def _spread_ones(model: PlanModule, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
 def _inputs(plan: Plan, seed: int) -> Inputs:

@@ -1,5 +1,17 @@
-"""Diagnostics: the one model, and the renderers that show it."""
+"""Diagnostics: the one model, the registry of codes, and the renderers that show them."""
 
+from moec.grammar.diagnostics.codes import CODES, diagnose
 from moec.grammar.diagnostics.model import Diagnostic, DiagnosticError, InternalError, Label, Severity
+from moec.grammar.diagnostics.render import STYLES, render
 
-__all__ = ["Diagnostic", "DiagnosticError", "InternalError", "Label", "Severity"]
+__all__ = [
+    "CODES",
+    "STYLES",
+    "Diagnostic",
+    "DiagnosticError",
+    "InternalError",
+    "Label",
+    "Severity",
+    "diagnose",
+    "render",
+]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from moec.grammar.spec.base import Node, Unit
-from moec.grammar.spec.cluster import Cluster, Device, Level, Peak
+from moec.grammar.spec.base import Form, Node, Reference, Unit
+from moec.grammar.spec.cluster import Cluster, ClusterText, Device, Level, Peak
 from moec.grammar.spec.model import (
-    DType,
     Dropless,
+    DType,
     Experts,
     Gelu,
     Gqa,
@@ -31,6 +31,7 @@ class Spec(Node):
     """A whole `.moe` file, resolved: validated, defaults filled, units converted, every value with its span."""
 
     word: ClassVar[str] = "file"
+    form: ClassVar[Form] = "block"
     model: Model
     cluster: Cluster
     train: Train | None = None
@@ -40,6 +41,7 @@ class Spec(Node):
 __all__ = [
     "AdamW",
     "Cluster",
+    "ClusterText",
     "DType",
     "Device",
     "Dropless",
@@ -54,6 +56,7 @@ __all__ = [
     "Node",
     "Parallel",
     "Peak",
+    "Reference",
     "RmsNorm",
     "Rope",
     "Spec",

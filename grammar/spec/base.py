@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from moec.grammar.source import Span
+
+Form = Literal["call", "block", "product"]
 
 
 class Node(BaseModel):
@@ -20,13 +22,20 @@ class Node(BaseModel):
 
     `word` is the name it is written by (`gqa` in `gqa(heads = 32)`); for a block it is the block's kind.
     `positional` lists the fields that a call also takes by position, in order.
+    `form` is how it is written: `word(…)`, `word { … }`, or `first * second` of its two fields.
+    A `labelled` block's field `name` is its label; one that `selects` takes a layer selector.
+    `slots` are groups of fields of which a block may give one, and a later block's replaces an earlier one's.
     Spans take no part in equality: two files that say the same thing give equal Specs.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
 
     word: ClassVar[str] = ""
     positional: ClassVar[tuple[str, ...]] = ()
+    form: ClassVar[Form] = "call"
+    labelled: ClassVar[bool] = False
+    selects: ClassVar[bool] = False
+    slots: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     _spans: Mapping[str, Span] = PrivateAttr(default_factory=dict)
 
@@ -38,9 +47,9 @@ class Node(BaseModel):
         """Whether `field` was written out rather than left to its default."""
         return field in self._spans or field in self.model_fields_set
 
-    def with_spans(self, spans: Mapping[str, Span]) -> Node:
+    def with_spans(self, spans: Mapping[str, Span]) -> Self:
         """This node, remembering `spans` (field name to the span of its value; "" for the whole)."""
-        object.__setattr__(self, "_spans", dict(spans))
+        self._spans = dict(spans)
         return self
 
     def __eq__(self, other: object) -> bool:
@@ -61,6 +70,14 @@ class Unit:
     name: str  # "bytes", "bytes/s", "s", "FLOP/s"
 
 
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A field that takes the name of a block declared elsewhere, of this kind."""
+
+    kind: str  # "device", "cluster"
+
+
+BlockLabel = Annotated[str, Field(pattern=r'^[^"\r\n\x00]*$', description="what tells it from others of its kind")]
 Bytes = Annotated[float, Unit("bytes")]
 BytesPerSecond = Annotated[float, Unit("bytes/s")]
 Seconds = Annotated[float, Unit("s")]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moec.grammar.spec.base import Node
+from moec.grammar.spec.base import BlockLabel, Form, Node
 
 PositiveInt = Annotated[int, Field(ge=1)]
 
@@ -53,9 +53,7 @@ class Gqa(Node):
     word: ClassVar[str] = "gqa"
     heads: Annotated[PositiveInt, Field(description="query heads")]
     kv_heads: Annotated[PositiveInt, Field(description="key and value heads; divides `heads`")]
-    head_dim: Annotated[
-        PositiveInt | None, Field(description="width of a head; default model dim / heads")
-    ] = None
+    head_dim: Annotated[PositiveInt | None, Field(description="width of a head; default model dim / heads")] = None
     rope: Annotated[Rope | None, Field(description="rotary positions; without it, none")] = None
 
 
@@ -64,9 +62,7 @@ class Mha(Node):
 
     word: ClassVar[str] = "mha"
     heads: Annotated[PositiveInt, Field(description="heads")]
-    head_dim: Annotated[
-        PositiveInt | None, Field(description="width of a head; default model dim / heads")
-    ] = None
+    head_dim: Annotated[PositiveInt | None, Field(description="width of a head; default model dim / heads")] = None
     rope: Annotated[Rope | None, Field(description="rotary positions; without it, none")] = None
 
 
@@ -93,6 +89,7 @@ class Experts(Node):
     """`count * body`: that many experts of one kind and size."""
 
     word: ClassVar[str] = "experts"
+    form: ClassVar[Form] = "product"
     count: Annotated[int, Field(ge=1, description="number of experts")]
     body: Annotated[SwiGLU | Gelu, Field(description="what one expert is")]
 
@@ -112,9 +109,7 @@ class TopK(Node):
     score: Annotated[Literal["softmax", "sigmoid"], Field(description="how logits become scores")] = "softmax"
     order: Annotated[
         Literal["before", "after"],
-        Field(
-            description="`before`: score all experts, keep the best k; `after`: keep the k best logits, score only those"
-        ),
+        Field(description="`before`: score all, keep the best k; `after`: keep the k best logits, score only those"),
     ] = "before"
     normalize: Annotated[bool, Field(description="divide the k weights by their sum")] = False
 
@@ -145,24 +140,24 @@ class Moe(Node):
     """`moe { … }`: a gate and its experts in the place of one dense feed-forward."""
 
     word: ClassVar[str] = "moe"
+    form: ClassVar[Form] = "block"
     experts: Annotated[Experts, Field(description="`count * body`, such as `8 * swiglu(14_336)`")]
     gate: Annotated[TopK, Field(description="how tokens choose experts")]
     capacity: Annotated[Dropless, Field(description="how many rows an expert takes")] = Dropless()
-    balance: Annotated[
-        tuple[SwitchLoss | ZLoss, ...], Field(description="auxiliary losses, each with its weight")
-    ] = ()
-    group: Annotated[Literal["sequence"], Field(description="the tokens over which balance is counted")] = (
-        "sequence"
-    )
+    balance: Annotated[tuple[SwitchLoss | ZLoss, ...], Field(description="auxiliary losses, each with its weight")] = ()
+    group: Annotated[Literal["sequence"], Field(description="the tokens over which balance is counted")] = "sequence"
 
 
 # ---- layers and the model ----------------------------------------------------------------------------
 
 
 class Layer(Node):
-    """One layer after every `layers` block was applied: attention, then `ffn` or `moe`, each pre-normed with a residual."""
+    """One layer after every `layers` block: attention, then `ffn` or `moe`, each pre-normed with a residual."""
 
     word: ClassVar[str] = "layers"
+    form: ClassVar[Form] = "block"
+    selects: ClassVar[bool] = True
+    slots: ClassVar[tuple[tuple[str, ...], ...]] = (("ffn", "moe"),)
     attention: Annotated[Gqa | Mha, Field(description="how tokens see each other")]
     ffn: Annotated[SwiGLU | Gelu | None, Field(description="a dense feed-forward")] = None
     moe: Annotated[Moe | None, Field(description="a mixture of experts in its place")] = None
@@ -172,18 +167,14 @@ class Model(Node):
     """`model "name" { … }`: a decoder-only language model."""
 
     word: ClassVar[str] = "model"
-    name: str
+    form: ClassVar[Form] = "block"
+    labelled: ClassVar[bool] = True
+    name: BlockLabel
     vocab: Annotated[PositiveInt, Field(description="number of token ids")]
     dim: Annotated[PositiveInt, Field(description="width of the residual stream")]
-    depth: Annotated[PositiveInt, Field(description="number of layers")]
-    context: Annotated[
-        PositiveInt | None, Field(description="longest sequence; default: `train.sequence`")
-    ] = None
+    depth: Annotated[PositiveInt, Field(le=100_000, description="number of layers")]
+    context: Annotated[PositiveInt | None, Field(description="longest sequence; default: `train.sequence`")] = None
     dtype: Annotated[DType, Field(description="of parameters and activations")] = DType.BF16
-    norm: Annotated[
-        RmsNorm, Field(description="before attention, before the feed-forward, and at the end")
-    ] = RmsNorm()
+    norm: Annotated[RmsNorm, Field(description="before attention, before the feed-forward, and at the end")] = RmsNorm()
     embedding: Annotated[TokenEmbedding, Field(description="how token ids become vectors")] = TokenEmbedding()
-    layers: Annotated[
-        tuple[Layer, ...], Field(description="one entry a layer; equal neighbours are one object")
-    ]
+    layers: Annotated[tuple[Layer, ...], Field(description="one entry a layer; equal neighbours are one object")]

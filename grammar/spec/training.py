@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from moec.grammar.spec.base import Node
+from moec.grammar.spec.base import Form, Node
 from moec.grammar.spec.model import PositiveInt
 
 
@@ -39,12 +39,13 @@ class Train(Node):
     """`train { … }`."""
 
     word: ClassVar[str] = "train"
+    form: ClassVar[Form] = "block"
     batch: Annotated[PositiveInt, Field(description="sequences per optimizer step, over all ranks")]
     sequence: Annotated[PositiveInt, Field(description="tokens per sequence")]
     optimizer: Annotated[AdamW, Field(description="update rule")] = AdamW()
-    master: Annotated[
-        Literal["fp32"], Field(description="dtype of master weights where the model's is narrower")
-    ] = "fp32"
+    master: Annotated[Literal["fp32"], Field(description="dtype of master weights where the model's is narrower")] = (
+        "fp32"
+    )
     routing: Annotated[Uniform | Zipf, Field(description="the expert load to plan for")] = Uniform()
 
 
@@ -52,9 +53,8 @@ class Parallel(Node):
     """`parallel { … }`: degrees. What is left out is filled in by the `place` pass."""
 
     word: ClassVar[str] = "parallel"
-    dp: Annotated[
-        PositiveInt | None, Field(description="data parallel; must equal ranks / (pp * tp * cp)")
-    ] = None
-    ep: Annotated[
-        PositiveInt | None, Field(description="expert parallel; divides ranks and every layer's experts")
-    ] = None
+    form: ClassVar[Form] = "block"
+    dp: Annotated[PositiveInt | None, Field(description="data parallel; must equal ranks / (pp * tp * cp)")] = None
+    ep: Annotated[PositiveInt | None, Field(description="expert parallel; divides ranks and every layer's experts")] = (
+        None
+    )

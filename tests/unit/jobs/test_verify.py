@@ -10,6 +10,7 @@ from models import moe_plan
 
 from moec.codegen.graph import Graph, Node, Ref
 from moec.codegen.plan import Plan
+from moec.runtime import lockstep
 from moec.runtime.errors import JobError
 from moec.runtime.verify import BOUND, relative_error, verify
 
@@ -175,6 +176,18 @@ def test_the_first_difference_names_layer_value_and_line(
     assert found is not None
     assert (found.layer, found.value, found.gradient) == (layer, value, gradient)
     assert found.span == f"tiny.moe:{line}"
+
+
+def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
+    def deaf(data: Node, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [rows * 0.5 + rows.detach() * 0.5 for rows in lockstep._all_to_all(data, inputs)]
+
+    monkeypatch.setitem(lockstep._COLLECTIVES, "moec.all_to_all.default", deaf)
+    report = verify(moe_plan())
+    assert report.max_output_error < BOUND < report.max_gradient_error
+    found = report.first_difference
+    assert found is not None
+    assert (found.layer, found.op, found.value, found.gradient) == ("layers.2", "moec.all_to_all.default", "y", True)
 
 
 def test_a_plan_too_large_for_the_machine_says_so():

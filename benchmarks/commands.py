@@ -1,0 +1,40 @@
+"""Running `moec` as a user does, and what that took."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """Wall seconds and the most memory of one finished command, in bytes; what it printed, both streams together."""
+
+    seconds: float
+    peak_bytes: int
+    output: str
+
+
+def run_python(*arguments: str) -> Ran:
+    """Runs this interpreter with `arguments` to its end. Exits, showing the output, if it fails."""
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    output = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"{' '.join(arguments)} failed:\n{output}")
+    kilobyte = 1 if sys.platform == "darwin" else 1024
+    return Ran(seconds, usage.ru_maxrss * kilobyte, output)
+
+
+def run_moec(*arguments: str, python: tuple[str, ...] = ()) -> Ran:
+    """Runs `moec` with `arguments`, and the interpreter with the options `python`."""
+    return run_python(*python, "-m", "moec", *arguments)

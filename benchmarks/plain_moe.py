@@ -1,0 +1,238 @@
+"""The model of a `.moe` file written by hand in plain PyTorch: what a good engineer would write without moec.
+
+It is an independent oracle (tests/oracles compares logits, loss and gradients) and the opponent in bench_step.py, so it
+takes nothing from moec but the numbers of the Spec, and the fast way wherever plain PyTorch has one.
+
+    model = PlainModel(spec)
+    model.load_state_dict(plain_state_dict(dict(moec.reference(spec).named_parameters())))
+    logits, loss = model(tokens, labels)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moec.grammar.spec import Gelu, Gqa, Layer, Mha, Model, Moe, Rope, Spec, SwiGLU, SwitchLoss, TopK
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+IGNORED_LABEL = -100
+
+
+def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for router, rope and loss: these are not computed in half precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class PlainModel(nn.Module):
+    """A decoder-only language model. `model(tokens, labels)` gives the logits and the loss."""
+
+    def __init__(self, spec: Spec, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        model = spec.model
+        context = model.context or (spec.train.sequence if spec.train else 0)
+        self.embedding = nn.Embedding(model.vocab, model.dim)
+        self.layers = nn.ModuleList(PlainLayer(model, layer, context) for layer in model.layers)
+        self.norm = nn.RMSNorm(model.dim, model.norm.eps)
+        self.head = nn.Linear(model.dim, model.vocab, bias=False)
+        self.to(dtype or DTYPES[model.dtype])
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        x = self.embedding(tokens)
+        balance = 0.0
+        for layer in self.layers:
+            x, layer_balance = layer(x)
+            balance = balance + layer_balance
+        logits = self.head(self.norm(x))
+        if labels is None:
+            return logits, None
+        flat = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
+        total = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
+        return logits, total / (labels != IGNORED_LABEL).sum().clamp(min=1) + balance
+
+
+class PlainLayer(nn.Module):
+    """Attention, then a feed-forward or a mixture of them, each pre-normed, each with a residual."""
+
+    def __init__(self, model: Model, layer: Layer, context: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(model.dim, model.norm.eps)
+        self.attention = PlainAttention(model.dim, layer.attention, context)
+        self.ffn_norm = nn.RMSNorm(model.dim, model.norm.eps)
+        self.is_moe = layer.moe is not None
+        if layer.moe is not None:
+            self.moe = PlainMoe(model.dim, layer.moe)
+        else:
+            assert layer.ffn is not None
+            self.ffn = feed_forward(model.dim, layer.ffn)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        x = x + self.attention(self.attention_norm(x))
+        h = self.ffn_norm(x)
+        if self.is_moe:
+            mixed, balance = self.moe(h)
+            return x + mixed, balance
+        return x + self.ffn(h), 0.0
+
+
+class PlainAttention(nn.Module):
+    """Causal multi-head or grouped-query attention with half-split rotary positions."""
+
+    def __init__(self, dim: int, attention: Gqa | Mha, context: int) -> None:
+        super().__init__()
+        heads = attention.heads
+        kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
+        self.head_dim = attention.head_dim or dim // heads
+        self.grouped = kv_heads != heads
+        self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
+        self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
+        self.o = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.rope = PlainRope(attention.rope, self.head_dim, context) if attention.rope else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if self.rope is not None:
+            q, k = self.rope(q), self.rope(k)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        return self.o(attended.transpose(1, 2).flatten(2))
+
+
+class PlainRope(nn.Module):
+    """Rotates pairs (i, i + head_dim / 2) by position · theta^(-2i / head_dim), as Llama's code does."""
+
+    def __init__(self, rope: Rope, head_dim: int, context: int) -> None:
+        super().__init__()
+        frequencies = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+        angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies)
+        # Plain attributes, which `.to(bfloat16)` leaves alone.
+        self.tables = {
+            dtype: (angles.cos().to(dtype), angles.sin().to(dtype)) for dtype in (torch.float32, torch.float64)
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [batch, sequence, heads, head_dim]."""
+        cos, sin = (table[: x.shape[1], None] for table in self.tables[at_least_fp32(x.dtype)])
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+
+
+class PlainSwiGLU(nn.Module):
+    """`down(silu(gate(x)) * up(x))`, gate and up in one matrix."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class PlainGelu(nn.Module):
+    """`down(gelu(up(x)))`."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def feed_forward(dim: int, body: SwiGLU | Gelu) -> nn.Module:
+    return PlainSwiGLU(dim, body.hidden) if isinstance(body, SwiGLU) else PlainGelu(dim, body.hidden)
+
+
+class PlainMoe(nn.Module):
+    """A router and its experts; gives the mixed tokens and the weighted balance terms."""
+
+    def __init__(self, dim: int, moe: Moe) -> None:
+        super().__init__()
+        self.num_experts, self.topk, self.terms = moe.experts.count, moe.gate, moe.balance
+        self.gate = nn.Linear(dim, self.num_experts, bias=False)
+        self.experts = nn.ModuleList(feed_forward(dim, moe.experts.body) for _ in range(self.num_experts))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        """x [batch, sequence, dim]."""
+        dtype = at_least_fp32(x.dtype)
+        logits = F.linear(x.to(dtype), self.gate.weight.to(dtype))
+        weights, chosen = choose(logits, self.topk)
+        return self.mix(x.flatten(0, 1), weights, chosen).view_as(x), self.balance(logits, chosen)
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        """Sorts the tokens' copies by expert, runs each expert on its slice, and adds the weighted results up."""
+        order = chosen.flatten().argsort(stable=True)
+        tokens = order // self.topk.k
+        sizes = torch.bincount(chosen.flatten(), minlength=self.num_experts).tolist()
+        shares = x[tokens].split(sizes)
+        rows = torch.cat([expert(share) for expert, share in zip(self.experts, shares, strict=True)])
+        weighted = (rows * weights.flatten()[order, None]).to(x.dtype)
+        return torch.zeros_like(x).index_add(0, tokens, weighted)
+
+    def balance(self, logits: Tensor, chosen: Tensor) -> Tensor | float:
+        total: Tensor | float = 0.0
+        for term in self.terms:
+            if isinstance(term, SwitchLoss):
+                value = switch_loss(probabilities(logits, self.topk.score), chosen)
+            else:
+                value = logits.logsumexp(-1).square().mean()
+            total = total + term.weight * value
+        return total
+
+
+def choose(logits: Tensor, topk: TopK) -> tuple[Tensor, Tensor]:
+    """Each token's k experts and their weights, [batch, sequence, k] both."""
+    score = torch.sigmoid if topk.score == "sigmoid" else lambda values: values.softmax(-1)
+    if topk.order == "after":
+        best, chosen = logits.topk(topk.k, dim=-1)
+        weights = score(best)
+    else:
+        weights, chosen = score(logits).topk(topk.k, dim=-1)
+    if topk.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def probabilities(logits: Tensor, score: str) -> Tensor:
+    """What balance terms count: the scores of all experts, summing to 1."""
+    if score == "softmax":
+        return logits.softmax(-1)
+    scores = logits.sigmoid()
+    return scores / scores.sum(-1, keepdim=True)
+
+
+def switch_loss(scores: Tensor, chosen: Tensor) -> Tensor:
+    """`E · Σᵢ fᵢ·Pᵢ` of each sequence, averaged over sequences, which are equally long (Fedus et al. 2021, eq. 4)."""
+    num_experts = scores.shape[-1]
+    share = F.one_hot(chosen.flatten(1), num_experts).to(scores.dtype).mean(1)
+    return num_experts * (share * scores.mean(1)).sum(-1).mean()
+
+
+def plain_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors named and shaped as moec's parameters (or their gradients), as this model's: `load_state_dict` takes it.
+
+    Heads and the two halves of SwiGLU become rows of one matrix; experts, one tensor there, are modules here.
+    """
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        tensor = tensor.detach()
+        if ".experts." in name:
+            prefix, _, rest = name.partition(".experts.")
+            for expert, part in enumerate(tensor):
+                found[f"{prefix}.experts.{expert}.{rest}"] = _matrix(rest, part)
+        else:
+            found[name] = _matrix(name, tensor)
+    return found
+
+
+def _matrix(name: str, tensor: Tensor) -> Tensor:
+    if tensor.dim() < 3:
+        return tensor
+    return tensor.flatten(1) if name.endswith("attention.o.weight") else tensor.flatten(0, 1)

@@ -1,0 +1,156 @@
+"""Trains a byte-level plan: `torchrun --nproc-per-node 4 examples/train.py tiny.plan`.
+
+A training script of one's own looks like this. What moec asks of it: every rank makes the same calls in the same order,
+and takes its own share of each batch. The learning rate, the data, when to stop and what to print are the script's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from progress import make_display
+from text import Text, TextError, even_windows, load_text, random_windows, unigram_entropy
+from torch import Tensor, nn
+
+import moec
+
+WARM_UP, FINAL_LR = 0.05, 0.02
+"""The learning rate rises over this share of the training, then falls along a cosine to this share of itself."""
+
+MAX_NORM = 1.0
+REPORT_EVERY = 10
+EVALUATED_WINDOWS = 1024
+SAMPLE_BYTES, TEMPERATURE = 300, 0.7
+
+
+def main() -> None:
+    options = parse_options()
+    plan = moec.load(options.plan)
+    with moec.launch(plan) as job:
+        try:
+            text = load_text(options.data, plan.spec.train.sequence)
+        except TextError as error:
+            sys.exit(f"--data: {error}" if job.rank == 0 else 1)
+        model = job.build()
+        steps = train(job, model, text, options)
+        result = evaluate(job, model, text) | {"steps": steps}
+        sample = write_sample(model, text.held_out, plan.spec.train.sequence)
+    if job.rank == 0:
+        print_result(result, sample)
+        if options.result:
+            Path(options.result).write_text(json.dumps(result))
+
+
+def train(job: moec.Job, model: nn.Module, text: Text, options: argparse.Namespace) -> int:
+    """Trains until the steps or the seconds are used up; gives the number of steps."""
+    train = job.plan.spec.train
+    optimizer = job.optimizer(model)
+    started = time.monotonic()
+    with make_display(job, text.description) as display:
+        for step, batch in enumerate(random_windows(text.train, train.batch, train.sequence, seed=0)):
+            progress = agreed_progress(step / options.steps, (time.monotonic() - started) / options.seconds)
+            if progress >= 1:
+                return step
+            for group in optimizer.param_groups:
+                group["lr"] = train.optimizer.lr * learning_rate(progress)
+
+            tokens, labels = (share_of(rows, job) for rows in batch)
+            loss = job.step(model, tokens, labels)
+            job.clip_grad_norm_(model, MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            if step % REPORT_EVERY == 0:
+                display.show(step, progress, float(loss) / math.log(2), job.expert_loads(model))
+    raise AssertionError("random windows do not end")
+
+
+def share_of(rows: Tensor, job: moec.Job) -> Tensor:
+    """This rank's part of a batch."""
+    return rows.chunk(job.data_size)[job.data_rank]
+
+
+def agreed_progress(*shares: float) -> float:
+    """How far the training is, from 0 to 1, by the first rank's clock: all ranks must stop at the same step."""
+    progress = torch.tensor(max(shares))
+    dist.broadcast(progress, src=0)
+    return float(progress)
+
+
+def learning_rate(progress: float) -> float:
+    """As a share of the file's."""
+    if progress < WARM_UP:
+        return (progress + WARM_UP / 20) / WARM_UP
+    falling = (progress - WARM_UP) / (1 - WARM_UP)
+    return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * falling)) / 2
+
+
+@torch.no_grad()
+def evaluate(job: moec.Job, model: nn.Module, text: Text) -> dict[str, float]:
+    """Bits per byte of the model, and of the bytes' frequencies alone, on the same held-out text."""
+    nats, seen = torch.zeros((), dtype=torch.float64), []
+    train = job.plan.spec.train
+    for tokens, labels in even_windows(text.held_out, EVALUATED_WINDOWS, train.batch, train.sequence):
+        logits = model(share_of(tokens, job)).logits.float()
+        nats += F.cross_entropy(logits.flatten(0, 1), share_of(labels, job).flatten(), reduction="sum").double()
+        seen.append(labels)
+    dist.all_reduce(nats)
+    labels = torch.cat(seen)
+    return {
+        "bytes": labels.numel(),
+        "bits_per_byte": float(nats) / labels.numel() / math.log(2),
+        "unigram_bits_per_byte": unigram_entropy(labels),
+    }
+
+
+@torch.no_grad()
+def write_sample(model: nn.Module, held_out: Tensor, sequence: int) -> tuple[bytes, bytes]:
+    """A prompt, the first bytes of the held-out text, and how the model goes on.
+
+    Every rank writes one, the same, for a token's experts may be on any of them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompt = held_out[: sequence // 2].long()
+    written = prompt
+    for _ in range(SAMPLE_BYTES):
+        logits = model(written[None, -sequence:]).logits[0, -1].float()
+        following = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
+        written = torch.cat([written, following])
+    return bytes(prompt.tolist()), bytes(written[len(prompt) :].tolist())
+
+
+def print_result(result: dict[str, float], sample: tuple[bytes, bytes]) -> None:
+    model, unigram = result["bits_per_byte"], result["unigram_bits_per_byte"]
+    print(f"\nafter {result['steps']:,} steps, on {result['bytes']:,} held-out bytes:")
+    print(f"  the model          {model:.3f} bits per byte")
+    print(f"  unigram entropy    {unigram:.3f} bits per byte")
+    print(f"  ratio              {model / unigram:.3f}")
+    print("\na sample (after ▸ the model's own):\n")
+    print("  " + "▸".join(map(printable, sample)).replace("\n", "\n  "))
+
+
+def printable(text: bytes) -> str:
+    characters = text.decode(errors="replace").expandtabs(4)
+    return "".join(c if c.isprintable() or c == "\n" else "·" for c in characters)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("plan", help="a plan folder, from `moec compile`")
+    parser.add_argument("--data", help="a text file or a folder of them (default: Python's standard library)")
+    parser.add_argument("--steps", type=int, default=3000, help="at most so many steps (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="train for at most so long")
+    parser.add_argument("--result", help="write the held-out figures to this JSON file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

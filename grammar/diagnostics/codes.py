@@ -1,0 +1,80 @@
+"""Every diagnostic's code and title. A code keeps its meaning for ever; a retired one is not given out again.
+
+MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
+MOE0310 to MOE0319 are the mesh's (the `place` pass makes them).
+Each has a page under `tests/diagnostics/`, which is its test as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
+from moec.grammar.source import Span
+
+CODES: dict[str, str] = {
+    "MOE0001": "cannot read the file",
+    "MOE0002": "this is a folder, not a file",
+    "MOE0003": "the file is not UTF-8 text",
+    "MOE0004": "the file has a NUL character in it",
+    "MOE0005": "the file begins with a byte order mark",
+    "MOE0006": "lines end in carriage return and newline",
+    "MOE0007": "the file says nothing",
+    "MOE0008": "the file is too large",
+    "MOE0009": "no such file to use",
+    "MOE0010": "files use each other in a circle",
+    "MOE0011": "this path cannot be used",
+    "MOE0101": "syntax error",
+    "MOE0102": "unexpected character",
+    "MOE0103": "the text is not closed",
+    "MOE0104": "the bracket is not closed",
+    "MOE0105": "nothing is open that this could close",
+    "MOE0106": "nested too deeply",
+    "MOE0107": "the number is out of range",
+    "MOE0201": "unknown name",
+    "MOE0202": "not supported yet",
+    "MOE0203": "a required name is missing",
+    "MOE0204": "given twice",
+    "MOE0205": "declared twice",
+    "MOE0206": "wrong kind of value",
+    "MOE0207": "value out of bounds",
+    "MOE0208": "wrong unit",
+    "MOE0209": "unknown unit",
+    "MOE0210": "wrong arguments",
+    "MOE0211": "written the wrong way",
+    "MOE0212": "wrong label or selector",
+    "MOE0213": "no such `let`",
+    "MOE0214": "a `let` may only use those above it",
+    "MOE0215": "this cannot be computed",
+    "MOE0216": "clusters are made from each other in a circle",
+    "MOE0301": "query heads are not a multiple of key and value heads",
+    "MOE0302": "the heads do not divide the model's width",
+    "MOE0303": "rotary positions need an even head width",
+    "MOE0304": "more experts per token than there are",
+    "MOE0305": "a layer is incomplete",
+    "MOE0306": "no such layer",
+    "MOE0307": "sequences are longer than the context",
+    "MOE0308": "nothing says how long sequences are",
+    "MOE0309": "`ffn` and `moe` share one slot",
+}
+
+
+def diagnose(
+    code: str,
+    span: Span | None,
+    message: str = "",
+    *,
+    labels: Iterable[Label] = (),
+    help: str = "",
+    severity: Severity = Severity.ERROR,
+) -> Diagnostic:
+    """The diagnostic `code`, with its registered title."""
+    return Diagnostic(
+        code=code,
+        title=CODES[code],
+        span=span,
+        message=message,
+        labels=tuple(labels),
+        help=help,
+        severity=severity,
+    )

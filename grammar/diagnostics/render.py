@@ -1,0 +1,85 @@
+"""One model, many renderings: `full` for people, `concise` for logs, `json` for tools, `github` for annotations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+
+from moec.grammar.diagnostics.full import full
+from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.source import Span
+
+
+def render(diagnostics: Iterable[Diagnostic], style: str = "full", color: bool = False) -> str:
+    """All of `diagnostics` as text; only `full` has colours. Raises `ValueError` for a style that there is not."""
+    if style == "full":
+        return "\n".join(full(diagnostic, color) for diagnostic in diagnostics)
+    if style not in _STYLES:
+        raise ValueError(f"no style {style!r}: there are {', '.join(STYLES)}")
+    return _STYLES[style](list(diagnostics))
+
+
+def concise(diagnostics: Sequence[Diagnostic]) -> str:
+    """`mixtral.moe:31:8: error[MOE0311]: title: message`, a line each."""
+    return "".join(f"{_place(d.span)}{d.severity}[{d.code}]: {_one_line(d)}\n" for d in diagnostics)
+
+
+def as_json(diagnostics: Sequence[Diagnostic]) -> str:
+    """An array of objects; lines and columns count from 1, and ends are exclusive."""
+    found = [
+        {
+            "code": d.code,
+            "severity": str(d.severity),
+            "title": d.title,
+            "message": d.message,
+            "help": d.help,
+            "span": _position(d.span),
+            "labels": [{"message": label.message, "span": _position(label.span)} for label in d.labels],
+        }
+        for d in diagnostics
+    ]
+    return json.dumps(found, indent=2, ensure_ascii=False) + "\n"
+
+
+def github(diagnostics: Sequence[Diagnostic]) -> str:
+    """Workflow commands, which GitHub shows beside the line in a pull request."""
+    lines = []
+    for d in diagnostics:
+        properties = {"title": d.code}
+        if d.span:
+            properties = {"file": d.span.source.name, "line": str(d.span.line), "col": str(d.span.column), **properties}
+        listed = ",".join(f"{key}={_escaped(value, ':,')}" for key, value in properties.items())
+        text = _one_line(d) + (f"\nhelp: {d.help}" if d.help else "")
+        lines.append(f"::{d.severity} {listed}::{_escaped(text)}\n")
+    return "".join(lines)
+
+
+_STYLES: dict[str, Callable[[Sequence[Diagnostic]], str]] = {"concise": concise, "json": as_json, "github": github}
+STYLES = ("full", *_STYLES)
+
+
+def _one_line(diagnostic: Diagnostic) -> str:
+    return f"{diagnostic.title}: {diagnostic.message}" if diagnostic.message else diagnostic.title
+
+
+def _place(span: Span | None) -> str:
+    return f"{span.source.name}:{span.line}:{span.column}: " if span else ""
+
+
+def _position(span: Span | None) -> dict[str, object] | None:
+    if span is None:
+        return None
+    end_line, end_column = span.source.position(span.end)
+    return {
+        "file": span.source.name,
+        "line": span.line,
+        "column": span.column,
+        "end_line": end_line,
+        "end_column": end_column,
+    }
+
+
+def _escaped(text: str, more: str = "") -> str:
+    for character in "%\r\n" + more:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text

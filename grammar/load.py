@@ -1,0 +1,86 @@
+"""The way in: a `.moe` file or text to a `Spec`, or to every diagnostic it deserves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.model import Diagnostic, DiagnosticError, Severity
+from moec.grammar.parser import parse
+from moec.grammar.resolve import resolve
+from moec.grammar.resolve_files import Files, checked_source, read_source
+from moec.grammar.source import Source, Span
+from moec.grammar.spec import Spec
+from moec.grammar.syntax import File
+
+Lets = Mapping[str, str | int | float]
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What came of a file. There is a `spec` exactly if no diagnostic is an error."""
+
+    spec: Spec | None
+    diagnostics: tuple[Diagnostic, ...]
+    tree: File | None
+
+    def unwrap(self) -> Spec:
+        """The Spec; raises `DiagnosticError` if there is none."""
+        if self.spec is None:
+            raise DiagnosticError(self.diagnostics)
+        return self.spec
+
+
+def load_file(path: str | Path, lets: Lets | None = None) -> Loaded:
+    """Read, parse and resolve the file at `path`. `lets` override its constants. Never raises over a bad file."""
+    path = Path(path)
+    source, diagnostics = read_source(path, path.name)
+    return _load(source, diagnostics, path.parent, lets or {}, identity=_identity(path))
+
+
+def load_text(text: str, name: str = "<text>", lets: Lets | None = None, folder: str | Path | None = None) -> Loaded:
+    """As `load_file`, of a text. `folder` is where the files beside it are; without one it can use the library only."""
+    source, diagnostics = checked_source(text, name)
+    return _load(source, diagnostics, Path(folder) if folder is not None else None, lets or {}, identity=name)
+
+
+def _load(
+    source: Source | None, diagnostics: list[Diagnostic], folder: Path | None, lets: Lets, identity: str
+) -> Loaded:
+    tree = None
+    spec = None
+    if source is not None:
+        tree, errors = parse(source)
+        diagnostics = [*diagnostics, *errors]
+    if source is not None and tree is not None:
+        if not tree.body and not _failed(diagnostics):
+            diagnostics.append(diagnose("MOE0007", Span(source, 0, 0), help="`model` is what a file needs"))
+        elif tree.body:
+            files = Files(folder)
+            statements = files.read(tree.body, identity, folder)
+            complete = files.complete and not _failed(diagnostics)
+            spec, errors = resolve(statements, lets, Span(source, 0, 0), complete=complete)
+            diagnostics += [*files.diagnostics, *errors]
+    return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree)
+
+
+def _failed(diagnostics: list[Diagnostic]) -> bool:
+    return any(diagnostic.severity is Severity.ERROR for diagnostic in diagnostics)
+
+
+def _ordered(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    """File by file in the order in which they first matter, and in each from the top."""
+    files: dict[str, int] = {}
+    for diagnostic in diagnostics:
+        if diagnostic.span:
+            files.setdefault(diagnostic.span.source.name, len(files))
+    return sorted(diagnostics, key=lambda d: (files[d.span.source.name], d.span.start) if d.span else (-1, 0))
+
+
+def _identity(path: Path) -> str:
+    try:
+        return str(path.resolve())
+    except (OSError, RuntimeError, ValueError):
+        return str(path)

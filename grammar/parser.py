@@ -1,0 +1,198 @@
+"""Text to syntax tree, with every syntax error of the file in one run.
+
+The tables are lark's (see generate.py); the loop that runs them is here, because recovery lives in it: where a
+statement does not parse, it is taken back, an ERROR takes its place, and parsing goes on at the next separator.
+"""
+
+from __future__ import annotations
+
+from moec.grammar.builder import Builder
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.source import Source, Span
+from moec.grammar.syntax import Assignment, Expression, File, Number
+from moec.grammar.tables import END, KEYWORDS, RULES, START, STATES
+from moec.grammar.tokens import Token, arrange
+
+_VALUE = frozenset({"NUMBER", "STRING", "NAME", "LPAR", "LSQB"})
+_OPERATORS = frozenset(KEYWORDS[text] for text in ("+", "-", "*", "/", ".."))
+_TEXTS = {kind: f"`{text}`" for text, kind in KEYWORDS.items()}
+_TEXTS |= {
+    "NAME": "a name",
+    "NUMBER": "a number",
+    "STRING": 'a "text"',
+    "SEPARATOR": "the end of the line",
+}
+
+
+def parse(source: Source) -> tuple[File | None, list[Diagnostic]]:
+    """The tree of `source` and its syntax errors. There is no tree only where nesting is too deep to make one."""
+    arranged = arrange(source)
+    if arranged.too_deep:
+        return None, arranged.diagnostics
+    tree, diagnostics = _Parser(source, arranged.tokens, arranged.suspects).run()
+    return tree, sorted([*arranged.diagnostics, *diagnostics], key=lambda d: d.span.start if d.span else 0)
+
+
+def parse_value(name: str, text: str) -> tuple[Expression | None, list[Diagnostic]]:
+    """The value that a command line gives to a constant: `16`, `h100`, `topk(2)`."""
+    source = Source("--let", f"{name}={text}")
+    tree, diagnostics = parse(source)
+    if diagnostics or tree is None:
+        return None, diagnostics
+    match tree.body:
+        case (Assignment(value=value),):
+            return value, []
+    span = Span(source, len(name) + 1, len(source.text))
+    return None, [diagnose("MOE0101", span, "expected one value")]
+
+
+class _Parser:
+    """One run of the tables over one file's tokens."""
+
+    def __init__(self, source: Source, tokens: list[Token], suspects: set[int]) -> None:
+        self.source = source
+        self.tokens = tokens
+        self.suspects = suspects
+        self.diagnostics: list[Diagnostic] = []
+        self.states = [START]
+        self.values: list[object] = []
+        self.builder = Builder(source)
+
+    def run(self) -> tuple[File, list[Diagnostic]]:
+        """Parse it all."""
+        index, boundary = 0, True
+        while index < len(self.tokens):
+            token = self.tokens[index]
+            if boundary:  # a statement may begin: what to come back to if it does not parse
+                begin, states, values = index, self.states[:], self.values[:]
+            if self._feed(token):
+                boundary = token.kind in ("SEPARATOR", "LBRACE")
+                index += 1
+                continue
+            end = self._statement_end(begin)
+            self._report(token, begin, max(end, index))
+            self.states, self.values = states, values
+            last = max(end - 1, begin)
+            accepted = self._feed(Token("ERROR", "", self.tokens[begin].start, self.tokens[last].end))
+            assert accepted, "an ERROR stands wherever a statement may"
+            index, boundary = end, False
+        tree = self.values[0]
+        assert isinstance(tree, File)
+        assert self.states[-1] == END
+        return tree, self.diagnostics
+
+    def _feed(self, token: Token) -> bool:
+        """Take `token` in; False, with the stacks reduced but nothing taken, where it cannot stand here."""
+        while True:
+            target = STATES[self.states[-1]].get(token.kind)
+            if target is None:
+                return self.states[-1] == END  # reached by reducing only, so only before `$END`
+            if target >= 0:
+                self.states.append(target)
+                self.values.append(token)
+                return True
+            origin, action, length = RULES[~target]
+            children = self.values[len(self.values) - length :]
+            if length:
+                del self.values[-length:], self.states[-length:]
+            self.values.append(self._reduce(action, children))
+            self.states.append(STATES[self.states[-1]][origin])
+
+    def _reduce(self, action: str, children: list[object]) -> object:
+        if not action:
+            return children[0]
+        if any(type(child) is list for child in children):
+            flat: list[object] = []
+            for child in children:
+                if type(child) is not list:
+                    flat.append(child)
+                elif flat:
+                    flat.extend(child)
+                else:  # grown in place: a list of n parts costs n, not n squared
+                    flat = child
+            children = flat
+        return children if action == "_" else getattr(self.builder, action)(*children)
+
+    def _statement_end(self, begin: int) -> int:
+        """Index of the separator or brace that ends what begins at `begin`."""
+        end = begin
+        while self.tokens[end].kind not in ("SEPARATOR", "LBRACE", "RBRACE", "$END"):
+            end += 1
+        return end
+
+    def _report(self, token: Token, begin: int, end: int) -> None:
+        extent = range(self.tokens[begin].start, self.tokens[end].end + 1)
+        if any(offset in extent for offset in self.suspects):
+            return  # its brackets were diagnosed already
+        span = Span(self.source, token.start, max(token.end, token.start))
+        if token.kind == "UNKNOWN":
+            self.diagnostics.append(diagnose("MOE0102", span, _unknown(token), help=_unknown_help(token)))
+        elif token.kind == "UNCLOSED":
+            self.diagnostics.append(diagnose("MOE0103", span, 'no `"` until the end of the line'))
+        else:
+            message = f"expected {_listed(self._expected())}, found {_found(token)}"
+            self.diagnostics.append(diagnose("MOE0101", span, message, help=self._advice(token)))
+
+    def _expected(self) -> set[str]:
+        return {kind for kind in STATES[self.states[-1]] if kind.isupper() and self._would_take(kind)}
+
+    def _would_take(self, kind: str) -> bool:
+        """Whether a token of `kind` would be shifted: a row of the table also holds look-aheads that fail later."""
+        states = self.states[:]
+        while (target := STATES[states[-1]].get(kind)) is not None and target < 0:
+            origin, _, length = RULES[~target]
+            del states[len(states) - length :]
+            states.append(STATES[states[-1]][origin])
+        return target is not None
+
+    def _advice(self, token: Token) -> str:
+        previous = self.values[-1] if self.values else None
+        if token.kind == "NAME" and isinstance(previous, Number | Token) and _is_number(previous):
+            return f"a unit stands right behind its number: `{previous.text}{token.text}`"
+        if token.kind in ("USE", "LET", "STEP"):
+            return f"`{token.text}` is a word of the language; another name is needed here"
+        if token.kind == "NUMBER" and token.text[-1].isalpha() and "EQUAL" not in self._expected():
+            return "names begin with a letter"
+        return ""
+
+
+def _is_number(value: Number | Token) -> bool:
+    return isinstance(value, Number) or value.kind == "NUMBER"
+
+
+def _listed(kinds: set[str]) -> str:
+    """What may stand here, in words."""
+    words = []
+    rest = kinds - {"ERROR", "$END"}
+    if rest >= _VALUE:
+        words.append("a value")
+        rest -= _VALUE | {"MINUS"}
+    if rest & {"NAME", "USE", "LET"} == {"NAME", "USE", "LET"}:
+        words.append("a statement")
+        rest -= {"NAME", "USE", "LET"}
+    if len(rest - _OPERATORS) + len(words):
+        rest -= _OPERATORS
+    words += sorted((_TEXTS[kind] for kind in rest), key=lambda word: (word.startswith("the "), word))
+    if len(words) < 2:
+        return "".join(words) or "the end of the file"
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _found(token: Token) -> str:
+    if token.kind == "$END":
+        return "the end of the file"
+    if token.kind == "SEPARATOR" and token.text != ";":
+        return "the end of the line"
+    return f"`{token.text}`" if len(token.text) <= 40 else f"`{token.text[:40]}…`"
+
+
+def _unknown(token: Token) -> str:
+    return f"U+{ord(token.text):04X} has no meaning in a .moe file"
+
+
+def _unknown_help(token: Token) -> str:
+    replacements = {":": "=", "'": '"', "“": '"', "”": '"', "–": "-", "−": "-", "×": "*", "…": "..", "·": "*"}
+    if token.text in replacements:
+        return f"write `{replacements[token.text]}`"
+    return "a fraction begins with a digit: `0.5`; a range has two dots: `0..31`" if token.text == "." else ""

@@ -1,0 +1,143 @@
+"""A Spec to its canonical text: one way to write it, self-contained, and reading back as an equal Spec.
+
+What equals its default is left out. There is no `use` and no `let`: the cluster and its device are written whole.
+Equal layers share one `layers` block, so the text grows with the distinct layers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+
+from moec.grammar.diagnostics.model import InternalError
+from moec.grammar.rules import ranges
+from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, fields
+from moec.grammar.spec import Layer, Spec
+from moec.grammar.spec.base import Node
+from moec.grammar.units import written
+
+_INDENT = "  "
+_WIDEST = 100
+"""Columns of an inner block that is written on one line."""
+
+
+def to_text(spec: Spec) -> str:
+    """The `.moe` text of `spec`: `load_text(to_text(spec)).spec == spec`, if `rules.check` finds nothing in it."""
+    blocks = [_block(spec.model), _block(spec.cluster.device), _block(spec.cluster)]
+    blocks += [_block(node) for node in (spec.train, spec.parallel) if node is not None and _says_anything(node)]
+    return "\n".join("\n".join(block) + "\n" for block in blocks)
+
+
+def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]:
+    """The lines of `word "label" selector { … }`."""
+    head = [node.word, *([_quoted(node.name)] if node.labelled else []), *([selector] if selector else [])]  # type: ignore[attr-defined]
+    lines: list[str] = []
+    for known in fields(type(node)).values():
+        value = getattr(node, known.name)
+        if value is None or (not known.required and value == known.default):
+            continue
+        if not known.block:
+            lines.append(f"{known.word} = {_field(known, value)}")
+        else:
+            for inner, of_layers in _blocks(value):
+                lines += _block(inner, of_layers, inside=True)
+    if not lines:
+        return [f"{' '.join(head)} {{ }}"]
+    short = f"{' '.join(head)} {{ {'; '.join(lines)} }}"
+    if inside and len(short) <= _WIDEST and not any(line.endswith(("{", "}")) for line in lines):
+        return [short]
+    return [f"{' '.join(head)} {{", *(_INDENT + line for line in lines), "}"]
+
+
+def _blocks(value: Node | tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
+    """Each block of a field, with the selector of those that have one."""
+    if isinstance(value, Node):
+        yield value, ""
+    elif all(isinstance(node, Layer) for node in value):
+        yield from _layers(value)
+    else:
+        yield from ((node, "") for node in value)
+
+
+def _layers(layers: tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
+    """Each distinct layer with the selector of all that equal it, so that they are one object when read back."""
+    by_identity: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        by_identity.setdefault(id(layer), []).append(index)
+    equal: dict[Node, list[int]] = {}
+    for indices in by_identity.values():
+        equal.setdefault(layers[indices[0]], []).extend(indices)
+    for layer, indices in equal.items():
+        yield layer, "" if len(indices) == len(layers) else _selector(sorted(indices))
+
+
+def _selector(indices: list[int]) -> str:
+    """`5`, `0..31`, `1..23 step 2`, or a list of numbers and ranges."""
+    first, last = indices[0], indices[-1]
+    step = indices[1] - first if len(indices) > 2 else 1
+    if step > 1 and indices == list(range(first, last + 1, step)):
+        return f"{first}..{last} step {step}"
+    runs = ranges(indices)
+    return runs[0] if len(runs) == 1 else f"[{', '.join(runs)}]"
+
+
+def _field(known: Field, value: object) -> str:
+    return _value(known.kinds, value)
+
+
+def _value(kinds: tuple[Kind, ...], value: object) -> str:
+    match value:
+        case Node() if any(isinstance(kind, ReferenceKind) for kind in kinds):
+            return _reference(value.name)  # type: ignore[attr-defined]
+        case Node() if value.form == "product":
+            return " * ".join(_field(known, getattr(value, known.name)) for known in fields(type(value)).values())
+        case Node():
+            return _call(value)
+        case bool():
+            return "true" if value else "false"
+        case Enum():
+            return str(value.value)
+        case int() | float():
+            unit = next((kind.unit for kind in kinds if isinstance(kind, NumberKind)), "")
+            return written(value, unit)
+        case str():
+            return value
+        case tuple():
+            items = tuple(item for kind in kinds for item in getattr(kind, "items", ()))
+            return f"[{', '.join(_value(items, item) for item in value)}]"
+    raise InternalError(f"a Spec holds a value that has no text: {value!r}")
+
+
+def _call(node: Node) -> str:
+    arguments = []
+    by_position = True
+    for known in _in_order(node):
+        value = getattr(node, known.name)
+        if value is None or (not known.required and value == known.default):
+            by_position = False
+            continue
+        by_position = by_position and known.name in node.positional
+        text = _field(known, value)
+        arguments.append(text if by_position else f"{known.word} = {text}")
+    return f"{node.word}({', '.join(arguments)})" if arguments else node.word
+
+
+def _in_order(node: Node) -> list[Field]:
+    """Positional fields first, in their order."""
+    known = list(fields(type(node)).values())
+    order = {name: index for index, name in enumerate(node.positional)}
+    return sorted(known, key=lambda item: order.get(item.name, len(order)))
+
+
+def _reference(name: str) -> str:
+    plain = name.isascii() and name.isidentifier() and name[0].isalpha()
+    return name if plain and name not in ("use", "let", "step") else _quoted(name)
+
+
+def _quoted(text: str) -> str:
+    assert '"' not in text, "the schema keeps labels to what can be written"
+    return f'"{text}"'
+
+
+def _says_anything(node: Node) -> bool:
+    return any(getattr(node, known.name) != known.default or known.required for known in fields(type(node)).values())

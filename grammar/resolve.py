@@ -1,0 +1,165 @@
+"""Syntax trees to a Spec: the blocks at the top of the files, each to its part of it.
+
+The work is in the files beside this one: lets, numbers, values, blocks, layers, cluster. None of them knows a
+word of the language; they read the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from moec.grammar import rules
+from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.resolve_blocks import read_block, report_blocks_twice
+from moec.grammar.resolve_cluster import Machines, resolve_clusters
+from moec.grammar.resolve_files import library_names, read_library
+from moec.grammar.resolve_layers import resolve_layers
+from moec.grammar.resolve_lets import declare_lets
+from moec.grammar.resolve_parts import Given, Part, build, make
+from moec.grammar.resolve_scope import BROKEN, Broken, Scope
+from moec.grammar.resolve_values import unknown
+from moec.grammar.schema import fields
+from moec.grammar.source import Span
+from moec.grammar.spec import ClusterText, Device, Layer, Model, Spec, Train
+from moec.grammar.spec.base import Node
+from moec.grammar.syntax import Assignment, Bad, Block, Let, Statement
+
+_DEFAULT_CLUSTER = "clusters/one_rank"
+
+
+def resolve(
+    statements: Iterable[Statement],
+    overrides: Mapping[str, str | int | float],
+    whole: Span,
+    *,
+    complete: bool,
+) -> tuple[Spec | None, list[Diagnostic]]:
+    """The Spec that `statements` say, in the order read, or what is wrong with them.
+
+    `overrides` replace the values of `let`s; `whole` is what to point at where a whole file lacks something, unless
+    it is not `complete` because some of it could not be read or did not parse.
+    """
+    scope = Scope()
+    statements = list(statements)
+    declare_lets(scope, [s for s in statements if isinstance(s, Let)], overrides)
+    top = _Top(scope, incomplete=not complete)
+    for statement in statements:
+        top.read(statement)
+    if Model.word not in top.singles and not top.incomplete:
+        scope.error("MOE0203", whole, "a file needs a `model`")
+    spec = _spec(scope, top)
+    diagnostics = list(dict.fromkeys(scope.diagnostics))  # layers that share a mistake share its diagnostic
+    return (None if any(d.severity == "error" for d in diagnostics) else spec), diagnostics
+
+
+@dataclass(slots=True)
+class _Top:
+    """The blocks outside of all blocks, read but not yet built."""
+
+    scope: Scope
+    singles: dict[str, Part] = field(default_factory=dict)
+    machines: Machines = field(init=False)
+    incomplete: bool = False
+
+    def __post_init__(self) -> None:
+        self.machines = Machines(self._built_in, library_names("devices"), library_names("clusters"))
+
+    def read(self, statement: Statement) -> None:
+        match statement:
+            case Block():
+                self._block(statement)
+            case Assignment(name=name):
+                words = [*_singles(), ClusterText.word, Device.word]
+                owner = next((word for word, cls in _singles().items() if name.text in fields(cls)), None)
+                help = f"it belongs into `{owner}`" if owner else f"blocks: {', '.join(sorted(words))}"
+                self.scope.error("MOE0211", name.span, "names are given in a block", help=help)
+            case Bad():
+                self.incomplete = True
+
+    def _block(self, block: Block) -> None:
+        word = block.kind.text
+        many: dict[str, tuple[type[Node], dict[str, Part]]] = {
+            ClusterText.word: (ClusterText, self.machines.clusters),
+            Device.word: (Device, self.machines.devices),
+        }
+        if word not in many and word not in _singles():
+            owner = next((owner for owner, cls in _singles().items() if word in fields(cls)), None)
+            if owner:
+                self.scope.error("MOE0211", block.kind.span, f"`{word}` belongs into `{owner}`")
+                return
+            meant = unknown(self.scope, Spec.word, block.kind, word, [*many, *_singles()])
+            self.incomplete = self.incomplete or meant == Model.word
+            return
+        cls, parts = many.get(word) or (_singles()[word], self.singles)
+        part = read_block(self.scope, cls, block)
+        if part is None:
+            self.incomplete = True
+            return
+        name = part.label.value if word in many and part.label else word
+        if name in parts:
+            report_blocks_twice(self.scope, word, block, parts[name])
+        else:
+            parts[name] = part
+
+    def _built_in(self, name: str) -> Part | None:
+        """A device of the library."""
+        return self._library(f"devices/{name}", Device) if name in self.machines.library_devices else None
+
+    def default_cluster(self) -> None:
+        """Where no cluster is declared, one rank is."""
+        part = self._library(_DEFAULT_CLUSTER, ClusterText)
+        assert part
+        assert part.label
+        self.machines.clusters[part.label.value] = part
+
+    def _library(self, path: str, cls: type[Node]) -> Part | None:
+        for statement in read_library(path):
+            if isinstance(statement, Block) and statement.kind.text == cls.word:
+                return read_block(self.scope, cls, statement)
+        return None
+
+
+def _singles() -> dict[str, type[Node]]:
+    """The blocks of which a file has at most one."""
+    blocks = {word: known.block for word, known in fields(Spec).items() if known.block}
+    return {word: kind.cls for word, kind in blocks.items() if kind and word != ClusterText.word}
+
+
+def _spec(scope: Scope, top: _Top) -> Spec | None:
+    if not top.machines.clusters:
+        top.default_cluster()
+    values: dict[str, object] = {"cluster": resolve_clusters(scope, top.machines)}
+    spans: dict[str, Span] = {}
+    for word, part in top.singles.items():
+        values[word] = _model(scope, part) if part.cls is Model else build(scope, part)
+        spans[word] = part.span
+    _lengths(scope, top)
+    if Model.word not in values or any(isinstance(value, Broken) for value in values.values()):
+        return None
+    spec = make(Spec, values, spans)
+    assert isinstance(spec, Spec)
+    return spec
+
+
+def _model(scope: Scope, part: Part) -> Node | Broken:
+    """The model; its `layers` blocks are no field each, but make one together."""
+    if Layer.word in part.blocks:
+        layers = resolve_layers(scope, part)
+        first = part.blocks[Layer.word][0].span if part.blocks[Layer.word] else part.span
+        given = part.given | {Layer.word: Given(layers, first, first)}
+        part = replace(part, given=given)
+    return build(scope, part)
+
+
+def _lengths(scope: Scope, top: _Top) -> None:
+    model, train = top.singles.get(Model.word), top.singles.get(Train.word)
+    if top.incomplete or model is None or model.incomplete or (train is not None and train.incomplete):
+        return
+    context = model.given.get("context")
+    sequence = train.given.get("sequence") if train else None
+    if (train and not sequence) or any(given and given.value is BROKEN for given in (context, sequence)):
+        return
+    limit = (context.value, context.span) if context else (None, None)
+    length = (sequence.value, sequence.span) if sequence else None
+    scope.diagnostics += rules.lengths(limit, length, model.span)  # type: ignore[arg-type]

@@ -1,0 +1,119 @@
+"""Blocks: the statements between braces, against the fields that their model has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moec.grammar.diagnostics.model import Label
+from moec.grammar.resolve_parts import Given, Part, report_twice
+from moec.grammar.resolve_scope import BROKEN, Scope
+from moec.grammar.resolve_values import resolve_field, unknown
+from moec.grammar.rules import one_slot
+from moec.grammar.schema import fields
+from moec.grammar.spec.base import Node
+from moec.grammar.syntax import Assignment, Bad, Block, Let, Use
+
+
+def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
+    """What `block` gives for the fields of `cls`; None where its label is missing, so that nothing can name it."""
+    if not _head_is_right(scope, cls, block):
+        return None
+    reader = _Reader(scope, cls)
+    for statement in block.body:
+        match statement:
+            case Assignment():
+                reader.assignment(statement)
+            case Block():
+                reader.block(statement)
+            case Bad():
+                reader.incomplete = True
+            case Use() | Let():
+                word = "use" if isinstance(statement, Use) else "let"
+                scope.error("MOE0211", statement.span, f"`{word}` stands outside of all blocks")
+    part = reader.part(block)
+    for diagnostic in one_slot(part):
+        scope.diagnostics.append(diagnostic)
+    return part
+
+
+def report_blocks_twice(scope: Scope, word: str, again: Block, first: Part) -> None:
+    """The same block is declared for the second time."""
+    what = f'`{word} "{again.label.value}"`' if again.label else f"`{word}`"
+    label = Label(span=first.span, message="first declared here")
+    scope.error("MOE0205", again.head, f"there is a {what} already", label, help="keep one of them")
+
+
+def _head_is_right(scope: Scope, cls: type[Node], block: Block) -> bool:
+    word = block.kind.text
+    if block.selector and not cls.selects:
+        scope.error("MOE0212", block.selector.span, f"a `{word}` block takes no selector")
+    if block.label and not cls.labelled:
+        scope.error("MOE0212", block.label.span, f"a `{word}` block takes no label")
+    if cls.labelled and not block.label:
+        scope.error("MOE0212", block.kind.span, "a label is missing", help=f'write `{word} "name" {{ … }}`')
+        return False
+    return True
+
+
+class _Reader:
+    """Collects what one block gives."""
+
+    def __init__(self, scope: Scope, cls: type[Node]) -> None:
+        self.scope = scope
+        self.cls = cls
+        self.known = fields(cls)
+        self.given: dict[str, Given] = {}
+        self.blocks: dict[str, list[Part]] = {}
+        self.meant: dict[str, Given] = {}
+        self.incomplete = False
+
+    def part(self, block: Block) -> Part:
+        """All of it. A name that was probably meant by a misspelt one counts as given, and is not missing too."""
+        absent = {word: given for word, given in self.meant.items() if word not in self.blocks}
+        given = absent | self.given
+        return Part(self.cls, block.head, block.label, block.selector, given, self.blocks, self.incomplete)
+
+    def assignment(self, statement: Assignment) -> None:
+        word = statement.name.text
+        if word not in self.known:
+            self._unknown(statement, self.known)
+            return
+        if word in self.given:
+            report_twice(self.scope, word, statement.name.span, self.given[word].name)
+            return
+        known = self.known[word]
+        if known.block:
+            self.incomplete = True
+            help = f"write `{word} {{ … }}`"
+            self.scope.error("MOE0211", statement.name.span, f"`{word}` is a block", help=help)
+            return
+        value = resolve_field(self.scope, self.cls.word, known, statement.value)
+        self.given[word] = Given(value, statement.value.span, statement.name.span)
+
+    def block(self, block: Block) -> None:
+        word = block.kind.text
+        if word not in self.known:
+            self._unknown(block, self.known)
+            return
+        kind = self.known[word].block
+        if kind is None:
+            self.incomplete = True
+            help = f"write `{word} = …`"
+            self.scope.error("MOE0211", block.kind.span, f"`{word}` is a name, not a block", help=help)
+            return
+        part = read_block(self.scope, kind.cls, block)
+        earlier = self.blocks.setdefault(word, [])
+        if part is None:
+            self.incomplete = True
+            return
+        for other in earlier:
+            if not kind.many or (other.label is not None and other.label == part.label):
+                report_blocks_twice(self.scope, word, block, other)
+                return
+        earlier.append(part)
+
+    def _unknown(self, statement: Assignment | Block, allowed: Iterable[str]) -> None:
+        name = statement.name if isinstance(statement, Assignment) else statement.kind
+        meant = unknown(self.scope, self.cls.word, name, name.text, allowed)
+        if meant:
+            self.meant[meant] = Given(BROKEN, name.span, name.span)

@@ -1,0 +1,177 @@
+"""Files: reading them, and putting the files they `use` in the place of the `use`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.model import Diagnostic, InternalError, Severity
+from moec.grammar.parser import parse
+from moec.grammar.source import Source, Span
+from moec.grammar.suggest import advice
+from moec.grammar.syntax import Statement, String, Use
+
+MAX_BYTES = 4 * 1024 * 1024
+MAX_USE_DEPTH = 32
+
+_LIBRARY = Path(__file__).parent / "library"
+
+
+def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]:
+    """The text at `path`, under `name`; every way in which it can fail to be one has a code."""
+    nowhere = Span(Source(name, ""), 0, 0)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except IsADirectoryError:
+        return None, [diagnose("MOE0002", nowhere, help="name a file in it")]
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return None, [diagnose("MOE0001", nowhere, reason)]
+    if len(data) > MAX_BYTES:
+        return None, [diagnose("MOE0008", nowhere, f"more than {MAX_BYTES // 1024**2} MiB")]
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        source = Source(name, data.decode("utf-8", "replace"))
+        at = len(data[: error.start].decode("utf-8", "replace"))
+        message = f"byte 0x{data[error.start]:02x} is no part of UTF-8 text here"
+        return None, [diagnose("MOE0003", Span(source, at, at + 1), message, help="save the file as UTF-8")]
+    return checked_source(text, name)
+
+
+def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic]]:
+    """`text` as a source, with what is wrong with its characters as a whole."""
+    warnings = []
+    if text.startswith("\ufeff"):
+        text = text[1:]
+        span = Span(Source(name, text), 0, 0)
+        warnings.append(diagnose("MOE0005", span, help="save it as UTF-8 without it", severity=Severity.WARNING))
+    source = Source(name, text)
+    if (at := text.find("\0")) >= 0:
+        return None, [diagnose("MOE0004", Span(source, at, at + 1), "here", help="is this a text file?")]
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        return None, [diagnose("MOE0003", Span(source, error.start, error.start + 1), "half of a surrogate pair")]
+    if (at := text.find("\r\n")) >= 0:
+        span = Span(source, at, at + 1)
+        help = "they are read as newlines; save the file with newlines alone"
+        warnings.append(diagnose("MOE0006", span, help=help, severity=Severity.WARNING))
+    return source, warnings
+
+
+@dataclass(slots=True)
+class Files:
+    """Reads a main file and what it uses. `folder` is where "beside this one" is; None for a text without one."""
+
+    folder: Path | None
+    diagnostics: list[Diagnostic] = field(default_factory=list)
+    complete: bool = True
+    _seen: set[str] = field(default_factory=set)
+    _stack: list[str] = field(default_factory=list)
+
+    def read(self, statements: Iterable[Statement], identity: str, folder: Path | None) -> list[Statement]:
+        """`statements` of the file known as `identity` in `folder`, every `use` replaced by what it brings."""
+        self._seen.add(identity)
+        self._stack.append(identity)
+        result: list[Statement] = []
+        for statement in statements:
+            if isinstance(statement, Use):
+                result += self._use(statement.path, folder)
+            else:
+                result.append(statement)
+        self._stack.pop()
+        return result
+
+    def _use(self, path: String, folder: Path | None) -> list[Statement]:
+        if path.value in library_paths():
+            return self._read_once(path, f"library:{path.value}", _LIBRARY / f"{path.value}.moe", None)
+        target = self._beside(path, folder)
+        if target is None:
+            self.complete = False
+            return []
+        return self._read_once(path, str(target), target, target.parent)
+
+    def _read_once(self, path: String, identity: str, file: Path, folder: Path | None) -> list[Statement]:
+        if identity in self._stack:
+            self._error("MOE0010", path, "this file is still being read: it comes back to itself")
+            return []
+        if identity in self._seen:
+            return []
+        if len(self._stack) > MAX_USE_DEPTH:
+            self._error("MOE0106", path, f"files use each other more than {MAX_USE_DEPTH} deep")
+            return []
+        name = f"{identity}.moe" if folder is None else self._name(file)
+        source, diagnostics = read_source(file, name)
+        self.diagnostics += diagnostics
+        tree = None
+        if source is not None:
+            tree, diagnostics = parse(source)
+            self.diagnostics += diagnostics
+        if tree is None:
+            self.complete = False
+            return []
+        return self.read(tree.body, identity, folder)
+
+    def _beside(self, path: String, folder: Path | None) -> Path | None:
+        """The file that `path` names beside the file in `folder`, or None after a diagnostic."""
+        text = path.value
+        if not text or text.startswith("/") or "\\" in text or re.match(r"[A-Za-z]:", text):
+            help = "the library's `clusters/dgx_h100`, or a path beside this file, with `/` between its parts"
+            self._error("MOE0011", path, "not a relative path", help)
+            return None
+        if folder is None:
+            self._error(
+                "MOE0009", path, "not in the library, and this text stands in no folder", advice(text, library_paths())
+            )
+            return None
+        wanted = folder / (text if text.endswith(".moe") else f"{text}.moe")
+        try:
+            target = wanted.resolve()
+            inside = target.is_relative_to(folder.resolve())
+            exists = target.exists()
+        except (OSError, RuntimeError, ValueError):  # a loop of symbolic links, a name too long
+            self._error("MOE0011", path, "the path does not lead to a file")
+            return None
+        if not inside and ".." not in text.split("/"):
+            self._error("MOE0011", path, "a symbolic link leads out of this file's folder")
+            return None
+        if not exists:
+            self._error("MOE0009", path, "neither in the library nor beside this file", advice(text, library_paths()))
+            return None
+        return target
+
+    def _name(self, file: Path) -> str:
+        assert self.folder is not None
+        return Path(os.path.relpath(file, self.folder.resolve())).as_posix()
+
+    def _error(self, code: str, path: String, message: str, help: str = "") -> None:
+        self.complete = False
+        self.diagnostics.append(diagnose(code, path.span, message, help=help))
+
+
+@cache
+def library_paths() -> tuple[str, ...]:
+    """What the library has, as `use` writes it: `clusters/dgx_h100`."""
+    return tuple(sorted(path.relative_to(_LIBRARY).with_suffix("").as_posix() for path in _LIBRARY.rglob("*.moe")))
+
+
+def library_names(folder: str) -> list[str]:
+    """What the library has in `folder` ("clusters", "devices")."""
+    return [path.rpartition("/")[2] for path in library_paths() if path.startswith(f"{folder}/")]
+
+
+@cache
+def read_library(path: str) -> tuple[Statement, ...]:
+    """The statements of a library file."""
+    source, diagnostics = read_source(_LIBRARY / f"{path}.moe", f"library:{path}.moe")
+    tree, more = parse(source) if source else (None, [])
+    if tree is None or diagnostics or more:
+        raise InternalError(f"the library's {path} is not good: {[*diagnostics, *more]}")
+    return tree.body

@@ -1,0 +1,119 @@
+"""`layers` blocks, in order, to one Layer per layer.
+
+Layers with the same blocks behind them are one object: a model of thousands of layers costs what its distinct
+ones cost, here and in every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moec.grammar import rules
+from moec.grammar.resolve_numbers import number
+from moec.grammar.resolve_parts import Given, Part, build, merged
+from moec.grammar.resolve_scope import BROKEN, Broken, Scope, Written
+from moec.grammar.schema import Bound, NumberKind
+from moec.grammar.source import Span
+from moec.grammar.spec import Gqa, Layer, Mha
+from moec.grammar.spec.base import Node
+from moec.grammar.syntax import Expression, Range, Sequence
+
+_INDEX = NumberKind(whole=True, unit="", bounds=(Bound("at least", 0),))
+
+
+def resolve_layers(scope: Scope, model: Part) -> tuple[Layer, ...] | Broken:
+    """The layers that a `model` block describes, whose other names are resolved already."""
+    depth, dim = model.given.get("depth"), model.given.get("dim")
+    blocks = model.blocks.get(Layer.word, [])
+    if depth is None or not isinstance(depth.value, int):
+        return BROKEN
+    selections = [_selected(scope, block.selector, depth.value, depth.span) for block in blocks]
+    combined = _combine(blocks, selections, depth.value)
+    by_identity: dict[int, list[int]] = {}
+    for index, part in enumerate(combined):
+        by_identity.setdefault(id(part), []).append(index)
+    unsure = any(selection is BROKEN for selection in selections)
+    built: dict[int, Node | Broken] = {}
+    for key, indices in by_identity.items():
+        part = combined[indices[0]]
+        built[key] = _layer(scope, part or Part(Layer, model.span, incomplete=unsure), indices, model.span, dim)
+    layers = [built[id(part)] for part in combined]
+    if unsure or model.incomplete:
+        return BROKEN
+    good = tuple(layer for layer in layers if isinstance(layer, Layer))
+    return good if len(good) == len(layers) else BROKEN
+
+
+def _combine(blocks: list[Part], selections: list[Iterable[int] | Broken], depth: int) -> list[Part | None]:
+    """What each layer's blocks say together; layers with the same blocks get the same Part.
+
+    Number 0 stands for no block; every other number for one combination of blocks, made from an earlier one.
+    """
+    combinations: list[Part | None] = [None]
+    state = [0] * depth
+    for block, selection in zip(blocks, selections, strict=True):
+        if isinstance(selection, Broken):
+            continue
+        extended: dict[int, int] = {}
+        for layer in selection:
+            before = state[layer]
+            if before not in extended:
+                earlier = combinations[before]
+                extended[before] = len(combinations)
+                combinations.append(merged(earlier, block) if earlier else block)
+            state[layer] = extended[before]
+    return [combinations[number] for number in state]
+
+
+def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Given | None) -> Node | Broken:
+    width = dim.value if dim and isinstance(dim.value, int) else None
+    given = part.given.get("attention")
+    if given and isinstance(given.value, Gqa | Mha):
+        scope.diagnostics += rules.attention(given.value, width, dim.span if dim else None)
+    if not part.incomplete:
+        incomplete = list(rules.complete(part, indices, model))
+        scope.diagnostics += incomplete
+        if incomplete:
+            return BROKEN
+    layer = build(scope, part)
+    if isinstance(layer, Layer) and layer.moe:
+        scope.diagnostics += rules.routing(layer.moe)
+    return layer
+
+
+def _selected(scope: Scope, selector: Expression | None, depth: int, depth_span: Span) -> Iterable[int] | Broken:
+    """The numbers of the layers that `selector` picks."""
+    if selector is None:
+        return range(depth)
+    written = scope.follow(selector)
+    value = written.value
+    if isinstance(value, Broken):
+        return BROKEN
+    if isinstance(value, Sequence):
+        parts = [_selected(scope, item, depth, depth_span) for item in value.items]
+        if any(isinstance(part, Broken) for part in parts):
+            return BROKEN
+        return dict.fromkeys(index for part in parts if not isinstance(part, Broken) for index in part)
+    if isinstance(value, Range):
+        return _range(scope, value, written, depth, depth_span)
+    index = number(scope, written, _INDEX)
+    if isinstance(index, Broken):
+        return BROKEN
+    return _checked(scope, range(int(index), int(index) + 1), written, depth, depth_span)
+
+
+def _range(scope: Scope, value: Range, written: Written, depth: int, depth_span: Span) -> Iterable[int] | Broken:
+    first = number(scope, scope.follow(value.first), _INDEX)
+    last = number(scope, scope.follow(value.last), _INDEX)
+    step: int | float | Broken = 1
+    if value.step is not None:
+        step = number(scope, scope.follow(value.step), NumberKind(whole=True, unit="", bounds=(Bound("at least", 1),)))
+    if isinstance(first, Broken) or isinstance(last, Broken) or isinstance(step, Broken):
+        return BROKEN
+    return _checked(scope, range(int(first), int(last) + 1, int(step)), written, depth, depth_span)
+
+
+def _checked(scope: Scope, indices: range, written: Written, depth: int, depth_span: Span) -> Iterable[int] | Broken:
+    found = list(rules.selected(indices.start, indices.stop - 1, written.span, depth, depth_span))
+    scope.diagnostics += found
+    return BROKEN if found else indices

@@ -1,0 +1,115 @@
+"""`let` constants and their overrides, in the order read.
+
+A `let` may only use those above it: then there are no circles, one pass computes them all, and no chain of them,
+however long, is followed by recursion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from moec.grammar.diagnostics.model import Label
+from moec.grammar.parser import parse_value
+from moec.grammar.resolve_numbers import compute, is_arithmetic
+from moec.grammar.resolve_scope import BROKEN, Broken, Constant, Scope
+from moec.grammar.source import Source, Span
+from moec.grammar.suggest import advice
+from moec.grammar.syntax import (
+    Call,
+    Expression,
+    Let,
+    Name,
+    Negative,
+    Operation,
+    Range,
+)
+from moec.grammar.syntax import (
+    Sequence as ListValue,
+)
+from moec.grammar.tokens import MAX_NESTING
+
+MAX_SIZE = 10_000
+"""Parts of one value once its `let` names are replaced: lists of lists of lists grow without bound otherwise."""
+
+
+def declare_lets(scope: Scope, lets: Sequence[Let], overrides: Mapping[str, str | int | float]) -> None:
+    """Put `lets` into scope, with `overrides` (from `--let name=value`) in the place of their values."""
+    first: dict[str, Let] = {}
+    for let in lets:
+        first.setdefault(let.name.text, let)
+    replaced = dict(_overrides(scope, overrides, first))
+    for let in lets:
+        name = let.name.text
+        if first[name] is not let:
+            label = Label(span=first[name].name.span, message="first declared here")
+            scope.error("MOE0204", let.name.span, f"`{name}` is a constant already", label)
+            continue
+        value = replaced.get(name, let.value)
+        if isinstance(value, Broken):
+            scope.lets[name] = Constant(BROKEN, Label(span=let.value.span, message=""))
+            continue
+        message = f"`{name}` is set here" if name in replaced else f"`{name}` is declared here"
+        scope.lets[name] = _constant(scope, value, first, Label(span=value.span, message=message))
+
+
+def _overrides(
+    scope: Scope, overrides: Mapping[str, str | int | float], lets: Mapping[str, Let]
+) -> Iterator[tuple[str, Expression | Broken]]:
+    for name, given in overrides.items():
+        text = str(given).lower() if isinstance(given, bool) else str(given)
+        if name not in lets:
+            line = f"{name}={text}"
+            span = Span(Source("--let", line), 0, len(name))
+            help = advice(name, lets) or "the file declares none"
+            scope.error("MOE0213", span, "no file that was read declares it", help=help)
+            continue
+        value, diagnostics = parse_value(name, text)
+        scope.diagnostics += diagnostics
+        yield name, value or BROKEN
+
+
+def _constant(scope: Scope, value: Expression, lets: Mapping[str, Let], place: Label) -> Constant:
+    depth, size = 1, 1
+    for level, part in _parts(value):
+        if not isinstance(part, Name) or part.text not in lets:
+            depth, size = max(depth, level), size + 1
+            continue
+        constant = scope.lets.get(part.text)
+        if constant is None:
+            label = Label(span=lets[part.text].name.span, message="declared here")
+            scope.error("MOE0214", part.span, f"`{part.text}` is not known yet", label)
+            return Constant(BROKEN, place)
+        if constant.number is None:  # a number is computed already, however it came about
+            depth, size = max(depth, level + constant.depth), size + constant.size
+    if depth > 2 * MAX_NESTING or size > MAX_SIZE:
+        scope.error("MOE0106", place.span, "too large once its `let` names are replaced")
+        return Constant(BROKEN, place)
+    if isinstance(value, Name) and value.text in scope.lets:
+        origin = scope.lets[value.text]
+        if isinstance(origin.value, Broken) or origin.number:
+            return Constant(origin.value, place, origin.number)
+    if not is_arithmetic(scope, value):
+        return Constant(value, place, None, depth, size)
+    number = compute(scope, value)
+    if isinstance(number, Broken):
+        return Constant(BROKEN, place)
+    return Constant(value, place, number)
+
+
+def _parts(value: Expression, level: int = 1) -> Iterator[tuple[int, Expression]]:
+    """Every expression in `value` with how deep it stands; the depth is bounded by the parser."""
+    yield level, value
+    parts: tuple[Expression, ...] = ()
+    match value:
+        case Call():
+            parts = tuple(argument.value for argument in value.arguments)
+        case ListValue():
+            parts = value.items
+        case Operation():
+            parts = (value.first, *(operand for _, operand in value.rest))
+        case Negative():
+            parts = (value.operand,)
+        case Range():
+            parts = tuple(part for part in (value.first, value.last, value.step) if part is not None)
+    for part in parts:
+        yield from _parts(part, level + 1)

@@ -1,0 +1,129 @@
+"""Numbers: literals with units, and arithmetic over them and over `let` names."""
+
+from __future__ import annotations
+
+import re
+
+from moec.grammar.resolve_scope import BROKEN, Broken, Quantity, Scope, Written
+from moec.grammar.schema import NumberKind
+from moec.grammar.suggest import advice, nearest
+from moec.grammar.syntax import Call, Expression, Name, Negative, Number, Operation
+from moec.grammar.units import EXAMPLES, LARGEST_WHOLE, NAMES, UNITS, exact
+
+_LITERAL = re.compile(r"([0-9_]+(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?)(.*)")
+
+
+def is_arithmetic(scope: Scope, value: Expression) -> bool:
+    """Whether `value` is for `compute`; a product that ends in a call (`8 * swiglu(64)`) is not."""
+    if not isinstance(value, Operation):
+        return isinstance(value, Number | Negative)
+    operator, last = value.rest[-1]
+    return operator != "*" or not isinstance(scope.follow(last).value, Call | Name)
+
+
+def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Broken:
+    """`written` as the number that a field of `kind` wants, in its base unit."""
+    if isinstance(written.value, Broken):
+        return BROKEN
+    quantity = written.constant.number if written.constant else None
+    if quantity is None:
+        computed = compute(scope, written.value)
+        if isinstance(computed, Broken):
+            return BROKEN
+        quantity = computed
+    if quantity.dimension != kind.unit:
+        expected = f"expected {NAMES[kind.unit]} such as `{EXAMPLES[kind.unit]}`"
+        return scope.error("MOE0208", written, f"{expected}, found {NAMES[quantity.dimension]}")
+    value = quantity.value
+    if kind.whole and value != int(value):
+        return scope.error("MOE0206", written, f"expected a whole number, found {value:g}")
+    for bound in kind.bounds:
+        if not bound.holds(value):
+            return scope.error("MOE0207", written, f"must be {bound}, and is {value}")
+    if kind.whole and abs(value) > LARGEST_WHOLE:
+        return scope.error("MOE0107", written, "more than 64 bits hold")
+    return int(value) if kind.whole else float(value)
+
+
+def compute(scope: Scope, value: Expression) -> Quantity | Broken:
+    """The number that arithmetic comes to."""
+    match value:
+        case Number():
+            return _literal(scope, value)
+        case Negative():
+            operand = compute(scope, value.operand)
+            return operand if isinstance(operand, Broken) else Quantity(-operand.value, operand.dimension)
+        case Operation():
+            return _operation(scope, value)
+        case Name():
+            return _named(scope, value)
+        case _:
+            return scope.error("MOE0206", value.span, "expected a number")
+
+
+def _named(scope: Scope, name: Name) -> Quantity | Broken:
+    written = scope.follow(name)
+    if isinstance(written.value, Broken):
+        return BROKEN
+    if written.constant is None:
+        return scope.error("MOE0201", name.span, "no `let` of this name", help=advice(name.text, scope.lets))
+    if written.constant.number is None:
+        return scope.error("MOE0206", written, "expected a number")
+    return written.constant.number
+
+
+def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
+    match = _LITERAL.fullmatch(literal.text)
+    assert match, "the lexer's numbers have this form"
+    digits, unit = match.groups()
+    if unit and unit not in UNITS:
+        best = nearest(unit, UNITS) or next((known for known in UNITS if known.lower() == unit.lower()), None)
+        listed = ", ".join(name for name in UNITS if not name.endswith("/s"))
+        help = f"did you mean `{digits}{best}`?" if best else f"units: {listed}, and `/s` behind a size"
+        return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help)
+    value = exact(digits.replace("_", ""), unit)
+    if value is None:
+        return scope.error("MOE0107", literal.span, "more than a float holds")
+    return Quantity(value, UNITS[unit].dimension if unit else "")
+
+
+def _operation(scope: Scope, operation: Operation) -> Quantity | Broken:
+    result = compute(scope, operation.first)
+    for operator, operand in operation.rest:
+        other = compute(scope, operand)  # every operand, so that every mistake is found
+        if isinstance(result, Broken) or isinstance(other, Broken):
+            result = BROKEN
+            continue
+        combined = _combine(operator, result, other)
+        if isinstance(combined, str):
+            result = scope.error("MOE0215", operation.first.span.to(operand.span), combined)
+        else:
+            result = combined
+    return result
+
+
+def _combine(operator: str, one: Quantity, other: Quantity) -> Quantity | str:
+    """The result, or why there is none."""
+    a, b = one.value, other.value
+    if operator in "+-":
+        if one.dimension != other.dimension:
+            return f"{NAMES[one.dimension]} and {NAMES[other.dimension]} cannot be added or subtracted"
+        return _bounded(a + b if operator == "+" else a - b, one.dimension)
+    if operator == "*":
+        if one.dimension and other.dimension:
+            return f"the product of {NAMES[one.dimension]} and {NAMES[other.dimension]} has no unit here"
+        return _bounded(a * b, one.dimension or other.dimension)
+    if b == 0:
+        return "division by zero"
+    if other.dimension and one.dimension != other.dimension:
+        return f"{NAMES[one.dimension]} cannot be divided by {NAMES[other.dimension]}"
+    whole = isinstance(a, int) and isinstance(b, int) and a % b == 0
+    return _bounded(a // b if whole else a / b, "" if other.dimension else one.dimension)
+
+
+def _bounded(value: int | float, dimension: str) -> Quantity | str:
+    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+        value = float(value)
+    if value != value or abs(value) == float("inf"):
+        return "the result is out of range"
+    return Quantity(value, dimension)

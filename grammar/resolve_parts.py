@@ -1,0 +1,126 @@
+"""A block or call on its way to a Node: what was given for each field, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+from moec.grammar.diagnostics.model import InternalError, Label
+from moec.grammar.resolve_scope import BROKEN, Broken, Scope
+from moec.grammar.schema import Field, fields
+from moec.grammar.source import Span
+from moec.grammar.spec.base import Node
+from moec.grammar.syntax import Expression, String
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The value of one field. `name` is where the field is named, for "first given here"."""
+
+    value: object
+    span: Span
+    name: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one block or call of `cls` gives, by the fields' words.
+
+    `incomplete` says that something in it did not parse, so nothing can be said to be missing.
+    """
+
+    cls: type[Node]
+    span: Span
+    label: String | None = None
+    selector: Expression | None = None
+    given: dict[str, Given] = field(default_factory=dict)
+    blocks: dict[str, list[Part]] = field(default_factory=dict)
+    incomplete: bool = False
+
+    def where(self, word: str) -> Span | None:
+        """Where `word` was given, by a name or by a block."""
+        if word in self.given:
+            return self.given[word].name
+        return self.blocks[word][-1].span if self.blocks.get(word) else None
+
+
+def merged(earlier: Part, later: Part) -> Part:
+    """`later` over `earlier`: a name is replaced, a single block is merged into, labelled blocks meet by label."""
+    given = {word: value for word, value in earlier.given.items() if not _replaced(later, word)}
+    blocks = {word: parts for word, parts in earlier.blocks.items() if not _replaced(later, word)}
+    for word, parts in later.blocks.items():
+        blocks[word] = _merged_blocks(blocks.get(word, []), parts)
+    return replace(
+        later,
+        given=given | later.given,
+        blocks=blocks,
+        incomplete=earlier.incomplete or later.incomplete,
+    )
+
+
+def build(scope: Scope, part: Part, missing: Callable[[Scope, Part, list[Field]], None] | None = None) -> Node | Broken:
+    """The Node that `part` says; BROKEN if anything in it was, or something required is missing."""
+    values: dict[str, object] = {}
+    spans = {"": part.span}
+    absent: list[Field] = []
+    if part.cls.labelled:
+        assert part.label, "a block without its label was diagnosed before"
+        values["name"], spans["name"] = part.label.value, part.label.span
+    for word, known in fields(part.cls).items():
+        block = known.block
+        if word in part.given:
+            values[known.name], spans[known.name] = part.given[word].value, part.given[word].span
+        elif block and part.blocks.get(word):
+            nodes = [build(scope, inner) for inner in part.blocks[word]]
+            broken = any(isinstance(node, Broken) for node in nodes)
+            values[known.name] = BROKEN if broken else tuple(nodes) if block.many else nodes[0]
+            spans[known.name] = part.blocks[word][0].span
+        elif known.required:
+            absent.append(known)
+    if absent and not part.incomplete:
+        (missing or report_missing)(scope, part, absent)
+    if absent or part.incomplete or any(isinstance(value, Broken) for value in values.values()):
+        return BROKEN
+    return make(part.cls, values, spans)
+
+
+def make(cls: type[Node], values: dict[str, object], spans: dict[str, Span]) -> Node:
+    """A Node of `cls`. The resolver has checked every value, so what pydantic still refuses is a bug here."""
+    from pydantic import ValidationError
+
+    try:
+        return cls(**{cls.model_fields[name].alias or name: value for name, value in values.items()}).with_spans(spans)
+    except ValidationError as error:
+        raise InternalError(f"the resolver let something pass that {cls.__name__} refuses: {error}") from error
+
+
+def report_missing(scope: Scope, part: Part, absent: Iterable[Field]) -> None:
+    """One diagnostic for all that `part` lacks."""
+    absent = list(absent)
+    names = " and ".join(f"`{known.word}`" for known in absent)
+    help = "; ".join(f"{known.word}: {known.description}" for known in absent if known.description)
+    scope.error("MOE0203", part.span, f"`{part.cls.word}` needs {names}", help=help)
+
+
+def report_twice(scope: Scope, word: str, again: Span, first: Span) -> None:
+    """`word` is given for the second time in one block or call."""
+    label = Label(span=first, message="first given here")
+    scope.error("MOE0204", again, f"`{word}` is given already", label, help="keep one of them")
+
+
+def _replaced(later: Part, word: str) -> bool:
+    """Whether `later` gives another field of the slot that `word` is in."""
+    return any(word in slot and any(other != word and later.where(other) for other in slot) for slot in later.cls.slots)
+
+
+def _merged_blocks(earlier: list[Part], later: list[Part]) -> list[Part]:
+    result = list(earlier)
+    for part in later:
+        name = part.label.value if part.label else None
+        for index, old in enumerate(result):
+            if (old.label.value if old.label else None) == name:
+                result[index] = merged(old, part)
+                break
+        else:
+            result.append(part)
+    return result

@@ -1,0 +1,214 @@
+"""Values: an expression and the kinds that a field takes, to what stands in the Spec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from moec.grammar.notyet import LISTS_NOT_YET, NOT_YET
+from moec.grammar.resolve_numbers import is_arithmetic, number
+from moec.grammar.resolve_parts import Given, Part, build, report_twice
+from moec.grammar.resolve_scope import BROKEN, Broken, Scope, Written
+from moec.grammar.schema import (
+    CallKind,
+    Field,
+    Kind,
+    ListKind,
+    NumberKind,
+    ProductKind,
+    ReferenceKind,
+    TextKind,
+    WordKind,
+    fields,
+    positional,
+)
+from moec.grammar.spec.base import Node
+from moec.grammar.suggest import advice, nearest
+from moec.grammar.syntax import Argument, Call, Expression, Name, Negative, Number, Operation, Range, String
+from moec.grammar.syntax import Sequence as ListValue
+from moec.grammar.units import EXAMPLES
+
+
+def resolve_field(scope: Scope, place: str, known: Field, expression: Expression) -> object:
+    """What `expression` gives the field `known` of the block or call `place`; BROKEN after a diagnostic."""
+    return resolve(scope, f"{place}.{known.word}", known.kinds, expression)
+
+
+def resolve(scope: Scope, place: str, kinds: Sequence[Kind], expression: Expression) -> object:
+    """What `expression` says where any of `kinds` may stand. `place` is `block.name`."""
+    written = scope.follow(expression)
+    value = written.value
+    if isinstance(value, Broken):
+        return BROKEN
+    for kind in kinds:
+        match kind:
+            case NumberKind() if is_arithmetic(scope, value):
+                return number(scope, written, kind)
+            case TextKind() if isinstance(value, String):
+                return value.value
+            case ReferenceKind() if isinstance(value, String):
+                return value.value
+            case ReferenceKind() if isinstance(value, Name):
+                return value.text
+            case WordKind() if isinstance(value, Name) and value.text in kind.values:
+                return kind.values[value.text]
+            case CallKind() if isinstance(value, Name | Call) and _word(value) in kind.classes:
+                return _call(scope, kind.classes[_word(value)], written)
+            case ProductKind() if isinstance(value, Operation) and not is_arithmetic(scope, value):
+                return _product(scope, kind.cls, written, value)
+            case ListKind() if isinstance(value, ListValue):
+                items = [resolve(scope, place, kind.items, item) for item in value.items]
+                return BROKEN if any(isinstance(item, Broken) for item in items) else tuple(items)
+    return _misfit(scope, place, kinds, written, value)
+
+
+def unknown(scope: Scope, place: str, name: Name | Written, word: str, allowed: Iterable[str]) -> str | None:
+    """Diagnose a word that is not allowed at `place`; gives the one that was probably meant."""
+    allowed = sorted(allowed)
+    target = name.span if isinstance(name, Name) else name
+    if word in NOT_YET.get(place, ()):
+        help = f"today: {', '.join(allowed)}" if allowed else ""
+        scope.error("MOE0202", target, f"`{word}` is a word of the language that moec cannot compile yet", help=help)
+        return None
+    scope.error("MOE0201", target, f"`{word}` is not known here", help=advice(word, allowed))
+    return nearest(word, allowed)
+
+
+def _word(value: Name | Call) -> str:
+    return value.text if isinstance(value, Name) else value.name.text
+
+
+def _call(scope: Scope, cls: type[Node], written: Written) -> Node | Broken:
+    """A Node from `word(…)`, or from `word` alone."""
+    value = written.value
+    part = Part(cls, written.span)
+    if isinstance(value, Call):
+        part = _arguments(scope, cls, value, written)
+    return build(scope, part)
+
+
+def _arguments(scope: Scope, cls: type[Node], call: Call, written: Written) -> Part:
+    by_position = positional(cls)
+    given: dict[str, Given] = {}
+    incomplete = False
+    for index, argument in enumerate(call.arguments):
+        known = _parameter(scope, cls, call, index, argument, by_position)
+        if known is None:
+            incomplete = True
+            continue
+        place = argument.name.span if argument.name else argument.value.span
+        if known.word in given:
+            report_twice(scope, known.word, place, given[known.word].name)
+            continue
+        value = resolve_field(scope, cls.word, known, argument.value)
+        given[known.word] = Given(value, argument.value.span, place)
+    return Part(cls, written.span, given=given, incomplete=incomplete)
+
+
+def _parameter(
+    scope: Scope, cls: type[Node], call: Call, index: int, argument: Argument, by_position: list[Field]
+) -> Field | None:
+    """The field that an argument is for, or None after a diagnostic."""
+    known = fields(cls)
+    if argument.name is None:
+        if any(earlier.name for earlier in call.arguments[:index]):
+            scope.error("MOE0210", argument.span, "an argument without a name stands before those with one")
+            return None
+        if index < len(by_position):
+            return by_position[index]
+        takes = f"`{cls.word}` takes {len(by_position) or 'no'} argument{'s' * (len(by_position) != 1)} without a name"
+        names = ", ".join(f"`{word} = …`" for word in known)
+        scope.error("MOE0210", argument.span, takes, help=f"by name it takes {names}" if names else "")
+        return None
+    if argument.name.text not in known:
+        unknown(scope, cls.word, argument.name, argument.name.text, known)
+        return None
+    return known[argument.name.text]
+
+
+def _product(scope: Scope, cls: type[Node], written: Written, product: Operation) -> Node | Broken:
+    """`count * body`."""
+    count, body = fields(cls).values()
+    *factors, last = [product.first, *(operand for _, operand in product.rest)]
+    if any(operator != "*" for operator, _ in product.rest):
+        return scope.error("MOE0206", written, f"expected `{count.word} * {body.word}`")
+    first: Expression = factors[0]
+    if len(factors) > 1:
+        inner = first.span.to(factors[-1].span)
+        first = Operation(first, product.rest[:-1], inner)  # `2 * n * swiglu(64)`
+    counted = resolve_field(scope, cls.word, count, first)
+    described = resolve_field(scope, cls.word, body, last)
+    given = {
+        count.word: Given(counted, first.span, first.span),
+        body.word: Given(described, last.span, last.span),
+    }
+    return build(scope, Part(cls, written.span, given=given))
+
+
+def _misfit(scope: Scope, place: str, kinds: Sequence[Kind], written: Written, value: Expression) -> Broken:
+    """Diagnose a value that no kind takes."""
+    words = _words(kinds)
+    if isinstance(value, Name | Call) and (words or _word(value) in NOT_YET.get(place, ())):
+        word = _word(value)
+        if isinstance(value, Call) and word in _plain_words(kinds):
+            return scope.error("MOE0206", written, f"`{word}` takes no arguments", help=f"write `{word}`")
+        at = written if written.lets else (value.name if isinstance(value, Call) else value)
+        unknown(scope, place, at, word, words)
+        return BROKEN
+    if isinstance(value, ListValue) and place in LISTS_NOT_YET:
+        return scope.error("MOE0202", written, "a list here is something that moec cannot compile yet")
+    if isinstance(value, Name) and any(isinstance(kind, NumberKind) for kind in kinds):
+        help = advice(value.text, scope.lets)
+        return scope.error("MOE0201", written, "no `let` of this name", help=help)
+    expected = " or ".join(_described(kind) for kind in kinds)
+    help = ""
+    if isinstance(value, String) and value.value in words:
+        help = f"without quotes: `{value.value}`"
+    elif any(isinstance(kind, ListKind) for kind in kinds):
+        help = "a list stands in brackets, also if it has one element: `[…]`"
+    return scope.error("MOE0206", written, f"expected {expected}, found {_found(value)}", help=help)
+
+
+def _words(kinds: Iterable[Kind]) -> set[str]:
+    calls = {word for kind in kinds if isinstance(kind, CallKind) for word in kind.classes}
+    return calls | _plain_words(kinds)
+
+
+def _plain_words(kinds: Iterable[Kind]) -> set[str]:
+    return {word for kind in kinds if isinstance(kind, WordKind) for word in kind.values}
+
+
+def _described(kind: Kind) -> str:
+    match kind:
+        case NumberKind():
+            name = "a whole number" if kind.whole else "a number"
+            return f"{name} such as `{EXAMPLES[kind.unit]}`" if kind.unit else name
+        case TextKind():
+            return 'a "text"'
+        case WordKind():
+            return " or ".join(f"`{word}`" for word in kind.values)
+        case CallKind():
+            return " or ".join(f"`{word}`" for word in kind.classes)
+        case ProductKind():
+            return " * ".join(f"`{word}`" for word in fields(kind.cls))
+        case ListKind():
+            return f"a list of {' or '.join(_described(item) for item in kind.items)}"
+        case ReferenceKind():
+            return f"the name of a {kind.block}"
+        case _:
+            return "a block"
+
+
+def _found(value: Expression) -> str:
+    match value:
+        case Number() | Negative() | Operation():
+            return "a number"
+        case String():
+            return "a text"
+        case ListValue():
+            return "a list"
+        case Range():
+            return "a range"
+        case Call():
+            return f"`{value.name.text}(…)`"
+        case Name():
+            return f"`{value.text}`"

@@ -1,0 +1,42 @@
+"""Did you mean …? The nearest of the names that are allowed at one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+MOST_LISTED = 24
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name with the least edit distance to `word`, if that is a plausible slip; ties by alphabet."""
+    limit = max(1, (len(word) + 1) // 3) if len(word) > 1 else 0
+    candidates = [(distance(word.lower(), name.lower(), limit), name) for name in allowed]
+    best = min(candidates, default=(limit + 1, ""))
+    return best[1] if best[0] <= limit else None
+
+
+def distance(one: str, other: str, limit: int) -> int:
+    """Insertions, deletions, substitutions and swaps of neighbours between two words; `limit` + 1 if more."""
+    if abs(len(one) - len(other)) > limit:
+        return limit + 1
+    before: list[int] = []
+    previous = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        current = [i]
+        for j, b in enumerate(other, 1):
+            cost = min(previous[j] + 1, current[j - 1] + 1, previous[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                cost = min(cost, before[j - 2] + 1)
+            current.append(cost)
+        before, previous = previous, current
+    return previous[-1]
+
+
+def advice(word: str, allowed: Iterable[str]) -> str:
+    """A help text: the nearest name, and all of them."""
+    names = sorted(set(allowed))
+    if not names:
+        return ""
+    best = nearest(word, names)
+    listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
+    return f"did you mean `{best}`? allowed here: {listed}" if best else f"allowed here: {listed}"

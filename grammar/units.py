@@ -1,0 +1,89 @@
+"""Units: what may stand behind a number, and how to write a quantity so that it reads back exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from decimal import Decimal
+
+LARGEST_WHOLE = 2**63 - 1
+LARGEST_EXPONENT = 308  # of a float
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How many of its dimension's base unit one of a unit is. The dimension "" is a plain number."""
+
+    dimension: str
+    factor: Decimal
+
+
+def _bytes() -> dict[str, Scale]:
+    decimal = {f"{prefix}B": Decimal(1000) ** power for power, prefix in enumerate(["", "K", "M", "G", "T"])}
+    binary = {f"{prefix}iB": Decimal(1024) ** power for power, prefix in enumerate(["K", "M", "G"], 1)}
+    sizes = {**decimal, **binary}
+    rates = {f"{unit}/s": Scale("bytes/s", factor) for unit, factor in sizes.items()}
+    return {unit: Scale("bytes", factor) for unit, factor in sizes.items()} | rates
+
+
+UNITS: dict[str, Scale] = {
+    **_bytes(),
+    "us": Scale("s", Decimal("1e-6")),
+    "ms": Scale("s", Decimal("1e-3")),
+    "s": Scale("s", Decimal(1)),
+    "TFLOPS": Scale("FLOP/s", Decimal(10) ** 12),
+    "k": Scale("", Decimal(1000)),
+    "M": Scale("", Decimal(1_000_000)),
+    "Ki": Scale("", Decimal(1024)),
+    "Mi": Scale("", Decimal(1024**2)),
+}
+
+EXAMPLES = {"bytes": "80GB", "bytes/s": "450GB/s", "s": "2us", "FLOP/s": "989TFLOPS", "": "8"}
+NAMES = {
+    "bytes": "a size",
+    "bytes/s": "a bandwidth",
+    "s": "a time",
+    "FLOP/s": "an arithmetic rate",
+    "": "a plain number",
+}
+
+
+def exact(number: str, unit: str) -> int | float | None:
+    """`number` (digits, `_`, a fraction, an exponent) of `unit` in its base unit; None if no float is that large.
+
+    A whole number is an int while 64 bits hold it.
+    """
+    value = Decimal(number)
+    if value and value.adjusted() > LARGEST_EXPONENT:
+        return None
+    if unit:
+        value *= UNITS[unit].factor
+    if value and value.adjusted() > LARGEST_EXPONENT:
+        return None
+    if abs(value) <= LARGEST_WHOLE and value == value.to_integral_value():
+        return int(value)
+    result = float(value)
+    return result if abs(result) != float("inf") else None
+
+
+def written(value: float, dimension: str) -> str:
+    """The shortest way to write `value`, in base units, that reads back as exactly `value`.
+
+    A unit that is a power of ten of the base unit always does: a float's shortest digits are then only moved.
+    """
+    if not dimension:
+        return _digits(Decimal(repr(value)))
+    options = []
+    for unit, scale in UNITS.items():
+        if scale.dimension == dimension:
+            digits = _digits(Decimal(repr(value)) / scale.factor)
+            read = exact(digits, unit)
+            if read is not None and float(read) == value:
+                options.append(digits + unit)
+    return min(options, key=lambda text: (len(text), text))
+
+
+def _digits(value: Decimal) -> str:
+    if value == value.to_integral_value() and abs(value) < 10**15:
+        return f"{int(value):_}" if abs(value) >= 10_000 else str(int(value))
+    short = value.normalize()
+    return min(str(short).lower(), f"{short:e}", key=len)

@@ -1,0 +1,30 @@
+"""Plain torch: the definition of correct, and the backend for CPU.
+
+Arithmetic on low-precision tensors is done in float32 and rounded once. Sums are gathers in a fixed order, so every
+result is deterministic.
+"""
+
+from __future__ import annotations
+
+from moec.runtime.backends.torch_experts import expert_mlp, expert_mlp_backward
+from moec.runtime.backends.torch_rope import rope, rope_backward
+from moec.runtime.backends.torch_routing import route, route_backward, switch_loss, switch_loss_backward
+from moec.runtime.backends.torch_rows import combine, combine_backward, permute, permute_backward
+from moec.runtime.backends.torch_swiglu import swiglu, swiglu_backward
+
+__all__ = [
+    "combine",
+    "combine_backward",
+    "expert_mlp",
+    "expert_mlp_backward",
+    "permute",
+    "permute_backward",
+    "rope",
+    "rope_backward",
+    "route",
+    "route_backward",
+    "swiglu",
+    "swiglu_backward",
+    "switch_loss",
+    "switch_loss_backward",
+]

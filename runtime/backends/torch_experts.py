@@ -1,0 +1,134 @@
+"""Experts' feed-forwards in plain torch: one matrix product per expert, into slices of preallocated results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from moec.runtime.backends.torch_swiglu import swiglu_backward_into, swiglu_into
+
+
+def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
+    width = down.shape[2]
+    shares = _shares(counts, rows.shape[0])
+    hidden = rows.new_empty((rows.shape[0], up.shape[1] // width, width))
+    out = torch.empty_like(rows)
+    activated = rows.new_empty((_longest(shares), width))
+    for expert, share in enumerate(shares):
+        if share.size:
+            own_hidden, own_activated = hidden[share.where], activated[: share.size]
+            torch.mm(share.gather(rows), up[expert].t(), out=own_hidden.flatten(1))
+            _activate(own_activated, own_hidden, activation)
+            own_out = share.room(out)
+            torch.mm(own_activated, down[expert].t(), out=own_out)
+            share.scatter(own_out, out)
+    return out, hidden
+
+
+def expert_mlp_backward(
+    grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
+    factor, width = up.shape[1:3]
+    shares = _shares(counts, rows.shape[0])
+    longest = _longest(shares)
+    grad_rows = torch.empty_like(rows)
+    grad_up, grad_down = torch.empty(up.shape, dtype=up.dtype, device=up.device), torch.empty_like(down)
+    up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
+    # What one expert needs at a time, reused by the next, so that it stays in cache.
+    activated, grad_activated = rows.new_empty((2, longest, width))
+    grad_hidden = rows.new_empty((longest, factor, width))
+    for expert, share in enumerate(shares):
+        if not share.size:
+            grad_up[expert].zero_()
+            grad_down[expert].zero_()
+            continue
+        own_activated, own_grad_activated = activated[: share.size], grad_activated[: share.size]
+        own_grad_hidden, flat = grad_hidden[: share.size], grad_hidden[: share.size].flatten(1)
+        own_grad = share.gather(grad)
+        torch.mm(own_grad, down[expert], out=own_grad_activated)
+        _activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[share.where], activation)
+        torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
+        torch.mm(flat.t(), share.gather(rows), out=by_expert[expert])
+        own_grad_rows = share.room(grad_rows)
+        torch.mm(flat, up[expert], out=own_grad_rows)
+        share.scatter(own_grad_rows, grad_rows)
+    return grad_rows, grad_up, grad_down
+
+
+def _activate(out: Tensor, hidden: Tensor, activation: str) -> None:
+    if activation == "swiglu":
+        swiglu_into(out, hidden)
+    else:
+        torch.ops.aten.gelu.out(hidden[:, 0], out=out)
+
+
+def _activate_backward(grad_hidden: Tensor, activated: Tensor, grad: Tensor, hidden: Tensor, activation: str) -> None:
+    """The gradient of `hidden`, and the activation once more, which is cheaper than to have kept it."""
+    if activation == "swiglu":
+        swiglu_backward_into(grad_hidden, activated, grad, hidden)
+    else:
+        torch.ops.aten.gelu.out(hidden[:, 0], out=activated)
+        torch.ops.aten.gelu_backward.grad_input(grad, hidden[:, 0], grad_input=grad_hidden[:, 0])
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """One expert's rows: in one piece of `hidden`, and in as many pieces of `rows` as there are sources."""
+
+    where: slice
+    pieces: tuple[slice, ...]
+
+    @property
+    def size(self) -> int:
+        return int(self.where.stop - self.where.start)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The expert's rows of x [R, ·], side by side; a view where they are already."""
+        if len(self.pieces) == 1:
+            return x[self.pieces[0]]
+        return torch.cat([x[piece] for piece in self.pieces])
+
+    def room(self, out: Tensor) -> Tensor:
+        """Where to put the expert's rows of out [R, ·]: there, if they lie side by side."""
+        return out[self.pieces[0]] if len(self.pieces) == 1 else out.new_empty((self.size, out.shape[1]))
+
+    def scatter(self, own: Tensor, out: Tensor) -> None:
+        """Move what was put into `room` to its places in out."""
+        if len(self.pieces) > 1:
+            start = 0
+            for piece in self.pieces:
+                stop = start + piece.stop - piece.start
+                out[piece] = own[start:stop]
+                start = stop
+
+
+def _shares(counts: Tensor, num_rows: int) -> list[_Share]:
+    """Each expert's share of rows that lie source-major, by counts [sources, E]."""
+    by_source: list[list[int]] = counts.tolist()
+    pieces: list[list[slice]] = [[] for _ in range(counts.shape[1])]
+    start = 0
+    for source in by_source:
+        for expert, count in enumerate(source):
+            if count:
+                pieces[expert].append(slice(start, start + count))
+                start += count
+    if start != num_rows:
+        message = f"moec::expert_mlp: the counts add up to {start}, but there are {num_rows} rows"
+        raise RuntimeError(message)
+    shares, start = [], 0
+    for own in pieces:
+        if all(first.stop == second.start for first, second in pairwise(own)):
+            own = [slice(own[0].start, own[-1].stop)] if own else []
+        size = sum(piece.stop - piece.start for piece in own)
+        shares.append(_Share(slice(start, start + size), tuple(own)))
+        start += size
+    return shares
+
+
+def _longest(shares: list[_Share]) -> int:
+    return max((share.size for share in shares), default=0)

@@ -1,0 +1,60 @@
+"""How an operator is defined: schema, checks, fake, kernels, autograd rule.
+
+Built on `torch.library.Library`: `custom_op` takes longer per call (measured: 11 against 8 µs, 19 against 16 with
+autograd).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from moec.runtime.backends import select
+
+DEVICES = ("CPU", "CUDA")
+
+_library = torch.library.Library("moec", "DEF")  # type: ignore[no-untyped-call]
+
+Check = Callable[..., None]
+
+
+def define(schema: str, *, fake: Callable[..., Any], check: Check, kernel: Callable[..., Any] | None = None) -> Any:
+    """Define `moec::<schema>` and return its overload, an `OpOverload`.
+
+    `check` looks at the arguments' shapes and dtypes, before the fake and before every kernel, and raises
+    `RuntimeError`. Without `kernel`, the backend's function of the operator's name does the work.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
+    for device in DEVICES:
+        function = _checked(check, kernel or _backend_kernel(name, device.lower()))
+        _library.impl(name, function, device)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"moec::{name}", _checked(check, fake), lib=_library)
+    return getattr(torch.ops.moec, name).default
+
+
+def differentiate(operator: Any, *, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
+    """Give `operator` the rule `backward(ctx, *gradients)`, with what `setup(ctx, inputs, output)` saved."""
+    torch.library.register_autograd(operator.name(), backward, setup_context=setup, lib=_library)
+
+
+def check(condition: Any, message: Callable[[], str]) -> None:
+    """Raise `RuntimeError(message())` unless `condition`, which may be symbolic, holds."""
+    torch._check(condition, message)  # type: ignore[no-untyped-call]
+
+
+def _checked(check: Check, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        check(*arguments)
+        return function(*arguments)
+
+    return call
+
+
+def _backend_kernel(name: str, device: str) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        return getattr(select(device), name)(*arguments)
+
+    return call

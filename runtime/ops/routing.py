@@ -1,0 +1,153 @@
+"""`route`, from router logits to weighted choices, and `switch_loss`, which keeps the choices balanced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.runtime.ops.library import check, define, differentiate
+
+SCORES = ("softmax", "sigmoid")
+
+# ---- route -------------------------------------------------------------------------------------------
+
+
+def _check_route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> None:
+    check(logits.dim() == 3, lambda: f"moec::route: logits must be [B, S, E], not {list(logits.shape)}")
+    check(
+        logits.dtype in (torch.float32, torch.float64),
+        lambda: f"moec::route: logits must be float32 or float64, not {logits.dtype}",
+    )
+    check(
+        1 <= k <= logits.shape[-1],
+        lambda: f"moec::route: k must be between 1 and the {logits.shape[-1]} experts, not {k}",
+    )
+    check(score in SCORES, lambda: f"moec::route: score must be one of {', '.join(SCORES)}, not {score!r}")
+
+
+def _fake_route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    chosen = (*logits.shape[:-1], k)
+    return logits.new_empty(logits.shape), logits.new_empty(chosen), logits.new_empty(chosen, dtype=torch.int64)
+
+
+route = define(
+    "route(Tensor logits, int k, str score, bool after, bool normalize)"
+    " -> (Tensor probabilities, Tensor weights, Tensor experts)",
+    fake=_fake_route,
+    check=_check_route,
+)
+"""Choose k experts a token (Shazeer et al. 2017; Mixtral, arXiv 2401.04088, section 2.1).
+
+logits [B, S, E], float32 or float64. Gives, in the logits' dtype,
+  - probabilities [B, S, E], for balance losses: the scores of all experts, summing to 1;
+  - weights [B, S, k], best choice first: `score` ("softmax" or "sigmoid") of all experts, the k best kept; with
+    `after`, the k best logits are kept and only those are scored. `normalize` divides by the k scores' sum;
+  - experts [B, S, k], int64. Equal scores go to the lower index.
+Gradients flow from probabilities and weights. On CPU, raises `FloatingPointError` where a logit is NaN; on other
+devices, where looking would cost a synchronisation, such a token's k experts are in range all the same.
+"""
+
+
+def _fake_route_backward(logits: Tensor, *rest: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _check_route_backward(
+    logits: Tensor,
+    grad_probabilities: Tensor | None,
+    grad_weights: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    score: str,
+    after: bool,
+    normalize: bool,
+) -> None:
+    _check_route(logits, experts.shape[-1], score, after, normalize)
+
+
+route_backward = define(
+    "route_backward(Tensor logits, Tensor? grad_probabilities, Tensor? grad_weights, Tensor weights, Tensor experts,"
+    " str score, bool after, bool normalize) -> Tensor",
+    fake=_fake_route_backward,
+    check=_check_route_backward,
+)
+
+
+def _setup_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    logits, _, *ctx.how = inputs
+    _, weights, experts = output
+    ctx.mark_non_differentiable(experts)
+    ctx.set_materialize_grads(False)
+    # The choice is saved, never made again: recomputed, a tie could fall the other way.
+    ctx.save_for_backward(logits, weights, experts)
+
+
+def _differentiate_route(
+    ctx: Any, grad_probabilities: Tensor | None, grad_weights: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
+    if grad_probabilities is None and grad_weights is None:
+        return None, None, None, None, None
+    logits, weights, experts = ctx.saved_tensors
+    grad = route_backward(logits, grad_probabilities, grad_weights, weights, experts, *ctx.how)
+    return grad, None, None, None, None
+
+
+differentiate(route, setup=_setup_route, backward=_differentiate_route)
+
+# ---- switch_loss -------------------------------------------------------------------------------------
+
+
+def _check_switch_loss(probabilities: Tensor, experts: Tensor) -> None:
+    check(
+        probabilities.dim() == 3 and experts.dim() == 3 and probabilities.shape[:2] == experts.shape[:2],
+        lambda: (
+            "moec::switch_loss: probabilities must be [B, S, E] and experts [B, S, k], not "
+            f"{list(probabilities.shape)} and {list(experts.shape)}"
+        ),
+    )
+
+
+def _fake_switch_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+    return probabilities.new_empty(())
+
+
+switch_loss = define(
+    "switch_loss(Tensor probabilities, Tensor experts) -> Tensor",
+    fake=_fake_switch_loss,
+    check=_check_switch_loss,
+)
+"""Sum over sequences of S · E · Σᵢ fᵢ·Pᵢ (Fedus et al. 2021, eq. 4): a scalar in the probabilities' dtype.
+
+probabilities [B, S, E], experts [B, S, k] int64. fᵢ is the share of a sequence's k·S choices that expert i got, Pᵢ its
+mean probability over the sequence. Divided by the global number of tokens it is the token-weighted mean over
+sequences, and 1 when balanced. 0 where there are no tokens.
+"""
+
+
+def _check_switch_loss_backward(grad: Tensor, probabilities: Tensor, experts: Tensor) -> None:
+    _check_switch_loss(probabilities, experts)
+
+
+def _fake_switch_loss_backward(grad: Tensor, probabilities: Tensor, experts: Tensor) -> Tensor:
+    return probabilities.new_empty(probabilities.shape)
+
+
+switch_loss_backward = define(
+    "switch_loss_backward(Tensor grad, Tensor probabilities, Tensor experts) -> Tensor",
+    fake=_fake_switch_loss_backward,
+    check=_check_switch_loss_backward,
+)
+
+
+def _setup_switch_loss(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_switch_loss(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    probabilities, experts = ctx.saved_tensors
+    return switch_loss_backward(grad, probabilities, experts), None
+
+
+differentiate(switch_loss, setup=_setup_switch_loss, backward=_differentiate_switch_loss)

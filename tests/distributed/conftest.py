@@ -1,0 +1,16 @@
+"""`gloo`: a pool of worker processes shared by all tests of the session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gloo_pool import GlooPool
+
+
+@pytest.fixture(scope="session")
+def gloo() -> Iterator[GlooPool]:
+    """`gloo.run(world_size, function, *arguments)`: what `function` returned on every rank."""
+    pool = GlooPool()
+    yield pool
+    pool.close()

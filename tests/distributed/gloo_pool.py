@@ -1,0 +1,268 @@
+"""Worker processes that run functions as the ranks of a gloo job, started once and used again by every test."""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+STACK_SECONDS = 0.5
+"""How long a hung worker gets to write down where it hangs."""
+GRACE_SECONDS = 5.0
+"""How long the other ranks get to notice that one has failed."""
+
+
+class RankHungError(AssertionError):
+    """Some ranks did not finish in time."""
+
+
+class RankDiedError(AssertionError):
+    """A rank's process ended while it worked."""
+
+
+class RankTracebackError(Exception):
+    """The cause of an exception that a worker raised: its traceback there, as text."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass
+class Task:
+    rank: int
+    world_size: int
+    port: int
+    timeout: float
+    store: Path | None
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@dataclass
+class Failure:
+    when: float
+    error: BaseException
+    trace: str
+
+
+@dataclass
+class Worker:
+    process: Any
+    connection: Connection
+    stack: Path
+
+
+class GlooPool:
+    """Up to `size` processes; the first n of them are the ranks of a job of world size n."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self._context = multiprocessing.get_context("spawn")
+        self._workers: list[Worker] = []
+        self._number = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="moec-gloo-")
+
+    def run(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *arguments: Any,
+        timeout: float = 60.0,
+        initialize: bool = True,
+    ) -> list[Any]:
+        """`function(*arguments)` on every rank; what each returned, by rank.
+
+        Each call is a new job: RANK, WORLD_SIZE and the like are set, and the default process group is made before and
+        destroyed after. With `initialize=False` it is not made, and the environment is all that torchrun would set.
+        `function` must be importable from its module. Warnings are errors, the seed is 0 on every rank, torch uses
+        one thread.
+
+        An exception is raised again here, that of the rank that failed first, with its traceback as the cause. Raises
+        `RankHungError` after `timeout` seconds, and `RankDiedError`; both restart the pool.
+        """
+        assert 1 <= world_size <= self.size, f"world size {world_size} of a pool of {self.size}"
+        self._start(world_size)
+        # One store a job: in a store used twice, gloo finds the addresses of processes that are gone. A file where that
+        # does, because connecting a TCPStore looks up its peer's name, which can take seconds (measured: 5 s, 1 in 20).
+        self._number += 1
+        file = Path(self._folder.name, f"{self._number}.store") if initialize else None
+        store = None if initialize else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port if store else 0
+        for rank in range(world_size):
+            task = Task(rank, world_size, port, timeout, file, function, arguments)
+            self._workers[rank].connection.send_bytes(_pack(task))
+        outcomes = self._collect(world_size, timeout)
+        _raise_first(outcomes)
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End the workers, by force where they do not listen, and wait for them."""
+        self._stop(force=False)
+        self._folder.cleanup()
+
+    def _start(self, world_size: int) -> None:
+        while len(self._workers) < world_size:
+            here, there = self._context.Pipe()
+            stack = Path(self._folder.name, f"{len(self._workers)}.stack")
+            process = self._context.Process(target=_serve, args=(there, stack), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append(Worker(process, here, stack))
+
+    def _stop(self, *, force: bool) -> None:
+        for worker in self._workers:
+            worker.connection.close()
+            if force:
+                worker.process.kill()
+        for worker in self._workers:
+            worker.process.join(GRACE_SECONDS)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.process.close()
+        self._workers = []
+
+    def _collect(self, world_size: int, timeout: float) -> dict[int, Any]:
+        outcomes: dict[int, Any] = {}
+        pending = {self._workers[rank].connection: rank for rank in range(world_size)}
+        deadline = time.monotonic() + timeout
+        while pending:
+            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self._give_up(outcomes, sorted(pending.values()), timeout)
+            for connection in ready:
+                rank = pending.pop(connection)
+                try:
+                    outcomes[rank] = _unpack(connection.recv_bytes())
+                except EOFError:
+                    self._bury(rank)
+                if isinstance(outcomes[rank], Failure):
+                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        return outcomes
+
+    def _give_up(self, outcomes: dict[int, Any], hung: list[int], timeout: float) -> None:
+        for rank in hung:
+            os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
+        time.sleep(STACK_SECONDS)
+        stacks = "\n".join(f"rank {rank}:\n{self._workers[rank].stack.read_text()}" for rank in hung)
+        self._stop(force=True)
+        _raise_first(outcomes, note=f"ranks {hung} then hung:\n{stacks}")
+        raise RankHungError(f"ranks {hung} did not finish within {timeout:g} s:\n{stacks}")
+
+    def _bury(self, rank: int) -> None:
+        process = self._workers[rank].process
+        process.join(GRACE_SECONDS)
+        code = process.exitcode
+        self._stop(force=True)
+        raise RankDiedError(f"rank {rank}'s process ended while it worked, with exit code {code}")
+
+
+def _raise_first(outcomes: dict[int, Any], note: str | None = None) -> None:
+    failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    if not failures:
+        return
+    first = min(failures, key=lambda rank: failures[rank].when)
+    error = failures[first].error
+    error.add_note(f"raised on rank {first}")
+    for rank in sorted(failures.keys() - {first}):
+        error.add_note(f"then, on rank {rank}: {failures[rank].error!r}")
+    if note:
+        error.add_note(note)
+    raise error from RankTracebackError(failures[first].trace)
+
+
+def _serve(connection: Connection, stack: Path) -> None:
+    """A worker's life: tasks in, outcomes out, until the pool closes its end."""
+    torch.set_num_threads(1)
+    with stack.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        while True:
+            try:
+                packed = connection.recv_bytes()
+            except EOFError:
+                _leave()
+                os._exit(0)  # an interpreter that has compiled takes seconds to tear down
+            else:
+                # Only now: the next task comes when every rank has finished the last. A rank that closed its
+                # connections sooner could fail one that is still making them.
+                _leave()
+            outcome = _perform(packed)
+            with suppress(BrokenPipeError):
+                connection.send_bytes(outcome)
+
+
+def _perform(packed: bytes) -> bytes:
+    try:
+        task = _unpack(packed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _enter(task)
+            return _pack(task.function(*task.arguments))
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is the test's to see
+        failure = Failure(time.monotonic(), error, traceback.format_exc())
+        try:
+            _unpack(packed := _pack(failure))
+        except Exception:  # noqa: BLE001 - any exception that does not survive the journey travels as its text
+            failure.error = RuntimeError(f"{type(error).__name__}: {error}")
+            packed = _pack(failure)
+        # At once, so that the other ranks, which may wait for this one, fail too.
+        _leave()
+        return packed
+
+
+def _enter(task: Task) -> None:
+    """Be that rank of that job."""
+    os.environ.update(
+        RANK=str(task.rank),
+        LOCAL_RANK=str(task.rank),
+        WORLD_SIZE=str(task.world_size),
+        LOCAL_WORLD_SIZE=str(task.world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(task.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    if sys.platform == "linux":
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.manual_seed(0)
+    if task.store:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(str(task.store), task.world_size),
+            rank=task.rank,
+            world_size=task.world_size,
+            # Longer than the pool waits, so that a hang is the pool's to report.
+            timeout=timedelta(seconds=2 * task.timeout),
+        )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _pack(value: Any) -> bytes:
+    """By value: tensors in shared memory, multiprocessing's way, would have to be kept alive by whoever sends them."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)

@@ -1,0 +1,234 @@
+"""The collectives over gloo, against what one process works out with all ranks' tensors in hand."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+from torch import Tensor
+from torch.library import opcheck
+
+from moec.runtime import collectives, groups, ops
+
+NUM_EXPERTS, DIM = 8, 3
+WORLD_SIZES = [1, 2, 4]
+
+
+def world() -> AbstractContextManager[None]:
+    return groups.use({"ep": dist.group.WORLD})
+
+
+def counts_of(world_size: int, load: str) -> Tensor:
+    """Rows that each rank has for each expert: [world size, experts]."""
+    counts = torch.randint(0, 4, (world_size, NUM_EXPERTS), generator=torch.Generator().manual_seed(1))
+    if load == "a rank sends nothing":
+        counts[0] = 0
+    if load == "a rank receives nothing":
+        counts[:, -(NUM_EXPERTS // world_size) :] = 0
+    if load == "no rows at all":
+        counts[:] = 0
+    return counts
+
+
+LOADS = ["uneven", "a rank sends nothing", "a rank receives nothing", "no rows at all"]
+loads = pytest.mark.parametrize("load", LOADS)
+world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
+
+
+# ---- exchange_counts ---------------------------------------------------------------------------------
+
+
+def exchange(counts: Tensor) -> tuple[Tensor, Tensor]:
+    with world():
+        return collectives.exchange_counts(counts[dist.get_rank()][None], "ep")
+
+
+@loads
+@world_sizes
+def test_every_rank_learns_what_each_source_sends_for_each_of_its_experts(
+    gloo: GlooPool, world_size: int, load: str
+) -> None:
+    counts = counts_of(world_size, load)
+    by_owner = counts.view(world_size, world_size, -1)  # source, owner, local expert
+    for rank, (received, splits) in enumerate(gloo.run(world_size, exchange, counts)):
+        assert torch.equal(received, by_owner[:, rank])
+        assert torch.equal(splits[0], by_owner[rank].sum(1))
+        assert torch.equal(splits[1], by_owner[:, rank].sum(1))
+        assert splits.device.type == "cpu"
+
+
+# ---- all_to_all --------------------------------------------------------------------------------------
+
+
+def rows_of(counts: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Each rank's rows, no two alike: rank, then number within the rank."""
+    return [
+        (100 * rank + torch.arange(int(total) * DIM)).view(-1, DIM).to(dtype)
+        for rank, total in enumerate(counts.sum(1))
+    ]
+
+
+def there(counts: Tensor, rows: list[Tensor]) -> list[Tensor]:
+    """What every rank receives: from each source in turn, the rows for its experts."""
+    size = len(rows)
+    sent = [r.split(c.view(size, -1).sum(1).tolist()) for r, c in zip(rows, counts, strict=True)]
+    return [torch.cat([sent[source][rank] for source in range(size)]) for rank in range(size)]
+
+
+def send(counts: Tensor, rows: list[Tensor], scales: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows sent there, back again, and the gradient of their sum, weighted on arrival by `scales`."""
+    rank = dist.get_rank()
+    own = rows[rank].requires_grad_()
+    with world():
+        _, splits = collectives.exchange_counts(counts[rank][None], "ep")
+        arrived = collectives.all_to_all(own, splits, "ep", False)
+        back = collectives.all_to_all(arrived, splits, "ep", True)
+        (arrived * scales[rank]).sum().backward()
+    assert own.grad is not None
+    return arrived.detach(), back.detach(), own.grad
+
+
+@loads
+@world_sizes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_rows_arrive_source_by_source_return_home_and_so_do_gradients(
+    gloo: GlooPool, world_size: int, load: str, dtype: torch.dtype
+) -> None:
+    counts = counts_of(world_size, load)
+    rows, scales = rows_of(counts, dtype), [s + 7 for s in rows_of(counts, dtype)]
+    results = gloo.run(world_size, send, counts, rows, there(counts, scales))
+    expected = there(counts, rows)
+    for rank, (arrived, back, grad) in enumerate(results):
+        assert torch.equal(arrived, expected[rank])
+        assert torch.equal(back, rows[rank])
+        assert torch.equal(grad, scales[rank])
+
+
+def send_reverse(counts: Tensor, rows: list[Tensor], scales: list[Tensor]) -> Tensor:
+    rank = dist.get_rank()
+    with world():
+        _, splits = collectives.exchange_counts(counts[rank][None], "ep")
+        arrived = there(counts, rows)[rank].requires_grad_()
+        (collectives.all_to_all(arrived, splits, "ep", True) * scales[rank]).sum().backward()
+    assert arrived.grad is not None
+    return arrived.grad
+
+
+@world_sizes
+def test_backward_of_the_way_home_is_the_way_there(gloo: GlooPool, world_size: int) -> None:
+    counts = counts_of(world_size, "uneven")
+    rows = rows_of(counts, torch.float64)
+    scales = [s + 7 for s in rows]
+    for grad, expected in zip(
+        gloo.run(world_size, send_reverse, counts, rows, scales), there(counts, scales), strict=True
+    ):
+        assert torch.equal(grad, expected)
+
+
+def send_too_few() -> None:
+    with world():
+        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[2, 2], [2, 2]]), "ep", False)
+
+
+def test_rows_that_do_not_match_the_splits_are_refused_before_anything_moves(gloo: GlooPool) -> None:
+    with pytest.raises(RuntimeError, match='3 rows, but the splits send 4 over "ep"'):
+        gloo.run(2, send_too_few)
+
+
+# ---- all_reduce --------------------------------------------------------------------------------------
+
+
+def reduce_and_differentiate(xs: list[Tensor], grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    x = xs[dist.get_rank()].requires_grad_()
+    before = x.detach().clone()
+    with world():
+        total = collectives.all_reduce(x, "ep")
+        total.backward(grad)
+    assert torch.equal(x, before)
+    assert x.grad is not None
+    return total.detach(), x.grad, before
+
+
+@world_sizes
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)], ids=str)
+def test_all_reduce_sums_forward_and_passes_gradients_through_unchanged(
+    gloo: GlooPool, world_size: int, shape: tuple[int, ...]
+) -> None:
+    xs = [torch.randn(shape, dtype=torch.float64) for _ in range(world_size)]
+    grad = torch.randn(shape, dtype=torch.float64)
+    for total, own_grad, _ in gloo.run(world_size, reduce_and_differentiate, xs, grad):
+        torch.testing.assert_close(total, torch.stack(xs).sum(0))
+        assert torch.equal(own_grad, grad)
+
+
+# ---- together ----------------------------------------------------------------------------------------
+
+
+def check_operators() -> None:
+    """opcheck runs each operator several times, on all ranks alike."""
+    rank = dist.get_rank()
+    counts = counts_of(2, "uneven")[rank][None]
+    rows = rows_of(counts_of(2, "uneven"), torch.float64)[rank]
+    with world():
+        opcheck(collectives.exchange_counts, (counts, "ep"))
+        _, splits = collectives.exchange_counts(counts, "ep")
+        opcheck(collectives.all_to_all, (rows.requires_grad_(), splits, "ep", False))
+        opcheck(collectives.all_reduce, (torch.randn(3, 2, requires_grad=True), "ep"))
+
+
+def test_operators_are_well_formed(gloo: GlooPool) -> None:
+    gloo.run(2, check_operators)
+
+
+def moe_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: str | None) -> Tensor:
+    probabilities, weights, experts = ops.route(x @ gate.t(), 2, "softmax", False, True)
+    rows, counts, positions = ops.permute(x, experts, NUM_EXPERTS)
+    if group is None:
+        out, _ = ops.expert_mlp(rows, counts, up, down, "swiglu")
+    else:
+        received, splits = collectives.exchange_counts(counts, group)
+        arrived = collectives.all_to_all(rows, splits, group, False)
+        done, _ = ops.expert_mlp(arrived, received, up, down, "swiglu")
+        out = collectives.all_to_all(done, splits, group, True)
+    return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(probabilities, experts)
+
+
+def share(t: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
+    return t.tensor_split(size, dim)[rank].detach().clone().requires_grad_()
+
+
+def train_shard(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, compiled: bool) -> list[Tensor]:
+    """This rank's sequences and experts: outputs, and gradients of x, up, down and (summed over ranks) the gate."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    own_x, own_up, own_down = share(x, rank, size), share(up, rank, size), share(down, rank, size)
+    own_gate = gate.clone().requires_grad_()
+    layer = torch.compile(moe_layer, fullgraph=True, backend="aot_eager") if compiled else moe_layer
+    with world():
+        out = layer(own_x, own_gate, own_up, own_down, "ep")
+        out.square().sum().backward()
+        assert own_gate.grad is not None
+        gate_grad = collectives.all_reduce(own_gate.grad, "ep")
+    return [out.detach(), own_x.grad, own_up.grad, own_down.grad, gate_grad]
+
+
+@pytest.mark.parametrize(("world_size", "sequences"), [(1, 2), (2, 4), (4, 4), (4, 3)])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_an_expert_parallel_layer_equals_the_whole_one_with_gradients(
+    gloo: GlooPool, world_size: int, sequences: int, compiled: bool
+) -> None:
+    """With 3 sequences on 4 ranks, one rank has no tokens at all."""
+    shapes = [(sequences, 5, 4), (NUM_EXPERTS, 4), (NUM_EXPERTS, 2, 6, 4), (NUM_EXPERTS, 4, 6)]
+    whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    results = gloo.run(world_size, train_shard, *(t.detach() for t in whole), compiled)
+    # The balance term is a sum over a rank's sequences: so it is over the whole, rank by rank.
+    parts = [moe_layer(x, *whole[1:], None) for x in whole[0].tensor_split(world_size)]
+    torch.cat(parts).square().sum().backward()
+    gathered = [torch.cat([result[i] for result in results]) for i in range(4)]
+    expected = [torch.cat(parts).detach(), whole[0].grad, whole[2].grad, whole[3].grad]
+    for ours, theirs in zip(gathered, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+    for result in results:
+        torch.testing.assert_close(result[4], whole[1].grad, rtol=1e-10, atol=1e-10)

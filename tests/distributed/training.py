@@ -1,0 +1,103 @@
+"""Training runs that the tests compare: as one rank of a plan, and unsharded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from models import moe_plan, moe_spec
+from torch import Tensor
+
+import moec
+from moec.runtime.gradients import clip_gradient_norm
+from moec.runtime.optimizer import make_optimizer
+from moec.runtime.reference import reference
+
+STEPS = 20
+MAX_NORM = 0.5
+
+
+def batches(vocab: int, batch: int, sequence: int, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
+    """The same few batches over and over, so that there is something to learn; one label in ten ignored."""
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(4):
+        tokens = torch.randint(vocab, (batch, sequence), generator=generator)
+        labels = torch.randint(vocab, (batch, sequence), generator=generator)
+        labels[torch.rand(batch, sequence, generator=generator) < 0.1] = -100
+        found.append((tokens, labels))
+    return [found[step % 4] for step in range(steps)]
+
+
+def share(tensor: Tensor, sizes: list[int] | None, rank: int, ranks: int) -> Tensor:
+    """A rank's sequences: an equal share, or as many as `sizes` says."""
+    return tensor.split(sizes)[rank] if sizes else tensor.chunk(ranks)[rank]
+
+
+def train_as_rank(options: dict[str, Any], sizes: list[int] | None = None, steps: int = STEPS) -> dict[str, Any]:
+    """Trains as this process's rank of a plan; gives the curve, gradient norms, loads and final parameters."""
+    torch.set_num_threads(1)
+    plan = moe_plan(**options)
+    spec = plan.spec
+    losses, norms, loads = [], [], []
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        assert spec.train is not None
+        for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, steps):
+            mine = [share(t, sizes, job.data_rank, job.data_size) for t in (tokens, labels)]
+            losses.append(job.step(model, *mine).item())
+            norms.append(job.clip_grad_norm_(model, MAX_NORM).item())
+            loads.append(job.expert_loads(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "loads": loads, "parameters": parameters}
+
+
+def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """The same training of the reference module, in this process."""
+    spec = moe_spec(**options)
+    assert spec.train is not None
+    model = reference(spec, seed=1)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    undecayed = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = make_optimizer(spec.train.optimizer, decayed, undecayed)
+    named = dict(model.named_parameters())
+    losses, norms = [], []
+    for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, steps):
+        loss = model(tokens, labels).loss
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(clip_gradient_norm(named, dict.fromkeys(named, ()), MAX_NORM).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"losses": losses, "norms": norms, "parameters": {n: p.detach() for n, p in named.items()}}
+
+
+def backward_twice(options: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients after two plain backward passes without clearing, this rank's share of each batch."""
+    plan = moe_plan(**options)
+    spec = plan.spec
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        assert spec.train is not None
+        for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, 2):
+            mine = [share(t, None, job.data_rank, job.data_size) for t in (tokens, labels)]
+            model(*mine).loss.backward()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+
+def complain(options: dict[str, Any], bad_rank: int) -> tuple[str, str]:
+    """One rank gives ids out of range; what every rank then says, and that the job still works."""
+    plan = moe_plan(**options)
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        tokens = torch.zeros(1, 4, dtype=torch.int64)
+        try:
+            model(tokens + 99 if job.rank == bad_rank else tokens)
+        except moec.DiagnosticError as error:
+            said = error.diagnostics[0].message
+        else:
+            said = "nothing"
+        return said, str(tuple(model(tokens).logits.shape))

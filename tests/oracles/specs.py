@@ -1,0 +1,27 @@
+"""The small models on which moec is compared with models written by others, as `.moe` text."""
+
+from __future__ import annotations
+
+from moec.driver import to_spec
+from moec.grammar.spec import Spec
+
+VOCAB, BATCH, SEQUENCE = 61, 3, 13
+
+
+def small_spec(
+    layers: str,
+    *,
+    dim: int = 24,
+    depth: int = 2,
+    norm: str = "rms(eps = 1e-5)",
+    dtype: str = "fp32",
+) -> Spec:
+    """A model for one rank whose `layers` blocks are `layers`."""
+    return to_spec(f"""
+        model "small" {{
+          vocab = {VOCAB}; dim = {dim}; depth = {depth}; dtype = {dtype}; norm = {norm}
+          {layers}
+        }}
+        cluster "here" {{ device = cpu; level "process" {{ size = 1 }} }}
+        train {{ batch = {BATCH}; sequence = {SEQUENCE} }}
+    """)

@@ -1,0 +1,155 @@
+"""The reference against the same model written by hand in plain PyTorch: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
+from plain_moe import PlainModel, plain_state_dict
+from torch import Tensor
+
+import moec
+from moec.grammar.spec import Spec
+from moec.runtime.module import PlanModule
+from moec.runtime.reference import reference
+
+MHA = "attention = mha(heads = 3)"
+GQA = "attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())"
+
+
+def moe(gate: str, *, body: str = "swiglu(20)", experts: int = 5, balance: str = "") -> str:
+    terms = f"balance = [{balance}]" if balance else ""
+    return f"moe {{ experts = {experts} * {body}; gate = {gate}; {terms} }}"
+
+
+def layers(attention: str, rest: str) -> str:
+    return f"layers {{ {attention}; {rest} }}"
+
+
+BOTH = "switch_loss(0.3), z_loss(0.05)"
+SPECS = {
+    "mha": layers(MHA, "ffn = swiglu(32)"),
+    "mha-rope": layers("attention = mha(heads = 4, rope = rope(theta = 500))", "ffn = gelu(32)"),
+    "gqa-rope": layers(GQA, "ffn = swiglu(32)"),
+    "gqa-no-rope": layers("attention = gqa(heads = 6, kv_heads = 2)", "ffn = gelu(32)"),
+    "gqa-one-kv-head": layers("attention = gqa(heads = 2, kv_heads = 1, head_dim = 16)", "ffn = gelu(8)"),
+    "one-expert": layers(MHA, moe("topk(1)", experts=1, balance=BOTH)),
+    "gelu-experts": layers(GQA, moe("topk(2)", body="gelu(20)", balance=BOTH)),
+    "switch-loss": layers(GQA, moe("topk(2)", balance="switch_loss(0.3)")),
+    "z-loss": layers(GQA, moe("topk(2, score = sigmoid)", balance="z_loss(0.3)")),
+    "no-balance": layers(GQA, moe("topk(3, normalize = true)")),
+    "all-experts": layers(MHA, moe("topk(5, order = after)", balance=BOTH)),
+    "mixed-dense-and-moe": f"""
+        layers {{ {GQA}; ffn = swiglu(32) }}
+        layers 1..3 step 2 {{ {moe("topk(2)", balance=BOTH)} }}
+        layers 3 {{ attention = mha(heads = 3); moe {{ gate = topk(1); experts = 4 * gelu(16) }} }}
+    """,
+}
+SPECS |= {
+    f"topk-{k}-{score}-{order}-{'normalized' if normalize == 'true' else 'raw'}": layers(
+        GQA, moe(f"topk({k}, score = {score}, order = {order}, normalize = {normalize})", balance=BOTH)
+    )
+    for k in (1, 2, 3)
+    for score in ("softmax", "sigmoid")
+    for order in ("before", "after")
+    for normalize in ("false", "true")
+}
+
+
+def pair(spec: Spec, dtype: torch.dtype = torch.float64) -> tuple[PlanModule, PlainModel]:
+    """moec's model and the handwritten one with the same parameters, spread so that no term is negligible."""
+    ours = reference(spec, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            spread = 0.3 if parameter.dim() > 1 else 0.1
+            parameter += spread * torch.randn(parameter.shape, generator=generator).to(parameter)
+    plain = PlainModel(spec, dtype)
+    copy_parameters(ours, plain)
+    return ours, plain
+
+
+def copy_parameters(ours: PlanModule, plain: PlainModel) -> None:
+    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+
+
+def batch(ignored: float = 0.2) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = torch.randint(VOCAB, (2, BATCH, SEQUENCE), generator=generator)
+    labels[torch.rand(labels.shape, generator=generator) < ignored] = -100
+    return tokens, labels
+
+
+def require_equal(ours: PlanModule, plain: PlainModel, tokens: Tensor, labels: Tensor) -> None:
+    """Logits, loss and gradients agree to 1e-10, absolutely and relatively."""
+    tight = {"rtol": 1e-10, "atol": 1e-10}
+    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
+    torch.testing.assert_close(output.logits, logits, **tight)
+    torch.testing.assert_close(output.loss, loss, **tight)
+    output.loss.backward()
+    loss.backward()
+    ours_by_name = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
+    plain_by_name = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert ours_by_name.keys() == plain_by_name.keys()
+    for name, gradient in plain_by_name.items():
+        assert gradient.abs().max() > 0 or ".experts." in name or ".gate." in name, f"{name}: the test sees no gradient"
+        torch.testing.assert_close(ours_by_name[name], gradient, **tight, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_reference_equals_the_handwritten_model(name: str) -> None:
+    spec = small_spec(SPECS[name], depth=4 if "mixed" in name else 2)
+    require_equal(*pair(spec), *batch())
+
+
+def test_no_label_ignored() -> None:
+    require_equal(*pair(small_spec(SPECS["switch-loss"])), *batch(ignored=0.0))
+
+
+def test_every_label_ignored_leaves_the_balance_terms() -> None:
+    ours, plain = pair(small_spec(SPECS["switch-loss"]))
+    tokens, labels = batch(ignored=1.1)
+    assert (labels == -100).all()
+    output, (_, loss) = ours(tokens, labels), plain(tokens, labels)
+    torch.testing.assert_close(output.loss, loss, rtol=1e-10, atol=1e-10)
+    assert loss > 0.1
+
+
+def test_an_expert_never_used() -> None:
+    """Expert 0 scores 0, and of experts 1 and 2, which are opposites, one always scores more."""
+    ours, plain = pair(small_spec(layers(GQA, moe("topk(1, order = after)", experts=3, balance="switch_loss(0.3)"))))
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name.endswith("gate.weight"):
+                parameter[0], parameter[2] = 0, -parameter[1]
+    copy_parameters(ours, plain)
+    tokens, labels = batch()
+    require_equal(ours, plain, tokens, labels)
+    assert [int(counts[0]) for counts in ours.expert_counts.values()] == [0, 0]
+    unused = [parameter.grad[0] for name, parameter in ours.named_parameters() if "experts" in name]
+    assert all((gradient == 0).all() for gradient in unused)
+
+
+@pytest.mark.parametrize("name", ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts"])
+def test_bf16_is_as_close_to_float64_as_handwritten_bf16(name: str) -> None:
+    """The two round in different places, so each is compared with the same weights in float64."""
+    spec = small_spec(SPECS[name], dtype="bf16")
+    ours, plain = pair(spec, torch.bfloat16)
+    exact = PlainModel(spec, torch.float64)
+    copy_parameters(ours, exact)
+    tokens, labels = batch()
+    with torch.no_grad():
+        output, (logits, loss), (truth, true_loss) = ours(tokens, labels), plain(tokens, labels), exact(tokens, labels)
+    assert output.logits.dtype == torch.bfloat16
+    assert output.loss.dtype == torch.float32
+    median = [float((values.double() - truth).abs().median()) for values in (output.logits, logits)]
+    assert median[0] <= 1.5 * median[1], f"ours {median[0]:.2e}, handwritten {median[1]:.2e}"
+    torch.testing.assert_close(output.loss.double(), true_loss, rtol=0.05, atol=0)
+    torch.testing.assert_close(loss.double(), true_loss, rtol=0.05, atol=0)
+
+
+def test_the_public_reference_is_this_reference() -> None:
+    spec = small_spec(SPECS["switch-loss"])
+    tokens, labels = batch()
+    output = moec.reference(spec, seed=3)(tokens, labels)
+    torch.testing.assert_close(output.loss, reference(spec, seed=3)(tokens, labels).loss, rtol=0, atol=0)

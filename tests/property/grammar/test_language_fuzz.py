@@ -1,0 +1,118 @@
+"""Whatever the text: diagnostics or a Spec, never an exception, and spans that lie in the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moec.grammar import load_file, load_text, render, to_text
+from moec.grammar.diagnostics import CODES, STYLES, Severity
+from moec.grammar.load import Loaded
+from moec.grammar.tables import KEYWORDS
+
+GOOD = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[2].glob("cases/*.moe"))]
+WORDS = [
+    "model",
+    "layers",
+    "moe",
+    "attention",
+    "ffn",
+    "experts",
+    "gate",
+    "gqa",
+    "mha",
+    "swiglu",
+    "gelu",
+    "topk",
+    "rope",
+    "heads",
+    "kv_heads",
+    "cluster",
+    "device",
+    "level",
+    "from",
+    "nodes",
+    "train",
+    "parallel",
+    "dp",
+    "ep",
+    "batch",
+    "sequence",
+    "vocab",
+    "dim",
+    "depth",
+    "context",
+    "dtype",
+    "bf16",
+    "true",
+    "false",
+    "switch_loss",
+    "balance",
+    "n",
+    "m",
+]
+LITERALS = ["0", "1", "2", "8", "64", "0.5", "1e-5", "8GB", "450GB/s", "2us", "3k", '"a"', '"b"', "9" * 30, "1e400"]
+PIECES = [*KEYWORDS, *WORDS, *LITERALS, "\n", "\n", " ", ";", "#", '"', "é", "\t", "\r\n"]
+
+
+def assert_in_good_order(loaded: Loaded) -> None:
+    errors = [found for found in loaded.diagnostics if found.severity is Severity.ERROR]
+    assert (loaded.spec is None) == bool(errors)
+    for found in loaded.diagnostics:
+        assert found.code in CODES
+        for span in (found.span, *(label.span for label in found.labels)):
+            if span:
+                assert 0 <= span.start <= span.end <= len(span.source.text)
+    for style in STYLES:
+        render(loaded.diagnostics, style, color=True)
+    if loaded.spec:
+        assert load_text(to_text(loaded.spec)).spec == loaded.spec
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.binary(max_size=300))
+def test_bytes(data: bytes, tmp_path_factory: object) -> None:
+    path = Path(tmp_path_factory.getbasetemp()) / "fuzz.moe"  # type: ignore[attr-defined]
+    path.write_bytes(data)
+    assert_in_good_order(load_file(path))
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=st.text(max_size=200))
+def test_characters(text: str) -> None:
+    assert_in_good_order(load_text(text))
+
+
+@settings(max_examples=400, deadline=None)
+@given(pieces=st.lists(st.sampled_from(PIECES), max_size=60))
+def test_token_soup(pieces: list[str]) -> None:
+    text = " ".join(pieces)
+    assert_in_good_order(load_text(text))
+
+
+@settings(max_examples=250, deadline=None)
+@given(
+    good=st.sampled_from(GOOD),
+    edits=st.lists(
+        st.tuples(
+            st.floats(0, 1, exclude_max=True), st.integers(0, 12), st.one_of(st.sampled_from(PIECES), st.just(""))
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_mutated_files(good: str, edits: list[tuple[float, int, str]]) -> None:
+    text = good
+    for place, length, replacement in edits:
+        at = int(place * len(text))
+        text = text[:at] + replacement + text[at + length :]
+    assert_in_good_order(load_text(text))
+
+
+@settings(max_examples=100, deadline=None)
+@given(good=st.sampled_from(GOOD), value=st.one_of(st.text(max_size=20), st.integers(), st.floats()))
+def test_overrides(good: str, value: str | int | float) -> None:
+    lets: dict[str, str | int | float] = dict.fromkeys(("experts", "dim", "small", "x"), value)
+    assert_in_good_order(load_text(good, lets=lets))

@@ -1,0 +1,96 @@
+"""Syntax errors: all of a file in one run, each at its place, and none because of another."""
+
+from __future__ import annotations
+
+import pytest
+
+from moec.grammar.diagnostics import Diagnostic
+from moec.grammar.parser import parse
+from moec.grammar.source import Source
+from moec.grammar.syntax import Assignment, Bad, Block
+
+
+def errors(text: str) -> list[Diagnostic]:
+    return parse(Source("test.moe", text))[1]
+
+
+def places(text: str) -> list[tuple[str, int, int]]:
+    return [(d.code, d.span.line, d.span.column) for d in errors(text) if d.span]
+
+
+def test_every_error_of_a_file_is_found_in_one_run() -> None:
+    text = "x = \ny = 1 2\nb { z : 1; w = ) }\nname = 'q'\nv = 3"
+    assert places(text) == [
+        ("MOE0101", 1, 5),
+        ("MOE0101", 2, 7),
+        ("MOE0102", 3, 7),
+        ("MOE0105", 3, 16),
+        ("MOE0102", 4, 8),
+    ]
+
+
+def test_what_follows_an_error_is_parsed() -> None:
+    tree, _ = parse(Source("", "x = = 1\ny = 2"))
+    assert tree
+    assert [type(statement) for statement in tree.body] == [Bad, Assignment]
+
+
+def test_the_inside_of_a_block_with_a_bad_head_is_still_checked() -> None:
+    tree, diagnostics = parse(Source("", "layers 0.. {\n  x = \n  y = 1\n}\nz = 1"))
+    assert [d.span.line for d in diagnostics if d.span] == [1, 2]
+    assert tree
+    head, after = tree.body
+    assert isinstance(head, Bad)
+    assert len(head.body) == 2
+    assert isinstance(after, Assignment)
+
+
+@pytest.mark.parametrize("opening", ["f(1", "[1, 2", "f([1", "f(1, g(2)"])
+def test_an_open_parenthesis_costs_one_statement(opening: str) -> None:
+    tree, diagnostics = parse(Source("", f"b {{\n  x = {opening}\n  y = 1\n  z = 2\n}}\nw = 3"))
+    assert {d.code for d in diagnostics} == {"MOE0104"}
+    assert {d.span.line for d in diagnostics if d.span} == {2}
+    assert tree
+    block = tree.body[0]
+    assert isinstance(block, Block)
+    assert len(block.body) == 3
+    assert len(tree.body) == 2
+
+
+def test_an_open_brace_is_reported_where_it_was_opened() -> None:
+    assert places("a {\n  b {\n    x = 1\n  }\n") == [("MOE0104", 1, 3)]
+
+
+def test_a_bracket_of_the_wrong_kind_is_reported_once_for_each() -> None:
+    assert [code for code, _, _ in places("x = f(1]\ny = 2")] == ["MOE0104", "MOE0105"]
+
+
+def test_a_text_that_is_not_closed_does_not_swallow_the_brace_behind_it() -> None:
+    assert places('model "small {\n  x = 1\n}\n') == [("MOE0103", 1, 7)]
+
+
+def test_nesting_is_bounded() -> None:
+    (diagnostic,) = errors("x = " + "(" * 20_000)
+    assert diagnostic.code == "MOE0106"
+    (diagnostic,) = errors("a {" * 20_000)
+    assert diagnostic.code == "MOE0106"
+    assert errors("x = " + "(" * 64 + "1" + ")" * 64) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "help"),
+    [
+        ("x = 80 GB", "expected the end of the line, found `GB`", "`80GB`"),
+        ("let = 3", "expected a name, found `=`", ""),
+        ("let step = 3", "expected a name, found `step`", "a word of the language"),
+        ("x", "found the end of the file", ""),
+        ("x = f(1 2)", "expected `)` or `,`, found `2`", ""),
+        ("1f1b = 3", "found `1f1b`", "names begin with a letter"),
+        ("x = .5", "U+002E", "`0.5`"),
+        ("x = “a”", "U+201C", '`"`'),
+    ],
+)
+def test_the_message_says_what_was_expected(text: str, message: str, help: str) -> None:
+    diagnostic = errors(text)[0]
+    assert message in diagnostic.message
+    assert help in diagnostic.help

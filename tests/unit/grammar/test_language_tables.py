@@ -1,0 +1,42 @@
+"""The committed tables are the grammar's, and the parser that runs them agrees with lark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from lark import Token
+from lark.exceptions import UnexpectedInput
+
+from moec.grammar import generate
+from moec.grammar.parser import parse
+from moec.grammar.source import Source
+from moec.grammar.tokens import arrange
+
+CASES = sorted(Path(__file__).parents[2].glob("cases/*.moe"))
+LARK = generate.build()
+
+
+def test_tables_are_those_of_the_grammar() -> None:
+    committed = (generate.FOLDER / "tables.py").read_text(encoding="utf-8")
+    assert committed == generate.tables(), "run `python -m moec.grammar.generate`"
+
+
+def lark_accepts(text: str) -> bool:
+    parser = LARK.parse_interactive("", start="file")
+    try:
+        for token in arrange(Source("", text)).tokens:
+            parser.feed_token(Token(token.kind, token.text))
+    except UnexpectedInput:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
+def test_lark_accepts_what_the_parser_accepts(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert lark_accepts(text)
+    lines = text.splitlines()
+    for dropped in range(len(lines)):
+        mutated = "\n".join(lines[:dropped] + lines[dropped + 1 :])
+        assert lark_accepts(mutated) == (not [d for d in parse(Source("", mutated))[1] if d.code == "MOE0101"])

@@ -1,0 +1,241 @@
+"""Values: numbers, units, arithmetic, `let` and its overrides, and what a wrong one is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from moec.grammar import load_text
+from moec.grammar.load import Loaded
+from moec.grammar.spec import Model
+
+MODEL = """
+model "m" {{
+  vocab = {vocab}; dim = {dim}; depth = 2; context = 128
+  layers {{ attention = {attention}; {ffn} }}
+}}
+"""
+
+
+def load(head: str = "", lets: dict[str, str | int | float] | None = None, tail: str = "", **values: str) -> Loaded:
+    given = {"vocab": "256", "dim": "64", "attention": "mha(heads = 4)", "ffn": "ffn = swiglu(128)"} | values
+    return load_text(head + MODEL.format(**given) + tail, lets=lets)
+
+
+def model(head: str = "", lets: dict[str, str | int | float] | None = None, **values: str) -> Model:
+    return load(head, lets, **values).unwrap().model
+
+
+def codes(head: str = "", lets: dict[str, str | int | float] | None = None, tail: str = "", **values: str) -> list[str]:
+    return [diagnostic.code for diagnostic in load(head, lets, tail, **values).diagnostics]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("32_000", 32_000),
+        ("32k", 32_000),
+        ("1.5k", 1500),
+        ("2Ki", 2048),
+        ("2M", 2_000_000),
+        ("1Mi", 1 << 20),
+        ("1e3", 1000),
+        ("2 * (3 + 5) / 4", 4),
+        ("7 - 2 - 1", 4),
+        ("-1 + 4", 3),
+    ],
+)
+def test_whole_numbers(text: str, number: int) -> None:
+    vocab = model(vocab=text).vocab
+    assert vocab == number
+    assert type(vocab) is int
+
+
+def test_quantities_are_in_base_units_and_exact() -> None:
+    device = """
+device "d" { kind = cpu; memory = 1.5GiB; bandwidth = 2_039GB/s; peak { bf16 = 989.4TFLOPS } }
+cluster "c" { device = d; level "node" { size = 1; bandwidth = 0.3KB/s; latency = 2.7us } }
+"""
+    cluster = load(tail=device).unwrap().cluster
+    assert cluster.device.memory == 1.5 * 2**30
+    assert cluster.device.bandwidth == 2.039e12
+    assert cluster.device.peak.bf16 == 989.4e12
+    assert (cluster.levels[0].bandwidth, cluster.levels[0].latency) == (300.0, 2.7e-6)
+
+
+def test_quantities_can_be_scaled_and_divided() -> None:
+    cluster = (
+        'cluster "c" { device = cpu; level "n" { size = all / 2GB; bandwidth = 3 * bw / 2; latency = 1us + 2ms } }'
+    )
+    level = load("let all = 16GB; let bw = 10GB/s\n", tail=cluster).unwrap().cluster.levels[0]
+    assert (level.size, level.bandwidth, level.latency) == (8, 15e9, 2.001e-3)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("1.5", "MOE0206"),
+        ("true", "MOE0201"),
+        ('"256"', "MOE0206"),
+        ("[1]", "MOE0206"),
+        ("0", "MOE0207"),
+        ("-4", "MOE0207"),
+        ("8GB", "MOE0208"),
+        ("8Gb", "MOE0209"),
+        ("8 / 0", "MOE0215"),
+        ("8 + 1us", "MOE0215"),
+        ("2GB * 2GB", "MOE0215"),
+        ("8 / 2us", "MOE0215"),
+        ("1e308 * 1e308", "MOE0215"),
+        ("1e999999999", "MOE0107"),
+        ("9" * 5000, "MOE0107"),
+        ("10_000_000_000_000_000_000", "MOE0107"),
+        ("n", "MOE0201"),
+        ("1 + n", "MOE0201"),
+        ("1 + f(2)", "MOE0206"),
+        ("f(2)", "MOE0206"),
+        ("1..2", "MOE0206"),
+    ],
+)
+def test_what_is_no_whole_number_above_zero_is_told_so(text: str, code: str) -> None:
+    assert codes(vocab=text) == [code]
+
+
+def test_every_mistake_of_a_sum_is_found() -> None:
+    assert codes(vocab="a + 2Q + b") == ["MOE0201", "MOE0209", "MOE0201"]
+
+
+def test_a_let_can_be_any_value_and_use_those_above_it() -> None:
+    head = "let w = 32; let d = 2 * w; let act = swiglu(d); let att = mha(heads = 4, rope = rope); let e = 8 * act\n"
+    found = model(head, dim="d", attention="att", ffn="moe { experts = e; gate = topk(2) }")
+    assert found.dim == 64
+    assert found.layers[0].attention.heads == 4
+    assert found.layers[0].moe
+    assert (found.layers[0].moe.experts.count, found.layers[0].moe.experts.body.hidden) == (8, 64)
+
+
+def test_the_name_of_a_field_may_be_a_let_too() -> None:
+    found = model("let experts = 8\n", ffn="moe { experts = experts * gelu(4); gate = topk(2) }")
+    assert found.layers[0].moe
+    assert found.layers[0].moe.experts.count == 8
+
+
+def test_a_value_that_came_through_a_let_points_at_its_use() -> None:
+    found = model("let w = 64\n", dim="w")
+    span = found.span("dim")
+    assert span
+    assert span.source.text[span.start : span.end] == "w"
+    assert span.line == 4
+
+
+def test_an_error_in_a_value_shows_the_let_it_came_through() -> None:
+    (diagnostic,) = load("let w = 64.5\n", dim="w").diagnostics
+    assert diagnostic.span
+    assert diagnostic.span.line == 4
+    assert [(label.span.line, label.message) for label in diagnostic.labels] == [(1, "`w` is declared here")]
+
+
+@pytest.mark.parametrize("value", ["128", 128, 128.0, "2 * 64", "w"])
+def test_a_let_is_overridden(value: str | int | float) -> None:
+    found = model("let w = 128; let d = 64\n", {"d": value}, dim="d")
+    assert found.dim == 128
+
+
+def test_an_override_may_be_a_word_or_a_call() -> None:
+    found = model(
+        "let t = bf16; let a = gelu(8)\n", {"t": "fp32", "a": "swiglu(4)"}, ffn="ffn = a", vocab="256; dtype = t"
+    )
+    assert found.dtype == "fp32"
+    assert found.layers[0].ffn
+    assert found.layers[0].ffn.hidden == 4
+
+
+def test_a_wrong_override_points_at_the_command_line() -> None:
+    (diagnostic,) = load("let d = 64\n", {"d": "sixty"}, dim="d").diagnostics
+    assert diagnostic.code == "MOE0201"
+    assert diagnostic.labels[0].span.source.text == "d=sixty"
+    assert codes("let d = 64\n", {"d": "1 +"}, dim="d") == ["MOE0101"]
+    assert codes("let d = 64\n", {"d": "1; x = 2"}, dim="d") == ["MOE0101"]
+    assert codes("let d = 64\n", {"d": ""}, dim="d") == ["MOE0101"]
+
+
+def test_an_override_of_an_unknown_let_suggests_one() -> None:
+    (diagnostic,) = load("let experts = 8\n", {"expert": 4}).diagnostics
+    assert diagnostic.code == "MOE0213"
+    assert "did you mean `experts`?" in diagnostic.help
+    assert codes(lets={"x": 1}) == ["MOE0213"]
+
+
+@pytest.mark.parametrize(
+    "head", ["let a = a", "let a = b; let b = a", "let a = [f(b)]; let b = 1", "let a = -b; let b = 1"]
+)
+def test_a_let_cannot_use_itself_or_what_comes_later(head: str) -> None:
+    assert codes(head + "\n") == ["MOE0214"]
+
+
+def test_a_let_is_declared_once() -> None:
+    (diagnostic,) = load("let a = 1\nlet a = 2\n").diagnostics
+    assert (diagnostic.code, diagnostic.labels[0].span.line) == ("MOE0204", 1)
+
+
+def test_lets_that_double_each_other_do_not_grow_without_bound() -> None:
+    head = "let a0 = [1]\n" + "".join(f"let a{i} = [a{i - 1}, a{i - 1}]\n" for i in range(1, 60))
+    assert "MOE0106" in codes(head)
+
+
+def test_a_chain_of_ten_thousand_lets_is_followed() -> None:
+    head = "let a0 = 1\n" + "".join(f"let a{i} = a{i - 1} + 1\n" for i in range(1, 10_000))
+    assert model(head, vocab="a9999").vocab == 10_000
+
+
+@pytest.mark.parametrize(
+    ("values", "code", "suggestion"),
+    [
+        ({"attention": "gqaa(heads = 4, kv_heads = 2)"}, "MOE0201", "`gqa`"),
+        ({"attention": "mha(head = 4)"}, "MOE0201", "`heads`"),
+        ({"attention": "mla(heads = 4)"}, "MOE0202", "gqa, mha"),
+        ({"attention": "mha(heads = 4, window = 128)"}, "MOE0202", "head_dim, heads, rope"),
+        ({"ffn": "fnn = swiglu(4)"}, "MOE0201", "`ffn`"),
+        ({"ffn": "ffn = geglu(4)"}, "MOE0202", "gelu, swiglu"),
+        ({"ffn": "moe { experts = 4 * relu2(8); gate = topk(2) }"}, "MOE0202", "gelu, swiglu"),
+        ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "MOE0202", ""),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2); group = rank }"}, "MOE0202", "sequence"),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, score = softmx) }"}, "MOE0201", "`softmax`"),
+        ({"ffn": "moe { experts = 4; gate = topk(2) }"}, "MOE0206", ""),
+        ({"ffn": "moe { experts = gelu(8) * 4; gate = topk(2) }"}, "MOE0206", ""),
+        ({"ffn": "moe { experts = 4 / gelu(8); gate = topk(2) }"}, "MOE0206", ""),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2); balance = switch_loss(1) }"}, "MOE0206", "brackets"),
+        ({"vocab": '256; dtype = "bf16"'}, "MOE0206", "without quotes"),
+        ({"vocab": "256; dtype = bf16(1)"}, "MOE0206", "write `bf16`"),
+        ({"attention": "mha(4)"}, "MOE0210", "heads = …"),
+        ({"ffn": "ffn = swiglu(4, 5)"}, "MOE0210", "hidden = …"),
+        ({"ffn": "ffn = swiglu(hidden = 4, 5)"}, "MOE0210", ""),
+        ({"ffn": "ffn = swiglu(4, hidden = 5)"}, "MOE0204", ""),
+        ({"ffn": "ffn = swiglu"}, "MOE0203", "hidden width"),
+        ({"ffn": "moe = 4"}, "MOE0211", "`moe { … }`"),
+        ({"ffn": "ffn { }"}, "MOE0211", "`ffn = …`"),
+        ({"ffn": 'moe "x" { }'}, "MOE0212", ""),
+        ({"ffn": "let x = 1; ffn = gelu(4)"}, "MOE0211", ""),
+    ],
+)
+def test_one_mistake_gives_one_diagnostic(values: dict[str, str], code: str, suggestion: str) -> None:
+    diagnostics = [d for d in load(**values).diagnostics if d.code not in ("MOE0203", "MOE0305")]
+    diagnostics = diagnostics or list(load(**values).diagnostics)
+    assert [d.code for d in diagnostics] == [code]
+    assert suggestion in diagnostics[0].help
+
+
+def test_a_misspelt_name_is_not_reported_as_missing_too() -> None:
+    assert codes(vocab="256", dim="64", ffn="ffn = swiglu(hiden = 4)") == ["MOE0201"]
+    (missing, misspelt) = load_text('model "m" { vocb = 3; context = 8 }').diagnostics
+    assert (missing.code, misspelt.code) == ("MOE0203", "MOE0201")
+    assert "`vocab`" not in missing.message
+    assert "`depth`" in missing.message
+
+
+def test_a_file_with_an_open_brace_is_not_told_that_blocks_are_missing() -> None:
+    text = 'model "m" {\n vocab = 4; dim = 4; depth = 1\n layers { attention = mha(heads = 1); ffn = gelu(4)\n }\n'
+    assert [d.code for d in load_text(text).diagnostics] == ["MOE0104"]
+
+
+def test_nothing_is_reported_as_missing_where_something_did_not_parse() -> None:
+    assert [d.code for d in load_text('model "m" { vocab = = 3 }').diagnostics] == ["MOE0101"]

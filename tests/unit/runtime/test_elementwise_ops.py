@@ -1,0 +1,140 @@
+"""`rope` and `swiglu` against their definitions, written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+from torch.library import opcheck
+
+from moec.runtime import ops
+from moec.runtime.backends import torch_rope
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+DTYPES = list(TOLERANCE)
+ROPE = torch.ops.moec.rope_backward.default
+SWIGLU = torch.ops.moec.swiglu_backward.default
+
+
+def naive_rope(x: Tensor, theta: float) -> Tensor:
+    """Position s turns the pair (i, i + h/2) by s · theta^(-2i/h)."""
+    out = torch.empty_like(x)
+    half = x.shape[3] // 2
+    for s in range(x.shape[1]):
+        for i in range(half):
+            angle = s * theta ** (-2 * i / x.shape[3])
+            a, b = x[:, s, :, i], x[:, s, :, i + half]
+            out[:, s, :, i] = a * math.cos(angle) - b * math.sin(angle)
+            out[:, s, :, i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def naive_swiglu(x: Tensor) -> Tensor:
+    gate, up = x.unbind(-2)
+    return gate / (1 + torch.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rope_turns_each_half_split_pair_by_position_times_frequency(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 7, 3, 8, dtype=dtype)
+    torch.testing.assert_close(
+        ops.rope(x, 100.0).double(), naive_rope(x.double(), 100.0), rtol=0, atol=4 * TOLERANCE[dtype]
+    )
+
+
+def test_rope_agrees_with_hugging_face_llama_and_shares_its_tables_bit_for_bit() -> None:
+    from transformers.models.llama.configuration_llama import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=64)
+    x = torch.randn(2, 33, 4, 16)
+    cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(33)[None])
+    ours = torch_rope._tables(33, 16, 10_000.0, torch.float32, torch.device("cpu"))
+    assert torch.equal(ours[0][:, 0], cos[0, :, :8])
+    assert torch.equal(ours[1][:, 0], sin[0, :, :8])
+    theirs, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
+    torch.testing.assert_close(ops.rope(x, 10_000.0), theirs.transpose(1, 2), rtol=0, atol=1e-6)
+
+
+def test_rope_is_undone_by_its_backward() -> None:
+    x = torch.randn(2, 9, 3, 8, dtype=torch.float64)
+    torch.testing.assert_close(ROPE(ops.rope(x, 1e4), 1e4), x)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 2, 4), (1, 1, 1, 2), (0, 3, 2, 4), (2, 0, 2, 4)])
+def test_rope_gradients(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    if x.numel():
+        assert gradcheck(lambda x: ops.rope(x, 1e4), (x,))
+    else:
+        ops.rope(x, 1e4).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == shape
+
+
+def test_rope_takes_inputs_that_are_not_contiguous() -> None:
+    x = torch.randn(2, 3, 5, 8).transpose(1, 2)
+    assert torch.equal(ops.rope(x, 1e4), ops.rope(x.contiguous(), 1e4))
+
+
+def test_rope_tables_made_under_inference_mode_serve_training_after() -> None:
+    torch_rope._tables.cache_clear()
+    with torch.inference_mode():
+        ops.rope(torch.randn(1, 6, 1, 4), 123.0)
+    x = torch.randn(1, 6, 1, 4, requires_grad=True)
+    ops.rope(x, 123.0).sum().backward()
+    assert x.grad is not None
+
+
+def test_rope_table_cache_is_bounded() -> None:
+    for length in range(1, 40):
+        ops.rope(torch.randn(1, length, 1, 4), 1e4)
+    assert torch_rope._tables.cache_info().currsize <= 16
+
+
+def test_rope_refuses_an_odd_head_dim() -> None:
+    with pytest.raises(RuntimeError, match="head dim must be even, not 5"):
+        ops.rope(torch.randn(1, 2, 1, 5), 1e4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 2, 8), (2, 3, 2, 5), (2, 1), (0, 2, 4), (700, 2, 300)], ids=str)
+def test_swiglu_and_its_gradient_agree_with_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    exact = x.detach().double().requires_grad_()
+    out, expected = ops.swiglu(x), naive_swiglu(exact)
+    grad = torch.randn_like(out)
+    out.backward(grad)
+    expected.backward(grad.double())
+    assert x.grad is not None
+    tolerance = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    torch.testing.assert_close(out.double(), expected, **tolerance)
+    torch.testing.assert_close(x.grad.double(), exact.grad, **tolerance)
+
+
+def test_swiglu_rounds_bfloat16_once() -> None:
+    x = torch.randn(64, 2, 32, dtype=torch.bfloat16)
+    assert torch.equal(ops.swiglu(x), ops.swiglu(x.float()).bfloat16())
+
+
+def test_swiglu_gradients() -> None:
+    x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
+    assert gradcheck(ops.swiglu, (x,))
+    assert gradcheck(ops.swiglu, (torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True).mT[..., :2, :],))
+
+
+def test_swiglu_refuses_a_shape_without_two_halves() -> None:
+    with pytest.raises(RuntimeError, match=r"x must be \[\.\.\., 2, F\], not \[4, 3, 8\]"):
+        ops.swiglu(torch.randn(4, 3, 8))
+
+
+def test_operators_are_well_formed() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        x = torch.randn(2, 3, 2, 4, dtype=dtype)
+        opcheck(ops.rope, (x.clone().requires_grad_(), 1e4))
+        opcheck(ROPE, (x, 1e4))
+        opcheck(ops.swiglu, (x.clone().requires_grad_(),))
+        opcheck(SWIGLU, (x[..., 0, :], x))
