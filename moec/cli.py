@@ -170,7 +170,7 @@ def _show(diagnostics: Iterable[Diagnostic], style: str) -> None:
     found = list(diagnostics)
     if found:
         color = style == "full" and sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        print(render(found, style, color=color), file=sys.stderr)
+        print(render(found, style, color=color).rstrip("\n"), file=sys.stderr)
 
 
 def main() -> NoReturn:

@@ -26,7 +26,7 @@ def speak_once(rank: int) -> None:
         if not isinstance(error, DiagnosticError):
             inner(kind, error, trace)
         elif rank == 0:
-            print(render(error.diagnostics, "full"), file=sys.stderr, flush=True)
+            print(render(error.diagnostics, "full").rstrip("\n"), file=sys.stderr, flush=True)
         else:
             # The first rank to exit has the launcher kill the others: rank 0 must have spoken by then.
             time.sleep(HEAD_START_SECONDS)

@@ -1,0 +1,23 @@
+"""Golden Programs: what each `.moe` file here and among the examples compiles to, as text (`--update-golden`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moec.driver import run_passes, to_spec
+from moec.passes.ir.text import print_program
+
+HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+FILES = [*sorted(HERE.glob("*.moe")), *sorted(EXAMPLES.glob("*.moe"))]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_the_placed_program_is_the_one_on_record(file: Path, update_golden: bool):
+    text = print_program(run_passes(to_spec(file)).program)
+    golden = HERE / f"{file.stem}.ir"
+    if update_golden:
+        golden.write_text(text)
+    assert text == golden.read_text(), "compare, and run pytest --update-golden if the change is meant"

@@ -1,0 +1,64 @@
+"""Random models on random clusters: every plan that compiles equals the unsharded model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from models import moe_spec
+
+from moec.codegen.folder import plan_files
+from moec.driver import compile as compile_source
+from moec.grammar.spec import Spec
+from moec.passes.ir.parse import parse_program
+from moec.passes.ir.text import print_program
+from moec.passes.pipeline import compile_program
+from moec.runtime.verify import verify
+
+
+@st.composite
+def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
+    ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
+    experts = draw(st.integers(1, 12))
+    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0 and experts % d == 0]
+    k = draw(st.integers(1, min(experts, 4)))
+    score = draw(st.sampled_from(["softmax", "sigmoid"]))
+    order = draw(st.sampled_from(["before", "after"]))
+    normalize = draw(st.sampled_from(["true", "false"]))
+    balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
+    return moe_spec(
+        ranks=ranks,
+        ep=draw(st.sampled_from([*divisors, None])),
+        experts=experts,
+        expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)"])),
+        gate=f"topk({k}, score = {score}, order = {order}, normalize = {normalize})",
+        balance=balance,
+        dim=draw(st.sampled_from([8, 16])),
+        depth=draw(st.integers(2, 4)),
+        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        batch=ranks * draw(st.integers(1, 2)),
+        sequence=draw(st.integers(1, 9)),
+    )
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(specs())
+def test_every_plan_equals_the_unsharded_model(spec: Spec):
+    report = verify(compile_source(spec))
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(specs(max_ranks=64))
+def test_every_plan_equals_the_unsharded_model_at_length(spec: Spec):
+    report = verify(compile_source(spec))
+    assert report.ok, report
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(specs(max_ranks=64))
+def test_text_and_bytes_are_functions_of_the_spec(spec: Spec):
+    program = compile_program(spec).program
+    assert parse_program(print_program(program)) == program
+    assert plan_files(compile_source(spec)) == plan_files(compile_source(spec))

@@ -1,0 +1,252 @@
+"""The command line: exit codes, streams, and what each command prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from models import moe_text
+
+from moec import cli
+from moec.passes.ir.parse import parse_program
+
+Outcome = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
+    """Runs `moec` in an empty folder with tiny.moe in it; gives exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+    Path("tiny.moe").write_text(moe_text())
+
+    def command(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["moec", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            cli.main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+def test_check_is_silent_about_a_right_file(run):
+    assert run("check", "tiny.moe") == (0, "", "")
+
+
+def test_check_shows_every_mistake_of_every_file_on_stderr(run):
+    Path("bad.moe").write_text(moe_text(dp=3, batch=6))
+    Path("worse.moe").write_text(moe_text().replace("vocab", "vocabb"))
+    code, out, err = run("check", "bad.moe", "tiny.moe", "worse.moe", "--format", "concise")
+    assert (code, out) == (1, "")
+    assert [line.split(":")[0] for line in err.splitlines()] == ["bad.moe", "bad.moe", "worse.moe"]
+
+
+def test_check_finds_what_only_the_degrees_reveal(run):
+    Path("bad.moe").write_text(moe_text(experts=6, ep=4))
+    code, _, err = run("check", "bad.moe")
+    assert code == 1
+    assert "error[MOE0311]" in err
+    assert "--> bad.moe:19:8" in err
+    assert "6 experts declared here (layers 1..2)" in err
+
+
+def test_check_as_json(run):
+    Path("bad.moe").write_text(moe_text(dp=3))
+    code, _, err = run("check", "bad.moe", "--format=json")
+    assert code == 1
+    assert "MOE0310" in json.dumps(json.loads(err))
+
+
+@pytest.mark.parametrize("name", ["nothing.moe", "."])
+def test_an_unreadable_file_is_a_diagnostic(run, name: str):
+    code, out, err = run("check", name)
+    assert (code, out) == (1, "")
+    assert err.startswith("error[MOE000")
+
+
+def test_compile_writes_a_plan_and_a_summary(run):
+    code, out, err = run("compile", "tiny.moe", "-o", "out/my.plan")
+    assert (code, err) == (0, "")
+    assert "compiled tiny in" in out
+    assert "dp 4 (default), edp 2 (default), ep 2" in out
+    assert "moec verify out/my.plan" in out
+    assert Path("out/my.plan/plan.json").is_file()
+
+
+def test_compile_names_the_plan_after_the_file(run):
+    assert run("compile", "tiny.moe")[0] == 0
+    assert Path("tiny.plan/plan.json").is_file()
+
+
+def test_compile_of_a_wrong_file_writes_nothing(run):
+    Path("bad.moe").write_text(moe_text(dp=3))
+    code, out, err = run("compile", "bad.moe")
+    assert (code, out) == (1, "")
+    assert "MOE0310" in err
+    assert not Path("bad.plan").exists()
+
+
+def test_a_let_is_overridden_from_the_command_line(run):
+    Path("let.moe").write_text("let n = 8\n" + moe_text().replace("experts = 8 *", "experts = n *"))
+    assert run("compile", "let.moe", "--let", "n=16", "--emit=spec")[1].count("16 * swiglu(16)") == 1
+    code, _, err = run("compile", "let.moe", "--let", "m=16")
+    assert code == 1
+    assert "MOE0213" in err
+
+
+@pytest.mark.parametrize("stage", ["ast", "spec", "ir", "placed", "fx"])
+def test_emit_prints_the_artifact_alone_and_writes_no_plan(run, stage: str):
+    code, out, err = run("compile", "tiny.moe", f"--emit={stage}")
+    assert (code, err) == (0, "")
+    assert out
+    assert not Path("tiny.plan").exists()
+
+
+def test_emitted_stages_are_what_they_say(run):
+    spec = run("compile", "tiny.moe", "--emit=spec")[1]
+    Path("again.moe").write_text(spec)
+    assert run("compile", "again.moe", "--emit=spec")[1] == spec
+    assert not parse_program(run("compile", "tiny.moe", "--emit=ir")[1]).meshes
+    assert parse_program(run("compile", "tiny.moe", "--emit=placed")[1]).stages
+    assert json.loads(run("compile", "tiny.moe", "--emit=fx")[1])[0]["graphs"]
+
+
+def test_emit_kernels_is_not_supported_yet(run):
+    code, out, err = run("compile", "tiny.moe", "--emit=kernels")
+    assert (code, out) == (1, "")
+    assert "not supported yet" in err
+
+
+def test_stop_after_shows_the_program_so_far(run):
+    shown = parse_program(run("compile", "tiny.moe", "--emit=ir", "--stop-after=place")[1])
+    assert shown.meshes
+    assert not shown.stages
+    assert run("compile", "tiny.moe", "--stop-after=place")[0] == 2
+
+
+def test_print_ir_after_and_time_passes_go_to_stderr(run):
+    code, out, err = run("compile", "tiny.moe", "--print-ir-after=changed", "--time-passes")
+    assert code == 0
+    assert "// after communicate: 50 ops (+6)" in err
+    assert all(f"ms  {name}" in err for name in ("lower", "place", "shard", "communicate", "partition"))
+    assert "//" not in out
+    assert run("compile", "tiny.moe", "--print-ir-after=shard")[2].count("// after") == 1
+
+
+def test_verify_reports_and_exits_0(run):
+    run("compile", "tiny.moe")
+    code, out, err = run("verify", "tiny.plan")
+    assert (code, err) == (0, "")
+    assert "4 ranks, verified on a virtual cluster: the plan equals the unsharded model" in out
+
+
+def test_verify_as_json_has_exactly_the_promised_keys(run):
+    run("compile", "tiny.moe")
+    code, out, _ = run("verify", "tiny.plan", "--json")
+    report = json.loads(out)
+    assert code == 0
+    assert list(report) == [
+        "ok",
+        "world_size",
+        "scaled",
+        "max_output_error",
+        "max_gradient_error",
+        "first_difference",
+    ]
+    assert (report["ok"], report["world_size"], report["scaled"], report["first_difference"]) == (True, 4, False, None)
+    assert report["max_gradient_error"] < 1e-9
+
+
+@pytest.mark.parametrize("command", ["verify", "load"])
+def test_a_plan_that_cannot_be_trusted_is_refused(run, command: str):
+    run("compile", "tiny.moe")
+    stage = Path("tiny.plan/stages/0.json")
+    stage.write_text(stage.read_text().replace("softmax", "sigmoid"))
+    code, out, err = run(command, "tiny.plan")
+    assert (code, out) == (1, "")
+    assert "error[MOE0601]" in err
+
+
+def test_load_says_that_a_plan_is_whole(run):
+    run("compile", "tiny.moe")
+    assert run("load", "tiny.plan", "--trust-nothing") == (0, "tiny.plan: tiny, 4 ranks, 29 parameters, whole\n", "")
+
+
+def test_no_plan_at_all_is_a_diagnostic(run):
+    code, _, err = run("verify", "nothing.plan")
+    assert code == 1
+    assert "error[MOE0600]" in err
+
+
+@pytest.mark.parametrize("name", cli.NOT_YET)
+def test_commands_to_come_say_so(run, name: str):
+    code, out, err = run(name, "anything", "--at", "all")
+    assert (code, out) == (1, "")
+    assert f"`moec {name}` is not supported yet" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compile"],
+        ["compile", "tiny.moe", "--emit=nothing"],
+        ["compile", "tiny.moe", "--let", "x"],
+        ["check", "tiny.moe", "--format=loud"],
+        ["compile", "tiny.moe", "--print-ir-after=nothing"],
+        ["frobnicate"],
+        ["verify", "--nothing"],
+    ],
+)
+def test_wrong_usage_exits_2(run, arguments: list[str]):
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "")
+    assert err
+
+
+def test_a_bug_of_ours_exits_3_and_says_what_to_report(run, monkeypatch):
+    def broken(path: Path, **lets: str) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr("moec.driver.check", broken)
+    code, _, err = run("check", "tiny.moe")
+    assert code == 3
+    assert "ZeroDivisionError: a bug" in err
+    assert "This is a bug in moec. Please report it" in err
+
+
+def test_version(run):
+    import moec
+
+    assert run("--version")[:2] == (0, f"moec {moec.__version__}\n")
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = sys.modules["triton"] = sys.modules["numpy"] = None  # importing them now fails
+sys.argv = ["moec", *sys.argv[1:]]
+from moec.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["check", "tiny.moe"], ["compile", "tiny.moe"], ["load", "tiny.plan"], ["load", "tiny.plan", "--trust-nothing"]],
+)
+def test_commands_that_need_no_torch_work_without_it(run, command: list[str]):
+    run("compile", "tiny.moe")
+    finished = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, *command], capture_output=True, text=True, timeout=60
+    )
+    assert (finished.returncode, finished.stderr) == (0, "")
+
+
+def test_a_closed_pipe_is_no_bug(run):
+    command = f"{sys.executable} -m moec compile tiny.moe --emit=placed | head -1"
+    finished = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert finished.stdout == 'program "tiny" {\n'
+    assert finished.stderr == ""
