@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from moec.grammar.spec import Spec
+from moec.grammar.spec import Spec, Zipf
 from moec.passes.ir import DTYPE_BYTES, Block, Mesh, Parameter, Program, Shard
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import size_of
-from moec.passes.ir.ops import AllToAll, Call, Route
+from moec.passes.ir.ops import AllToAll, Call, Permute, Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,9 +25,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tally:
-    """Counts are exact; traffic assumes that every expert gets the same load.
+    """Counts are exact; traffic is that of an even load, and `imbalance` says how uneven `train.routing` is.
 
     `flops_per_token` is forward and backward (twice forward), the causal half of attention, without recomputation.
+    `imbalance` is the rows of the busiest rank over the mean, experts placed in order, the worst over layers.
     `state_bytes` are weights, gradients, and AdamW's two moments with fp32 master weights where weights are narrower.
     """
 
@@ -38,6 +39,7 @@ class Tally:
     tokens: int
     flops_per_token: float
     traffic: tuple[Traffic, ...]
+    imbalance: float
 
 
 def tally(program: Program, spec: Spec) -> Tally:
@@ -69,7 +71,19 @@ def tally(program: Program, spec: Spec) -> Tally:
         tokens=tokens,
         flops_per_token=3 * flops / tokens,
         traffic=(*_all_to_all_traffic(program, dict(runs), tokens // ranks), *_gradient_traffic(program, dict(runs))),
+        imbalance=max((_imbalance(program, program.block(name), spec) for name, _ in runs), default=1.0),
     )
+
+
+def _imbalance(program: Program, block: Block, spec: Spec) -> float:
+    """Busiest rank over mean for the loads that `train.routing` says to plan for (uniform where it says nothing)."""
+    experts = next((op.num_experts for op in block.ops if isinstance(op, Permute)), 1)
+    routing = spec.train.routing if spec.train else None
+    exponent = routing.s if isinstance(routing, Zipf) else 0.0
+    loads = [rank**-exponent for rank in range(1, experts + 1)]
+    held = experts // _mesh_of(program, block, "ep").size("ep")
+    busiest = max(sum(loads[first : first + held]) for first in range(0, experts, held))
+    return busiest / (sum(loads) * held / experts)
 
 
 def _runs(program: Program) -> dict[str, int]:

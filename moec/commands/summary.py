@@ -32,6 +32,10 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     for index, flow in enumerate(counts.traffic):
         head = "  sends     " if index == 0 else "            "
         lines.append(f"{head}{_bytes(flow.bytes)} per rank and step over {flow.group} ({flow.ranks}): {flow.purpose}")
+    if counts.imbalance > 1:
+        lines.append(
+            f"  load      {counts.imbalance:.2f} × the mean on the busiest rank, for the `routing` to plan for"
+        )
     if counts.state_bytes > spec.cluster.device.memory:
         lines.append("  warning   the states alone do not fit the device: use more ranks, or fewer experts per rank")
     if path:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from moec.passes.ir.layout import Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
-from moec.passes.ir.ops.dense import Blocks
+from moec.passes.ir.ops.tokens import Blocks
 from moec.passes.ir.value import Value
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
-from moec.passes.ir.ops.dense import Blocks
+from moec.passes.ir.ops.tokens import Blocks
 from moec.passes.ir.value import Value
 
 

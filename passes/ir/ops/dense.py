@@ -4,29 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
-from moec.passes.ir.layout import REPLICATED, Layout, Shard
+from moec.passes.ir.layout import Layout, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
+from moec.passes.ir.ops.tokens import Blocks, follow_tokens
 from moec.passes.ir.value import Value, promoted
-
-if TYPE_CHECKING:
-    from moec.passes.ir.program import Block
-
-Blocks = Mapping[str, "Block"]
-
-
-def follow_tokens(op: Op, activations: Sequence[Value], parameters: int = 0) -> Placing:
-    """The rule of an op that treats tokens alike: activations sharded over tokens stay so, parameters are whole.
-
-    Tokens are the leading dims `[batch, sequence]`; every activation must be laid out like the first.
-    """
-    layout = layout_of(activations[0])
-    for axis, placement in layout.placements:
-        if not (isinstance(placement, Shard) and placement.dim < 2):
-            raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
-    wanted = (layout,) * len(activations) + (REPLICATED,) * parameters
-    return Placing(wanted, (layout,) * len(op.results))
 
 
 @register

@@ -6,15 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.passes.ir.layout import REPLICATED, Layout, Partial
+from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
-from moec.passes.ir.ops.dense import Blocks, follow_tokens
+from moec.passes.ir.ops.tokens import Blocks, sum_tokens
 from moec.passes.ir.value import Value, promoted
-
-
-def _summed(op: Op, operands: Sequence[Value]) -> Placing:
-    tokens = follow_tokens(op, operands).operands
-    return Placing(tokens, (Layout.of(dict.fromkeys(tokens[0].axes, Partial())),))
 
 
 @register
@@ -30,7 +25,7 @@ class CrossEntropy(Op):
         return (Type(shape=(), dtype=promoted(logits.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return _summed(self, operands)
+        return sum_tokens(self, operands)
 
 
 @register
@@ -45,7 +40,7 @@ class CountLabels(Op):
         return (Type(shape=(), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return _summed(self, operands)
+        return sum_tokens(self, operands)
 
 
 @register

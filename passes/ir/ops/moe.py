@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.passes.ir.layout import Layout, Partial, Placement, Shard
+from moec.passes.ir.layout import Layout, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
-from moec.passes.ir.ops.dense import ACTIVATION_PARTS, Blocks, follow_tokens
+from moec.passes.ir.ops.dense import ACTIVATION_PARTS
+from moec.passes.ir.ops.tokens import Blocks, follow_tokens, sum_tokens
 from moec.passes.ir.value import Value
 
 
@@ -123,14 +124,6 @@ class Combine(Op):
         return Placing((_experts_layout(meshes, {}, Shard(1)), *tokens.operands), tokens.results)
 
 
-def _sum_over_tokens(op: Op, operands: Sequence[Value]) -> Placing:
-    tokens = follow_tokens(op, operands).operands
-    for axis, placement in tokens[0].placements:
-        if placement != Shard(0):
-            raise LayoutError(f"{op.mnemonic} counts over whole sequences; no rule for {axis}:{placement}")
-    return Placing(tokens, (Layout.of(dict.fromkeys(tokens[0].axes, Partial())),))
-
-
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchLoss(Op):
@@ -144,7 +137,9 @@ class SwitchLoss(Op):
         return (Type(shape=(), dtype=probabilities.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return _sum_over_tokens(self, operands)
+        if any(placement != Shard(0) for _, placement in layout_of(operands[0]).placements):
+            raise LayoutError("switch_loss counts over whole sequences; no rule for part of one")
+        return sum_tokens(self, operands)
 
 
 @register
@@ -158,7 +153,7 @@ class ZLoss(Op):
         return (Type(shape=(), dtype=operands[0].dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return _sum_over_tokens(self, operands)
+        return sum_tokens(self, operands)
 
 
 @register

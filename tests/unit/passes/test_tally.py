@@ -1,7 +1,9 @@
 """tally: counts worked out by hand."""
 
-from models import moe_spec
+import pytest
+from models import moe_spec, moe_text
 
+from moec.grammar import load_text
 from moec.passes.pipeline import compile_program
 from moec.passes.tally import tally
 
@@ -39,3 +41,14 @@ def test_narrow_weights_count_fp32_masters():
     spec = moe_spec(dtype="bf16")
     counts = tally(compile_program(spec).program, spec)
     assert counts.state_bytes == counts.local_parameters * (2 + 2 + 4 + 8)
+
+
+def test_imbalance_is_that_of_the_routing_to_plan_for():
+    def imbalance(routing: str, ep: int) -> float:
+        text = moe_text(ep=ep, experts=4).replace("sequence = 8;", f"sequence = 8; routing = {routing};")
+        spec = load_text(text).unwrap()
+        return tally(compile_program(spec).program, spec).imbalance
+
+    assert imbalance("uniform", 4) == imbalance("zipf(1)", 1) == 1.0
+    assert imbalance("zipf(1)", 4) == pytest.approx(4 / (1 + 1 / 2 + 1 / 3 + 1 / 4))
+    assert imbalance("zipf(1)", 2) == pytest.approx(2 * 1.5 / (1 + 1 / 2 + 1 / 3 + 1 / 4))
