@@ -7,6 +7,7 @@ Whole files are held out where they can be, always the same ones, and every rank
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -145,4 +146,4 @@ def windows(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor
 def unigram_entropy(labels: Tensor) -> float:
     """Bits per byte of the best prediction that sees no context: what counting the bytes of this text alone gives."""
     share = torch.bincount(labels.flatten(), minlength=256).double() / labels.numel()
-    return -float(torch.special.xlogy(share, share).sum()) / float(torch.tensor(2.0).log())
+    return -float(torch.special.xlogy(share, share).sum()) / math.log(2)
