@@ -19,7 +19,7 @@ Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.\[\], ]{0,9999}$")]
 class Data(BaseModel):
     """Frozen, strict, nothing beyond what is declared."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
 
 
 class Ref(Data):

@@ -145,6 +145,24 @@ def make_plan(spec: Spec, program: Program, version: str) -> Plan:
     return Plan(manifest, emit(program))
 
 
+def without_spans(plan: Plan) -> Plan:
+    """The plan with no `.moe` lines in its graphs."""
+    stages = tuple(
+        stage.model_copy(
+            update={
+                "graphs": tuple(
+                    graph.model_copy(
+                        update={"nodes": tuple(node.model_copy(update={"span": None}) for node in graph.nodes)}
+                    )
+                    for graph in stage.graphs
+                )
+            }
+        )
+        for stage in plan.stages
+    )
+    return Plan(plan.manifest, stages)
+
+
 def groups_of(meshes: Mapping[str, Mesh]) -> dict[str, tuple[tuple[int, ...], ...]]:
     """The rank lists of every axis with more than one rank, by the name that graphs use."""
     return {

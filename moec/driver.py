@@ -1,4 +1,7 @@
-"""Walks the road: text → Spec → Program → Plan → job. What `import moec` offers and the command line calls."""
+"""Walks the road: text → Spec → Program → Plan → job. What `import moec` offers and the command line calls.
+
+Each step is imported where it is taken, so that checking a file loads neither what plans nor what runs.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moec import __version__
-from moec.codegen.folder import plan_files
-from moec.codegen.plan import Plan, make_plan
-from moec.codegen.reading import read_plan
 from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
 from moec.passes.pipeline import Compilation, compile_program
 
 if TYPE_CHECKING:
+    from moec.codegen.plan import Plan
     from moec.runtime.job import Job
     from moec.runtime.module import PlanModule
     from moec.runtime.verify import Report
@@ -28,6 +29,8 @@ def compile(source: Source, **lets: float | str) -> Plan:
 
     Raises `DiagnosticError` with every mistake found in the file.
     """
+    from moec.codegen.plan import make_plan
+
     spec = to_spec(source, **lets)
     return make_plan(spec, compile_program(spec).program, __version__)
 
@@ -37,6 +40,8 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
 
     Raises `PlanError` for a plan that moec did not write like this, or, with `trust_nothing`, would not write today.
     """
+    from moec.codegen.reading import read_plan
+
     plan = read_plan(path)
     if trust_nothing:
         _require_same(plan, Path(path))
@@ -101,32 +106,16 @@ def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
 
 
 def _plan(plan: Plan | str | Path) -> Plan:
-    return plan if isinstance(plan, Plan) else load(plan)
+    return load(plan) if isinstance(plan, str | Path) else plan
 
 
 def _require_same(plan: Plan, path: Path) -> None:
     """Spans apart, which point into the file the plan was made from."""
     from moec.codegen.checks import refuse
+    from moec.codegen.folder import plan_files
+    from moec.codegen.plan import without_spans
 
     again = compile(plan.spec)
     for name, content in plan_files(without_spans(again)).items():
         if plan_files(without_spans(plan)).get(name) != content:
             raise refuse(path / name, "compiling the Spec inside the plan gives something else")
-
-
-def without_spans(plan: Plan) -> Plan:
-    """The plan with no `.moe` lines in its graphs."""
-    stages = tuple(
-        stage.model_copy(
-            update={
-                "graphs": tuple(
-                    graph.model_copy(
-                        update={"nodes": tuple(node.model_copy(update={"span": None}) for node in graph.nodes)}
-                    )
-                    for graph in stage.graphs
-                )
-            }
-        )
-        for stage in plan.stages
-    )
-    return Plan(plan.manifest, stages)

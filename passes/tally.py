@@ -80,10 +80,11 @@ def _imbalance(program: Program, block: Block, spec: Spec) -> float:
     experts = next((op.num_experts for op in block.ops if isinstance(op, Permute)), 1)
     routing = spec.train.routing if spec.train else None
     exponent = routing.s if isinstance(routing, Zipf) else 0.0
-    loads = [rank**-exponent for rank in range(1, experts + 1)]
+    loads = [float(rank) ** -exponent for rank in range(1, experts + 1)]
     held = experts // _mesh_of(program, block, "ep").size("ep")
-    busiest = max(sum(loads[first : first + held]) for first in range(0, experts, held))
-    return busiest / (sum(loads) * held / experts)
+    busiest: float = max(sum(loads[first : first + held]) for first in range(0, experts, held))
+    mean: float = sum(loads) * held / experts
+    return busiest / mean
 
 
 def _runs(program: Program) -> dict[str, int]:

@@ -139,7 +139,10 @@ class Job:
         return clip_gradient_norm(dict(model.named_parameters()), sharded, max_norm)
 
     def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
-        """Rows that each expert got in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU."""
+        """Rows that each expert got in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.
+
+        A collective: every rank must call it, or none.
+        """
         layers = sorted(model.expert_counts)
         if not layers:
             return {}

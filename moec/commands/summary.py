@@ -33,9 +33,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         head = "  sends     " if index == 0 else "            "
         lines.append(f"{head}{_bytes(flow.bytes)} per rank and step over {flow.group} ({flow.ranks}): {flow.purpose}")
     if counts.imbalance > 1:
-        lines.append(
-            f"  load      {counts.imbalance:.2f} × the mean on the busiest rank, for the `routing` to plan for"
-        )
+        lines.append(f"  load      the busiest rank gets {counts.imbalance:.2f} × the mean, by `train.routing`")
     if counts.state_bytes > spec.cluster.device.memory:
         lines.append("  warning   the states alone do not fit the device: use more ranks, or fewer experts per rank")
     if path:
