@@ -22,7 +22,7 @@ MAX_EXPANDED_NODES = 1_000_000
 
 def refuse(path: Path, message: str) -> PlanError:
     """The error for a file that moec did not write like this."""
-    return PlanError("MOE0601", "this plan cannot be trusted", path, message, "compile the .moe file again")
+    return PlanError("MOE0601", path, message, "compile the .moe file again")
 
 
 def require_consistent(root: Path, plan: Plan) -> None:

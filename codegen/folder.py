@@ -18,7 +18,7 @@ from typing import Any
 
 from moec.codegen.plan import Plan
 from moec.codegen.python import python_text
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 MANIFEST = "plan.json"
 
@@ -26,9 +26,8 @@ MANIFEST = "plan.json"
 class PlanError(DiagnosticError):
     """A plan that cannot be trusted, or cannot be written."""
 
-    def __init__(self, code: str, title: str, path: Path, message: str, help: str) -> None:
-        diagnostic = Diagnostic(code=code, title=title, span=None, message=f"{path}: {message}", help=help)
-        super().__init__([diagnostic])
+    def __init__(self, code: str, path: Path, message: str, help: str) -> None:
+        super().__init__([diagnose(code, None, f"{path}: {message}", help=help)])
 
 
 def plan_files(plan: Plan) -> dict[str, bytes]:
@@ -49,16 +48,12 @@ def write_plan(plan: Plan, target: Path) -> Path:
     Raises `PlanError` where `target` is something other than a plan, or cannot be written.
     """
     if target.exists() and not (target / MANIFEST).is_file() and not (target.is_dir() and not any(target.iterdir())):
-        raise PlanError(
-            "MOE0603", "the output would replace something that is not a plan", target, "exists", "choose another -o"
-        )
+        raise PlanError("MOE0603", target, "exists", "choose another -o")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise PlanError(
-            "MOE0604", "the plan cannot be written", target, str(error.strerror), "choose another -o"
-        ) from error
+        raise _unwritable(target, error) from error
     try:
         for name, content in plan_files(plan).items():
             file = fresh / name
@@ -70,16 +65,14 @@ def write_plan(plan: Plan, target: Path) -> Path:
         fresh.chmod(0o755)
         _swap(fresh, target)
     except OSError as error:
-        raise PlanError(
-            "MOE0604", "the plan cannot be written", target, str(error.strerror), "choose another -o"
-        ) from error
+        raise _unwritable(target, error) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return target
 
 
 def _unwritable(target: Path, error: OSError) -> PlanError:
-    return PlanError("MOE0604", "the plan cannot be written", target, str(error.strerror), "choose another -o")
+    return PlanError("MOE0604", target, str(error.strerror), "choose another -o")
 
 
 def _swap(fresh: Path, target: Path) -> None:

@@ -53,7 +53,6 @@ def _manifest(path: Path, content: bytes) -> tuple[Manifest, Mapping[str, str]]:
     if data.get("format") != FORMAT:
         raise PlanError(
             "MOE0602",
-            "this plan has another format",
             path,
             f"format {str(data.get('format'))[:20]}, this moec reads {FORMAT}",
             "compile the .moe file again with this moec, or use the moec that wrote it",
@@ -75,9 +74,7 @@ def _read(path: Path) -> bytes:
             raise refuse(path, f"it is larger than {MAX_FILE_BYTES} bytes")
         return path.read_bytes()
     except OSError as error:
-        raise PlanError(
-            "MOE0600", "there is no plan here", path, str(error.strerror), "`moec compile FILE -o DIR` writes one"
-        ) from error
+        raise PlanError("MOE0600", path, str(error.strerror), "`moec compile FILE -o DIR` writes one") from error
 
 
 def _strict_json(path: Path, content: bytes) -> Any:

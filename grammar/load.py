@@ -8,12 +8,12 @@ from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic, DiagnosticError, Severity
-from moec.grammar.parser import parse
-from moec.grammar.resolve import resolve
-from moec.grammar.resolve_files import Files, checked_source, read_source
+from moec.grammar.resolve.files import Files, checked_source, read_source
+from moec.grammar.resolve.top import resolve
 from moec.grammar.source import Source, Span
 from moec.grammar.spec import Spec
-from moec.grammar.syntax import File
+from moec.grammar.syntax.parser import parse
+from moec.grammar.syntax.tree import File
 
 Lets = Mapping[str, str | int | float]
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic, Label
-from moec.grammar.resolve_parts import Part
+from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
 from moec.grammar.spec import Gqa, Mha, Moe, Spec
 

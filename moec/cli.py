@@ -17,7 +17,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from moec import __version__
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, render
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose, render
 
 app = typer.Typer(
     help="The compiler for Mixture-of-Experts models.",
@@ -133,8 +133,8 @@ NOT_YET = {
 
 def _not_yet(name: str) -> None:
     def command(arguments: Annotated[list[str] | None, typer.Argument()] = None) -> None:
-        title, help = f"`moec {name}` is not supported yet", f"`moec {name}`: {NOT_YET[name]}; see the README's table"
-        raise DiagnosticError([Diagnostic(code="MOE0900", title=title, span=None, help=help)])
+        message = f"`moec {name}`: {NOT_YET[name]}"
+        raise DiagnosticError([diagnose("MOE0202", None, message, help="the README's table says what works today")])
 
     app.command(name, hidden=True, context_settings={"ignore_unknown_options": True})(command)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnose
 from moec.grammar.spec import Moe, Spec
 from moec.passes.ir import Mesh, Program, layer_set_name
 
@@ -84,11 +84,10 @@ def _mesh_problems(spec: Spec) -> list[Diagnostic]:
     problems = []
     if dp is not None and dp != ranks:
         problems.append(
-            Diagnostic(
-                code="MOE0310",
-                title="the degrees do not multiply to the cluster's ranks",
-                span=spec.parallel.span("dp"),
-                message=f"dp = {dp}, and every other dense degree is 1, but the cluster has {ranks} ranks",
+            diagnose(
+                "MOE0310",
+                spec.parallel.span("dp"),
+                f"dp = {dp}, and every other dense degree is 1, but the cluster has {ranks} ranks",
                 labels=_cluster_label(spec),
                 help=f"set `dp = {ranks}`, or leave `dp` out",
             )
@@ -96,11 +95,10 @@ def _mesh_problems(spec: Spec) -> list[Diagnostic]:
     if ep is not None and ranks % ep:
         below = max(d for d in _divisors(ranks) if d <= ep)
         problems.append(
-            Diagnostic(
-                code="MOE0312",
-                title="expert-parallel degree does not divide the ranks",
-                span=spec.parallel.span("ep"),
-                message=f"{ranks} / {ep} is not whole",
+            diagnose(
+                "MOE0312",
+                spec.parallel.span("ep"),
+                f"{ranks} / {ep} is not whole",
                 labels=_cluster_label(spec),
                 help=f"set `ep = {below}`",
             )
@@ -124,11 +122,10 @@ def _expert_problems(spec: Spec, moes: list[Moe]) -> list[Diagnostic]:
         layers = [n for n, layer in enumerate(spec.model.layers) if layer.moe is moe]
         which = f"layers {layer_set_name(layers)[1:-1]}"
         problems.append(
-            Diagnostic(
-                code="MOE0311",
-                title="expert-parallel degree does not divide the expert count",
-                span=spec.parallel.span("ep"),
-                message=f"{count} / {ep} leaves {count % ep} experts over",
+            diagnose(
+                "MOE0311",
+                spec.parallel.span("ep"),
+                f"{count} / {ep} leaves {count % ep} experts over",
                 labels=(Label(span=declared, message=f"{count} experts declared here ({which})"),) if declared else (),
                 help=f"set {' or '.join(ways)}",
             )
@@ -142,11 +139,10 @@ def _batch_problems(spec: Spec) -> list[Diagnostic]:
         return []
     more = -(-train.batch // ranks) * ranks
     return [
-        Diagnostic(
-            code="MOE0313",
-            title="the batch does not divide over the data-parallel ranks",
-            span=train.span("batch"),
-            message=f"{train.batch} sequences over {ranks} ranks",
+        diagnose(
+            "MOE0313",
+            train.span("batch"),
+            f"{train.batch} sequences over {ranks} ranks",
             labels=_cluster_label(spec),
             help=f"set `batch = {more}`",
         )

@@ -6,7 +6,7 @@ import sys
 import time
 from types import TracebackType
 
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, render
+from moec.grammar.diagnostics import DiagnosticError, diagnose, render
 
 HEAD_START_SECONDS = 2.0
 
@@ -14,8 +14,8 @@ HEAD_START_SECONDS = 2.0
 class JobError(DiagnosticError):
     """Something a training script or its launch got wrong, found before any collective that trains has begun."""
 
-    def __init__(self, code: str, title: str, message: str, help: str = "") -> None:
-        super().__init__([Diagnostic(code=code, title=title, span=None, message=message, help=help)])
+    def __init__(self, code: str, message: str, help: str = "") -> None:
+        super().__init__([diagnose(code, None, message, help=help)])
 
 
 def speak_once(rank: int) -> None:

@@ -73,7 +73,6 @@ class Job:
         if self.world_size != ranks:
             raise JobError(
                 "MOE0701",
-                "the number of processes is not the plan's number of ranks",
                 f"the plan is for {ranks}, and this job has {self.world_size}",
                 f"start it with `torchrun --nproc-per-node {ranks} …` (on several nodes, {ranks} processes in all), "
                 f"or compile the file for a cluster of {self.world_size}",
@@ -154,7 +153,7 @@ class Job:
 
     def save(self, path: str, model: PlanModule, optimizer: torch.optim.Optimizer) -> None:
         """Checkpoints are not supported yet."""
-        raise JobError("MOE0700", "not supported yet", "job.save: checkpoints come in a later version of moec")
+        raise JobError("MOE0700", "job.save: checkpoints come in a later version of moec")
 
     def _sharded_over(self, data: ParameterData) -> tuple[str, ...]:
         mesh = None if data.mesh == "dense" else data.mesh

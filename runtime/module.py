@@ -68,7 +68,7 @@ class PlanModule(nn.Module):
         """
         complaint = self._agree(self._complaint(tokens, labels), tokens.device)
         if complaint:
-            raise JobError("MOE0702", "the model cannot take this batch", complaint)
+            raise JobError("MOE0702", complaint)
         graph: fx.GraphModule = self.__dict__["_forward_graph"]
         out = graph(tokens)
         results = dict(zip(self._results, out if isinstance(out, tuple) else (out,), strict=True))

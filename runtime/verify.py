@@ -227,7 +227,6 @@ def _require_memory(plan: Plan) -> None:
     if needed > MAX_BYTES:
         raise JobError(
             "MOE0703",
-            "this plan is too large to verify at its own widths",
             f"{plan.name}: about {needed / 1e9:.0f} GB in float64, the limit is {MAX_BYTES / 1e9:.0f} GB",
             "toy widths (`--scale`) are not supported yet; verify a copy of the file with a small `dim`, `vocab` and "
             "hidden widths: layers, degrees and groups stay the same",

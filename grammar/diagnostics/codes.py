@@ -1,7 +1,7 @@
 """Every diagnostic's code and title. A code keeps its meaning for ever; a retired one is not given out again.
 
 MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
-MOE0310 to MOE0319 are the mesh's (the `place` pass makes them).
+MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE06xx: plan folders. MOE07xx: jobs and `verify`.
 Each has a page under `tests/diagnostics/`, which is its test as well.
 """
 
@@ -56,6 +56,19 @@ CODES: dict[str, str] = {
     "MOE0307": "sequences are longer than the context",
     "MOE0308": "nothing says how long sequences are",
     "MOE0309": "`ffn` and `moe` share one slot",
+    "MOE0310": "the degrees do not multiply to the cluster's ranks",
+    "MOE0311": "expert-parallel degree does not divide the expert count",
+    "MOE0312": "expert-parallel degree does not divide the ranks",
+    "MOE0313": "the batch does not divide over the data-parallel ranks",
+    "MOE0600": "there is no plan here",
+    "MOE0601": "this plan cannot be trusted",
+    "MOE0602": "this plan has another format",
+    "MOE0603": "the output would replace something that is not a plan",
+    "MOE0604": "the plan cannot be written",
+    "MOE0700": "not supported yet by a job",
+    "MOE0701": "the number of processes is not the plan's number of ranks",
+    "MOE0702": "the model cannot take this batch",
+    "MOE0703": "this plan is too large to verify at its own widths",
 }
 
 

@@ -12,7 +12,7 @@ from moec.codegen.plan import Plan, make_plan
 from moec.commands.summary import summary
 from moec.driver import read, run_passes
 from moec.grammar import to_text
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
 from moec.passes.ir import Program
 from moec.passes.ir.text import print_program
 from moec.passes.pipeline import PASS_NAMES, Record
@@ -46,7 +46,8 @@ def run(
         print(to_text(loaded.spec), end="")
         return loaded.diagnostics
     if emit == "kernels":
-        raise _not_yet("`--emit=kernels`", "rendered kernels come in a later version")
+        message = "`--emit=kernels`: rendered kernels come in a later version"
+        raise DiagnosticError([diagnose("MOE0202", None, message)])
     if emit == "ir" and stop_after is None:
         stop_after = "lower"
     compilation = run_passes(loaded.spec, stop_after)
@@ -87,7 +88,3 @@ def _print_times(records: list[Record]) -> None:
     for record in records:
         print(f"{record.seconds * 1e3:9.2f} ms  {record.name}{_op_change(record)}", file=sys.stderr)
     print(f"{total * 1e3:9.2f} ms  in all", file=sys.stderr)
-
-
-def _not_yet(name: str, help: str) -> DiagnosticError:
-    return DiagnosticError([Diagnostic(code="MOE0900", title=f"{name} is not supported yet", span=None, help=help)])

@@ -2,7 +2,8 @@
 
 A page is `MOExxxx.md`: a title, why the rule is there and how to keep it, a wrong file, the exact output, and the
 corrected file. Most files are checked by `check_file`. A code that needs another road (a later pass, another way
-to save the file) has an entry in `CHECKS`.
+to save the file) has an entry in `CHECKS`. What happens without a `.moe` file has an entry in `EVENTS`, and its page
+says what to do in the place of the two files.
 """
 
 from __future__ import annotations
@@ -13,12 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from diagnostics.events import EVENTS
 
+from moec.driver import check as check_degrees
 from moec.grammar import load_file, render
-from moec.grammar.diagnostics import CODES, Diagnostic
+from moec.grammar.diagnostics import CODES, Diagnostic, codes
 
 FOLDER = Path(__file__).parent
+SOURCES = [FOLDER.parents[1] / folder for folder in ("moec", "grammar", "passes", "codegen", "runtime")]
 PAGES = sorted(FOLDER.glob("MOE*.md"))
+FILE_PAGES = [path for path in PAGES if path.stem not in EVENTS]
+EVENT_PAGES = [path for path in PAGES if path.stem in EVENTS]
 
 Check = Callable[[str, Path], Sequence[Diagnostic]]
 
@@ -48,6 +54,13 @@ def in_place_of_a_file(text: str, folder: Path) -> Sequence[Diagnostic]:
     return load_file(folder / "example.moe").diagnostics
 
 
+def with_degrees(text: str, folder: Path) -> Sequence[Diagnostic]:
+    """What `moec check` says: the degrees are the `place` pass's to check."""
+    path = folder / "example.moe"
+    path.write_text(text, encoding="utf-8")
+    return check_degrees(path)
+
+
 # How to come to the wrong file, by code; the corrected one is always checked as it stands, unless `EVERY` has it.
 CHECKS: dict[str, Check] = {
     "MOE0001": missing,
@@ -61,6 +74,7 @@ CHECKS: dict[str, Check] = {
 # The same for the wrong and the corrected file: a later pass, or a command line.
 EVERY: dict[str, Check] = {
     "MOE0213": lambda text, folder: load_bytes(text.encode(), folder, expert="8"),
+    **dict.fromkeys(("MOE0310", "MOE0311", "MOE0312", "MOE0313"), with_degrees),
 }
 
 
@@ -91,7 +105,14 @@ def test_every_code_has_a_page_and_every_page_a_code() -> None:
     assert [path.stem for path in PAGES] == sorted(CODES)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_code_in_the_sources_is_registered_and_every_registered_code_is_used() -> None:
+    registry = Path(str(codes.__file__)).resolve()
+    texts = [p.read_text("utf-8") for folder in SOURCES for p in folder.rglob("*.py") if p.resolve() != registry]
+    used = {code for text in texts for code in re.findall(r'"(MOE\d{4})"', text)}
+    assert used == set(CODES)
+
+
+@pytest.mark.parametrize("path", FILE_PAGES, ids=lambda path: path.stem)
 def test_page_shows_what_the_wrong_file_gives(path: Path, tmp_path: Path, update_golden: bool) -> None:
     page, code = read(path), path.stem
     check = CHECKS.get(code) or EVERY.get(code, check_file)
@@ -99,15 +120,39 @@ def test_page_shows_what_the_wrong_file_gives(path: Path, tmp_path: Path, update
     output = render(diagnostics)
     assert code in {diagnostic.code for diagnostic in diagnostics}
     assert str(tmp_path) not in output
-    if update_golden:
-        text = path.read_text(encoding="utf-8")
-        path.write_text(text.replace(f"```text\n{page.output}```", f"```text\n{output}```"), encoding="utf-8")
-    else:
-        assert output == page.output
+    assert_shown(path, page.output, output, update_golden)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILE_PAGES, ids=lambda path: path.stem)
 def test_corrected_file_gives_no_diagnostic(path: Path, tmp_path: Path) -> None:
     page, code = read(path), path.stem
     assert page.title == f"{code}: {CODES[code]}"
     assert render(EVERY.get(code, check_file)(page.corrected, tmp_path)) == ""
+
+
+_EVENT_PAGE = re.compile(
+    r"# (?P<title>[^\n]*)\n\n(?P<prose>.+?)\n\n```text\n(?P<output>.*?)```\n\n## What to do\n\n(?P<advice>.+?)\n",
+    re.DOTALL,
+)
+
+
+@pytest.mark.parametrize("path", EVENT_PAGES, ids=lambda path: path.stem)
+def test_page_shows_what_the_event_gives(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, update_golden: bool
+) -> None:
+    page, code = _EVENT_PAGE.fullmatch(path.read_text(encoding="utf-8")), path.stem
+    assert page, f"{path.name} is not of the form of a page"
+    monkeypatch.chdir(tmp_path)
+    diagnostics = EVENTS[code]()
+    assert [diagnostic.code for diagnostic in diagnostics] == [code]
+    assert page["title"] == f"{code}: {CODES[code]}"
+    assert_shown(path, page["output"], render(diagnostics), update_golden)
+
+
+def assert_shown(path: Path, shown: str, output: str, update_golden: bool) -> None:
+    """The page shows `output`, or is made to."""
+    if update_golden:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text.replace(f"```text\n{shown}```", f"```text\n{output}```"), encoding="utf-8")
+    else:
+        assert shown == output

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moec.grammar import load_file, load_text, render, to_text
 from moec.grammar.diagnostics import CODES, STYLES, Severity
 from moec.grammar.load import Loaded
-from moec.grammar.tables import KEYWORDS
+from moec.grammar.syntax.tables import KEYWORDS
 
 GOOD = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[2].glob("cases/*.moe"))]
 WORDS = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moec.grammar.diagnostics import Diagnostic
-from moec.grammar.parser import parse
 from moec.grammar.source import Source
-from moec.grammar.syntax import Assignment, Bad, Block
+from moec.grammar.syntax.parser import parse
+from moec.grammar.syntax.tree import Assignment, Bad, Block
 
 
 def errors(text: str) -> list[Diagnostic]:

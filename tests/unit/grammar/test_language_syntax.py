@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from moec.grammar.parser import parse
 from moec.grammar.source import Source, Span
-from moec.grammar.syntax import (
+from moec.grammar.syntax.parser import parse
+from moec.grammar.syntax.tree import (
     Argument,
     Assignment,
     Block,

@@ -8,18 +8,18 @@ import pytest
 from lark import Token
 from lark.exceptions import UnexpectedInput
 
-from moec.grammar import generate
-from moec.grammar.parser import parse
 from moec.grammar.source import Source
-from moec.grammar.tokens import arrange
+from moec.grammar.syntax import generate
+from moec.grammar.syntax.parser import parse
+from moec.grammar.syntax.tokens import arrange
 
 CASES = sorted(Path(__file__).parents[2].glob("cases/*.moe"))
 LARK = generate.build()
 
 
 def test_tables_are_those_of_the_grammar() -> None:
-    committed = (generate.FOLDER / "tables.py").read_text(encoding="utf-8")
-    assert committed == generate.tables(), "run `python -m moec.grammar.generate`"
+    committed = generate.TABLES.read_text(encoding="utf-8")
+    assert committed == generate.tables(), "run `python -m moec.grammar.syntax.generate`"
 
 
 def lark_accepts(text: str) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from moec.grammar.resolve_scope import BROKEN, Broken, Quantity, Scope, Written
+from moec.grammar.resolve.scope import BROKEN, Broken, Quantity, Scope, Written
 from moec.grammar.schema import NumberKind
 from moec.grammar.suggest import advice, nearest
-from moec.grammar.syntax import Call, Expression, Name, Negative, Number, Operation
+from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation
 from moec.grammar.units import EXAMPLES, LARGEST_WHOLE, NAMES, UNITS, exact
 
 _LITERAL = re.compile(r"([0-9_]+(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?)(.*)")

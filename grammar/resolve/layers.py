@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moec.grammar import rules
-from moec.grammar.resolve_numbers import number
-from moec.grammar.resolve_parts import Given, Part, build, merged
-from moec.grammar.resolve_scope import BROKEN, Broken, Scope, Written
+from moec.grammar.resolve.numbers import number
+from moec.grammar.resolve.parts import Given, Part, build, merged
+from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import Bound, NumberKind
 from moec.grammar.source import Span
 from moec.grammar.spec import Gqa, Layer, Mha
 from moec.grammar.spec.base import Node
-from moec.grammar.syntax import Expression, Range, Sequence
+from moec.grammar.syntax.tree import Expression, Range, Sequence
 
 _INDEX = NumberKind(whole=True, unit="", bounds=(Bound("at least", 0),))
 

@@ -9,7 +9,7 @@ from typing import Final
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic, Label
 from moec.grammar.source import Span
-from moec.grammar.syntax import Expression, Name
+from moec.grammar.syntax.tree import Expression, Name
 
 
 class Broken(Enum):

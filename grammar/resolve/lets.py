@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from moec.grammar.diagnostics.model import Label
-from moec.grammar.parser import parse_value
-from moec.grammar.resolve_numbers import compute, is_arithmetic
-from moec.grammar.resolve_scope import BROKEN, Broken, Constant, Scope
+from moec.grammar.resolve.numbers import compute, is_arithmetic
+from moec.grammar.resolve.scope import BROKEN, Broken, Constant, Scope
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import advice
-from moec.grammar.syntax import (
+from moec.grammar.syntax.parser import parse_value
+from moec.grammar.syntax.tokens import MAX_NESTING
+from moec.grammar.syntax.tree import (
     Call,
     Expression,
     Let,
@@ -23,10 +24,9 @@ from moec.grammar.syntax import (
     Operation,
     Range,
 )
-from moec.grammar.syntax import (
+from moec.grammar.syntax.tree import (
     Sequence as ListValue,
 )
-from moec.grammar.tokens import MAX_NESTING
 
 MAX_SIZE = 10_000
 """Parts of one value once its `let` names are replaced: lists of lists of lists grow without bound otherwise."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from moec.grammar.notyet import LISTS_NOT_YET, NOT_YET
-from moec.grammar.resolve_numbers import is_arithmetic, number
-from moec.grammar.resolve_parts import Given, Part, build, report_twice
-from moec.grammar.resolve_scope import BROKEN, Broken, Scope, Written
+from moec.grammar.resolve.numbers import is_arithmetic, number
+from moec.grammar.resolve.parts import Given, Part, build, report_twice
+from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import (
     CallKind,
     Field,
@@ -23,8 +23,8 @@ from moec.grammar.schema import (
 )
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice, nearest
-from moec.grammar.syntax import Argument, Call, Expression, Name, Negative, Number, Operation, Range, String
-from moec.grammar.syntax import Sequence as ListValue
+from moec.grammar.syntax.tree import Argument, Call, Expression, Name, Negative, Number, Operation, Range, String
+from moec.grammar.syntax.tree import Sequence as ListValue
 from moec.grammar.units import EXAMPLES
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic
 from moec.grammar.source import Source, Span
-from moec.grammar.tables import IGNORED, KEYWORDS, PATTERN
+from moec.grammar.syntax.tables import IGNORED, KEYWORDS, PATTERN
 
 MAX_NESTING = 64
 """Brackets within brackets. A person writes four or five; everything behind the parser recurses on them."""

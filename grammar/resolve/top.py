@@ -1,7 +1,6 @@
 """Syntax trees to a Spec: the blocks at the top of the files, each to its part of it.
 
-The work is in the files beside this one: lets, numbers, values, blocks, layers, cluster. None of them knows a
-word of the language; they read the schema.
+The work is in the files beside this one: lets, numbers, values, blocks, layers, cluster.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ from dataclasses import dataclass, field, replace
 
 from moec.grammar import rules
 from moec.grammar.diagnostics.model import Diagnostic
-from moec.grammar.resolve_blocks import read_block, report_blocks_twice
-from moec.grammar.resolve_cluster import Machines, resolve_clusters
-from moec.grammar.resolve_files import library_names, read_library
-from moec.grammar.resolve_layers import resolve_layers
-from moec.grammar.resolve_lets import declare_lets
-from moec.grammar.resolve_parts import Given, Part, build, make
-from moec.grammar.resolve_scope import BROKEN, Broken, Scope
-from moec.grammar.resolve_values import unknown
+from moec.grammar.resolve.blocks import read_block, report_blocks_twice
+from moec.grammar.resolve.cluster import Machines, resolve_clusters
+from moec.grammar.resolve.files import library_names, read_library
+from moec.grammar.resolve.layers import resolve_layers
+from moec.grammar.resolve.lets import declare_lets
+from moec.grammar.resolve.parts import Given, Part, build, make
+from moec.grammar.resolve.scope import BROKEN, Broken, Scope
+from moec.grammar.resolve.values import unknown
 from moec.grammar.schema import fields
 from moec.grammar.source import Span
 from moec.grammar.spec import ClusterText, Device, Layer, Model, Spec, Train
 from moec.grammar.spec.base import Node
-from moec.grammar.syntax import Assignment, Bad, Block, Let, Statement
+from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
 
 _DEFAULT_CLUSTER = "clusters/one_rank"
 

@@ -6,13 +6,13 @@ statement does not parse, it is taken back, an ERROR takes its place, and parsin
 
 from __future__ import annotations
 
-from moec.grammar.builder import Builder
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic
 from moec.grammar.source import Source, Span
-from moec.grammar.syntax import Assignment, Expression, File, Number
-from moec.grammar.tables import END, KEYWORDS, RULES, START, STATES
-from moec.grammar.tokens import Token, arrange
+from moec.grammar.syntax.builder import Builder
+from moec.grammar.syntax.tables import END, KEYWORDS, RULES, START, STATES
+from moec.grammar.syntax.tokens import Token, arrange
+from moec.grammar.syntax.tree import Assignment, Expression, File, Number
 
 _VALUE = frozenset({"NUMBER", "STRING", "NAME", "LPAR", "LSQB"})
 _OPERATORS = frozenset(KEYWORDS[text] for text in ("+", "-", "*", "/", ".."))

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from moec.grammar.diagnostics.model import Label
-from moec.grammar.resolve_parts import Given, Part, build, make, merged
-from moec.grammar.resolve_scope import BROKEN, Broken, Scope
+from moec.grammar.resolve.parts import Given, Part, build, make, merged
+from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import fields
 from moec.grammar.spec import Cluster, ClusterText, Device
 from moec.grammar.suggest import advice

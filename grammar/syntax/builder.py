@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moec.grammar.source import Source, Span
-from moec.grammar.syntax import (
+from moec.grammar.syntax.tokens import Token
+from moec.grammar.syntax.tree import (
     Argument,
     Assignment,
     Bad,
@@ -22,7 +23,6 @@ from moec.grammar.syntax import (
     String,
     Use,
 )
-from moec.grammar.tokens import Token
 
 
 class Builder:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from moec.grammar.diagnostics.model import Label
-from moec.grammar.resolve_parts import Given, Part, report_twice
-from moec.grammar.resolve_scope import BROKEN, Scope
-from moec.grammar.resolve_values import resolve_field, unknown
+from moec.grammar.resolve.parts import Given, Part, report_twice
+from moec.grammar.resolve.scope import BROKEN, Scope
+from moec.grammar.resolve.values import resolve_field, unknown
 from moec.grammar.rules import one_slot
 from moec.grammar.schema import fields
 from moec.grammar.spec.base import Node
-from moec.grammar.syntax import Assignment, Bad, Block, Let, Use
+from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Use
 
 
 def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:

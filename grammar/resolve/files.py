@@ -11,15 +11,15 @@ from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic, InternalError, Severity
-from moec.grammar.parser import parse
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import advice
-from moec.grammar.syntax import Statement, String, Use
+from moec.grammar.syntax.parser import parse
+from moec.grammar.syntax.tree import Statement, String, Use
 
 MAX_BYTES = 4 * 1024 * 1024
 MAX_USE_DEPTH = 32
 
-_LIBRARY = Path(__file__).parent / "library"
+_LIBRARY = Path(__file__).parents[1] / "library"
 
 
 def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from moec.grammar.diagnostics.model import InternalError, Label
-from moec.grammar.resolve_scope import BROKEN, Broken, Scope
+from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import Field, fields
 from moec.grammar.source import Span
 from moec.grammar.spec.base import Node
-from moec.grammar.syntax import Expression, String
+from moec.grammar.syntax.tree import Expression, String
 
 
 @dataclass(frozen=True, slots=True)

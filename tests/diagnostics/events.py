@@ -1,0 +1,103 @@
+"""What happens without a `.moe` file: plans that cannot be read or written, and jobs that cannot run.
+
+Each function brings one diagnostic about and gives it, with the working folder an empty one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from models import moe_plan
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+
+PLAN = Path("tiny.plan")
+
+
+def raised(act: Callable[[], object]) -> Sequence[Diagnostic]:
+    with pytest.raises(DiagnosticError) as error:
+        act()
+    return error.value.diagnostics
+
+
+def no_plan() -> Sequence[Diagnostic]:
+    from moec.codegen.reading import read_plan
+
+    return raised(lambda: read_plan(PLAN))
+
+
+def edited_plan() -> Sequence[Diagnostic]:
+    from moec.codegen.reading import read_plan
+
+    moe_plan().save(PLAN)
+    graphs = PLAN / "stages" / "0.json"
+    graphs.write_bytes(graphs.read_bytes().replace(b"linear", b"system"))
+    return raised(lambda: read_plan(PLAN))
+
+
+def plan_of_another_format() -> Sequence[Diagnostic]:
+    from moec.codegen.reading import read_plan
+
+    moe_plan().save(PLAN)
+    manifest = PLAN / "plan.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format": 1', b'"format": 2'))
+    return raised(lambda: read_plan(PLAN))
+
+
+def output_that_is_no_plan() -> Sequence[Diagnostic]:
+    Path("notes").mkdir()
+    Path("notes", "today.txt").write_text("buy bread")
+    return raised(lambda: moe_plan().save(Path("notes")))
+
+
+def output_below_a_file() -> Sequence[Diagnostic]:
+    Path("notes").write_text("buy bread")
+    return raised(lambda: moe_plan().save(Path("notes", "below", "tiny.plan")))
+
+
+def saving() -> Sequence[Diagnostic]:
+    from moec.runtime.job import Job
+
+    return raised(lambda: Job(moe_plan()).save("checkpoint", None, None))  # type: ignore[arg-type]
+
+
+def too_few_processes() -> Sequence[Diagnostic]:
+    from moec.runtime.job import Job
+
+    hook = sys.excepthook
+    try:
+        return raised(Job(moe_plan(ranks=4)).__enter__)
+    finally:
+        sys.excepthook = hook
+
+
+def token_out_of_range() -> Sequence[Diagnostic]:
+    import torch
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model = reference(moe_spec())
+    return raised(lambda: model(torch.full((1, 4), 32)))
+
+
+def too_large_to_verify() -> Sequence[Diagnostic]:
+    from moec.runtime.verify import verify
+
+    return raised(lambda: verify(moe_plan(dim=8192, expert="swiglu(65_536)")))
+
+
+EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
+    "MOE0600": no_plan,
+    "MOE0601": edited_plan,
+    "MOE0602": plan_of_another_format,
+    "MOE0603": output_that_is_no_plan,
+    "MOE0604": output_below_a_file,
+    "MOE0700": saving,
+    "MOE0701": too_few_processes,
+    "MOE0702": token_out_of_range,
+    "MOE0703": too_large_to_verify,
+}

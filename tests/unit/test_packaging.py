@@ -1,0 +1,39 @@
+"""What is in the tree is in the wheel: pyproject.toml's lists of packages and data files against the folders."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+FOLDERS = SETUPTOOLS["package-dir"]
+
+
+def test_every_folder_with_an_init_is_listed_as_a_package():
+    found = {
+        ".".join((package, *init.parent.relative_to(ROOT / folder).parts))
+        for package, folder in FOLDERS.items()
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert found == set(SETUPTOOLS["packages"])
+    assert len(found) == len(SETUPTOOLS["packages"])
+
+
+def test_every_python_file_lies_in_a_package():
+    for folder in FOLDERS.values():
+        for file in (ROOT / folder).rglob("*.py"):
+            assert (file.parent / "__init__.py").exists(), file
+
+
+def test_every_data_file_is_package_data():
+    covered = {
+        file
+        for package, patterns in SETUPTOOLS["package-data"].items()
+        for pattern in patterns
+        for file in (ROOT / FOLDERS[package]).glob(pattern)
+    }
+    for folder in FOLDERS.values():
+        for file in (ROOT / folder).rglob("*"):
+            if file.is_file() and file.suffix not in (".py", ".pyc"):
+                assert file in covered, f"{file.relative_to(ROOT)} would not be in the wheel"
