@@ -186,7 +186,7 @@ def test_no_plan_at_all_is_a_diagnostic(run):
 def test_commands_to_come_say_so(run, name: str):
     code, out, err = run(name, "anything", "--at", "all")
     assert (code, out) == (1, "")
-    assert f"`moec {name}` is not supported yet" in err
+    assert err.startswith(f"error[MOE0202]: not supported yet\n  `moec {name}`: ")
 
 
 @pytest.mark.parametrize(
