@@ -1,0 +1,87 @@
+"""The README is true: its model compiles, verifies and trains as it says, and its outputs are the real ones."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+
+
+def block(language: str) -> str:
+    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def console(command: str) -> str:
+    found = re.search(rf"```console\n\$ {re.escape(command)}\n(.*?)```", README, re.DOTALL)
+    assert found is not None, command
+    return found[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """An empty folder with the README's model in it, compiled."""
+    path = tmp_path_factory.mktemp("readme")
+    (path / "first.moe").write_text(block("moe"))
+    return path
+
+
+def moec(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "moec", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+
+
+def measured(text: str) -> str:
+    """What differs from machine to machine, and run to run, taken out."""
+    text = re.sub(r"in \d+\.\d\d s", "in … s", text)
+    text = re.sub(r" +\d\.\de[+-]\d\d +\d\.\de[+-]\d\d ", " … ", text)
+    return re.sub(r"furthest off: .*", "furthest off: …", text)
+
+
+def test_the_model_is_as_short_as_promised():
+    assert len(block("moe").splitlines()) <= 15
+
+
+def test_compile_and_verify_print_what_the_readme_shows(folder: Path):
+    compiled = moec(folder, "compile", "first.moe")
+    assert measured(compiled.stdout) == measured(console("moec compile first.moe"))
+    verified = moec(folder, "verify", "first.plan")
+    assert measured(verified.stdout) == measured(console("moec verify first.plan"))
+
+
+def test_the_mistake_is_the_one_shown(folder: Path):
+    text = block("moe").replace("8 * swiglu", "6 * swiglu").replace("ep = 2", "ep = 4")
+    (folder / "wrong.moe").write_text(text)
+    checked = moec(folder, "check", "wrong.moe")
+    assert checked.returncode == 1
+    assert checked.stderr.rstrip() == console("moec check wrong.moe").rstrip()
+
+
+def test_the_training_script_learns(folder: Path):
+    moec(folder, "compile", "first.moe")
+    (folder / "train.py").write_text(block("python"))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4", "train.py"]
+    finished = subprocess.run(
+        launcher, cwd=folder, capture_output=True, text=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert finished.returncode == 0, finished.stderr
+    losses = [float(number) for number in re.findall(r"loss ([\d.]+)", finished.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0] - 2
+
+
+def test_the_table_names_the_commands_there_are():
+    from moec.cli import NOT_YET, app
+
+    row = next(line for line in README.splitlines() if line.startswith("| commands"))
+    _, _, today, later, _ = row.split("|")
+    visible = {c.name or c.callback.__name__ for c in app.registered_commands if not c.hidden}
+    assert set(re.findall(r"`(\w+)`", today)) == visible
+    assert set(re.findall(r"`(\w+)`", later)) == set(NOT_YET)
