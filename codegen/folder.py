@@ -45,6 +45,9 @@ def plan_files(plan: Plan) -> dict[str, bytes]:
 def write_plan(plan: Plan, target: Path) -> Path:
     """Writes `plan` to the folder `target`, which then holds either the old plan or the whole new one.
 
+    A folder cannot be renamed onto another, so the old one is moved aside first: a crash between the two renames leaves
+    it beside the target, as `.NAME.old.*`.
+
     Raises `PlanError` where `target` is something other than a plan, or cannot be written.
     """
     if target.exists() and not (target / MANIFEST).is_file() and not (target.is_dir() and not any(target.iterdir())):
