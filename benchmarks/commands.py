@@ -11,9 +11,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Wall seconds and the most memory of one finished command, in bytes; what it printed, both streams together."""
+    """Seconds on the clock and of the processor that one finished command took, and its most memory, in bytes.
+
+    `output` is what it printed, both streams together.
+    """
 
     seconds: float
+    cpu_seconds: float
     peak_bytes: int
     output: str
 
@@ -32,7 +36,7 @@ def run_python(*arguments: str) -> Ran:
     if process.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{output}")
     kilobyte = 1 if sys.platform == "darwin" else 1024
-    return Ran(seconds, usage.ru_maxrss * kilobyte, output)
+    return Ran(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * kilobyte, output)
 
 
 def run_moec(*arguments: str, python: tuple[str, ...] = ()) -> Ran:

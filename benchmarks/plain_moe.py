@@ -122,16 +122,16 @@ class PlainRope(nn.Module):
 
 
 class PlainSwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, gate and up in one matrix."""
+    """`down(silu(gate(x)) * up(x))`. On CPU two matrices are faster than one that is cut in halves (measured)."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, 2 * hidden, bias=False)
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
 class PlainGelu(nn.Module):
@@ -167,14 +167,17 @@ class PlainMoe(nn.Module):
         return self.mix(x.flatten(0, 1), weights, chosen).view_as(x), self.balance(logits, chosen)
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Sorts the tokens' copies by expert, runs each expert on its slice, and adds the weighted results up."""
+        """Sorts the tokens' copies by expert, runs each expert on its slice, and undoes the sorting.
+
+        Faster than a loop of `where` and `index_add` (measured).
+        """
         order = chosen.flatten().argsort(stable=True)
-        tokens = order // self.topk.k
         sizes = torch.bincount(chosen.flatten(), minlength=self.num_experts).tolist()
-        shares = x[tokens].split(sizes)
+        shares = x.index_select(0, order // self.topk.k).split(sizes)
         rows = torch.cat([expert(share) for expert, share in zip(self.experts, shares, strict=True)])
-        weighted = (rows * weights.flatten()[order, None]).to(x.dtype)
-        return torch.zeros_like(x).index_add(0, tokens, weighted)
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        by_token = rows.index_select(0, back).unflatten(0, (-1, self.topk.k))
+        return (by_token * weights.flatten(0, 1)[..., None]).sum(1).to(x.dtype)
 
     def balance(self, logits: Tensor, chosen: Tensor) -> Tensor | float:
         total: Tensor | float = 0.0
@@ -218,21 +221,26 @@ def switch_loss(scores: Tensor, chosen: Tensor) -> Tensor:
 def plain_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors named and shaped as moec's parameters (or their gradients), as this model's: `load_state_dict` takes it.
 
-    Heads and the two halves of SwiGLU become rows of one matrix; experts, one tensor there, are modules here.
+    Heads become rows of one matrix; experts, one tensor there, are modules here, and so are gate and up.
     """
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         tensor = tensor.detach()
         if ".experts." in name:
-            prefix, _, rest = name.partition(".experts.")
+            prefix, _, matrix = name.partition(".experts.")
             for expert, part in enumerate(tensor):
-                found[f"{prefix}.experts.{expert}.{rest}"] = _matrix(rest, part)
+                found |= _matrices(f"{prefix}.experts.{expert}.{matrix}", part)
         else:
-            found[name] = _matrix(name, tensor)
+            found |= _matrices(name, tensor)
     return found
 
 
-def _matrix(name: str, tensor: Tensor) -> Tensor:
+def _matrices(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if tensor.dim() < 3:
-        return tensor
-    return tensor.flatten(1) if name.endswith("attention.o.weight") else tensor.flatten(0, 1)
+        return {name: tensor}
+    if name.endswith("attention.o.weight"):
+        return {name: tensor.flatten(1)}
+    if ".attention." in name:
+        return {name: tensor.flatten(0, 1)}
+    gate_and_up = [name.replace("up.weight", "gate.weight"), name][-len(tensor) :]
+    return dict(zip(gate_and_up, tensor, strict=True))

@@ -88,9 +88,9 @@ class LiveDisplay(Display):
         self.live.stop()
 
     def show(self, step: int, progress: float, bits: float, loads: Loads) -> None:
-        head = Table.grid(padding=(0, 3))
-        head.add_row(ProgressBar(total=1, completed=progress, width=24), f"{progress:4.0%}", self.averages(step, bits))
-        rows = Table.grid(padding=(0, 3))
+        head = Table.grid(padding=(0, 2))
+        head.add_row(ProgressBar(total=1, completed=progress, width=16), f"{progress:4.0%}", self.averages(step, bits))
+        rows = Table.grid(padding=(0, 2))
         for layer, counts in loads.items():
             rows.add_row(f"experts of layer {layer}", f"[cyan]{bars(counts)}[/]", f"{spread(counts)} of its share")
         self.live.update(Group(head, rows))

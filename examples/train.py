@@ -34,6 +34,8 @@ SAMPLE_BYTES, TEMPERATURE = 300, 0.7
 def main() -> None:
     options = parse_options()
     plan = moec.load(options.plan)
+    if plan.spec.train is None:
+        sys.exit(f"{options.plan}: its file has no `train` block, which says the batch and the sequence")
     with moec.launch(plan) as job:
         try:
             text = load_text(options.data, plan.spec.train.sequence)
@@ -51,16 +53,16 @@ def main() -> None:
 
 def train(job: moec.Job, model: nn.Module, text: Text, options: argparse.Namespace) -> int:
     """Trains until the steps or the seconds are used up; gives the number of steps."""
-    train = job.plan.spec.train
+    settings = job.plan.spec.train
     optimizer = job.optimizer(model)
     started = time.monotonic()
     with make_display(job, text.description) as display:
-        for step, batch in enumerate(random_windows(text.train, train.batch, train.sequence, seed=0)):
+        for step, batch in enumerate(random_windows(text.train, settings.batch, settings.sequence, seed=0)):
             progress = agreed_progress(step / options.steps, (time.monotonic() - started) / options.seconds)
             if progress >= 1:
                 return step
             for group in optimizer.param_groups:
-                group["lr"] = train.optimizer.lr * learning_rate(progress)
+                group["lr"] = settings.optimizer.lr * learning_rate(progress)
 
             tokens, labels = (share_of(rows, job) for rows in batch)
             loss = job.step(model, tokens, labels)
@@ -97,8 +99,8 @@ def learning_rate(progress: float) -> float:
 def evaluate(job: moec.Job, model: nn.Module, text: Text) -> dict[str, float]:
     """Bits per byte of the model, and of the bytes' frequencies alone, on the same held-out text."""
     nats, seen = torch.zeros((), dtype=torch.float64), []
-    train = job.plan.spec.train
-    for tokens, labels in even_windows(text.held_out, EVALUATED_WINDOWS, train.batch, train.sequence):
+    settings = job.plan.spec.train
+    for tokens, labels in even_windows(text.held_out, EVALUATED_WINDOWS, settings.batch, settings.sequence):
         logits = model(share_of(tokens, job)).logits.float()
         nats += F.cross_entropy(logits.flatten(0, 1), share_of(labels, job).flatten(), reduction="sum").double()
         seen.append(labels)
@@ -129,7 +131,7 @@ def write_sample(model: nn.Module, held_out: Tensor, sequence: int) -> tuple[byt
 
 def print_result(result: dict[str, float], sample: tuple[bytes, bytes]) -> None:
     model, unigram = result["bits_per_byte"], result["unigram_bits_per_byte"]
-    print(f"\nafter {result['steps']:,} steps, on {result['bytes']:,} held-out bytes:")
+    print(f"\nafter {result['steps']:,} steps, over {result['bytes']:,} predictions of held-out bytes:")
     print(f"  the model          {model:.3f} bits per byte")
     print(f"  unigram entropy    {unigram:.3f} bits per byte")
     print(f"  ratio              {model / unigram:.3f}")

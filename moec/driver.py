@@ -12,10 +12,10 @@ from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
-from moec.passes.pipeline import Compilation, compile_program
 
 if TYPE_CHECKING:
     from moec.codegen.plan import Plan
+    from moec.passes.pipeline import Compilation
     from moec.runtime.job import Job
     from moec.runtime.module import PlanModule
     from moec.runtime.verify import Report
@@ -30,6 +30,7 @@ def compile(source: Source, **lets: float | str) -> Plan:
     Raises `DiagnosticError` with every mistake found in the file.
     """
     from moec.codegen.plan import make_plan
+    from moec.passes.pipeline import compile_program
 
     spec = to_spec(source, **lets)
     return make_plan(spec, compile_program(spec).program, __version__)
@@ -90,11 +91,13 @@ def read(source: str | Path, **lets: float | str) -> Loaded:
 
 def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
     """Every mistake in a file that compiling it would find, those of the degrees included. Needs no torch."""
+    from moec.passes.degrees import choose_degrees
+
     loaded = read(Path(path), **lets)
     if loaded.spec is None:
         return loaded.diagnostics
     try:
-        run_passes(loaded.spec, stop_after="place")
+        choose_degrees(loaded.spec)
     except DiagnosticError as error:
         return (*loaded.diagnostics, *error.diagnostics)
     return loaded.diagnostics
@@ -102,6 +105,8 @@ def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
 
 def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
     """The passes on `spec`, with the record of each."""
+    from moec.passes.pipeline import compile_program
+
     return compile_program(spec, stop_after)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 
 from moec.grammar.source import Span
 from moec.grammar.spec import Gqa, Layer, Mha, Model, Moe, Spec, SwiGLU, SwitchLoss
-from moec.passes.ir import Block, Init, Op, Parameter, Program, Value, layer_set_name
+from moec.passes.ir import Block, Init, Op, Parameter, Program, Value
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops import ACTIVATION_PARTS
+from moec.passes.layers import layer_set_name
 
 INIT_STD = 0.02
 """Standard deviation of new weights (GPT-2, Radford et al. 2019); projections into the residual stream take

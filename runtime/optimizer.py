@@ -50,6 +50,6 @@ def make_optimizer(spec: AdamWSpec, decayed: list[nn.Parameter], undecayed: list
         {"params": decayed, "weight_decay": spec.weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
     ]
-    options: dict[str, Any] = {"lr": spec.lr, "betas": (spec.beta1, spec.beta2), "eps": spec.eps}
+    options: dict[str, Any] = {"lr": spec.lr, "betas": (spec.beta1, spec.beta2), "eps": spec.eps, "fused": True}
     narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in (*decayed, *undecayed))
     return MasterAdamW(groups, **options) if narrow else AdamW(groups, **options)

@@ -10,7 +10,8 @@ from moec.runtime.verify import BOUND, Report
 def print_report(path: Path, report: Report) -> None:
     """The report for people."""
     verdict = "equals" if report.ok else "DOES NOT equal"
-    print(f"{path}: {report.world_size} ranks, verified on a virtual cluster: the plan {verdict} the unsharded model")
+    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
+    print(f"{path}: {ranks}, verified on a virtual cluster: the plan {verdict} the unsharded model")
     print()
     print("            logits and loss   gradients and one step   bound")
     print(f"  float64   {report.max_output_error:15.1e}   {report.max_gradient_error:22.1e}   {BOUND:.0e}")

@@ -3,7 +3,7 @@
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Placement, Shard
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, TypeRuleError
-from moec.passes.ir.program import Block, Program, Stage, layer_set_name
+from moec.passes.ir.program import Block, Program, Stage
 from moec.passes.ir.value import DTYPE_BYTES, Dim, Init, Parameter, Value, promoted
 
 __all__ = [
@@ -27,6 +27,5 @@ __all__ = [
     "Type",
     "TypeRuleError",
     "Value",
-    "layer_set_name",
     "promoted",
 ]

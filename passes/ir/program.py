@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -85,14 +85,3 @@ class Program:
     def num_ops(self) -> int:
         """Ops in all blocks, each shared body counted once."""
         return sum(len(block.ops) for block in self.blocks)
-
-
-def layer_set_name(layers: Sequence[int]) -> str:
-    """`[4..31]`, `[1..23 step 2]`, `[7]` or `[3,7,8]`: how blocks, meshes and groups name the layers they serve."""
-    first, last = layers[0], layers[-1]
-    if len(layers) == 1:
-        return f"[{first}]"
-    step = layers[1] - first
-    if list(layers) == list(range(first, last + 1, step)):
-        return f"[{first}..{last}]" if step == 1 else f"[{first}..{last} step {step}]"
-    return f"[{','.join(map(str, layers))}]"
