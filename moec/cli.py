@@ -5,6 +5,7 @@ Exit 0: done; 1: diagnostics; 2: usage; 3: a mistake of moec's own. stdout is th
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -88,6 +89,7 @@ def verify(
     ] = False,
 ) -> None:
     """Prove a plan equal to the unsharded model: every rank in this process, forward, gradients and one step."""
+    gc.enable()  # `moec.__main__` has it off for short commands; this one makes graphs by the thousand
     from moec.commands.verify import print_report
     from moec.driver import load
     from moec.driver import verify as run
