@@ -13,7 +13,7 @@ from moec.codegen.plan import ParameterData, Plan, groups_of
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir import Layout, Shard
 
-MAX_ELEMENTS = 1 << 48
+MAX_ELEMENTS = 1 << 60
 """Elements of one parameter."""
 
 MAX_EXPANDED_NODES = 1_000_000

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import keyword
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MAX_NODES = 20_000
-"""Nodes in one graph. The largest that moec writes, `forward` of 1,000 layers, has about 4,000."""
+MAX_NODES = 100_000
+"""Nodes in one graph. The largest that moec writes, `forward` of 10,000 layers (the language's limit), has 50,000."""
 
 Identifier = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}$")]
 DottedName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,99}(\.[a-z0-9][a-z0-9_]{0,99}){0,9}$")]
-Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.\[\], ]{0,9999}$")]
+Label = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_.\[\], ]{0,59999}$")]
 """Names of graphs, meshes and groups: `layers[4..31]`, `ep[1..23 step 2]`."""
 
 
@@ -84,8 +85,11 @@ class StageGraphs(Data):
 
     def graph(self, name: str) -> Graph:
         """The graph called `name`. Raises KeyError."""
-        found = {graph.name: graph for graph in self.graphs}
-        return found[name]
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Graph]:
+        return {graph.name: graph for graph in self.graphs}
 
     def to_json(self) -> dict[str, Any]:
         """What the file holds; defaults are left out."""

@@ -48,6 +48,7 @@ class _Builder:
         self.ops: list[Op] = []
         self.scope: dict[str, Value] = {v.name: v for v in inputs}
         self.blocks: dict[str, Block] = {}
+        self._numbers: dict[str, int] = {}
 
     def parameter(self, name: str, shape: Sequence[int], dtype: str, init: Init, span: Span | None) -> str:
         """Declares a parameter; gives its operand name. Vectors (norm weights) do not decay."""
@@ -80,10 +81,8 @@ class _Builder:
     def _fresh(self, name: str) -> str:
         if name not in self.scope:
             return name
-        number = 1
-        while f"{name}.{number}" in self.scope:
-            number += 1
-        return f"{name}.{number}"
+        self._numbers[name] = self._numbers.get(name, 0) + 1
+        return f"{name}.{self._numbers[name]}"
 
     def block(self, outputs: Sequence[str], final: bool = False) -> Block:
         """The finished block."""

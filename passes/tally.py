@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -89,8 +90,8 @@ def _imbalance(program: Program, block: Block, spec: Spec) -> float:
 
 def _runs(program: Program) -> dict[str, int]:
     """How often each block runs in a forward pass."""
-    calls = [op.block for op in program.block("forward").ops if isinstance(op, Call)]
-    return {block.name: calls.count(block.name) if block.name in calls else 1 for block in program.blocks}
+    calls = Counter(op.block for op in program.block("forward").ops if isinstance(op, Call))
+    return {block.name: calls.get(block.name, 1) for block in program.blocks}
 
 
 def _sizes(block: Block, batch: int, sequence: int) -> Mapping[str, int]:

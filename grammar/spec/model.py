@@ -172,7 +172,7 @@ class Model(Node):
     name: BlockLabel
     vocab: Annotated[PositiveInt, Field(description="number of token ids")]
     dim: Annotated[PositiveInt, Field(description="width of the residual stream")]
-    depth: Annotated[PositiveInt, Field(le=100_000, description="number of layers")]
+    depth: Annotated[PositiveInt, Field(le=10_000, description="number of layers")]
     context: Annotated[PositiveInt | None, Field(description="longest sequence; default: `train.sequence`")] = None
     dtype: Annotated[DType, Field(description="of parameters and activations")] = DType.BF16
     norm: Annotated[RmsNorm, Field(description="before attention, before the feed-forward, and at the end")] = RmsNorm()
