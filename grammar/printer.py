@@ -11,8 +11,8 @@ from enum import Enum
 
 from moec.grammar.diagnostics.model import InternalError
 from moec.grammar.rules import ranges
-from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, fields
-from moec.grammar.spec import Layer, Spec
+from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, TextKind, WordKind, fields
+from moec.grammar.spec import Layer, ParallelLayers, Spec
 from moec.grammar.spec.base import Node
 from moec.grammar.units import written
 
@@ -23,8 +23,10 @@ _WIDEST = 100
 
 def to_text(spec: Spec) -> str:
     """The `.moe` text of `spec`: `load_text(to_text(spec)).spec == spec`, if `rules.check` finds nothing in it."""
-    blocks = [_block(spec.model), _block(spec.cluster.device), _block(spec.cluster)]
-    blocks += [_block(node) for node in (spec.train, spec.parallel) if node is not None and _says_anything(node)]
+    blocks = [_block(spec.model)] if spec.model else []
+    blocks += [_block(node) for node in (*spec.layers, spec.cluster.device, spec.cluster)]
+    blocks += [_block(node) for node in (spec.train, spec.adapt) if node]
+    blocks += [_block(spec.parallel)] if _says_anything(spec.parallel) else []
     return "\n".join("\n".join(block) + "\n" for block in blocks)
 
 
@@ -56,7 +58,8 @@ def _blocks(value: Node | tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
     elif all(isinstance(node, Layer) for node in value):
         yield from _layers(value)
     else:
-        yield from ((node, "") for node in value)
+        for node in value:
+            yield node, _selector(list(node.layers)) if isinstance(node, ParallelLayers) and node.layers else ""
 
 
 def _layers(layers: tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
@@ -100,8 +103,10 @@ def _value(kinds: tuple[Kind, ...], value: object) -> str:
         case int() | float():
             unit = next((kind.unit for kind in kinds if isinstance(kind, NumberKind)), "")
             return written(value, unit)
-        case str():
+        case str() if any(isinstance(kind, WordKind) and value in kind.values for kind in kinds):
             return value
+        case str() if any(isinstance(kind, TextKind) for kind in kinds):
+            return _quoted(value)
         case tuple():
             items = tuple(item for kind in kinds for item in getattr(kind, "items", ()))
             return f"[{', '.join(_value(items, item) for item in value)}]"

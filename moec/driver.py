@@ -12,6 +12,7 @@ from moec.codegen.reading import read_plan
 from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
+from moec.grammar.supported import unsupported
 from moec.passes.pipeline import Compilation, compile_program
 
 if TYPE_CHECKING:
@@ -85,14 +86,18 @@ def read(source: str | Path, **lets: float | str) -> Loaded:
 
 def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
     """Every mistake in a file that compiling it would find, those of the degrees included. Needs no torch."""
+    from moec.passes.degrees import choose_degrees
+
     loaded = read(Path(path), **lets)
     if loaded.spec is None:
         return loaded.diagnostics
+    refused = unsupported(loaded.spec)
     try:
-        run_passes(loaded.spec, stop_after="place")
+        if not refused:
+            choose_degrees(loaded.spec)
     except DiagnosticError as error:
-        return (*loaded.diagnostics, *error.diagnostics)
-    return loaded.diagnostics
+        refused = list(error.diagnostics)
+    return (*loaded.diagnostics, *refused)
 
 
 def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:

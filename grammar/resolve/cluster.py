@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from moec.grammar.diagnostics.model import Label
-from moec.grammar.resolve.parts import Given, Part, build, make, merged
+from moec.grammar.resolve.parts import Given, Part, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import fields
 from moec.grammar.spec import Cluster, ClusterText, Device
@@ -116,9 +116,7 @@ def _cluster(scope: Scope, machines: Machines, part: Part | Broken) -> Cluster |
     if isinstance(made, Broken) or lacks or not isinstance(text, ClusterText):
         return BROKEN
     spans = {word: span for word in ("", "name", "device", "levels") if (span := text.span(word))}
-    cluster = make(Cluster, {"name": text.name, "device": made, "levels": text.levels}, spans)
-    assert isinstance(cluster, Cluster)
-    return cluster
+    return Cluster.checked({"name": text.name, "device": made, "levels": text.levels}, spans)
 
 
 def _device(scope: Scope, machines: Machines, given: Given) -> Device | Broken:

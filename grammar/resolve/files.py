@@ -18,6 +18,7 @@ from moec.grammar.syntax.tree import Statement, String, Use
 
 MAX_BYTES = 4 * 1024 * 1024
 MAX_USE_DEPTH = 32
+MAX_FILES = 256
 
 _LIBRARY = Path(__file__).parents[1] / "library"
 
@@ -104,8 +105,11 @@ class Files:
             return []
         if identity in self._seen:
             return []
+        if len(self._seen) > MAX_FILES:
+            self._error("MOE0404", path, f"more than {MAX_FILES} files are used")
+            return []
         if len(self._stack) > MAX_USE_DEPTH:
-            self._error("MOE0106", path, f"files use each other more than {MAX_USE_DEPTH} deep")
+            self._error("MOE0404", path, f"files use each other more than {MAX_USE_DEPTH} deep")
             return []
         name = f"{identity}.moe" if folder is None else self._name(file)
         source, diagnostics = read_source(file, name)

@@ -82,7 +82,8 @@ def _constant(scope: Scope, value: Expression, lets: Mapping[str, Let], place: L
         if constant.number is None:  # a number is computed already, however it came about
             depth, size = max(depth, level + constant.depth), size + constant.size
     if depth > 2 * MAX_NESTING or size > MAX_SIZE:
-        scope.error("MOE0106", place.span, "too large once its `let` names are replaced")
+        message = f"more than {MAX_SIZE:_} parts, or more than {2 * MAX_NESTING} inside one another"
+        scope.error("MOE0403", place.span, message)
         return Constant(BROKEN, place)
     if isinstance(value, Name) and value.text in scope.lets:
         origin = scope.lets[value.text]

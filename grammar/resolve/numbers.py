@@ -39,7 +39,7 @@ def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Br
         return scope.error("MOE0206", written, f"expected a whole number, found {value:g}")
     for bound in kind.bounds:
         if not bound.holds(value):
-            return scope.error("MOE0207", written, f"must be {bound}, and is {value}")
+            return scope.error(bound.code, written, f"must be {bound}, and is {value}")
     if kind.whole and abs(value) > LARGEST_WHOLE:
         return scope.error("MOE0107", written, "more than 64 bits hold")
     return int(value) if kind.whole else float(value)

@@ -52,10 +52,11 @@ class Written:
 
 @dataclass(slots=True)
 class Scope:
-    """The constants of all files read, and what was found wrong with them."""
+    """The constants of all files read, what was found wrong with them, and how many layers were selected so far."""
 
     lets: dict[str, Constant] = field(default_factory=dict)
     diagnostics: list[Diagnostic] = field(default_factory=list)
+    selected: int = 0
 
     def follow(self, expression: Expression) -> Written:
         """What `expression` says once `let` names are replaced. Ends: a `let` only uses those above it."""

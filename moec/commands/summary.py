@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.codegen.plan import Plan
+from moec.passes.degrees import choose_degrees
 from moec.passes.ir import Program
-from moec.passes.place import choose_degrees
 from moec.passes.tally import tally
 
 

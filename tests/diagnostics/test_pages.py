@@ -61,6 +61,12 @@ def with_degrees(text: str, folder: Path) -> Sequence[Diagnostic]:
     return check_degrees(path)
 
 
+def chain_of_files(text: str, folder: Path) -> Sequence[Diagnostic]:
+    for number in range(1, 41):
+        (folder / f"part{number}.moe").write_text(f'use "part{number + 1}"\n')
+    return load_bytes(text.encode(), folder)
+
+
 # How to come to the wrong file, by code; the corrected one is always checked as it stands, unless `EVERY` has it.
 CHECKS: dict[str, Check] = {
     "MOE0001": missing,
@@ -69,12 +75,13 @@ CHECKS: dict[str, Check] = {
     "MOE0004": saved(lambda text: text.replace("␀", "\0").encode()),
     "MOE0005": saved(lambda text: text.encode("utf-8-sig")),
     "MOE0006": saved(lambda text: text.replace("\n", "\r\n").encode()),
+    "MOE0404": chain_of_files,
     "MOE0008": saved(lambda text: text.encode() + b"#" * 4 * 1024**2),
 }
 # The same for the wrong and the corrected file: a later pass, or a command line.
 EVERY: dict[str, Check] = {
     "MOE0213": lambda text, folder: load_bytes(text.encode(), folder, expert="8"),
-    **dict.fromkeys(("MOE0310", "MOE0311", "MOE0312", "MOE0313"), with_degrees),
+    **dict.fromkeys(("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313"), with_degrees),
 }
 
 

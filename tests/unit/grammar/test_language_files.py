@@ -97,7 +97,7 @@ def test_circles_are_found(tmp_path: Path, files: dict[str, str]) -> None:
 
 def test_a_chain_of_uses_is_bounded(tmp_path: Path) -> None:
     files = {f"f{i}.moe": f'use "f{i + 1}"' for i in range(MAX_USE_DEPTH + 5)}
-    assert codes(load(tmp_path, files)) == ["MOE0106"]
+    assert codes(load(tmp_path, files)) == ["MOE0404"]
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "a\\b", "C:/x", "x" * 5000, "a\0b"])
