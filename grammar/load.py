@@ -25,6 +25,8 @@ class Loaded:
     spec: Spec | None
     diagnostics: tuple[Diagnostic, ...]
     tree: File | None
+    overridden: tuple[tuple[Span, str], ...] = ()
+    """Where a `--let` had a part in a value, and its text."""
 
     def unwrap(self) -> Spec:
         """The Spec; raises `DiagnosticError` if there is none."""
@@ -51,6 +53,7 @@ def _load(
 ) -> Loaded:
     tree = None
     spec = None
+    overridden: list[tuple[Span, str]] = []
     if source is not None:
         tree, errors = parse(source)
         diagnostics = [*diagnostics, *errors]
@@ -61,9 +64,9 @@ def _load(
             files = Files(folder)
             statements = files.read(tree.body, identity, folder)
             complete = files.complete and not _failed(diagnostics)
-            spec, errors = resolve(statements, lets, Span(source, 0, 0), complete=complete)
+            spec, errors, overridden = resolve(statements, lets, Span(source, 0, 0), complete=complete)
             diagnostics += [*files.diagnostics, *errors]
-    return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree)
+    return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree, tuple(overridden))
 
 
 def _failed(diagnostics: list[Diagnostic]) -> bool:

@@ -30,6 +30,11 @@ def to_text(spec: Spec) -> str:
     return "\n".join("\n".join(block) + "\n" for block in blocks)
 
 
+def written_value(known: Field, value: object) -> str:
+    """`value` as it is written for the field `known`."""
+    return _value(known.kinds, value)
+
+
 def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]:
     """The lines of `word "label" selector { … }`."""
     head = [node.word, *([_quoted(node.name)] if node.labelled else []), *([selector] if selector else [])]  # type: ignore[attr-defined]
@@ -39,7 +44,7 @@ def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]
         if value is None or (not known.required and value == known.default):
             continue
         if not known.block:
-            lines.append(f"{known.word} = {_field(known, value)}")
+            lines.append(f"{known.word} = {written_value(known, value)}")
         else:
             for inner, of_layers in _blocks(value):
                 lines += _block(inner, of_layers, inside=True)
@@ -59,7 +64,7 @@ def _blocks(value: Node | tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
         yield from _layers(value)
     else:
         for node in value:
-            yield node, _selector(list(node.layers)) if isinstance(node, ParallelLayers) and node.layers else ""
+            yield node, selector(list(node.layers)) if isinstance(node, ParallelLayers) and node.layers else ""
 
 
 def _layers(layers: tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
@@ -71,10 +76,10 @@ def _layers(layers: tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
     for indices in by_identity.values():
         equal.setdefault(layers[indices[0]], []).extend(indices)
     for layer, indices in equal.items():
-        yield layer, "" if len(indices) == len(layers) else _selector(sorted(indices))
+        yield layer, "" if len(indices) == len(layers) else selector(sorted(indices))
 
 
-def _selector(indices: list[int]) -> str:
+def selector(indices: list[int]) -> str:
     """`5`, `0..31`, `1..23 step 2`, or a list of numbers and ranges."""
     first, last = indices[0], indices[-1]
     step = indices[1] - first if len(indices) > 2 else 1
@@ -84,16 +89,14 @@ def _selector(indices: list[int]) -> str:
     return runs[0] if len(runs) == 1 else f"[{', '.join(runs)}]"
 
 
-def _field(known: Field, value: object) -> str:
-    return _value(known.kinds, value)
-
-
 def _value(kinds: tuple[Kind, ...], value: object) -> str:
     match value:
         case Node() if any(isinstance(kind, ReferenceKind) for kind in kinds):
             return _reference(value.name)  # type: ignore[attr-defined]
         case Node() if value.form == "product":
-            return " * ".join(_field(known, getattr(value, known.name)) for known in fields(type(value)).values())
+            return " * ".join(
+                written_value(known, getattr(value, known.name)) for known in fields(type(value)).values()
+            )
         case Node():
             return _call(value)
         case bool():
@@ -122,7 +125,7 @@ def _call(node: Node) -> str:
             by_position = False
             continue
         by_position = by_position and known.name in node.positional
-        text = _field(known, value)
+        text = written_value(known, value)
         arguments.append(text if by_position else f"{known.word} = {text}")
     return f"{node.word}({', '.join(arguments)})" if arguments else node.word
 

@@ -1,5 +1,5 @@
 """`python -m moec`."""
 
-from moec.cli import main
+from moec.entry import main
 
 main()

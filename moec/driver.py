@@ -1,21 +1,23 @@
-"""Walks the road: text → Spec → Program → Plan → job. What `import moec` offers and the command line calls."""
+"""Walks the road: text → Spec → Program → Plan → job. What `import moec` offers and the command line calls.
+
+Each function imports the rooms that it walks through: `moec check` is to answer as fast as a linter.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moec import __version__
-from moec.codegen.folder import plan_files
-from moec.codegen.plan import Plan, make_plan
-from moec.codegen.reading import read_plan
 from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
 from moec.grammar.supported import unsupported
-from moec.passes.pipeline import Compilation, compile_program
 
 if TYPE_CHECKING:
+    from moec.codegen.plan import Plan
+    from moec.passes.pipeline import Compilation
     from moec.runtime.job import Job
     from moec.runtime.module import PlanModule
     from moec.runtime.verify import Report
@@ -29,6 +31,9 @@ def compile(source: Source, **lets: float | str) -> Plan:
 
     Raises `DiagnosticError` with every mistake found in the file.
     """
+    from moec.codegen.plan import make_plan
+    from moec.passes.pipeline import compile_program
+
     spec = to_spec(source, **lets)
     return make_plan(spec, compile_program(spec).program, __version__)
 
@@ -38,6 +43,8 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
 
     Raises `PlanError` for a plan that moec did not write like this, or, with `trust_nothing`, would not write today.
     """
+    from moec.codegen.reading import read_plan
+
     plan = read_plan(path)
     if trust_nothing:
         _require_same(plan, Path(path))
@@ -102,16 +109,19 @@ def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
 
 def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
     """The passes on `spec`, with the record of each."""
+    from moec.passes.pipeline import compile_program
+
     return compile_program(spec, stop_after)
 
 
 def _plan(plan: Plan | str | Path) -> Plan:
-    return plan if isinstance(plan, Plan) else load(plan)
+    return load(plan) if isinstance(plan, str | Path) else plan
 
 
 def _require_same(plan: Plan, path: Path) -> None:
     """Spans apart, which point into the file the plan was made from."""
     from moec.codegen.checks import refuse
+    from moec.codegen.folder import plan_files
 
     again = compile(plan.spec)
     for name, content in plan_files(without_spans(again)).items():
@@ -134,4 +144,4 @@ def without_spans(plan: Plan) -> Plan:
         )
         for stage in plan.stages
     )
-    return Plan(plan.manifest, stages)
+    return replace(plan, stages=stages)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.model import Diagnostic, Edit, Label, Severity
 from moec.grammar.source import Span
 
 CODES: dict[str, str] = {
@@ -25,6 +25,10 @@ CODES: dict[str, str] = {
     "MOE0009": "no such file to use",
     "MOE0010": "files use each other in a circle",
     "MOE0011": "this path cannot be used",
+    "MOE0012": "the file has tabs",
+    "MOE0013": "there is a file already",
+    "MOE0014": "cannot write the file",
+    "MOE0015": "no such word or code",
     "MOE0101": "syntax error",
     "MOE0102": "unexpected character",
     "MOE0103": "the text is not closed",
@@ -91,6 +95,7 @@ def diagnose(
     labels: Iterable[Label] = (),
     help: str = "",
     severity: Severity = Severity.ERROR,
+    fix: Iterable[Edit] = (),
 ) -> Diagnostic:
     """The diagnostic `code`, with its registered title."""
     return Diagnostic(
@@ -101,4 +106,5 @@ def diagnose(
         labels=tuple(labels),
         help=help,
         severity=severity,
+        fix=tuple(fix),
     )

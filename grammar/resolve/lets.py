@@ -7,6 +7,7 @@ however long, is followed by recursion.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from moec.grammar.diagnostics.model import Label
 from moec.grammar.resolve.numbers import compute, is_arithmetic
@@ -49,7 +50,11 @@ def declare_lets(scope: Scope, lets: Sequence[Let], overrides: Mapping[str, str 
             scope.lets[name] = Constant(BROKEN, Label(span=let.value.span, message=""))
             continue
         message = f"`{name}` is set here" if name in replaced else f"`{name}` is declared here"
-        scope.lets[name] = _constant(scope, value, first, Label(span=value.span, message=message))
+        constant = _constant(scope, value, first, Label(span=value.span, message=message))
+        own = (value.span.source.text,) if name in replaced else ()
+        used = (part.text for _, part in _parts(value) if isinstance(part, Name) and part.text in scope.lets)
+        texts = tuple(dict.fromkeys((*own, *(text for part in used for text in scope.lets[part].overrides))))
+        scope.lets[name] = replace(constant, overrides=texts) if texts else constant
 
 
 def _overrides(

@@ -66,7 +66,8 @@ def _named(scope: Scope, name: Name) -> Quantity | Broken:
     if isinstance(written.value, Broken):
         return BROKEN
     if written.constant is None:
-        return scope.error("MOE0201", name.span, "no `let` of this name", help=advice(name.text, scope.lets))
+        help, instead = advice(name.text, scope.lets), nearest(name.text, scope.lets)
+        return scope.error("MOE0201", name.span, "no `let` of this name", help=help, instead=instead)
     if written.constant.number is None:
         return scope.error("MOE0206", written, "expected a number")
     return written.constant.number
@@ -80,7 +81,8 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
         best = nearest(unit, UNITS) or next((known for known in UNITS if known.lower() == unit.lower()), None)
         listed = ", ".join(name for name in UNITS if not name.endswith("/s"))
         help = f"did you mean `{digits}{best}`?" if best else f"units: {listed}, and `/s` behind a size"
-        return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help)
+        instead = f"{digits}{best}" if best else None
+        return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help, instead=instead)
     value = exact(digits.replace("_", ""), unit)
     if value is None:
         return scope.error("MOE0107", literal.span, "more than a float holds")

@@ -33,8 +33,8 @@ def resolve(
     whole: Span,
     *,
     complete: bool,
-) -> tuple[Spec | None, list[Diagnostic]]:
-    """The Spec that `statements` say, in the order read, or what is wrong with them.
+) -> tuple[Spec | None, list[Diagnostic], list[tuple[Span, str]]]:
+    """The Spec that `statements` say, in the order read, or what is wrong with them; and where an override had a part.
 
     `overrides` replace the values of `let`s; `whole` is what to point at where a whole file lacks something, unless
     it is not `complete` because some of it could not be read or did not parse.
@@ -50,7 +50,8 @@ def resolve(
         scope.error("MOE0203", whole, "a file needs a `model`, or a `layer` for its subject", help=help)
     spec = _spec(scope, top)
     diagnostics = list(dict.fromkeys(scope.diagnostics))  # layers that share a mistake share its diagnostic
-    return (None if any(d.severity == "error" for d in diagnostics) else spec), diagnostics
+    failed = any(d.severity == "error" for d in diagnostics)
+    return (None if failed else spec), diagnostics, scope.overridden
 
 
 @dataclass(slots=True)

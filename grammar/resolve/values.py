@@ -59,8 +59,10 @@ def unknown(scope: Scope, name: Name | Written, word: str, allowed: Iterable[str
     """Diagnose a word that is not allowed where it stands; gives the one that was probably meant."""
     allowed = sorted(allowed)
     target = name.span if isinstance(name, Name) else name
-    scope.error("MOE0201", target, f"`{word}` is not known here", help=advice(word, allowed))
-    return nearest(word, allowed)
+    meant = nearest(word, allowed)
+    instead = meant if isinstance(name, Name) else None
+    scope.error("MOE0201", target, f"`{word}` is not known here", help=advice(word, allowed), instead=instead)
+    return meant
 
 
 def _word(value: Name | Call) -> str:
@@ -145,15 +147,15 @@ def _misfit(scope: Scope, kinds: Sequence[Kind], written: Written, value: Expres
         unknown(scope, at, word, words)
         return BROKEN
     if isinstance(value, Name) and any(isinstance(kind, NumberKind) for kind in kinds):
-        help = advice(value.text, scope.lets)
-        return scope.error("MOE0201", written, "no `let` of this name", help=help)
+        help, instead = advice(value.text, scope.lets), nearest(value.text, scope.lets)
+        return scope.error("MOE0201", written, "no `let` of this name", help=help, instead=instead)
     expected = " or ".join(_described(kind) for kind in kinds)
-    help = ""
+    help, instead = "", None
     if isinstance(value, String) and value.value in words:
-        help = f"without quotes: `{value.value}`"
+        help, instead = f"without quotes: `{value.value}`", value.value
     elif any(isinstance(kind, ListKind) for kind in kinds):
         help = "a list stands in brackets, also if it has one element: `[…]`"
-    return scope.error("MOE0206", written, f"expected {expected}, found {_found(value)}", help=help)
+    return scope.error("MOE0206", written, f"expected {expected}, found {_found(value)}", help=help, instead=instead)
 
 
 def _words(kinds: Iterable[Kind]) -> set[str]:

@@ -7,16 +7,21 @@ statement does not parse, it is taken back, an ERROR takes its place, and parsin
 from __future__ import annotations
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.diagnostics.model import Diagnostic, Edit
 from moec.grammar.source import Source, Span
+from moec.grammar.suggest import nearest
 from moec.grammar.syntax.builder import Builder
 from moec.grammar.syntax.tables import END, KEYWORDS, RULES, START, STATES
 from moec.grammar.syntax.tokens import Token, arrange
 from moec.grammar.syntax.tree import Assignment, Expression, File, Number
+from moec.grammar.units import UNITS
 
 _VALUE = frozenset({"NUMBER", "STRING", "NAME", "LPAR", "LSQB"})
 _OPERATORS = frozenset(KEYWORDS[text] for text in ("+", "-", "*", "/", ".."))
 _TEXTS = {kind: f"`{text}`" for text, kind in KEYWORDS.items()}
+REPLACEMENTS = {":": "=", "'": '"', "“": '"', "”": '"', "–": "-", "−": "-", "×": "*", "…": "..", "·": "*"}
+"""What other notations write, and what is written here."""
+
 _TEXTS |= {
     "NAME": "a name",
     "NUMBER": "a number",
@@ -127,12 +132,19 @@ class _Parser:
             return  # its brackets were diagnosed already
         span = Span(self.source, token.start, max(token.end, token.start))
         if token.kind == "UNKNOWN":
-            self.diagnostics.append(diagnose("MOE0102", span, _unknown(token), help=_unknown_help(token)))
+            fix = [Edit(span, REPLACEMENTS[token.text])] if token.text in REPLACEMENTS else []
+            self.diagnostics.append(diagnose("MOE0102", span, _unknown(token), help=_unknown_help(token), fix=fix))
         elif token.kind == "UNCLOSED":
             self.diagnostics.append(diagnose("MOE0103", span, 'no `"` until the end of the line'))
         else:
             message = f"expected {_listed(self._expected())}, found {_found(token)}"
-            self.diagnostics.append(diagnose("MOE0101", span, message, help=self._advice(token)))
+            meant = self._keyword(token, self.tokens[begin])
+            if meant:
+                help = f"did you mean `{meant.text}`?"
+                self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[meant]))
+                return
+            help, fix = self._advice(token), self._joined(token)
+            self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=fix))
 
     def _expected(self) -> set[str]:
         return {kind for kind in STATES[self.states[-1]] if kind.isupper() and self._would_take(kind)}
@@ -145,6 +157,27 @@ class _Parser:
             del states[len(states) - length :]
             states.append(STATES[states[-1]][origin])
         return target is not None
+
+    def _keyword(self, token: Token, first: Token) -> Edit | None:
+        """A misspelt `use` or `let` before what does not fit, or a misspelt keyword that would fit there."""
+        if token is not first and first.kind == "NAME" and self.values and self.values[-1] is first:
+            begins = {"STRING": ["use"], "NAME": ["let"]}
+            meant = nearest(first.text, begins.get(token.kind, []))
+            if meant:
+                return Edit(Span(self.source, first.start, first.end), meant)
+        if token.kind != "NAME":
+            return None
+        words = [text for text, kind in KEYWORDS.items() if text.isalpha() and self._would_take(kind)]
+        meant = nearest(token.text, words)
+        return Edit(Span(self.source, token.start, token.end), meant) if meant else None
+
+    def _joined(self, token: Token) -> list[Edit]:
+        """A unit moved to the number that it stands behind."""
+        previous = self.values[-1] if self.values else None
+        if token.kind != "NAME" or token.text not in UNITS or not isinstance(previous, Number | Token):
+            return []
+        end = previous.span.end if isinstance(previous, Number) else previous.end
+        return [Edit(Span(self.source, end, token.start), "")] if _is_number(previous) else []
 
     def _advice(self, token: Token) -> str:
         previous = self.values[-1] if self.values else None
@@ -192,7 +225,6 @@ def _unknown(token: Token) -> str:
 
 
 def _unknown_help(token: Token) -> str:
-    replacements = {":": "=", "'": '"', "“": '"', "”": '"', "–": "-", "−": "-", "×": "*", "…": "..", "·": "*"}
-    if token.text in replacements:
-        return f"write `{replacements[token.text]}`"
+    if token.text in REPLACEMENTS:
+        return f"write `{REPLACEMENTS[token.text]}`"
     return "a fraction begins with a digit: `0.5`; a range has two dots: `0..31`" if token.text == "." else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.diagnostics.model import Diagnostic, Edit, Severity
 from moec.grammar.source import Source, Span
 from moec.grammar.syntax.tables import IGNORED, KEYWORDS, PATTERN
 
@@ -44,18 +44,31 @@ class Arranged:
     too_deep: bool = False
 
 
-def lex(text: str) -> list[Token]:
-    """Every token of `text`, with no blanks and no comments. Never fails."""
+def lex(text: str, *, comments: bool = False) -> list[Token]:
+    """Every token of `text`, without blanks, and without comments unless they are asked for. Never fails."""
     tokens = []
     for match in _SCANNER.finditer(text):
         kind = match.lastgroup or ""
-        if kind in IGNORED:
+        if kind in IGNORED and not (comments and kind == "COMMENT"):
             continue
         word = match.group()
         if kind in ("NAME", "SYMBOL"):
             kind = KEYWORDS.get(word, kind)
         tokens.append(Token(kind, word, match.start(), match.end()))
     return tokens
+
+
+def tabs(source: Source) -> list[Diagnostic]:
+    """One warning for a file with tabs between its words; in a comment or a text they do no harm."""
+    if "\t" not in source.text:
+        return []
+    blanks = [found for found in _SCANNER.finditer(source.text) if found.lastgroup == "BLANK"]
+    places = [found.start() + at for found in blanks for at, c in enumerate(found.group()) if c == "\t"]
+    if not places:
+        return []
+    fix = [Edit(Span(source, at, at + 1), "  ") for at in places]
+    help = "`moec fmt` writes blanks"
+    return [diagnose("MOE0012", fix[0].span, "here first", help=help, severity=Severity.WARNING, fix=fix)]
 
 
 def arrange(source: Source) -> Arranged:
@@ -104,7 +117,10 @@ class _Brackets:
         if opener is None:
             self.dropped.add(index)
             self.suspects.add(token.start)
-            self.diagnostics.append(diagnose("MOE0105", self._span(token), f"no open bracket for `{token.text}`"))
+            span = self._span(token)
+            self.diagnostics.append(
+                diagnose("MOE0105", span, f"no open bracket for `{token.text}`", fix=[Edit(span, "")])
+            )
             return
         while len(self.stack) > opener + 1:
             self._unclosed(*self.stack.pop())

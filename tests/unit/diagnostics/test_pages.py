@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from diagnostics.events import EVENTS
+from page_events import EVENTS
 
 from moec.driver import check as check_degrees
 from moec.grammar import load_file, render
 from moec.grammar.diagnostics import CODES, Diagnostic, codes
 
-FOLDER = Path(__file__).parent
-SOURCES = [FOLDER.parents[1] / folder for folder in ("moec", "grammar", "passes", "codegen", "runtime")]
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "tests" / "diagnostics"
+SOURCES = [ROOT / folder for folder in ("moec", "grammar", "passes", "codegen", "runtime")]
 PAGES = sorted(FOLDER.glob("MOE*.md"))
 FILE_PAGES = [path for path in PAGES if path.stem not in EVENTS]
 EVENT_PAGES = [path for path in PAGES if path.stem in EVENTS]
