@@ -80,11 +80,15 @@ def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic
 
 @dataclass(slots=True)
 class Files:
-    """Reads a main file and what it uses. `folder` is where "beside this one" is; None for a text without one."""
+    """Reads a main file and what it uses. `folder` is where "beside this one" is; None for a text without one.
+
+    `used_at` is the place that brought each other file in.
+    """
 
     folder: Path | None
     diagnostics: list[Diagnostic] = field(default_factory=list)
     complete: bool = True
+    used_at: dict[str, Span] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
     _stack: list[str] = field(default_factory=list)
 
@@ -123,6 +127,7 @@ class Files:
             self._error("MOE0404", path, f"files use each other more than {MAX_USE_DEPTH} deep")
             return []
         name = f"{identity}.moe" if folder is None else self._name(file)
+        self.used_at.setdefault(name, path.span)
         source, diagnostics = read_source(file, name)
         self.diagnostics += diagnostics
         tree = None

@@ -14,8 +14,8 @@ from moec.grammar.resolve.numbers import compute, is_arithmetic
 from moec.grammar.resolve.scope import BROKEN, Broken, Constant, Scope
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import advice
+from moec.grammar.syntax.brackets import MAX_NESTING
 from moec.grammar.syntax.parser import parse_value
-from moec.grammar.syntax.tokens import MAX_NESTING
 from moec.grammar.syntax.tree import (
     Call,
     Expression,

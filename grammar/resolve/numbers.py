@@ -77,6 +77,10 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
     match = _LITERAL.fullmatch(literal.text)
     assert match, "the lexer's numbers have this form"
     digits, unit = match.groups()
+    if len(digits) > 1 and digits[0] == "0" and digits[1] in "0123456789_":
+        plain = digits.lstrip("0_") or "0"
+        help = f"write `{plain}`, or what is missing between the two"
+        return scope.error("MOE0108", literal.span, "is something missing behind the `0`?", help=help)
     if unit and unit not in UNITS:
         best = nearest(unit, UNITS) or next((known for known in UNITS if known.lower() == unit.lower()), None)
         listed = ", ".join(name for name in UNITS if not name.endswith("/s"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moec.grammar.resolve.numbers import is_arithmetic, number
+from moec.grammar.resolve.numbers import compute, is_arithmetic, number
 from moec.grammar.resolve.parts import Given, Part, build, report_twice
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import (
@@ -144,11 +144,14 @@ def _misfit(scope: Scope, kinds: Sequence[Kind], written: Written, value: Expres
         if isinstance(value, Call) and word in _plain_words(kinds):
             return scope.error("MOE0206", written, f"`{word}` takes no arguments", help=f"write `{word}`")
         at = written if written.lets else (value.name if isinstance(value, Call) else value)
-        unknown(scope, at, word, words)
+        unknown(scope, at, word, words | (set(scope.lets) if isinstance(value, Name) else set()))
         return BROKEN
     if isinstance(value, Name) and any(isinstance(kind, NumberKind) for kind in kinds):
         help, instead = advice(value.text, scope.lets), nearest(value.text, scope.lets)
         return scope.error("MOE0201", written, "no `let` of this name", help=help, instead=instead)
+    if isinstance(value, Operation) and any(isinstance(kind, NumberKind) for kind in kinds):
+        compute(scope, value)  # which says what keeps it from being a number
+        return BROKEN
     expected = " or ".join(_described(kind) for kind in kinds)
     help, instead = "", None
     if isinstance(value, String) and value.value in words:

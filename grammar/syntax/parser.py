@@ -10,9 +10,10 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic, Edit
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import nearest
+from moec.grammar.syntax.brackets import arrange
 from moec.grammar.syntax.builder import Builder
 from moec.grammar.syntax.tables import END, KEYWORDS, RULES, START, STATES
-from moec.grammar.syntax.tokens import Token, arrange
+from moec.grammar.syntax.tokens import Token
 from moec.grammar.syntax.tree import Assignment, Expression, File, Number
 from moec.grammar.units import UNITS
 
@@ -75,6 +76,12 @@ class _Parser:
                 boundary = token.kind in ("SEPARATOR", "LBRACE")
                 index += 1
                 continue
+            meant = self._meant(begin)
+            if meant:  # read on as if it were written so: what the statement declares is declared
+                self._repair(begin, meant, token)
+                index, boundary = begin, True
+                self.states, self.values = states, values
+                continue
             end = self._statement_end(begin)
             self._report(token, begin, max(end, index))
             self.states, self.values = states, values
@@ -126,6 +133,21 @@ class _Parser:
             end += 1
         return end
 
+    def _meant(self, begin: int) -> str:
+        """The keyword that a statement must begin with, if its first name is none: only one makes sense of the rest."""
+        kinds = [token.kind for token in self.tokens[begin : begin + 3]]
+        if kinds == ["NAME", "NAME", "EQUAL"]:
+            return "let"
+        return "use" if kinds in (["NAME", "STRING", "SEPARATOR"], ["NAME", "STRING", "$END"]) else ""
+
+    def _repair(self, begin: int, meant: str, found: Token) -> None:
+        first = self.tokens[begin]
+        span = Span(self.source, first.start, first.end)
+        help = f"did you mean `{meant}`?"
+        message = f"no statement begins so: {_found(found)} cannot follow"
+        self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[Edit(span, meant)]))
+        self.tokens[begin] = first._replace(kind=KEYWORDS[meant])
+
     def _report(self, token: Token, begin: int, end: int) -> None:
         extent = range(self.tokens[begin].start, self.tokens[end].end + 1)
         if any(offset in extent for offset in self.suspects):
@@ -138,7 +160,7 @@ class _Parser:
             self.diagnostics.append(diagnose("MOE0103", span, 'no `"` until the end of the line'))
         else:
             message = f"expected {_listed(self._expected())}, found {_found(token)}"
-            meant = self._keyword(token, self.tokens[begin])
+            meant = self._keyword(token)
             if meant:
                 help = f"did you mean `{meant.text}`?"
                 self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[meant]))
@@ -158,13 +180,8 @@ class _Parser:
             states.append(STATES[states[-1]][origin])
         return target is not None
 
-    def _keyword(self, token: Token, first: Token) -> Edit | None:
-        """A misspelt `use` or `let` before what does not fit, or a misspelt keyword that would fit there."""
-        if token is not first and first.kind == "NAME" and self.values and self.values[-1] is first:
-            begins = {"STRING": ["use"], "NAME": ["let"]}
-            meant = nearest(first.text, begins.get(token.kind, []))
-            if meant:
-                return Edit(Span(self.source, first.start, first.end), meant)
+    def _keyword(self, token: Token) -> Edit | None:
+        """A keyword that would fit where a name like it does not."""
         if token.kind != "NAME":
             return None
         words = [text for text, kind in KEYWORDS.items() if text.isalpha() and self._would_take(kind)]
