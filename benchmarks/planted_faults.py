@@ -36,16 +36,16 @@ class Fault:
     line: int
 
 
-def corpus() -> list[Fault]:
-    """Every fault; the order is fixed."""
+def corpus(seed: str = "") -> list[Fault]:
+    """Every fault; another `seed` draws others from the same files."""
     files = {path.name: path.read_text(encoding="utf-8") for path in sorted((ROOT / "tests/cases").glob("*.moe"))}
     files |= {"tiny.moe": (ROOT / "examples/tiny.moe").read_text(encoding="utf-8"), "starter.moe": STARTER}
-    return [fault for name, text in files.items() for fault in faults(name, text)]
+    return [fault for name, text in files.items() for fault in faults(name, text, seed)]
 
 
-def faults(name: str, text: str) -> Iterator[Fault]:
+def faults(name: str, text: str, seed: str = "") -> Iterator[Fault]:
     """`PER_FILE` faults of each kind, spread over the file."""
-    dice = random.Random(name)
+    dice = random.Random(name + seed)
     tokens = [token for token in lex(text) if token.kind != "SEPARATOR"]
     for kind in KINDS:
         found: dict[str, Fault] = {}

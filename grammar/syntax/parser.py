@@ -105,6 +105,10 @@ class _Parser:
                 self.values.append(token)
                 return True
             origin, action, length = RULES[~target]
+            if not action:  # one symbol that stands for another: most of what there is to reduce
+                self.states.pop()
+                self.states.append(STATES[self.states[-1]][origin])
+                continue
             children = self.values[len(self.values) - length :]
             if length:
                 del self.values[-length:], self.states[-length:]
@@ -112,8 +116,6 @@ class _Parser:
             self.states.append(STATES[self.states[-1]][origin])
 
     def _reduce(self, action: str, children: list[object]) -> object:
-        if not action:
-            return children[0]
         if any(type(child) is list for child in children):
             flat: list[object] = []
             for child in children:
