@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moec.grammar.diagnostics.codes import CODES
 from moec.grammar.printer import written_value
 from moec.grammar.schema import (
     BlockKind,
@@ -139,3 +140,17 @@ def _takes(kind: Kind) -> str:
             return f"name of a `{kind.block}`"
         case BlockKind():
             return f"block{'s' * kind.many} `{kind.cls.word}`"
+
+
+def markdown() -> str:
+    """Every word and every code: the generated half of docs/language.md."""
+    every = [cls for classes_of in vocabulary().values() for cls in classes_of]
+    titles = {"block": "Blocks", "product": "Products", "call": "Calls"}
+    parts: list[str] = []
+    for form, title in titles.items():
+        parts.append(f"## {title}")
+        for cls in sorted((cls for cls in every if cls.form == form), key=lambda cls: (cls.word, cls.__name__)):
+            parts.append(f"### `{cls.word}`\n\n{describe(cls)}")
+    codes = "\n".join(f"| {code} | {title} |" for code, title in CODES.items())
+    parts.append(f"## Diagnostics\n\nEach has a page: `moec explain CODE`.\n\n| code | title |\n| --- | --- |\n{codes}")
+    return "\n\n".join(parts) + "\n"
