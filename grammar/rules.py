@@ -130,8 +130,9 @@ def modules(spec: Spec) -> Iterator[Diagnostic]:
         if one.name not in declared:
             help = advice(one.name, declared) or f'declare it: `layer "{one.name}" {{ moe {{ … }} }}`'
             yield diagnose("MOE0201", one.span("name"), f"no `layer` is called `{one.name}`", help=help)
+    circular = _circular({name: {one.name for one in found} for name, found in inside.items()})
     for module in declared.values():
-        if module.name in _within(module.name, inside):
+        if module.name in circular:
             message = f"`{module.name}` contains itself"
             yield diagnose("MOE0217", module.span("name"), message)
         yield from gated(None, module.moe)
@@ -158,16 +159,25 @@ def _mixtures(moe: Moe) -> Iterator[Mixture]:
     return (part.body for part in moe.parts if isinstance(part.body, Mixture))
 
 
-def _within(name: str, inside: dict[str, list[Mixture]]) -> set[str]:
-    """Every layer that `name` contains, at whatever depth."""
-    found: set[str] = set()
-    todo = [name]
-    while todo:
-        for inner in inside.get(todo.pop(), ()):
-            if inner.name not in found:
-                found.add(inner.name)
-                todo.append(inner.name)
-    return found
+def _circular(inside: dict[str, set[str]]) -> set[str]:
+    """The names that contain themselves: what is left when those that contain nothing are taken away, again and again,
+    and then those that nothing contains."""
+    left = {name: {inner for inner in found if inner in inside} for name, found in inside.items()}
+    for _ in range(2):
+        around: dict[str, set[str]] = {name: set() for name in left}
+        for name, found in left.items():
+            for inner in found:
+                around[inner].add(name)
+        todo = [name for name, found in left.items() if not found]
+        while todo:
+            gone = todo.pop()
+            del left[gone]
+            for outer in around.pop(gone):
+                left[outer].discard(gone)
+                if not left[outer]:
+                    todo.append(outer)
+        left = {name: around[name] for name in left}  # the other way round
+    return set(left)
 
 
 def lengths(

@@ -87,3 +87,21 @@ def test_a_spec_made_in_python_is_checked_by_the_same_rules() -> None:
     neither = Layer(attention=layer.attention)
     bad = Spec(model=Model(**(fields | {"layers": (both, neither)})), cluster=good.cluster)
     assert [diagnostic.code for diagnostic in check(bad)] == ["MOE0306", "MOE0309", "MOE0305"]
+
+
+INNER = 'layer "{}" {{ {} moe {{ experts = 2 * {}; gate = topk(1) }} }}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (INNER.format("a", "dim = 8;", "gelu(4)"), []),
+        (INNER.format("a", "", "gelu(4)"), ["MOE0203"]),
+        (INNER.format("a", "dim = 8;", 'mixture("b")') + INNER.format("b", "", "gelu(4)"), []),
+        (INNER.format("a", "dim = 8;", 'mixture("b")'), ["MOE0201"]),
+        (INNER.format("a", "dim = 8;", "gelu(4)") + INNER.format("b", "dim = 8;", "gelu(4)"), ["MOE0205"]),
+        (INNER.format("a", "dim = 8;", 'mixture("b")') + INNER.format("b", "", 'mixture("b")'), ["MOE0217"]),
+    ],
+)
+def test_mixtures_by_name(text: str, expected: list[str]) -> None:
+    assert [diagnostic.code for diagnostic in load_text(text).diagnostics] == expected
