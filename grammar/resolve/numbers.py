@@ -89,7 +89,7 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
         return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help, instead=instead)
     value = exact(digits.replace("_", ""), unit)
     if value is None:
-        return scope.error("MOE0107", literal.span, "more than a float holds")
+        return scope.error("MOE0107", literal.span, "beyond what a float holds")
     return Quantity(value, UNITS[unit].dimension if unit else "")
 
 
