@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, DiagnosticError, Severity
-from moec.grammar.resolve.files import Files, checked_source, read_source
+from moec.grammar.diagnostics.model import Diagnostic, DiagnosticError, Label, Severity
+from moec.grammar.resolve.files import MAX_USE_DEPTH, Files, checked_source, read_source
 from moec.grammar.resolve.top import resolve
 from moec.grammar.source import Source, Span
 from moec.grammar.spec import Spec
 from moec.grammar.syntax.parser import parse
 from moec.grammar.syntax.tree import File
+
+SHOWN_HOPS = 4
+"""Of a long way from the main file to the one with the mistake: the last few, and the first."""
 
 Lets = Mapping[str, str | int | float]
 
@@ -25,6 +28,8 @@ class Loaded:
     spec: Spec | None
     diagnostics: tuple[Diagnostic, ...]
     tree: File | None
+    overridden: tuple[tuple[Span, str], ...] = ()
+    """Where a `--let` had a part in a value, and its text."""
 
     def unwrap(self) -> Spec:
         """The Spec; raises `DiagnosticError` if there is none."""
@@ -51,6 +56,7 @@ def _load(
 ) -> Loaded:
     tree = None
     spec = None
+    overridden: list[tuple[Span, str]] = []
     if source is not None:
         tree, errors = parse(source)
         diagnostics = [*diagnostics, *errors]
@@ -61,9 +67,20 @@ def _load(
             files = Files(folder)
             statements = files.read(tree.body, identity, folder)
             complete = files.complete and not _failed(diagnostics)
-            spec, errors = resolve(statements, lets, Span(source, 0, 0), complete=complete)
-            diagnostics += [*files.diagnostics, *errors]
-    return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree)
+            spec, errors, overridden = resolve(statements, lets, Span(source, 0, 0), complete=complete)
+            diagnostics += [_led_to(found, files.used_at) for found in (*files.diagnostics, *errors)]
+    return Loaded(None if _failed(diagnostics) else spec, tuple(_ordered(diagnostics)), tree, tuple(overridden))
+
+
+def _led_to(found: Diagnostic, used_at: Mapping[str, Span]) -> Diagnostic:
+    """`found` with the way to the file it is in, `use` by `use`."""
+    labels: list[Label] = []
+    span = found.span
+    while span is not None and (span := used_at.get(span.source.name)) is not None and len(labels) < MAX_USE_DEPTH:
+        labels.append(Label(span=span, message="the file is used here"))
+    if len(labels) > SHOWN_HOPS:
+        labels = [*labels[: SHOWN_HOPS - 1], labels[-1]]
+    return replace(found, labels=(*found.labels, *labels)) if labels else found
 
 
 def _failed(diagnostics: list[Diagnostic]) -> bool:

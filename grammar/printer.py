@@ -11,8 +11,8 @@ from enum import Enum
 
 from moec.grammar.diagnostics.model import InternalError
 from moec.grammar.rules import ranges
-from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, fields
-from moec.grammar.spec import Layer, Spec
+from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, TextKind, WordKind, fields
+from moec.grammar.spec import Layer, ParallelLayers, Spec
 from moec.grammar.spec.base import Node
 from moec.grammar.units import written
 
@@ -23,9 +23,16 @@ _WIDEST = 100
 
 def to_text(spec: Spec) -> str:
     """The `.moe` text of `spec`: `load_text(to_text(spec)).spec == spec`, if `rules.check` finds nothing in it."""
-    blocks = [_block(spec.model), _block(spec.cluster.device), _block(spec.cluster)]
-    blocks += [_block(node) for node in (spec.train, spec.parallel) if node is not None and _says_anything(node)]
+    blocks = [_block(spec.model)] if spec.model else []
+    blocks += [_block(node) for node in (*spec.layers, spec.cluster.device, spec.cluster)]
+    blocks += [_block(node) for node in (spec.train, spec.adapt) if node]
+    blocks += [_block(spec.parallel)] if _says_anything(spec.parallel) else []
     return "\n".join("\n".join(block) + "\n" for block in blocks)
+
+
+def written_value(known: Field, value: object) -> str:
+    """`value` as it is written for the field `known`."""
+    return _value(known.kinds, value)
 
 
 def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]:
@@ -37,7 +44,7 @@ def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]
         if value is None or (not known.required and value == known.default):
             continue
         if not known.block:
-            lines.append(f"{known.word} = {_field(known, value)}")
+            lines.append(f"{known.word} = {written_value(known, value)}")
         else:
             for inner, of_layers in _blocks(value):
                 lines += _block(inner, of_layers, inside=True)
@@ -56,7 +63,8 @@ def _blocks(value: Node | tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
     elif all(isinstance(node, Layer) for node in value):
         yield from _layers(value)
     else:
-        yield from ((node, "") for node in value)
+        for node in value:
+            yield node, selector(list(node.layers)) if isinstance(node, ParallelLayers) and node.layers else ""
 
 
 def _layers(layers: tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
@@ -68,10 +76,10 @@ def _layers(layers: tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
     for indices in by_identity.values():
         equal.setdefault(layers[indices[0]], []).extend(indices)
     for layer, indices in equal.items():
-        yield layer, "" if len(indices) == len(layers) else _selector(sorted(indices))
+        yield layer, "" if len(indices) == len(layers) else selector(sorted(indices))
 
 
-def _selector(indices: list[int]) -> str:
+def selector(indices: list[int]) -> str:
     """`5`, `0..31`, `1..23 step 2`, or a list of numbers and ranges."""
     first, last = indices[0], indices[-1]
     step = indices[1] - first if len(indices) > 2 else 1
@@ -81,16 +89,14 @@ def _selector(indices: list[int]) -> str:
     return runs[0] if len(runs) == 1 else f"[{', '.join(runs)}]"
 
 
-def _field(known: Field, value: object) -> str:
-    return _value(known.kinds, value)
-
-
 def _value(kinds: tuple[Kind, ...], value: object) -> str:
     match value:
         case Node() if any(isinstance(kind, ReferenceKind) for kind in kinds):
             return _reference(value.name)  # type: ignore[attr-defined]
         case Node() if value.form == "product":
-            return " * ".join(_field(known, getattr(value, known.name)) for known in fields(type(value)).values())
+            return " * ".join(
+                written_value(known, getattr(value, known.name)) for known in fields(type(value)).values()
+            )
         case Node():
             return _call(value)
         case bool():
@@ -100,8 +106,10 @@ def _value(kinds: tuple[Kind, ...], value: object) -> str:
         case int() | float():
             unit = next((kind.unit for kind in kinds if isinstance(kind, NumberKind)), "")
             return written(value, unit)
-        case str():
+        case str() if any(isinstance(kind, WordKind) and value in kind.values for kind in kinds):
             return value
+        case str() if any(isinstance(kind, TextKind) for kind in kinds):
+            return _quoted(value)
         case tuple():
             items = tuple(item for kind in kinds for item in getattr(kind, "items", ()))
             return f"[{', '.join(_value(items, item) for item in value)}]"
@@ -117,7 +125,7 @@ def _call(node: Node) -> str:
             by_position = False
             continue
         by_position = by_position and known.name in node.positional
-        text = _field(known, value)
+        text = written_value(known, value)
         arguments.append(text if by_position else f"{known.word} = {text}")
     return f"{node.word}({', '.join(arguments)})" if arguments else node.word
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Label
+from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
-from moec.grammar.spec import Gqa, Mha, Moe, Spec
+from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TopK
+from moec.grammar.spec.base import Node
+from moec.grammar.suggest import advice
 
 
 def check(spec: Spec) -> list[Diagnostic]:
     """Every rule, over a whole Spec."""
     model, train = spec.model, spec.train
-    found: list[Diagnostic] = []
+    found: list[Diagnostic] = [*modules(spec)]
+    if not spec.has_model:
+        return found
     if len(model.layers) != model.depth:
         message = f"`depth` is {model.depth}, and there are {len(model.layers)} layers"
         found.append(diagnose("MOE0306", model.span("depth"), message))
@@ -29,23 +33,32 @@ def check(spec: Spec) -> list[Diagnostic]:
         if layer.ffn and layer.moe:
             found.append(diagnose("MOE0309", layer.span("moe"), "a layer has both"))
         found += attention(layer.attention, model.dim, model.span("dim"))
+        found += gated(layer.ffn, layer.moe)
         if layer.moe:
-            found += routing(layer.moe)
+            found += mixture(layer.moe)
     sequence = (train.sequence, train.span("sequence")) if train else None
     found += lengths((model.context, model.span("context")), sequence, model.span())
     return found
 
 
-def attention(node: Gqa | Mha, dim: int | None, dim_span: Span | None) -> Iterator[Diagnostic]:
+def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterator[Diagnostic]:
     """Heads against each other and against the model's width (`None` where that is not known)."""
-    if isinstance(node, Gqa) and node.heads % node.kv_heads:
+    if isinstance(node, Moa):
+        yield from choice(node.gate, node.experts, node.span("experts"))
+    kv_heads = getattr(node, "kv_heads", None)
+    if kv_heads and node.heads % kv_heads:
         yield diagnose(
             "MOE0301",
             node.span("kv_heads"),
-            f"{node.heads} query heads cannot share {node.kv_heads} evenly",
+            f"{node.heads} query heads cannot share {kv_heads} evenly",
             labels=_labels((node.span("heads"), f"{node.heads} query heads")),
-            help=f"set `kv_heads = {_divisor_near(node.heads, node.kv_heads)}`",
+            help=f"set `kv_heads = {_divisor_near(node.heads, kv_heads)}`",
         )
+    if isinstance(node, Mla):
+        if node.rope and node.rope_dim % 2:
+            label = _labels((node.span("rope_dim"), f"{node.rope_dim} dimensions have positions"))
+            yield diagnose("MOE0303", node.span("rope"), "it turns pairs of dimensions", labels=label)
+        return
     if node.head_dim is None and dim is not None and dim % node.heads:
         yield diagnose(
             "MOE0302",
@@ -66,15 +79,105 @@ def attention(node: Gqa | Mha, dim: int | None, dim_span: Span | None) -> Iterat
         )
 
 
-def routing(moe: Moe) -> Iterator[Diagnostic]:
-    """The gate against the experts."""
-    if moe.gate.k > moe.experts.count:
-        yield diagnose(
-            "MOE0304",
-            moe.gate.span("k"),
-            f"each token wants {moe.gate.k}",
-            labels=_labels((moe.experts.span("count"), f"there are {moe.experts.count}")),
-        )
+def mixture(moe: Moe) -> Iterator[Diagnostic]:
+    """The gate against the experts, and what they are counted over."""
+    first, last = moe.parts[0].span("count"), moe.parts[-1].span("count")
+    experts = first.to(last) if first and last else None
+    yield from choice(moe.gate, moe.num_experts, experts)
+    if moe.group == "rank":
+        help = "`group = sequence` gives the same result on any number of ranks"
+        yield diagnose("MOE0315", moe.span("group"), help=help, severity=Severity.WARNING)
+
+
+def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnostic]:
+    """As many experts as a token wants, and groups of equal size that hold enough of them."""
+    there = _labels((declared, f"there are {experts}"))
+    k = getattr(gate, "k", 1)
+    if k > experts:
+        yield diagnose("MOE0304", gate.span("k"), f"each token wants {k}", labels=there)
+    if not isinstance(gate, TopK) or gate.groups == 1:
+        return
+    kept = gate.keep_groups or gate.groups
+    if experts % gate.groups:
+        message = f"{experts} experts do not make {gate.groups} equal groups"
+        yield diagnose("MOE0317", gate.span("groups"), message, labels=there)
+    elif kept > gate.groups:
+        label = _labels((gate.span("groups"), f"there are {gate.groups} groups"))
+        yield diagnose("MOE0317", gate.span("keep_groups"), f"a token cannot keep {kept}", labels=label)
+    elif k <= experts and kept * (experts // gate.groups) < k:
+        message = f"{kept} groups hold {kept * (experts // gate.groups)} experts"
+        label = _labels((gate.span("k"), f"each token wants {k}"))
+        yield diagnose("MOE0317", gate.span("keep_groups"), message, labels=label)
+
+
+def gated(ffn: Node | None, moe: Moe | None) -> Iterator[Diagnostic]:
+    """Only what is added beside the experts can have a gate of its own."""
+    bodies = [ffn, *([moe.residual, *(part.body for part in moe.parts)] if moe else [])]
+    for body in bodies:
+        if body is not None and getattr(body, "gated", False):
+            help = "leave it out, or write this feed-forward as `shared = …`"
+            yield diagnose("MOE0314", body.span("gated"), "this is no `shared`", help=help)
+
+
+def modules(spec: Spec) -> Iterator[Diagnostic]:
+    """Mixtures by name: declared, of the model's width, not inside themselves; and one subject in a file."""
+    declared = {module.name: module for module in spec.layers}
+    inside = {name: list(_mixtures(module.moe)) for name, module in declared.items()}
+    layers = list({id(layer): layer for layer in spec.model.layers}.values()) if spec.has_model else []
+    used = [one for layer in layers if layer.moe for one in _mixtures(layer.moe)]
+    used += [one for mixtures in inside.values() for one in mixtures]
+    for one in used:
+        if one.name not in declared:
+            help = advice(one.name, declared) or f'declare it: `layer "{one.name}" {{ moe {{ … }} }}`'
+            yield diagnose("MOE0201", one.span("name"), f"no `layer` is called `{one.name}`", help=help)
+    circular = _circular({name: {one.name for one in found} for name, found in inside.items()})
+    for module in declared.values():
+        if module.name in circular:
+            message = f"`{module.name}` contains itself"
+            yield diagnose("MOE0217", module.span("name"), message)
+        yield from gated(None, module.moe)
+        yield from mixture(module.moe)
+        if spec.has_model and module.dim is not None and module.dim != spec.model.dim:
+            label = _labels((spec.model.span("dim"), f"the model is {spec.model.dim} wide"))
+            yield diagnose("MOE0316", module.span("dim"), f"{module.dim} wide", labels=label, help="leave `dim` out")
+    if not spec.has_model:
+        yield from _subject(spec, {one.name for one in used})
+
+
+def _subject(spec: Spec, used: set[str]) -> Iterator[Diagnostic]:
+    """Without a model the subject is the one layer that no other contains."""
+    subjects: list[LayerModule] = [module for module in spec.layers if module.name not in used]
+    for other in subjects[1:]:
+        label = _labels((subjects[0].span(), "this one could be the file's subject"))
+        yield diagnose("MOE0205", other.span(), "so could this one", labels=label, help="a file has one subject")
+    for module in subjects[:1]:
+        if module.dim is None:
+            yield diagnose("MOE0203", module.span(), "a layer by itself needs `dim`")
+
+
+def _mixtures(moe: Moe) -> Iterator[Mixture]:
+    return (part.body for part in moe.parts if isinstance(part.body, Mixture))
+
+
+def _circular(inside: dict[str, set[str]]) -> set[str]:
+    """The names that contain themselves: what is left when those that contain nothing are taken away, again and again,
+    and then those that nothing contains."""
+    left = {name: {inner for inner in found if inner in inside} for name, found in inside.items()}
+    for _ in range(2):
+        around: dict[str, set[str]] = {name: set() for name in left}
+        for name, found in left.items():
+            for inner in found:
+                around[inner].add(name)
+        todo = [name for name, found in left.items() if not found]
+        while todo:
+            gone = todo.pop()
+            del left[gone]
+            for outer in around.pop(gone):
+                left[outer].discard(gone)
+                if not left[outer]:
+                    todo.append(outer)
+        left = {name: around[name] for name in left}  # the other way round
+    return set(left)
 
 
 def lengths(
@@ -127,7 +230,7 @@ def selected(first: int, last: int, span: Span, depth: int, depth_span: Span | N
 
 def one_slot(part: Part) -> Iterator[Diagnostic]:
     """One block gives at most one field of a slot; of two blocks the later one's counts."""
-    for slot in part.cls.slots:
+    for slot in part.cls.exclusive:
         given = [(word, span) for word in slot if (span := part.where(word))]
         if len(given) > 1:
             (first, first_span), (second, second_span) = sorted(given, key=lambda item: item[1].start)[:2]

@@ -1,6 +1,6 @@
-"""The schema as the resolver, the printer and the messages need it: read off the pydantic models of spec/.
+"""The schema as the resolver, the printer and the messages need it: read off the annotations in spec/.
 
-No word of the language is listed here. A field of a model becomes a `Field` with the kinds of value it takes.
+No word of the language is listed here. A field of a node becomes a `Field` with the kinds of value it takes.
 """
 
 from __future__ import annotations
@@ -9,37 +9,10 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
-
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic.fields import FieldInfo
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from moec.grammar.diagnostics.model import InternalError
-from moec.grammar.spec.base import Node, Reference, Unit
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """One end of what a number may be: `name` says it in words, for `at least 1`."""
-
-    name: str  # "at least", "more than", "at most", "less than"
-    limit: float
-
-    def holds(self, value: float) -> bool:
-        """Whether `value` keeps it."""
-        match self.name:
-            case "at least":
-                return value >= self.limit
-            case "more than":
-                return value > self.limit
-            case "at most":
-                return value <= self.limit
-            case _:
-                return value < self.limit
-
-    def __str__(self) -> str:
-        return f"{self.name} {self.limit:_}"
+from moec.grammar.spec.base import Bound, Doc, Node, NotYet, Reference, Unit, Word, field_types
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +77,7 @@ Kind = NumberKind | TextKind | WordKind | CallKind | ProductKind | ListKind | Re
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """One field of a model: `name` in Python, `word` in a file."""
+    """One field of a node: `name` in Python, `word` in a file. `not_yet`: which of it nothing here compiles."""
 
     name: str
     word: str
@@ -112,6 +85,7 @@ class Field:
     required: bool
     default: object
     description: str
+    not_yet: NotYet | None = None
 
     @property
     def block(self) -> BlockKind | None:
@@ -119,18 +93,35 @@ class Field:
         return next((kind for kind in self.kinds if isinstance(kind, BlockKind)), None)
 
 
-@cache
+_FIELDS: dict[type[Node], dict[str, Field]] = {}
+
+
 def fields(cls: type[Node]) -> dict[str, Field]:
-    """The fields of `cls` by the words they are written by; a label is not among them."""
+    """The fields of `cls` by the words they are written by; a label and a selector are not among them."""
+    if cls not in _FIELDS:
+        _FIELDS[cls] = _read(cls)
+    return _FIELDS[cls]
+
+
+def _read(cls: type[Node]) -> dict[str, Field]:
     found = {}
-    for name, info in cls.model_fields.items():
-        if cls.labelled and name == "name":
+    for name, annotation in field_types(cls).items():
+        if (cls.labelled and name == "name") or (cls.selects and name == "layers"):
             continue
-        kinds = tuple(_kinds(info.annotation, info.metadata))
+        said = annotation.__metadata__ if get_origin(annotation) is Annotated else ()
+        kinds = tuple(_kinds(annotation))
         block = next((kind for kind in kinds if isinstance(kind, BlockKind)), None)
-        word = block.cls.word if block else info.alias or name
-        default = None if info.is_required() else info.get_default()
-        found[word] = Field(name, word, kinds, info.is_required(), default, info.description or "")
+        words = [item.text for item in said if isinstance(item, Word)]
+        word = block.cls.word if block else words[0] if words else name
+        found[word] = Field(
+            name,
+            word,
+            kinds,
+            required=not hasattr(cls, name),
+            default=getattr(cls, name, None),
+            description=next((item.text for item in said if isinstance(item, Doc)), ""),
+            not_yet=next((item for item in said if isinstance(item, NotYet)), None),
+        )
     return found
 
 
@@ -139,11 +130,11 @@ def positional(cls: type[Node]) -> list[Field]:
     return [field for name in cls.positional for field in fields(cls).values() if field.name == name]
 
 
-def _kinds(annotation: Any, metadata: list[Any]) -> Iterator[Kind]:
-    """One kind for each alternative of a type; the models that are written as calls share one."""
+def _kinds(annotation: Any) -> Iterator[Kind]:
+    """One kind for each alternative of a type; the nodes that are written as calls share one."""
     calls: dict[str, type[Node]] = {}
-    for alternative, extra in _alternatives(annotation, tuple(_flat(metadata))):
-        reference = next((item for item in extra if isinstance(item, Reference)), None)
+    for alternative, said in _alternatives(annotation, ()):
+        reference = next((item for item in said if isinstance(item, Reference)), None)
         if reference:
             yield ReferenceKind(reference.kind)
         elif isinstance(alternative, type) and issubclass(alternative, Node):
@@ -154,14 +145,14 @@ def _kinds(annotation: Any, metadata: list[Any]) -> Iterator[Kind]:
             else:
                 yield ProductKind(alternative)
         else:
-            yield _plain_kind(alternative, extra)
+            yield _plain_kind(alternative, said)
     if calls:
         yield CallKind(calls)
 
 
-def _plain_kind(annotation: Any, metadata: tuple[Any, ...]) -> Kind:
+def _plain_kind(annotation: Any, said: tuple[Any, ...]) -> Kind:
     if get_origin(annotation) is tuple:
-        items = tuple(_kinds(get_args(annotation)[0], []))
+        items = tuple(_kinds(get_args(annotation)[0]))
         if len(items) == 1 and isinstance(items[0], BlockKind):
             return BlockKind(items[0].cls, many=True)
         return ListKind(items)
@@ -172,42 +163,19 @@ def _plain_kind(annotation: Any, metadata: tuple[Any, ...]) -> Kind:
     if annotation is str:
         return TextKind()
     if annotation in (int, float):
-        unit = next((item.name for item in metadata if isinstance(item, Unit)), "")
-        bounds = tuple(_bounds(metadata))
-        return NumberKind(annotation is int, unit, bounds)
+        unit = next((item.name for item in said if isinstance(item, Unit)), "")
+        return NumberKind(annotation is int, unit, tuple(item for item in said if isinstance(item, Bound)))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return WordKind({str(member.value): member for member in annotation})
     raise InternalError(f"the schema has a type that no value can be written for: {annotation!r}")
 
 
-def _bounds(metadata: tuple[Any, ...]) -> Iterator[Bound]:
-    for item in metadata:
-        match item:
-            case Ge():
-                yield Bound("at least", cast(float, item.ge))
-            case Gt():
-                yield Bound("more than", cast(float, item.gt))
-            case Le():
-                yield Bound("at most", cast(float, item.le))
-            case Lt():
-                yield Bound("less than", cast(float, item.lt))
-
-
-def _alternatives(annotation: Any, metadata: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def _alternatives(annotation: Any, said: tuple[Any, ...]) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     origin = get_origin(annotation)
     if origin is Annotated:
-        base, *extra = get_args(annotation)
-        yield from _alternatives(base, (*_flat(extra), *metadata))
+        yield from _alternatives(annotation.__origin__, (*annotation.__metadata__, *said))
     elif origin in (Union, types.UnionType):
         for argument in get_args(annotation):
-            yield from _alternatives(argument, metadata)
+            yield from _alternatives(argument, said)
     elif annotation is not types.NoneType:
-        yield annotation, metadata
-
-
-def _flat(metadata: list[Any]) -> Iterator[Any]:
-    for item in metadata:
-        if isinstance(item, FieldInfo):
-            yield from item.metadata
-        else:
-            yield item
+        yield annotation, said

@@ -6,9 +6,15 @@ from collections.abc import Iterable
 
 MOST_LISTED = 24
 
+MOST_COMPARED = 200
+"""Names that are compared with a misspelt one. Only generated files have more, and mistakes by the thousand."""
+
 
 def nearest(word: str, allowed: Iterable[str]) -> str | None:
     """The allowed name with the least edit distance to `word`, if that is a plausible slip; ties by alphabet."""
+    allowed = set(allowed)
+    if len(allowed) > MOST_COMPARED:
+        return None
     limit = max(1, (len(word) + 1) // 3) if len(word) > 1 else 0
     candidates = [(distance(word.lower(), name.lower(), limit), name) for name in allowed]
     best = min(candidates, default=(limit + 1, ""))
@@ -17,8 +23,8 @@ def nearest(word: str, allowed: Iterable[str]) -> str | None:
 
 def distance(one: str, other: str, limit: int) -> int:
     """Insertions, deletions, substitutions and swaps of neighbours between two words; `limit` + 1 if more."""
-    if abs(len(one) - len(other)) > limit:
-        return limit + 1
+    if abs(len(one) - len(other)) > limit or len(set(one) ^ set(other)) > 2 * limit:
+        return limit + 1  # an edit brings in at most one letter and takes out at most one
     before: list[int] = []
     previous = list(range(len(other) + 1))
     for i, a in enumerate(one, 1):
@@ -34,9 +40,12 @@ def distance(one: str, other: str, limit: int) -> int:
 
 def advice(word: str, allowed: Iterable[str]) -> str:
     """A help text: the nearest name, and all of them."""
-    names = sorted(set(allowed))
-    if not names:
+    known = set(allowed)
+    if not known:
         return ""
+    if len(known) > MOST_COMPARED:
+        return f"{len(known)} names are known here"
+    names = sorted(known)
     best = nearest(word, names)
     listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
     return f"did you mean `{best}`? allowed here: {listed}" if best else f"allowed here: {listed}"

@@ -7,6 +7,7 @@ from decimal import Decimal
 
 LARGEST_WHOLE = 2**63 - 1
 LARGEST_EXPONENT = 308  # of a float
+LONGEST_EXPONENT = 9  # its digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,13 @@ NAMES = {
 
 
 def exact(number: str, unit: str) -> int | float | None:
-    """`number` (digits, `_`, a fraction, an exponent) of `unit` in its base unit; None if no float is that large.
+    """`number` (digits, a fraction, an exponent) of `unit` in its base unit; None if no float is that large or small.
 
     A whole number is an int while 64 bits hold it.
     """
+    exponent = number.lower().partition("e")[2].lstrip("+-").lstrip("0")
+    if len(exponent) > LONGEST_EXPONENT:  # Decimal has a largest exponent too
+        return None
     value = Decimal(number)
     if value and value.adjusted() > LARGEST_EXPONENT:
         return None
@@ -62,7 +66,7 @@ def exact(number: str, unit: str) -> int | float | None:
     if abs(value) <= LARGEST_WHOLE and value == value.to_integral_value():
         return int(value)
     result = float(value)
-    return result if abs(result) != float("inf") else None
+    return result if abs(result) != float("inf") and (result or not value) else None
 
 
 def written(value: float, dimension: str) -> str:

@@ -1,24 +1,17 @@
-"""The command line. It holds no semantics: what changes a plan is in the file, or overrides one of its `let`s.
-
-Exit 0: done; 1: diagnostics; 2: usage; 3: a mistake of moec's own. stdout is the artifact, stderr the diagnostics.
-"""
+"""The command line. It holds no semantics: what changes a plan is in the file, or overrides one of its `let`s."""
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import platform
-import sys
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
 from moec import __version__
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose, render
+from moec.commands.check import show
+from moec.grammar.diagnostics import STYLES, DiagnosticError, diagnose
 
 app = typer.Typer(
     help="The compiler for Mixture-of-Experts models.",
@@ -31,7 +24,6 @@ app = typer.Typer(
 
 Lets = Annotated[list[str] | None, typer.Option("--let", metavar="NAME=VALUE", help="Override a `let` of the file.")]
 Format = Annotated[str, typer.Option("--format", help="How diagnostics look: full, concise, json or github.")]
-STYLES = ("full", "concise", "json", "github")
 
 
 @app.command()
@@ -39,17 +31,58 @@ def check(
     files: Annotated[list[Path], typer.Argument(help="`.moe` files.")],
     lets: Lets = None,
     format: Format = "full",
+    fix: Annotated[bool, typer.Option("--fix", help="First mend what has only one remedy, in place.")] = False,
 ) -> None:
     """Say what is wrong with files; nothing if nothing is. Never imports torch."""
-    from moec.driver import check as run
+    from moec.commands.check import run
 
     _require("--format", format, STYLES)
-    found: list[Diagnostic] = []
-    for file in files:
-        found += run(file, **_lets(lets))
-    _show(found, format)
-    if any(d.severity is Severity.ERROR for d in found):
-        raise typer.Exit(1)
+    raise typer.Exit(run(files, _lets(lets), format, fix))
+
+
+@app.command()
+def fmt(
+    files: Annotated[list[Path], typer.Argument(help="`.moe` files; `-` is stdin, and goes to stdout.")],
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a file would change.")] = False,
+    diff: Annotated[bool, typer.Option("--diff", help="Write nothing; print what would change.")] = False,
+) -> None:
+    """Lay files out in the one way there is. Keeps comments; never changes what a file says."""
+    from moec.commands.fmt import run
+
+    raise typer.Exit(run(files, check, diff))
+
+
+@app.command()
+def explain(
+    subject: Annotated[str, typer.Argument(metavar="CODE|WORD", help="MOE0311, topk, kv_heads, …")],
+) -> None:
+    """Say what a diagnostic means and how to mend it, or what a word of the language means and takes."""
+    from moec.commands.explain import explain as run
+
+    print(run(subject), end="")
+
+
+@app.command()
+def init(
+    file: Annotated[Path, typer.Argument(help="The file to write; it must not be there yet.")] = Path("model.moe"),
+) -> None:
+    """Write a commented file to start from."""
+    from moec.commands.init import run
+
+    run(file)
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A `.moe` file.")],
+    lets: Lets = None,
+    format: Format = "full",
+) -> None:
+    """Show everything that a file says or leaves to a default, and where each value came from."""
+    from moec.commands.inspect import run
+
+    _require("--format", format, STYLES)
+    show(run(file, _lets(lets)), format)
 
 
 @app.command()
@@ -77,7 +110,7 @@ def compile(
     if stop_after and emit not in ("ir", "placed"):
         raise typer.BadParameter("--stop-after makes no plan; it goes with --emit=ir")
     warnings = run(file, output, _lets(lets), emit, stop_after, print_ir_after, time_passes)
-    _show(warnings, format)
+    show(warnings, format)
 
 
 @app.command()
@@ -89,7 +122,6 @@ def verify(
     ] = False,
 ) -> None:
     """Prove a plan equal to the unsharded model: every rank in this process, forward, gradients and one step."""
-    gc.enable()  # `moec.__main__` has it off for short commands; this one makes graphs by the thousand
     from moec.commands.verify import print_report
     from moec.driver import load
     from moec.driver import verify as run
@@ -120,10 +152,6 @@ def load(
 NOT_YET = {
     "plan": "choosing degrees by predicted time and memory",
     "simulate": "predicting time on the described cluster",
-    "inspect": "showing a plan's shards, groups and collectives",
-    "fmt": "formatting files",
-    "explain": "explaining a diagnostic",
-    "init": "writing a starter file",
     "import": "reading Hugging Face configs",
     "weights": "importing and exporting weights",
     "tune": "measuring kernel configurations",
@@ -166,32 +194,3 @@ def _require(option: str, value: str | None, allowed: Iterable[str]) -> None:
     choices = list(allowed)
     if value is not None and value not in choices:
         raise typer.BadParameter(f"{option} is one of {', '.join(choices)}, not {value!r}")
-
-
-def _show(diagnostics: Iterable[Diagnostic], style: str) -> None:
-    found = list(diagnostics)
-    if found:
-        color = style == "full" and sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        print(render(found, style, color=color).rstrip("\n"), file=sys.stderr)
-
-
-def main() -> NoReturn:
-    """The entry point: runs the command and turns every outcome into an exit code."""
-    style = next((a.split("=", 1)[1] for a in sys.argv if a.startswith("--format=")), "full")
-    if "--format" in sys.argv[:-1]:
-        style = sys.argv[sys.argv.index("--format") + 1]
-    try:
-        app(standalone_mode=True)
-    except DiagnosticError as error:
-        _show(error.diagnostics, style if style in STYLES else "full")
-        sys.exit(1)
-    except BrokenPipeError:
-        # The reader of our stdout has gone (`moec compile --emit=ir … | head`).
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except Exception:  # noqa: BLE001  (the last resort: whatever reaches this is ours, and must say so)
-        print(traceback.format_exc(), file=sys.stderr)
-        where = f"moec {__version__}, Python {platform.python_version()}, {platform.platform()}"
-        print(f"This is a bug in moec. Please report it with the text above, the file, and: {where}", file=sys.stderr)
-        sys.exit(3)
-    sys.exit(0)

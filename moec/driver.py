@@ -1,6 +1,6 @@
 """Walks the road: text → Spec → Program → Plan → job. What `import moec` offers and the command line calls.
 
-Each step is imported where it is taken, so that checking a file loads neither what plans nor what runs.
+Each function imports the rooms that it walks through: `moec check` is to answer as fast as a linter.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec
+from moec.grammar.supported import unsupported
 
 if TYPE_CHECKING:
     from moec.codegen.plan import Plan
@@ -96,11 +97,13 @@ def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
     loaded = read(Path(path), **lets)
     if loaded.spec is None:
         return loaded.diagnostics
+    refused = unsupported(loaded.spec)
     try:
-        choose_degrees(loaded.spec)
+        if not refused:
+            choose_degrees(loaded.spec)
     except DiagnosticError as error:
-        return (*loaded.diagnostics, *error.diagnostics)
-    return loaded.diagnostics
+        refused = list(error.diagnostics)
+    return (*loaded.diagnostics, *refused)
 
 
 def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:

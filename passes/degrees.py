@@ -1,15 +1,12 @@
-"""The degree of every axis: what the file states, checked, and the language's defaults for the rest.
-
-Needs the Spec alone, so that checking a file builds no Program.
-"""
+"""The degrees of a Spec, stated or by default, and the rules that they keep. `moec check` needs no more of passes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnose
+from moec.grammar.rules import numbered
 from moec.grammar.spec import Moe, Spec
-from moec.passes.layers import layer_set_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +22,22 @@ class Degrees:
 
 def choose_degrees(spec: Spec) -> Degrees:
     """The degrees of `spec`, stated or default. Raises `DiagnosticError`."""
-    ranks, parallel = spec.cluster.ranks, spec.parallel
+    ranks = spec.cluster.ranks
     moes = _layers_of_moes(spec)
-    stated = frozenset(name for name in ("dp", "ep") if getattr(parallel, name) is not None)
-    ep = parallel.ep or _largest_ep(ranks, [moe.experts.count for moe, _ in moes])
+    dp, ep = _stated(spec, "dp"), _stated(spec, "ep")
+    stated = frozenset(name for name, value in (("dp", dp), ("ep", ep)) if value is not None)
+    ep = ep or _largest_ep(ranks, [moe.num_experts for moe, _ in moes])
     problems = [*_mesh_problems(spec), *_expert_problems(spec, moes), *_batch_problems(spec)]
     if problems:
         raise DiagnosticError(problems)
-    return Degrees(ranks=ranks, dp=parallel.dp or ranks, ep=ep, edp=ranks // ep, stated=stated)
+    return Degrees(ranks=ranks, dp=dp or ranks, ep=ep, edp=ranks // ep, stated=stated)
+
+
+def _stated(spec: Spec, axis: str) -> int | None:
+    """The degree that the file gives; lists and `auto` were refused before."""
+    value = getattr(spec.parallel, axis)
+    assert value is None or isinstance(value, int)
+    return value
 
 
 def _layers_of_moes(spec: Spec) -> list[tuple[Moe, list[int]]]:
@@ -61,7 +66,7 @@ def _cluster_label(spec: Spec) -> tuple[Label, ...]:
 
 
 def _mesh_problems(spec: Spec) -> list[Diagnostic]:
-    ranks, dp, ep = spec.cluster.ranks, spec.parallel.dp, spec.parallel.ep
+    ranks, dp, ep = spec.cluster.ranks, _stated(spec, "dp"), _stated(spec, "ep")
     problems = []
     if dp is not None and dp != ranks:
         problems.append(
@@ -88,25 +93,25 @@ def _mesh_problems(spec: Spec) -> list[Diagnostic]:
 
 
 def _expert_problems(spec: Spec, moes: list[tuple[Moe, list[int]]]) -> list[Diagnostic]:
-    ep = spec.parallel.ep
+    ep = _stated(spec, "ep")
     if ep is None:
         return []
     problems = []
     for moe, layers in moes:
-        count = moe.experts.count
+        count = moe.num_experts
         if count % ep == 0:
             continue
         ways = [f"`ep = {d}` ({count // d} per rank)" for d in _divisors(spec.cluster.ranks) if count % d == 0][-1:]
         more = -(-count // ep) * ep
         ways.append(f"`experts = {more} * …` ({more // ep} per rank)")
-        declared = moe.experts.span()
-        which = f"layers {layer_set_name(layers)[1:-1]}"
+        declared = moe.span("experts")
+        where = f"{count} experts declared here ({numbered(layers)})"
         problems.append(
             diagnose(
                 "MOE0311",
                 spec.parallel.span("ep"),
                 f"{count} / {ep} leaves {count % ep} experts over",
-                labels=(Label(span=declared, message=f"{count} experts declared here ({which})"),) if declared else (),
+                labels=(Label(span=declared, message=where),) if declared else (),
                 help=f"set {' or '.join(ways)}",
             )
         )

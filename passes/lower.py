@@ -6,8 +6,24 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.source import Span
-from moec.grammar.spec import Gqa, Layer, Mha, Model, Moe, Spec, SwiGLU, SwitchLoss
+from moec.grammar.spec import (
+    Attention,
+    Experts,
+    Gelu,
+    Gqa,
+    Layer,
+    Mha,
+    Model,
+    Moe,
+    RmsNorm,
+    Spec,
+    SwiGLU,
+    SwitchLoss,
+    TopK,
+)
+from moec.grammar.supported import unsupported
 from moec.passes.ir import Block, Init, Op, Parameter, Program, Value
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops import ACTIVATION_PARTS
@@ -21,7 +37,12 @@ TOKENS = ("batch", "sequence")
 
 
 def lower(spec: Spec) -> Program:
-    """The unsharded Program of `spec`: one block per distinct layer, `forward` that calls them, and `loss`."""
+    """The unsharded Program of `spec`: one block per distinct layer, `forward` that calls them, and `loss`.
+
+    Raises `DiagnosticError` for the words that nothing here compiles yet: behind this line there are none.
+    """
+    if refused := unsupported(spec):
+        raise DiagnosticError(refused)
     model = spec.model
     layers = _distinct_layers(model)
     blocks = [_layer_block(model, layer, numbers) for layer, numbers in layers]
@@ -102,6 +123,7 @@ def _normal(std: float = INIT_STD) -> Init:
 
 
 def _norm(b: _Builder, model: Model, x: str, name: str, to: str) -> str:
+    assert isinstance(model.norm, RmsNorm)
     weight = b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), model.norm.span())
     return b.one(o.RmsNorm, x, weight, to=to, span=model.norm.span(), eps=model.norm.eps)
 
@@ -120,7 +142,8 @@ def _layer_block(model: Model, layer: Layer, numbers: Sequence[int]) -> Block:
     return b.block([out, counts, *balance])
 
 
-def _attention(b: _Builder, model: Model, attention: Gqa | Mha, h: str) -> str:
+def _attention(b: _Builder, model: Model, attention: Attention, h: str) -> str:
+    assert isinstance(attention, Gqa | Mha)
     heads = attention.heads
     kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
     width = attention.head_dim or model.dim // heads
@@ -147,7 +170,7 @@ def _residual_init(model: Model) -> Init:
 
 def _ffn(b: _Builder, model: Model, layer: Layer, h: str) -> str:
     ffn = layer.ffn
-    assert ffn is not None
+    assert isinstance(ffn, SwiGLU | Gelu)
     kind = "swiglu" if isinstance(ffn, SwiGLU) else "gelu"
     parts, span = ACTIVATION_PARTS[kind], ffn.span()
     up = b.parameter("ffn.up.weight", (parts, ffn.hidden, model.dim), model.dtype, _normal(), span)
@@ -159,7 +182,11 @@ def _ffn(b: _Builder, model: Model, layer: Layer, h: str) -> str:
 
 def _moe(b: _Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], str]:
     """The mixed value, the layer's balance term where it has one, and the counts of rows per expert."""
-    gate, experts, body = moe.gate, moe.experts.count, moe.experts.body
+    gate, declared = moe.gate, moe.experts
+    assert isinstance(gate, TopK)
+    assert isinstance(declared, Experts)
+    experts, body = declared.count, declared.body
+    assert isinstance(body, SwiGLU | Gelu)
     gate_weight = b.parameter("moe.gate.weight", (experts, model.dim), model.dtype, _normal(), gate.span())
     logits = b.one(o.Router, h, gate_weight, to="logits", span=gate.span())
     p, w, e = b.add(
@@ -170,7 +197,7 @@ def _moe(b: _Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], s
         o.Permute, h, e, to="rows counts positions", span=moe.span("capacity"), num_experts=experts
     )
     kind = "swiglu" if isinstance(body, SwiGLU) else "gelu"
-    parts, hidden, span = ACTIVATION_PARTS[kind], body.hidden, moe.experts.span()
+    parts, hidden, span = ACTIVATION_PARTS[kind], body.hidden, declared.span()
     up = b.parameter("moe.experts.up.weight", (experts, parts, hidden, model.dim), model.dtype, _normal(), span)
     down = b.parameter(
         "moe.experts.down.weight", (experts, model.dim, hidden), model.dtype, _residual_init(model), span

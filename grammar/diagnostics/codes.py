@@ -1,7 +1,8 @@
 """Every diagnostic's code and title. A code keeps its meaning for ever; a retired one is not given out again.
 
 MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
-MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE06xx: plan folders. MOE07xx: jobs and `verify`.
+MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx: limits. MOE06xx: plan folders. MOE07xx:
+jobs and `verify`.
 Each has a page under `tests/diagnostics/`, which is its test as well.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.model import Diagnostic, Edit, Label, Severity
 from moec.grammar.source import Span
 
 CODES: dict[str, str] = {
@@ -24,6 +25,10 @@ CODES: dict[str, str] = {
     "MOE0009": "no such file to use",
     "MOE0010": "files use each other in a circle",
     "MOE0011": "this path cannot be used",
+    "MOE0012": "the file has tabs",
+    "MOE0013": "there is a file already",
+    "MOE0014": "cannot write the file",
+    "MOE0015": "no such word or code",
     "MOE0101": "syntax error",
     "MOE0102": "unexpected character",
     "MOE0103": "the text is not closed",
@@ -31,6 +36,7 @@ CODES: dict[str, str] = {
     "MOE0105": "nothing is open that this could close",
     "MOE0106": "nested too deeply",
     "MOE0107": "the number is out of range",
+    "MOE0108": "a number begins with 0",
     "MOE0201": "unknown name",
     "MOE0202": "not supported yet",
     "MOE0203": "a required name is missing",
@@ -47,6 +53,7 @@ CODES: dict[str, str] = {
     "MOE0214": "a `let` may only use those above it",
     "MOE0215": "this cannot be computed",
     "MOE0216": "clusters are made from each other in a circle",
+    "MOE0217": "a mixture is inside itself",
     "MOE0301": "query heads are not a multiple of key and value heads",
     "MOE0302": "the heads do not divide the model's width",
     "MOE0303": "rotary positions need an even head width",
@@ -60,6 +67,15 @@ CODES: dict[str, str] = {
     "MOE0311": "expert-parallel degree does not divide the expert count",
     "MOE0312": "expert-parallel degree does not divide the ranks",
     "MOE0313": "the batch does not divide over the data-parallel ranks",
+    "MOE0314": "only a shared expert is gated",
+    "MOE0315": "results depend on the number of data-parallel ranks",
+    "MOE0316": "a mixture's width is not the model's",
+    "MOE0317": "groups of experts do not fit",
+    "MOE0401": "too many layers",
+    "MOE0402": "too many experts",
+    "MOE0403": "too large once its constants are replaced",
+    "MOE0404": "too many files",
+    "MOE0405": "`layers` blocks overlap too much",
     "MOE0600": "there is no plan here",
     "MOE0601": "this plan cannot be trusted",
     "MOE0602": "this plan has another format",
@@ -80,6 +96,7 @@ def diagnose(
     labels: Iterable[Label] = (),
     help: str = "",
     severity: Severity = Severity.ERROR,
+    fix: Iterable[Edit] = (),
 ) -> Diagnostic:
     """The diagnostic `code`, with its registered title."""
     return Diagnostic(
@@ -90,4 +107,5 @@ def diagnose(
         labels=tuple(labels),
         help=help,
         severity=severity,
+        fix=tuple(fix),
     )

@@ -24,12 +24,20 @@ class Label:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """`text` in the place of `span`: what a machine may do about a mistake without asking."""
+
+    span: Span
+    text: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnostic:
     """One thing wrong with what the user wrote.
 
     `code` is stable (`MOE0311`); `title` says the rule that was broken, `message` stands under the primary span
-    and says what about this value breaks it; `help` names a way out.
+    and says what about this value breaks it; `help` names a way out; `fix` goes it, where there is only one.
     """
 
     code: str
@@ -39,6 +47,7 @@ class Diagnostic:
     labels: tuple[Label, ...] = ()
     help: str = ""
     severity: Severity = Severity.ERROR
+    fix: tuple[Edit, ...] = ()
 
 
 class DiagnosticError(Exception):

@@ -34,6 +34,7 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
             "message": d.message,
             "help": d.help,
             "span": _position(d.span),
+            "fix": [{"text": edit.text, "span": _position(edit.span)} for edit in d.fix],
             "labels": [{"message": label.message, "span": _position(label.span)} for label in d.labels],
         }
         for d in diagnostics

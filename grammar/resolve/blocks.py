@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from moec.grammar.diagnostics.model import Label
 from moec.grammar.resolve.parts import Given, Part, report_twice
 from moec.grammar.resolve.scope import BROKEN, Scope
-from moec.grammar.resolve.values import resolve_field, unknown
+from moec.grammar.resolve.values import resolve, unknown
 from moec.grammar.rules import one_slot
 from moec.grammar.schema import fields
 from moec.grammar.spec.base import Node
@@ -71,7 +71,15 @@ class _Reader:
         """All of it. A name that was probably meant by a misspelt one counts as given, and is not missing too."""
         absent = {word: given for word, given in self.meant.items() if word not in self.blocks}
         given = absent | self.given
-        return Part(self.cls, block.head, block.label, block.selector, given, self.blocks, self.incomplete)
+        return Part(
+            self.cls,
+            block.head,
+            block.label,
+            block.selector,
+            given=given,
+            blocks=self.blocks,
+            incomplete=self.incomplete,
+        )
 
     def assignment(self, statement: Assignment) -> None:
         word = statement.name.text
@@ -87,7 +95,7 @@ class _Reader:
             help = f"write `{word} {{ … }}`"
             self.scope.error("MOE0211", statement.name.span, f"`{word}` is a block", help=help)
             return
-        value = resolve_field(self.scope, self.cls.word, known, statement.value)
+        value = resolve(self.scope, known.kinds, statement.value)
         self.given[word] = Given(value, statement.value.span, statement.name.span)
 
     def block(self, block: Block) -> None:
@@ -114,6 +122,6 @@ class _Reader:
 
     def _unknown(self, statement: Assignment | Block, allowed: Iterable[str]) -> None:
         name = statement.name if isinstance(statement, Assignment) else statement.kind
-        meant = unknown(self.scope, self.cls.word, name, name.text, allowed)
+        meant = unknown(self.scope, name, name.text, allowed)
         if meant:
             self.meant[meant] = Given(BROKEN, name.span, name.span)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from moec.grammar.diagnostics.model import Label
-from moec.grammar.resolve.parts import Given, Part, build, make, merged
+from moec.grammar.resolve.parts import Given, Part, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import fields
 from moec.grammar.spec import Cluster, ClusterText, Device
-from moec.grammar.suggest import advice
+from moec.grammar.suggest import advice, nearest
 
 _BASE, _NODES, _DEVICE, _LEVEL = "from", "nodes", "device", "level"
 assert {_BASE, _NODES, _DEVICE, _LEVEL} == set(fields(ClusterText))
@@ -75,8 +75,14 @@ def _base(scope: Scope, machines: Machines, part: Part) -> str | None:
     help = advice(given.value, machines.clusters)
     if given.value in machines.library_clusters:
         help = f'it is in the library: add `use "clusters/{given.value}"`'
-    scope.error("MOE0201", given.span, f"no cluster `{given.value}` is declared", help=help)
+    instead = _written(nearest(given.value, machines.clusters))
+    scope.error("MOE0201", given.span, f"no cluster `{given.value}` is declared", help=help, instead=instead)
     return None
+
+
+def _written(name: str | None) -> str | None:
+    """A block's name as a value."""
+    return name if name is None or name.isidentifier() else f'"{name}"'
 
 
 def _report_circle(scope: Scope, part: Part, chain: list[Part]) -> None:
@@ -116,9 +122,7 @@ def _cluster(scope: Scope, machines: Machines, part: Part | Broken) -> Cluster |
     if isinstance(made, Broken) or lacks or not isinstance(text, ClusterText):
         return BROKEN
     spans = {word: span for word in ("", "name", "device", "levels") if (span := text.span(word))}
-    cluster = make(Cluster, {"name": text.name, "device": made, "levels": text.levels}, spans)
-    assert isinstance(cluster, Cluster)
-    return cluster
+    return Cluster.checked({"name": text.name, "device": made, "levels": text.levels}, spans)
 
 
 def _device(scope: Scope, machines: Machines, given: Given) -> Device | Broken:
@@ -128,6 +132,7 @@ def _device(scope: Scope, machines: Machines, given: Given) -> Device | Broken:
     if part is None:
         allowed = [*machines.devices, *machines.library_devices]
         help = advice(given.value, allowed)
-        return scope.error("MOE0201", given.span, f"no device `{given.value}` is known", help=help)
+        instead = _written(nearest(given.value, allowed))
+        return scope.error("MOE0201", given.span, f"no device `{given.value}` is known", help=help, instead=instead)
     device = build(scope, part)
     return device if isinstance(device, Device) else BROKEN

@@ -10,14 +10,16 @@ from functools import cache
 from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, InternalError, Severity
+from moec.grammar.diagnostics.model import Diagnostic, Edit, InternalError, Severity
 from moec.grammar.source import Source, Span
-from moec.grammar.suggest import advice
+from moec.grammar.suggest import advice, nearest
 from moec.grammar.syntax.parser import parse
+from moec.grammar.syntax.tokens import tabs
 from moec.grammar.syntax.tree import Statement, String, Use
 
 MAX_BYTES = 4 * 1024 * 1024
 MAX_USE_DEPTH = 32
+MAX_FILES = 256
 
 _LIBRARY = Path(__file__).parents[1] / "library"
 
@@ -33,6 +35,12 @@ def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return None, [diagnose("MOE0001", nowhere, reason)]
+    return source_of(data, name)
+
+
+def source_of(data: bytes, name: str) -> tuple[Source | None, list[Diagnostic]]:
+    """The bytes of a file as a source."""
+    nowhere = Span(Source(name, ""), 0, 0)
     if len(data) > MAX_BYTES:
         return None, [diagnose("MOE0008", nowhere, f"more than {MAX_BYTES // 1024**2} MiB")]
     try:
@@ -51,7 +59,9 @@ def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic
     if text.startswith("\ufeff"):
         text = text[1:]
         span = Span(Source(name, text), 0, 0)
-        warnings.append(diagnose("MOE0005", span, help="save it as UTF-8 without it", severity=Severity.WARNING))
+        fix = [Edit(span, "")]  # the mark is gone already: writing the file back is the fix
+        help = "save it as UTF-8 without it"
+        warnings.append(diagnose("MOE0005", span, help=help, severity=Severity.WARNING, fix=fix))
     source = Source(name, text)
     if (at := text.find("\0")) >= 0:
         return None, [diagnose("MOE0004", Span(source, at, at + 1), "here", help="is this a text file?")]
@@ -62,17 +72,23 @@ def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic
     if (at := text.find("\r\n")) >= 0:
         span = Span(source, at, at + 1)
         help = "they are read as newlines; save the file with newlines alone"
-        warnings.append(diagnose("MOE0006", span, help=help, severity=Severity.WARNING))
+        fix = [Edit(Span(source, found.start(), found.start() + 1), "") for found in re.finditer("\r\n", text)]
+        warnings.append(diagnose("MOE0006", span, help=help, severity=Severity.WARNING, fix=fix))
+    warnings += tabs(source)
     return source, warnings
 
 
 @dataclass(slots=True)
 class Files:
-    """Reads a main file and what it uses. `folder` is where "beside this one" is; None for a text without one."""
+    """Reads a main file and what it uses. `folder` is where "beside this one" is; None for a text without one.
+
+    `used_at` is the place that brought each other file in.
+    """
 
     folder: Path | None
     diagnostics: list[Diagnostic] = field(default_factory=list)
     complete: bool = True
+    used_at: dict[str, Span] = field(default_factory=dict)
     _seen: set[str] = field(default_factory=set)
     _stack: list[str] = field(default_factory=list)
 
@@ -104,10 +120,14 @@ class Files:
             return []
         if identity in self._seen:
             return []
+        if len(self._seen) > MAX_FILES:
+            self._error("MOE0404", path, f"more than {MAX_FILES} files are used")
+            return []
         if len(self._stack) > MAX_USE_DEPTH:
-            self._error("MOE0106", path, f"files use each other more than {MAX_USE_DEPTH} deep")
+            self._error("MOE0404", path, f"files use each other more than {MAX_USE_DEPTH} deep")
             return []
         name = f"{identity}.moe" if folder is None else self._name(file)
+        self.used_at.setdefault(name, path.span)
         source, diagnostics = read_source(file, name)
         self.diagnostics += diagnostics
         tree = None
@@ -127,9 +147,7 @@ class Files:
             self._error("MOE0011", path, "not a relative path", help)
             return None
         if folder is None:
-            self._error(
-                "MOE0009", path, "not in the library, and this text stands in no folder", advice(text, library_paths())
-            )
+            self._missing(path, "not in the library, and this text stands in no folder")
             return None
         wanted = folder / (text if text.endswith(".moe") else f"{text}.moe")
         try:
@@ -143,7 +161,7 @@ class Files:
             self._error("MOE0011", path, "a symbolic link leads out of this file's folder")
             return None
         if not exists:
-            self._error("MOE0009", path, "neither in the library nor beside this file", advice(text, library_paths()))
+            self._missing(path, "neither in the library nor beside this file")
             return None
         return target
 
@@ -151,9 +169,14 @@ class Files:
         assert self.folder is not None
         return Path(os.path.relpath(file, self.folder.resolve())).as_posix()
 
-    def _error(self, code: str, path: String, message: str, help: str = "") -> None:
+    def _missing(self, path: String, message: str) -> None:
+        meant = nearest(path.value, library_paths())
+        fix = [Edit(path.span, f'"{meant}"')] if meant else []
+        self._error("MOE0009", path, message, advice(path.value, library_paths()), fix)
+
+    def _error(self, code: str, path: String, message: str, help: str = "", fix: Iterable[Edit] = ()) -> None:
         self.complete = False
-        self.diagnostics.append(diagnose(code, path.span, message, help=help))
+        self.diagnostics.append(diagnose(code, path.span, message, help=help, fix=fix))
 
 
 @cache

@@ -12,11 +12,17 @@ from moec.grammar import rules
 from moec.grammar.resolve.numbers import number
 from moec.grammar.resolve.parts import Given, Part, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
-from moec.grammar.schema import Bound, NumberKind
+from moec.grammar.schema import NumberKind
 from moec.grammar.source import Span
-from moec.grammar.spec import Gqa, Layer, Mha
-from moec.grammar.spec.base import Node
+from moec.grammar.spec import Attention, Layer
+from moec.grammar.spec.base import Bound, Node
 from moec.grammar.syntax.tree import Expression, Range, Sequence
+
+MAX_SELECTED = 1_000_000
+"""Layers that the blocks of a file may select, counted as often as they are."""
+
+MAX_COMBINATIONS = 20_000
+"""Different stacks of blocks over a layer: each is merged and built by itself."""
 
 _INDEX = NumberKind(whole=True, unit="", bounds=(Bound("at least", 0),))
 
@@ -27,8 +33,10 @@ def resolve_layers(scope: Scope, model: Part) -> tuple[Layer, ...] | Broken:
     blocks = model.blocks.get(Layer.word, [])
     if depth is None or not isinstance(depth.value, int):
         return BROKEN
-    selections = [_selected(scope, block.selector, depth.value, depth.span) for block in blocks]
-    combined = _combine(blocks, selections, depth.value)
+    selections = [select_layers(scope, block.selector, depth.value, depth.span) for block in blocks]
+    combined = _combine(scope, blocks, selections, depth.value)
+    if combined is None:
+        return BROKEN
     by_identity: dict[int, list[int]] = {}
     for index, part in enumerate(combined):
         by_identity.setdefault(id(part), []).append(index)
@@ -44,10 +52,13 @@ def resolve_layers(scope: Scope, model: Part) -> tuple[Layer, ...] | Broken:
     return good if len(good) == len(layers) else BROKEN
 
 
-def _combine(blocks: list[Part], selections: list[Iterable[int] | Broken], depth: int) -> list[Part | None]:
+def _combine(
+    scope: Scope, blocks: list[Part], selections: list[Iterable[int] | Broken], depth: int
+) -> list[Part | None] | None:
     """What each layer's blocks say together; layers with the same blocks get the same Part.
 
-    Number 0 stands for no block; every other number for one combination of blocks, made from an earlier one.
+    Number 0 stands for no block; every other number for one combination of blocks, made from an earlier one. None,
+    after a diagnostic, where there are too many.
     """
     combinations: list[Part | None] = [None]
     state = [0] * depth
@@ -58,6 +69,10 @@ def _combine(blocks: list[Part], selections: list[Iterable[int] | Broken], depth
         for layer in selection:
             before = state[layer]
             if before not in extended:
+                if len(combinations) > MAX_COMBINATIONS:
+                    message = f"more than {MAX_COMBINATIONS:_} different stacks of blocks over a layer"
+                    scope.error("MOE0405", block.span, message)
+                    return None
                 earlier = combinations[before]
                 extended[before] = len(combinations)
                 combinations.append(merged(earlier, block) if earlier else block)
@@ -68,7 +83,7 @@ def _combine(blocks: list[Part], selections: list[Iterable[int] | Broken], depth
 def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Given | None) -> Node | Broken:
     width = dim.value if dim and isinstance(dim.value, int) else None
     given = part.given.get("attention")
-    if given and isinstance(given.value, Gqa | Mha):
+    if given and isinstance(given.value, Attention):
         scope.diagnostics += rules.attention(given.value, width, dim.span if dim else None)
     if not part.incomplete:
         incomplete = list(rules.complete(part, indices, model))
@@ -76,12 +91,14 @@ def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Given
         if incomplete:
             return BROKEN
     layer = build(scope, part)
+    if isinstance(layer, Layer):
+        scope.diagnostics += rules.gated(layer.ffn, layer.moe)
     if isinstance(layer, Layer) and layer.moe:
-        scope.diagnostics += rules.routing(layer.moe)
+        scope.diagnostics += rules.mixture(layer.moe)
     return layer
 
 
-def _selected(scope: Scope, selector: Expression | None, depth: int, depth_span: Span) -> Iterable[int] | Broken:
+def select_layers(scope: Scope, selector: Expression | None, depth: int, depth_span: Span) -> Iterable[int] | Broken:
     """The numbers of the layers that `selector` picks."""
     if selector is None:
         return range(depth)
@@ -90,7 +107,7 @@ def _selected(scope: Scope, selector: Expression | None, depth: int, depth_span:
     if isinstance(value, Broken):
         return BROKEN
     if isinstance(value, Sequence):
-        parts = [_selected(scope, item, depth, depth_span) for item in value.items]
+        parts = [select_layers(scope, item, depth, depth_span) for item in value.items]
         if any(isinstance(part, Broken) for part in parts):
             return BROKEN
         return dict.fromkeys(index for part in parts if not isinstance(part, Broken) for index in part)
@@ -114,6 +131,13 @@ def _range(scope: Scope, value: Range, written: Written, depth: int, depth_span:
 
 
 def _checked(scope: Scope, indices: range, written: Written, depth: int, depth_span: Span) -> Iterable[int] | Broken:
+    before = scope.selected
+    scope.selected += len(indices) if indices.stop <= depth else 0
+    if before > MAX_SELECTED:
+        return BROKEN
+    if scope.selected > MAX_SELECTED:
+        message = f"by here more than {MAX_SELECTED:_} layers are selected"
+        return scope.error("MOE0405", written, message, help="say what most layers have in common once, for all")
     found = list(rules.selected(indices.start, indices.stop - 1, written.span, depth, depth_span))
     scope.diagnostics += found
     return BROKEN if found else indices

@@ -7,14 +7,15 @@ however long, is followed by recursion.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from moec.grammar.diagnostics.model import Label
 from moec.grammar.resolve.numbers import compute, is_arithmetic
 from moec.grammar.resolve.scope import BROKEN, Broken, Constant, Scope
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import advice
+from moec.grammar.syntax.brackets import MAX_NESTING
 from moec.grammar.syntax.parser import parse_value
-from moec.grammar.syntax.tokens import MAX_NESTING
 from moec.grammar.syntax.tree import (
     Call,
     Expression,
@@ -49,7 +50,11 @@ def declare_lets(scope: Scope, lets: Sequence[Let], overrides: Mapping[str, str 
             scope.lets[name] = Constant(BROKEN, Label(span=let.value.span, message=""))
             continue
         message = f"`{name}` is set here" if name in replaced else f"`{name}` is declared here"
-        scope.lets[name] = _constant(scope, value, first, Label(span=value.span, message=message))
+        constant = _constant(scope, value, first, Label(span=value.span, message=message))
+        own = (value.span.source.text,) if name in replaced else ()
+        used = (part.text for _, part in _parts(value) if isinstance(part, Name) and part.text in scope.lets)
+        texts = tuple(dict.fromkeys((*own, *(text for part in used for text in scope.lets[part].overrides))))
+        scope.lets[name] = replace(constant, overrides=texts) if texts else constant
 
 
 def _overrides(
@@ -82,7 +87,8 @@ def _constant(scope: Scope, value: Expression, lets: Mapping[str, Let], place: L
         if constant.number is None:  # a number is computed already, however it came about
             depth, size = max(depth, level + constant.depth), size + constant.size
     if depth > 2 * MAX_NESTING or size > MAX_SIZE:
-        scope.error("MOE0106", place.span, "too large once its `let` names are replaced")
+        message = f"more than {MAX_SIZE:_} parts, or more than {2 * MAX_NESTING} inside one another"
+        scope.error("MOE0403", place.span, message)
         return Constant(BROKEN, place)
     if isinstance(value, Name) and value.text in scope.lets:
         origin = scope.lets[value.text]

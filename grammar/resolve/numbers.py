@@ -39,7 +39,7 @@ def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Br
         return scope.error("MOE0206", written, f"expected a whole number, found {value:g}")
     for bound in kind.bounds:
         if not bound.holds(value):
-            return scope.error("MOE0207", written, f"must be {bound}, and is {value}")
+            return scope.error(bound.code, written, f"must be {bound}, and is {value}")
     if kind.whole and abs(value) > LARGEST_WHOLE:
         return scope.error("MOE0107", written, "more than 64 bits hold")
     return int(value) if kind.whole else float(value)
@@ -66,7 +66,8 @@ def _named(scope: Scope, name: Name) -> Quantity | Broken:
     if isinstance(written.value, Broken):
         return BROKEN
     if written.constant is None:
-        return scope.error("MOE0201", name.span, "no `let` of this name", help=advice(name.text, scope.lets))
+        help, instead = advice(name.text, scope.lets), nearest(name.text, scope.lets)
+        return scope.error("MOE0201", name.span, "no `let` of this name", help=help, instead=instead)
     if written.constant.number is None:
         return scope.error("MOE0206", written, "expected a number")
     return written.constant.number
@@ -76,14 +77,19 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
     match = _LITERAL.fullmatch(literal.text)
     assert match, "the lexer's numbers have this form"
     digits, unit = match.groups()
+    if len(digits) > 1 and digits[0] == "0" and digits[1] in "0123456789_":
+        plain = digits.lstrip("0_") or "0"
+        help = f"write `{plain}`, or what is missing between the two"
+        return scope.error("MOE0108", literal.span, "is something missing behind the `0`?", help=help)
     if unit and unit not in UNITS:
         best = nearest(unit, UNITS) or next((known for known in UNITS if known.lower() == unit.lower()), None)
         listed = ", ".join(name for name in UNITS if not name.endswith("/s"))
         help = f"did you mean `{digits}{best}`?" if best else f"units: {listed}, and `/s` behind a size"
-        return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help)
+        instead = f"{digits}{best}" if best else None
+        return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help, instead=instead)
     value = exact(digits.replace("_", ""), unit)
     if value is None:
-        return scope.error("MOE0107", literal.span, "more than a float holds")
+        return scope.error("MOE0107", literal.span, "beyond what a float holds")
     return Quantity(value, UNITS[unit].dimension if unit else "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from moec.grammar.diagnostics.model import InternalError, Label
+from moec.grammar.diagnostics.model import Label
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import Field, fields
 from moec.grammar.source import Span
@@ -26,13 +26,15 @@ class Given:
 class Part:
     """What one block or call of `cls` gives, by the fields' words.
 
-    `incomplete` says that something in it did not parse, so nothing can be said to be missing.
+    `selected` are the layers of a `layers` block that keeps their numbers. `incomplete` says that something in it did
+    not parse, so nothing can be said to be missing.
     """
 
     cls: type[Node]
     span: Span
     label: String | None = None
     selector: Expression | None = None
+    selected: tuple[int, ...] | None = None
     given: dict[str, Given] = field(default_factory=dict)
     blocks: dict[str, list[Part]] = field(default_factory=dict)
     incomplete: bool = False
@@ -66,6 +68,8 @@ def build(scope: Scope, part: Part, missing: Callable[[Scope, Part, list[Field]]
     if part.cls.labelled:
         assert part.label, "a block without its label was diagnosed before"
         values["name"], spans["name"] = part.label.value, part.label.span
+    if part.selected is not None:
+        values["layers"] = part.selected
     for word, known in fields(part.cls).items():
         block = known.block
         if word in part.given:
@@ -81,17 +85,7 @@ def build(scope: Scope, part: Part, missing: Callable[[Scope, Part, list[Field]]
         (missing or report_missing)(scope, part, absent)
     if absent or part.incomplete or any(isinstance(value, Broken) for value in values.values()):
         return BROKEN
-    return make(part.cls, values, spans)
-
-
-def make(cls: type[Node], values: dict[str, object], spans: dict[str, Span]) -> Node:
-    """A Node of `cls`. The resolver has checked every value, so what pydantic still refuses is a bug here."""
-    from pydantic import ValidationError
-
-    try:
-        return cls(**{cls.model_fields[name].alias or name: value for name, value in values.items()}).with_spans(spans)
-    except ValidationError as error:
-        raise InternalError(f"the resolver let something pass that {cls.__name__} refuses: {error}") from error
+    return part.cls.checked(values, spans)
 
 
 def report_missing(scope: Scope, part: Part, absent: Iterable[Field]) -> None:
@@ -110,7 +104,9 @@ def report_twice(scope: Scope, word: str, again: Span, first: Span) -> None:
 
 def _replaced(later: Part, word: str) -> bool:
     """Whether `later` gives another field of the slot that `word` is in."""
-    return any(word in slot and any(other != word and later.where(other) for other in slot) for slot in later.cls.slots)
+    return any(
+        word in slot and any(other != word and later.where(other) for other in slot) for slot in later.cls.exclusive
+    )
 
 
 def _merged_blocks(earlier: list[Part], later: list[Part]) -> list[Part]:

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Final
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Label
+from moec.grammar.diagnostics.model import Diagnostic, Edit, Label
 from moec.grammar.source import Span
 from moec.grammar.syntax.tree import Expression, Name
 
@@ -31,13 +31,17 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """What a `let` stands for. `place` is its value, or the `--let` that overrides it."""
+    """What a `let` stands for. `place` is its value, or the `--let` that overrides it.
+
+    `overrides` are the texts of the `--let`s that have a part in it, its own or those of the constants that it uses.
+    """
 
     value: Expression | Broken
     place: Label
     number: Quantity | None = None
     depth: int = 1
     size: int = 1
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,14 @@ class Written:
 
 @dataclass(slots=True)
 class Scope:
-    """The constants of all files read, and what was found wrong with them."""
+    """The constants of all files read, what was found wrong with them, how many layers were selected so far, and where
+    a value came from the command line.
+    """
 
     lets: dict[str, Constant] = field(default_factory=dict)
     diagnostics: list[Diagnostic] = field(default_factory=list)
+    selected: int = 0
+    overridden: list[tuple[Span, str]] = field(default_factory=list)
 
     def follow(self, expression: Expression) -> Written:
         """What `expression` says once `let` names are replaced. Ends: a `let` only uses those above it."""
@@ -65,11 +73,24 @@ class Scope:
         while isinstance(value, Name) and value.text in self.lets:
             constant = self.lets[value.text]
             lets.append(constant.place)
+            self.overridden += [(value.span, text) for text in constant.overrides]
             value = constant.value
         return Written(value, expression.span, tuple(lets), constant)
 
-    def error(self, code: str, written: Written | Span, message: str, *labels: Label, help: str = "") -> Broken:
-        """Diagnose something about a value; the `let`s it came through are shown as well."""
+    def error(
+        self,
+        code: str,
+        written: Written | Span,
+        message: str,
+        *labels: Label,
+        help: str = "",
+        instead: str | None = None,
+    ) -> Broken:
+        """Diagnose something about a value; the `let`s it came through are shown as well.
+
+        `instead` is what should stand there, where that is known and the value was not given by a `let`.
+        """
         span, lets = (written, ()) if isinstance(written, Span) else (written.span, written.lets)
-        self.diagnostics.append(diagnose(code, span, message, labels=(*labels, *lets), help=help))
+        fix = [Edit(span, instead)] if instead is not None and not lets else []
+        self.diagnostics.append(diagnose(code, span, message, labels=(*labels, *lets), help=help, fix=fix))
         return BROKEN

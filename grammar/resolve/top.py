@@ -13,14 +13,14 @@ from moec.grammar.diagnostics.model import Diagnostic
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
 from moec.grammar.resolve.cluster import Machines, resolve_clusters
 from moec.grammar.resolve.files import library_names, read_library
-from moec.grammar.resolve.layers import resolve_layers
+from moec.grammar.resolve.layers import resolve_layers, select_layers
 from moec.grammar.resolve.lets import declare_lets
-from moec.grammar.resolve.parts import Given, Part, build, make
+from moec.grammar.resolve.parts import Given, Part, build
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.resolve.values import unknown
 from moec.grammar.schema import fields
 from moec.grammar.source import Span
-from moec.grammar.spec import ClusterText, Device, Layer, Model, Spec, Train
+from moec.grammar.spec import ClusterText, Device, Layer, LayerModule, Model, Parallel, Spec, Train
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
 
@@ -33,8 +33,8 @@ def resolve(
     whole: Span,
     *,
     complete: bool,
-) -> tuple[Spec | None, list[Diagnostic]]:
-    """The Spec that `statements` say, in the order read, or what is wrong with them.
+) -> tuple[Spec | None, list[Diagnostic], list[tuple[Span, str]]]:
+    """The Spec that `statements` say, in the order read, or what is wrong with them; and where an override had a part.
 
     `overrides` replace the values of `let`s; `whole` is what to point at where a whole file lacks something, unless
     it is not `complete` because some of it could not be read or did not parse.
@@ -45,11 +45,13 @@ def resolve(
     top = _Top(scope, incomplete=not complete)
     for statement in statements:
         top.read(statement)
-    if Model.word not in top.singles and not top.incomplete:
-        scope.error("MOE0203", whole, "a file needs a `model`")
+    if Model.word not in top.singles and not top.modules and not top.incomplete:
+        help = "`moec init` writes a file to start from"
+        scope.error("MOE0203", whole, "a file needs a `model`, or a `layer` for its subject", help=help)
     spec = _spec(scope, top)
     diagnostics = list(dict.fromkeys(scope.diagnostics))  # layers that share a mistake share its diagnostic
-    return (None if any(d.severity == "error" for d in diagnostics) else spec), diagnostics
+    failed = any(d.severity == "error" for d in diagnostics)
+    return (None if failed else spec), diagnostics, scope.overridden
 
 
 @dataclass(slots=True)
@@ -58,6 +60,7 @@ class _Top:
 
     scope: Scope
     singles: dict[str, Part] = field(default_factory=dict)
+    modules: dict[str, Part] = field(default_factory=dict)
     machines: Machines = field(init=False)
     incomplete: bool = False
 
@@ -69,7 +72,7 @@ class _Top:
             case Block():
                 self._block(statement)
             case Assignment(name=name):
-                words = [*_singles(), ClusterText.word, Device.word]
+                words = [*_singles(), LayerModule.word, ClusterText.word, Device.word]
                 owner = next((word for word, cls in _singles().items() if name.text in fields(cls)), None)
                 help = f"it belongs into `{owner}`" if owner else f"blocks: {', '.join(sorted(words))}"
                 self.scope.error("MOE0211", name.span, "names are given in a block", help=help)
@@ -79,6 +82,7 @@ class _Top:
     def _block(self, block: Block) -> None:
         word = block.kind.text
         many: dict[str, tuple[type[Node], dict[str, Part]]] = {
+            LayerModule.word: (LayerModule, self.modules),
             ClusterText.word: (ClusterText, self.machines.clusters),
             Device.word: (Device, self.machines.devices),
         }
@@ -87,8 +91,8 @@ class _Top:
             if owner:
                 self.scope.error("MOE0211", block.kind.span, f"`{word}` belongs into `{owner}`")
                 return
-            meant = unknown(self.scope, Spec.word, block.kind, word, [*many, *_singles()])
-            self.incomplete = self.incomplete or meant == Model.word
+            meant = unknown(self.scope, block.kind, word, [*many, *_singles()])
+            self.incomplete = self.incomplete or meant in (Model.word, LayerModule.word)
             return
         cls, parts = many.get(word) or (_singles()[word], self.singles)
         part = read_block(self.scope, cls, block)
@@ -122,7 +126,7 @@ class _Top:
 def _singles() -> dict[str, type[Node]]:
     """The blocks of which a file has at most one."""
     blocks = {word: known.block for word, known in fields(Spec).items() if known.block}
-    return {word: kind.cls for word, kind in blocks.items() if kind and word != ClusterText.word}
+    return {word: kind.cls for word, kind in blocks.items() if kind and not kind.many and word != ClusterText.word}
 
 
 def _spec(scope: Scope, top: _Top) -> Spec | None:
@@ -131,13 +135,17 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     values: dict[str, object] = {"cluster": resolve_clusters(scope, top.machines)}
     spans: dict[str, Span] = {}
     for word, part in top.singles.items():
-        values[word] = _model(scope, part) if part.cls is Model else build(scope, part)
+        values[word] = _model(scope, part) if part.cls is Model else build(scope, _placed(scope, part, top))
         spans[word] = part.span
+    modules = [build(scope, part) for part in top.modules.values()]
+    values["layers"] = tuple(modules)
     _lengths(scope, top)
-    if Model.word not in values or any(isinstance(value, Broken) for value in values.values()):
+    if any(isinstance(value, Broken) for value in (*values.values(), *modules)) or top.incomplete:
         return None
-    spec = make(Spec, values, spans)
-    assert isinstance(spec, Spec)
+    if Model.word not in values and not modules:
+        return None
+    spec = Spec.checked(values, spans)
+    scope.diagnostics += rules.modules(spec)
     return spec
 
 
@@ -149,6 +157,28 @@ def _model(scope: Scope, part: Part) -> Node | Broken:
         given = part.given | {Layer.word: Given(layers, first, first)}
         part = replace(part, given=given)
     return build(scope, part)
+
+
+def _placed(scope: Scope, part: Part, top: _Top) -> Part:
+    """`parallel`, with the layers that its `layers` blocks are for."""
+    blocks = part.blocks.get(Layer.word, [])
+    if part.cls is not Parallel or not blocks:
+        return part
+    model = top.singles.get(Model.word)
+    depth = model.given.get("depth") if model else None
+    if model and (depth is None or not isinstance(depth.value, int)):
+        return replace(part, incomplete=True)  # diagnosed there
+    size, span = (depth.value, depth.span) if depth else (1, part.span)
+    assert isinstance(size, int)
+    placed = []
+    for block in blocks:
+        selected = select_layers(scope, block.selector, size, span) if block.selector else ()
+        placed.append(
+            replace(block, incomplete=True)
+            if isinstance(selected, Broken)
+            else replace(block, selected=tuple(sorted(selected)))
+        )
+    return replace(part, blocks={**part.blocks, Layer.word: placed})
 
 
 def _lengths(scope: Scope, top: _Top) -> None:

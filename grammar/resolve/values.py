@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moec.grammar.notyet import LISTS_NOT_YET, NOT_YET
-from moec.grammar.resolve.numbers import is_arithmetic, number
+from moec.grammar.resolve.numbers import compute, is_arithmetic, number
 from moec.grammar.resolve.parts import Given, Part, build, report_twice
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import (
@@ -28,13 +27,8 @@ from moec.grammar.syntax.tree import Sequence as ListValue
 from moec.grammar.units import EXAMPLES
 
 
-def resolve_field(scope: Scope, place: str, known: Field, expression: Expression) -> object:
-    """What `expression` gives the field `known` of the block or call `place`; BROKEN after a diagnostic."""
-    return resolve(scope, f"{place}.{known.word}", known.kinds, expression)
-
-
-def resolve(scope: Scope, place: str, kinds: Sequence[Kind], expression: Expression) -> object:
-    """What `expression` says where any of `kinds` may stand. `place` is `block.name`."""
+def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression) -> object:
+    """What `expression` says where any of `kinds` may stand; BROKEN after a diagnostic."""
     written = scope.follow(expression)
     value = written.value
     if isinstance(value, Broken):
@@ -56,21 +50,19 @@ def resolve(scope: Scope, place: str, kinds: Sequence[Kind], expression: Express
             case ProductKind() if isinstance(value, Operation) and not is_arithmetic(scope, value):
                 return _product(scope, kind.cls, written, value)
             case ListKind() if isinstance(value, ListValue):
-                items = [resolve(scope, place, kind.items, item) for item in value.items]
+                items = [resolve(scope, kind.items, item) for item in value.items]
                 return BROKEN if any(isinstance(item, Broken) for item in items) else tuple(items)
-    return _misfit(scope, place, kinds, written, value)
+    return _misfit(scope, kinds, written, value)
 
 
-def unknown(scope: Scope, place: str, name: Name | Written, word: str, allowed: Iterable[str]) -> str | None:
-    """Diagnose a word that is not allowed at `place`; gives the one that was probably meant."""
+def unknown(scope: Scope, name: Name | Written, word: str, allowed: Iterable[str]) -> str | None:
+    """Diagnose a word that is not allowed where it stands; gives the one that was probably meant."""
     allowed = sorted(allowed)
     target = name.span if isinstance(name, Name) else name
-    if word in NOT_YET.get(place, ()):
-        help = f"today: {', '.join(allowed)}" if allowed else ""
-        scope.error("MOE0202", target, f"`{word}` is a word of the language that moec cannot compile yet", help=help)
-        return None
-    scope.error("MOE0201", target, f"`{word}` is not known here", help=advice(word, allowed))
-    return nearest(word, allowed)
+    meant = nearest(word, allowed)
+    instead = meant if isinstance(name, Name) else None
+    scope.error("MOE0201", target, f"`{word}` is not known here", help=advice(word, allowed), instead=instead)
+    return meant
 
 
 def _word(value: Name | Call) -> str:
@@ -99,7 +91,7 @@ def _arguments(scope: Scope, cls: type[Node], call: Call, written: Written) -> P
         if known.word in given:
             report_twice(scope, known.word, place, given[known.word].name)
             continue
-        value = resolve_field(scope, cls.word, known, argument.value)
+        value = resolve(scope, known.kinds, argument.value)
         given[known.word] = Given(value, argument.value.span, place)
     return Part(cls, written.span, given=given, incomplete=incomplete)
 
@@ -120,7 +112,7 @@ def _parameter(
         scope.error("MOE0210", argument.span, takes, help=f"by name it takes {names}" if names else "")
         return None
     if argument.name.text not in known:
-        unknown(scope, cls.word, argument.name, argument.name.text, known)
+        unknown(scope, argument.name, argument.name.text, known)
         return None
     return known[argument.name.text]
 
@@ -135,8 +127,8 @@ def _product(scope: Scope, cls: type[Node], written: Written, product: Operation
     if len(factors) > 1:
         inner = first.span.to(factors[-1].span)
         first = Operation(first, product.rest[:-1], inner)  # `2 * n * swiglu(64)`
-    counted = resolve_field(scope, cls.word, count, first)
-    described = resolve_field(scope, cls.word, body, last)
+    counted = resolve(scope, count.kinds, first)
+    described = resolve(scope, body.kinds, last)
     given = {
         count.word: Given(counted, first.span, first.span),
         body.word: Given(described, last.span, last.span),
@@ -144,28 +136,29 @@ def _product(scope: Scope, cls: type[Node], written: Written, product: Operation
     return build(scope, Part(cls, written.span, given=given))
 
 
-def _misfit(scope: Scope, place: str, kinds: Sequence[Kind], written: Written, value: Expression) -> Broken:
+def _misfit(scope: Scope, kinds: Sequence[Kind], written: Written, value: Expression) -> Broken:
     """Diagnose a value that no kind takes."""
     words = _words(kinds)
-    if isinstance(value, Name | Call) and (words or _word(value) in NOT_YET.get(place, ())):
+    if isinstance(value, Name | Call) and words:
         word = _word(value)
         if isinstance(value, Call) and word in _plain_words(kinds):
             return scope.error("MOE0206", written, f"`{word}` takes no arguments", help=f"write `{word}`")
         at = written if written.lets else (value.name if isinstance(value, Call) else value)
-        unknown(scope, place, at, word, words)
+        unknown(scope, at, word, words | (set(scope.lets) if isinstance(value, Name) else set()))
         return BROKEN
-    if isinstance(value, ListValue) and place in LISTS_NOT_YET:
-        return scope.error("MOE0202", written, "a list here is something that moec cannot compile yet")
     if isinstance(value, Name) and any(isinstance(kind, NumberKind) for kind in kinds):
-        help = advice(value.text, scope.lets)
-        return scope.error("MOE0201", written, "no `let` of this name", help=help)
+        help, instead = advice(value.text, scope.lets), nearest(value.text, scope.lets)
+        return scope.error("MOE0201", written, "no `let` of this name", help=help, instead=instead)
+    if isinstance(value, Operation) and any(isinstance(kind, NumberKind) for kind in kinds):
+        compute(scope, value)  # which says what keeps it from being a number
+        return BROKEN
     expected = " or ".join(_described(kind) for kind in kinds)
-    help = ""
+    help, instead = "", None
     if isinstance(value, String) and value.value in words:
-        help = f"without quotes: `{value.value}`"
+        help, instead = f"without quotes: `{value.value}`", value.value
     elif any(isinstance(kind, ListKind) for kind in kinds):
         help = "a list stands in brackets, also if it has one element: `[…]`"
-    return scope.error("MOE0206", written, f"expected {expected}, found {_found(value)}", help=help)
+    return scope.error("MOE0206", written, f"expected {expected}, found {_found(value)}", help=help, instead=instead)
 
 
 def _words(kinds: Iterable[Kind]) -> set[str]:

@@ -1,72 +1,172 @@
-"""The schema of `.moe` files: pydantic models, one file per room, and `Spec`, which holds them all."""
+"""The schema of `.moe` files, one file per room, and `Spec`, which holds it all."""
 
-from __future__ import annotations
+from typing import Annotated
 
-from typing import ClassVar
-
-from moec.grammar.spec.base import Form, Node, Reference, Unit
-from moec.grammar.spec.cluster import Cluster, ClusterText, Device, Level, Peak
-from moec.grammar.spec.model import (
-    Dropless,
-    DType,
-    Experts,
-    Gelu,
+from moec.grammar.spec.attention import (
+    Attention,
     Gqa,
-    Layer,
+    LayerNorm,
+    Linear,
+    Llama3,
+    LongRope,
     Mha,
-    Model,
-    Moe,
+    Mla,
+    Moa,
+    Ntk,
     RmsNorm,
     Rope,
-    SwiGLU,
+    Yarn,
+)
+from moec.grammar.spec.balance import (
+    DeviceLoss,
+    Dropless,
+    Dynamic,
+    Factor,
+    GShardLoss,
+    ImportanceLoss,
+    LoadLoss,
+    SequenceLoss,
     SwitchLoss,
-    TokenEmbedding,
-    TopK,
     ZLoss,
 )
-from moec.grammar.spec.training import AdamW, Parallel, Train, Uniform, Zipf
+from moec.grammar.spec.base import Doc, Form, Node, Reference, Unit
+from moec.grammar.spec.cluster import Cluster, ClusterText, Device, Level, Peak
+from moec.grammar.spec.experts import (
+    Conv,
+    Experts,
+    FeedForward,
+    GeGLU,
+    Gelu,
+    LinearMap,
+    Lora,
+    Mixture,
+    Relu,
+    Relu2,
+    SwiGLU,
+)
+from moec.grammar.spec.gates import (
+    AttentionRouter,
+    Base,
+    BatchPriority,
+    Dense,
+    DSelectK,
+    ExpertChoice,
+    Gate,
+    GShard,
+    Hash,
+    NoisyTopK,
+    Online,
+    Smear,
+    Soft,
+    SparseMixer,
+    Switch,
+    TopK,
+    Topology,
+)
+from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, TokenEmbedding
+from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
+from moec.grammar.spec.training import AdamW, Trace, Train, Uniform, Zipf
 
 
 class Spec(Node):
-    """A whole `.moe` file, resolved: validated, defaults filled, units converted, every value with its span."""
+    """A whole `.moe` file, resolved: validated, defaults filled, units converted, every value with its span.
 
-    word: ClassVar[str] = "file"
-    form: ClassVar[Form] = "block"
-    model: Model
-    cluster: Cluster
-    train: Train | None = None
-    parallel: Parallel = Parallel()
+    A file's subject is its `model`, or else a `layer`. Only the second is without a model, and nothing behind
+    `supported.py` meets one yet, so that its readers are spared the question.
+    """
+
+    word = "file"
+    form = "block"
+    model: Annotated[Model, Doc("the network")] = None  # type: ignore[assignment]
+    layers: Annotated[tuple[LayerModule, ...], Doc("mixtures by name")] = ()
+    cluster: Annotated[Cluster, Doc("what it runs on")]
+    train: Annotated[Train | None, Doc("how it is trained")] = None
+    parallel: Annotated[Parallel, Doc("over which degrees")] = Parallel()
+    adapt: Annotated[Adapt | None, Doc("what may change between steps")] = None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the subject is a `model`."""
+        return self.__dict__["model"] is not None
 
 
 __all__ = [
     "AdamW",
+    "Adapt",
+    "Attention",
+    "AttentionRouter",
+    "Base",
+    "BatchPriority",
     "Cluster",
     "ClusterText",
+    "Conv",
+    "DSelectK",
     "DType",
+    "Dense",
     "Device",
+    "DeviceLoss",
     "Dropless",
+    "Dynamic",
+    "ExpertChoice",
     "Experts",
+    "Factor",
+    "FeedForward",
+    "Form",
+    "GShard",
+    "GShardLoss",
+    "Gate",
+    "GeGLU",
     "Gelu",
     "Gqa",
+    "Greedy",
+    "Hash",
+    "ImportanceLoss",
     "Layer",
+    "LayerModule",
+    "LayerNorm",
     "Level",
+    "Linear",
+    "LinearMap",
+    "Llama3",
+    "LoadLoss",
+    "LongRope",
+    "Lora",
     "Mha",
+    "Mixture",
+    "Mla",
+    "Moa",
     "Model",
     "Moe",
     "Node",
+    "NoisyTopK",
+    "Ntk",
+    "Online",
     "Parallel",
+    "ParallelLayers",
     "Peak",
     "Reference",
+    "Relu",
+    "Relu2",
+    "Replicate",
     "RmsNorm",
     "Rope",
+    "SequenceLoss",
+    "Shadow",
+    "Smear",
+    "Soft",
+    "SparseMixer",
     "Spec",
     "SwiGLU",
+    "Switch",
     "SwitchLoss",
     "TokenEmbedding",
     "TopK",
+    "Topology",
+    "Trace",
     "Train",
     "Uniform",
     "Unit",
+    "Yarn",
     "ZLoss",
     "Zipf",
 ]

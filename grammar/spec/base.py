@@ -1,43 +1,72 @@
-"""What every part of a `Spec` is: a frozen pydantic model that remembers where each value was written.
+"""What every part of a `Spec` is: a frozen node that remembers where each value was written.
 
-The models are the schema. A field's type, bounds, default and description are stated once, here, and the
-resolver, the diagnostics and the documentation read them from the model.
+The classes are the schema. A field's type, bounds, default and description are stated once, in its annotation, and the
+resolver, the diagnostics, the printer and the documentation read them there. pydantic validates what is built in
+Python (see validation.py). A file's values were checked by the resolver against the same annotations, which leaves
+pydantic's import, half of the time that `moec check` may take, to those who need it.
 """
 
-from __future__ import annotations
+# Annotations are evaluated where they stand, with no `from __future__`: the schema reads them without compiling text.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
+from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform
 
 from moec.grammar.source import Span
 
 Form = Literal["call", "block", "product"]
 
+_NOWHERE: Mapping[str, Span] = {}
 
-class Node(BaseModel):
-    """One block or call of a `.moe` file, resolved.
+
+@dataclass_transform(eq_default=True, frozen_default=True, kw_only_default=True)
+class Node:
+    """One block or call of a `.moe` file, resolved. Raises pydantic's `ValidationError` for what the schema forbids.
 
     `word` is the name it is written by (`gqa` in `gqa(heads = 32)`); for a block it is the block's kind.
+    `source` says where it was described first. `implemented` is false until something here can compile it.
     `positional` lists the fields that a call also takes by position, in order.
     `form` is how it is written: `word(…)`, `word { … }`, or `first * second` of its two fields.
     A `labelled` block's field `name` is its label; one that `selects` takes a layer selector.
-    `slots` are groups of fields of which a block may give one, and a later block's replaces an earlier one's.
+    `exclusive` are groups of fields of which a block may give one, and a later block's replaces an earlier one's.
     Spans take no part in equality: two files that say the same thing give equal Specs.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True, allow_inf_nan=False)
+    __slots__ = ("__dict__", "_given", "_spans")
 
     word: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    implemented: ClassVar[bool] = True
     positional: ClassVar[tuple[str, ...]] = ()
     form: ClassVar[Form] = "call"
     labelled: ClassVar[bool] = False
     selects: ClassVar[bool] = False
-    slots: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    exclusive: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
-    _spans: Mapping[str, Span] = PrivateAttr(default_factory=dict)
+    _given: frozenset[str]
+    _spans: Mapping[str, Span]
+
+    def __init__(self, **values: Any) -> None:
+        cls = type(self)
+        if values or not all(hasattr(cls, name) for name in field_names(cls)):
+            from moec.grammar.spec.validation import validated
+
+            self._hold(validated(cls, values), frozenset(values), _NOWHERE)
+        else:  # all defaults: nothing to check, and no pydantic for what the schema itself builds
+            self._hold({name: getattr(cls, name) for name in field_names(cls)}, frozenset(), _NOWHERE)
+
+    @classmethod
+    def checked(cls, values: Mapping[str, object], spans: Mapping[str, Span]) -> Self:
+        """A node of `values` that were checked already; `spans` is where each stands ("" for the whole)."""
+        node = cls.__new__(cls)
+        every = {name: values[name] if name in values else getattr(cls, name) for name in field_names(cls)}
+        node._hold(every, frozenset(values), dict(spans))
+        return node
+
+    def _hold(self, values: Mapping[str, object], given: frozenset[str], spans: Mapping[str, Span]) -> None:
+        self.__dict__.update(values)
+        object.__setattr__(self, "_given", given)
+        object.__setattr__(self, "_spans", spans)
 
     def span(self, field: str = "") -> Span | None:
         """Where `field` was given (its value), or the node itself; None for a default or a Spec made in Python."""
@@ -45,40 +74,164 @@ class Node(BaseModel):
 
     def given(self, field: str) -> bool:
         """Whether `field` was written out rather than left to its default."""
-        return field in self._spans or field in self.model_fields_set
+        return field in self._spans or field in self._given
 
     def with_spans(self, spans: Mapping[str, Span]) -> Self:
-        """This node, remembering `spans` (field name to the span of its value; "" for the whole)."""
-        self._spans = dict(spans)
-        return self
+        """The same node, said to stand at `spans`."""
+        return type(self).checked(self.__dict__, spans)
+
+    def replace(self, **changes: object) -> Self:
+        """A node with some fields changed, which is validated again, and with the same spans."""
+        changed = type(self)(**{**self.__dict__, **changes})
+        changed._hold({}, self._given | frozenset(changes), self._spans)
+        return changed
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.__dict__ == other.__dict__
+        return self is other or (type(other) is type(self) and self.__dict__ == other.__dict__)
 
     def __hash__(self) -> int:
-        return hash((type(self), *(_hashable(value) for value in self.__dict__.values())))
+        return hash((type(self), *self.__dict__.values()))
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self.__dict__.items() if self.given(name))
+        return f"{type(self).__name__}({shown})"
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is frozen: use replace({name}=…)")
+
+    __delattr__ = __setattr__  # type: ignore[assignment]
 
 
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def field_names(cls: type[Node]) -> tuple[str, ...]:
+    """The fields of `cls`, those of its bases first."""
+    return tuple(field_types(cls))
 
 
-@dataclass(frozen=True, slots=True)
+def field_types(cls: type[Node]) -> dict[str, Any]:
+    """The fields' annotations, as written; read once per class."""
+    found = _ANNOTATIONS.get(cls)
+    if found is None:
+        bases = [base for base in reversed(cls.__mro__) if issubclass(base, Node) and base is not Node]
+        found = _ANNOTATIONS[cls] = {name: value for base in bases for name, value in base.__annotations__.items()}
+    return found
+
+
+_ANNOTATIONS: dict[type[Node], dict[str, Any]] = {}
+
+
+# ---- what an annotation can say besides its type ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bound:
+    """One end of what a number may be: `name` says it in words, for `at least 1`. `code` is of the diagnostic."""
+
+    name: Literal["at least", "more than", "at most", "less than"]
+    limit: float
+    code: str = "MOE0207"
+
+    def holds(self, value: float) -> bool:
+        """Whether `value` keeps it."""
+        match self.name:
+            case "at least":
+                return value >= self.limit
+            case "more than":
+                return value > self.limit
+            case "at most":
+                return value <= self.limit
+            case _:
+                return value < self.limit
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.limit:_}"
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        """How pydantic sees it; only numbers carry bounds."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self._required, handler(kind))
+
+    def _required(self, value: float) -> float:
+        if not self.holds(value):
+            raise ValueError(f"must be {self}")
+        return value
+
+
+def at_least(limit: float) -> Bound:
+    return Bound("at least", limit)
+
+
+def more_than(limit: float) -> Bound:
+    return Bound("more than", limit)
+
+
+def at_most(limit: float, code: str = "MOE0207") -> Bound:
+    return Bound("at most", limit, code)
+
+
+def less_than(limit: float) -> Bound:
+    return Bound("less than", limit)
+
+
+@dataclass(frozen=True)
+class Doc:
+    """What a field means, in one phrase."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """Of a field: nothing here compiles it. With `words`, or `lists`: only those of its values."""
+
+    words: tuple[str, ...] = ()
+    lists: bool = False
+
+
+@dataclass(frozen=True)
+class Word:
+    """The word that a field is written by, where Python does not allow it as a name."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Unit:
     """The dimension that a number in a field has; the resolver converts to the base unit."""
 
     name: str  # "bytes", "bytes/s", "s", "FLOP/s"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Reference:
     """A field that takes the name of a block declared elsewhere, of this kind."""
 
-    kind: str  # "device", "cluster"
+    kind: str  # "device", "cluster", "layer"
 
 
-BlockLabel = Annotated[str, Field(pattern=r'^[^"\r\n\x00]*$', description="what tells it from others of its kind")]
-Bytes = Annotated[float, Unit("bytes")]
-BytesPerSecond = Annotated[float, Unit("bytes/s")]
-Seconds = Annotated[float, Unit("s")]
-FlopsPerSecond = Annotated[float, Unit("FLOP/s")]
+@dataclass(frozen=True)
+class Plain:
+    """A text that can be written between quotes, which know no escapes."""
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self._required, handler(kind))
+
+    def _required(self, value: str) -> str:
+        if any(character in value for character in '"\r\n\0'):
+            raise ValueError("a text between quotes has no quote, newline or NUL in it")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError("half of a surrogate pair is no text")
+        return value
+
+
+BlockLabel = Annotated[str, Plain(), Doc("what tells it from others of its kind")]
+Text = Annotated[str, Plain()]
+PositiveInt = Annotated[int, at_least(1)]
+Positive = Annotated[float, more_than(0)]
+Fraction = Annotated[float, at_least(0), at_most(1)]
+Bytes = Annotated[float, Unit("bytes"), more_than(0)]
+BytesPerSecond = Annotated[float, Unit("bytes/s"), more_than(0)]
+Seconds = Annotated[float, Unit("s"), at_least(0)]
+FlopsPerSecond = Annotated[float, Unit("FLOP/s"), more_than(0)]

@@ -1,63 +1,68 @@
 """`cluster { … }` and `device { … }`: what the model runs on."""
 
-from __future__ import annotations
-
 import math
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
-
-from moec.grammar.spec.base import BlockLabel, Bytes, BytesPerSecond, FlopsPerSecond, Form, Node, Reference, Seconds
+from moec.grammar.spec.base import (
+    BlockLabel,
+    Bytes,
+    BytesPerSecond,
+    Doc,
+    FlopsPerSecond,
+    Node,
+    PositiveInt,
+    Reference,
+    Seconds,
+    Word,
+)
 
 
 class Peak(Node):
     """`peak { … }`: dense arithmetic peaks by dtype."""
 
-    word: ClassVar[str] = "peak"
-    form: ClassVar[Form] = "block"
-    fp64: Annotated[FlopsPerSecond | None, Field(gt=0, description="peak in fp64")] = None
-    fp32: Annotated[FlopsPerSecond | None, Field(gt=0, description="peak in fp32 (TF32 where that is what runs)")] = (
-        None
-    )
-    fp16: Annotated[FlopsPerSecond | None, Field(gt=0, description="peak in fp16")] = None
-    bf16: Annotated[FlopsPerSecond | None, Field(gt=0, description="peak in bf16, dense")] = None
-    fp8: Annotated[FlopsPerSecond | None, Field(gt=0, description="peak in fp8, dense")] = None
+    word = "peak"
+    form = "block"
+    fp64: Annotated[FlopsPerSecond | None, Doc("peak in fp64")] = None
+    fp32: Annotated[FlopsPerSecond | None, Doc("peak in fp32 (TF32 where that is what runs)")] = None
+    fp16: Annotated[FlopsPerSecond | None, Doc("peak in fp16")] = None
+    bf16: Annotated[FlopsPerSecond | None, Doc("peak in bf16, dense")] = None
+    fp8: Annotated[FlopsPerSecond | None, Doc("peak in fp8, dense")] = None
 
 
 class Device(Node):
     """`device "name" { … }`: one accelerator or processor core."""
 
-    word: ClassVar[str] = "device"
-    form: ClassVar[Form] = "block"
-    labelled: ClassVar[bool] = True
+    word = "device"
+    form = "block"
+    labelled = True
     name: BlockLabel
-    kind: Annotated[Literal["cpu", "cuda", "hip"], Field(description="which torch device runs it")]
-    memory: Annotated[Bytes, Field(gt=0, description="capacity")]
-    bandwidth: Annotated[BytesPerSecond, Field(gt=0, description="of its memory")]
-    peak: Annotated[Peak, Field(description="arithmetic peaks")] = Peak()
+    kind: Annotated[Literal["cpu", "cuda", "hip"], Doc("which torch device runs it")]
+    memory: Annotated[Bytes, Doc("capacity")]
+    bandwidth: Annotated[BytesPerSecond, Doc("of its memory")]
+    peak: Annotated[Peak, Doc("arithmetic peaks")] = Peak()
 
 
 class Level(Node):
     """`level "name" { … }`: a set of equals joined by one network, innermost first."""
 
-    word: ClassVar[str] = "level"
-    form: ClassVar[Form] = "block"
-    labelled: ClassVar[bool] = True
+    word = "level"
+    form = "block"
+    labelled = True
     name: BlockLabel
-    size: Annotated[int, Field(ge=1, description="how many of the level below it joins")]
-    bandwidth: Annotated[BytesPerSecond | None, Field(gt=0, description="per device, one direction")] = None
-    latency: Annotated[Seconds | None, Field(ge=0, description="of one message")] = None
+    size: Annotated[PositiveInt, Doc("how many of the level below it joins")]
+    bandwidth: Annotated[BytesPerSecond | None, Doc("per device, one direction")] = None
+    latency: Annotated[Seconds | None, Doc("of one message")] = None
 
 
 class Cluster(Node):
     """`cluster "name" { … }`, with `from` and `nodes` applied."""
 
-    word: ClassVar[str] = "cluster"
-    form: ClassVar[Form] = "block"
-    labelled: ClassVar[bool] = True
+    word = "cluster"
+    form = "block"
+    labelled = True
     name: BlockLabel
-    device: Annotated[Device, Reference("device"), Field(description="what every rank is")]
-    levels: Annotated[tuple[Level, ...], Field(description="from the innermost out")]
+    device: Annotated[Device, Reference("device"), Doc("what every rank is")]
+    levels: Annotated[tuple[Level, ...], Doc("from the innermost out")]
 
     @property
     def ranks(self) -> int:
@@ -68,13 +73,11 @@ class Cluster(Node):
 class ClusterText(Node):
     """`cluster "name" { … }` as written: `from` and `nodes` are applied to give the `Cluster`."""
 
-    word: ClassVar[str] = "cluster"
-    form: ClassVar[Form] = "block"
-    labelled: ClassVar[bool] = True
+    word = "cluster"
+    form = "block"
+    labelled = True
     name: BlockLabel
-    base: Annotated[str | None, Reference("cluster"), Field(alias="from", description="the cluster to start from")] = (
-        None
-    )
-    nodes: Annotated[int | None, Field(ge=1, description="multiplies the outermost level")] = None
-    device: Annotated[str | None, Reference("device"), Field(description="what every rank is")] = None
-    levels: Annotated[tuple[Level, ...], Field(description="from the innermost out")] = ()
+    base: Annotated[str | None, Reference("cluster"), Word("from"), Doc("the cluster to start from")] = None
+    nodes: Annotated[PositiveInt | None, Doc("multiplies the outermost level")] = None
+    device: Annotated[str | None, Reference("device"), Doc("what every rank is")] = None
+    levels: Annotated[tuple[Level, ...], Doc("from the innermost out")] = ()

@@ -1,15 +1,15 @@
 """`model { … }`: what the network is."""
 
-from __future__ import annotations
-
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field
+from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
+from moec.grammar.spec.balance import Capacity, Dropless, Loss
+from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
+from moec.grammar.spec.experts import Experts, FeedForward
+from moec.grammar.spec.gates import Gate
 
-from moec.grammar.spec.base import BlockLabel, Form, Node
-
-PositiveInt = Annotated[int, Field(ge=1)]
+MAX_LAYERS = 10_000
 
 
 class DType(StrEnum):
@@ -20,161 +20,96 @@ class DType(StrEnum):
     FP32 = "fp32"
 
 
-# ---- norms, embeddings, positions -------------------------------------------------------------------
-
-
-class RmsNorm(Node):
-    """Root-mean-square norm with a learned scale (Zhang & Sennrich 2019)."""
-
-    word: ClassVar[str] = "rms"
-    eps: Annotated[float, Field(gt=0, lt=1, description="added to the mean square under the root")] = 1e-5
-
-
 class TokenEmbedding(Node):
     """A learned vector per token id."""
 
-    word: ClassVar[str] = "tokens"
-    tied: Annotated[bool, Field(description="whether the output head shares the embedding's weights")] = False
-
-
-class Rope(Node):
-    """Rotary position embedding, half-split convention (Su et al. 2021; layout as in Llama)."""
-
-    word: ClassVar[str] = "rope"
-    theta: Annotated[float, Field(gt=0, description="base of the wavelengths")] = 10_000.0
-
-
-# ---- attention ---------------------------------------------------------------------------------------
-
-
-class Gqa(Node):
-    """Causal grouped-query attention (Ainslie et al. 2023): `heads / kv_heads` queries share one key and value."""
-
-    word: ClassVar[str] = "gqa"
-    heads: Annotated[PositiveInt, Field(description="query heads")]
-    kv_heads: Annotated[PositiveInt, Field(description="key and value heads; divides `heads`")]
-    head_dim: Annotated[PositiveInt | None, Field(description="width of a head; default model dim / heads")] = None
-    rope: Annotated[Rope | None, Field(description="rotary positions; without it, none")] = None
-
-
-class Mha(Node):
-    """Causal multi-head attention (Vaswani et al. 2017): every head has its own key and value."""
-
-    word: ClassVar[str] = "mha"
-    heads: Annotated[PositiveInt, Field(description="heads")]
-    head_dim: Annotated[PositiveInt | None, Field(description="width of a head; default model dim / heads")] = None
-    rope: Annotated[Rope | None, Field(description="rotary positions; without it, none")] = None
-
-
-# ---- feed-forward ------------------------------------------------------------------------------------
-
-
-class SwiGLU(Node):
-    """`down(silu(gate(x)) * up(x))` (Shazeer 2020)."""
-
-    word: ClassVar[str] = "swiglu"
-    positional: ClassVar[tuple[str, ...]] = ("hidden",)
-    hidden: Annotated[PositiveInt, Field(description="hidden width")]
-
-
-class Gelu(Node):
-    """`down(gelu(up(x)))` with the exact (erf) GELU (Hendrycks & Gimpel 2016)."""
-
-    word: ClassVar[str] = "gelu"
-    positional: ClassVar[tuple[str, ...]] = ("hidden",)
-    hidden: Annotated[PositiveInt, Field(description="hidden width")]
-
-
-class Experts(Node):
-    """`count * body`: that many experts of one kind and size."""
-
-    word: ClassVar[str] = "experts"
-    form: ClassVar[Form] = "product"
-    count: Annotated[int, Field(ge=1, description="number of experts")]
-    body: Annotated[SwiGLU | Gelu, Field(description="what one expert is")]
-
-
-# ---- mixture of experts ------------------------------------------------------------------------------
-
-
-class TopK(Node):
-    """Each token goes to its `k` best experts (Shazeer et al. 2017; Mixtral, arXiv 2401.04088, section 2.1).
-
-    Ties go to the lower expert index.
-    """
-
-    word: ClassVar[str] = "topk"
-    positional: ClassVar[tuple[str, ...]] = ("k",)
-    k: Annotated[PositiveInt, Field(description="experts per token")]
-    score: Annotated[Literal["softmax", "sigmoid"], Field(description="how logits become scores")] = "softmax"
-    order: Annotated[
-        Literal["before", "after"],
-        Field(description="`before`: score all, keep the best k; `after`: keep the k best logits, score only those"),
-    ] = "before"
-    normalize: Annotated[bool, Field(description="divide the k weights by their sum")] = False
-
-
-class Dropless(Node):
-    """Every chosen expert gets the token, however many come (MegaBlocks, arXiv 2211.15841)."""
-
-    word: ClassVar[str] = "dropless"
-
-
-class SwitchLoss(Node):
-    """`E * sum_i f_i * P_i` over each routing group (Fedus et al. 2021, eq. 4); 1 when balanced, for any k."""
-
-    word: ClassVar[str] = "switch_loss"
-    positional: ClassVar[tuple[str, ...]] = ("weight",)
-    weight: Annotated[float, Field(ge=0, description="factor in the total loss, per layer")]
-
-
-class ZLoss(Node):
-    """Mean squared log-sum-exp of the router logits (ST-MoE, Zoph et al. 2022, eq. 5)."""
-
-    word: ClassVar[str] = "z_loss"
-    positional: ClassVar[tuple[str, ...]] = ("weight",)
-    weight: Annotated[float, Field(ge=0, description="factor in the total loss, per layer")]
+    word = "tokens"
+    source = "Vaswani et al. 2017, arXiv 1706.03762, section 3.4"
+    tied: Annotated[bool, Doc("whether the output head shares the embedding's weights")] = False
+    positions: Annotated[
+        Literal["none", "learned"], NotYet(("learned",)), Doc("a learned vector per position, added (GPT-2)")
+    ] = "none"
+    multiplier: Annotated[Positive, NotYet(), Doc("factor on the vectors (Granite: 12; Gemma: sqrt(dim))")] = 1.0
+    logits_multiplier: Annotated[Positive, NotYet(), Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
 
 
 class Moe(Node):
     """`moe { … }`: a gate and its experts in the place of one dense feed-forward."""
 
-    word: ClassVar[str] = "moe"
-    form: ClassVar[Form] = "block"
-    experts: Annotated[Experts, Field(description="`count * body`, such as `8 * swiglu(14_336)`")]
-    gate: Annotated[TopK, Field(description="how tokens choose experts")]
-    capacity: Annotated[Dropless, Field(description="how many rows an expert takes")] = Dropless()
-    balance: Annotated[tuple[SwitchLoss | ZLoss, ...], Field(description="auxiliary losses, each with its weight")] = ()
-    group: Annotated[Literal["sequence"], Field(description="the tokens over which balance is counted")] = "sequence"
+    word = "moe"
+    form = "block"
+    experts: Annotated[
+        Experts | tuple[Experts, ...],
+        NotYet(lists=True),
+        Doc("`count * body`, such as `8 * swiglu(14_336)`; a list of them for experts of different sizes"),
+    ]
+    gate: Annotated[Gate, Doc("how tokens choose experts")]
+    shared: Annotated[FeedForward | None, NotYet(), Doc("a feed-forward that every token goes through, added")] = None
+    residual: Annotated[
+        FeedForward | None, NotYet(), Doc("a dense path, mixed in by two learned, softmaxed coefficients per token")
+    ] = None
+    capacity: Annotated[Capacity, Doc("how many rows an expert takes")] = Dropless()
+    overflow: Annotated[
+        Literal["drop", "reroute", "pad"],
+        NotYet(("reroute", "pad")),
+        Doc("what becomes of a token whose expert is full: dropped, or sent to the next best with room; or padded"),
+    ] = "drop"
+    balance: Annotated[tuple[Loss, ...], Doc("auxiliary losses, each with its weight")] = ()
+    group: Annotated[
+        Literal["sequence", "batch", "rank"],
+        NotYet(("batch", "rank")),
+        Doc("tokens over which capacity and balance are counted: a sequence, a micro-batch, or a rank's part of it"),
+    ] = "sequence"
 
+    @property
+    def num_experts(self) -> int:
+        """Experts of all sizes together."""
+        return sum(part.count for part in self.parts)
 
-# ---- layers and the model ----------------------------------------------------------------------------
+    @property
+    def parts(self) -> tuple[Experts, ...]:
+        """The experts, one entry for each size."""
+        return self.experts if isinstance(self.experts, tuple) else (self.experts,)
 
 
 class Layer(Node):
     """One layer after every `layers` block: attention, then `ffn` or `moe`, each pre-normed with a residual."""
 
-    word: ClassVar[str] = "layers"
-    form: ClassVar[Form] = "block"
-    selects: ClassVar[bool] = True
-    slots: ClassVar[tuple[tuple[str, ...], ...]] = (("ffn", "moe"),)
-    attention: Annotated[Gqa | Mha, Field(description="how tokens see each other")]
-    ffn: Annotated[SwiGLU | Gelu | None, Field(description="a dense feed-forward")] = None
-    moe: Annotated[Moe | None, Field(description="a mixture of experts in its place")] = None
+    word = "layers"
+    form = "block"
+    selects = True
+    exclusive = (("ffn", "moe"),)
+    attention: Annotated[Attention, Doc("how tokens see each other")]
+    ffn: Annotated[FeedForward | None, Doc("a dense feed-forward")] = None
+    moe: Annotated[Moe | None, Doc("a mixture of experts in its place")] = None
+
+
+class LayerModule(Node):
+    """`layer "name" { … }`: a mixture by itself, `[tokens, dim]` to the same, or the inside of `mixture("name")`."""
+
+    word = "layer"
+    form = "block"
+    labelled = True
+    implemented = False
+    name: BlockLabel
+    dim: Annotated[PositiveInt | None, Doc("width of a token; inside a model it is the model's")] = None
+    dtype: Annotated[DType, Doc("of parameters and activations")] = DType.BF16
+    moe: Annotated[Moe, Doc("the mixture")]
 
 
 class Model(Node):
     """`model "name" { … }`: a decoder-only language model."""
 
-    word: ClassVar[str] = "model"
-    form: ClassVar[Form] = "block"
-    labelled: ClassVar[bool] = True
+    word = "model"
+    form = "block"
+    labelled = True
     name: BlockLabel
-    vocab: Annotated[PositiveInt, Field(description="number of token ids")]
-    dim: Annotated[PositiveInt, Field(description="width of the residual stream")]
-    depth: Annotated[PositiveInt, Field(le=10_000, description="number of layers")]
-    context: Annotated[PositiveInt | None, Field(description="longest sequence; default: `train.sequence`")] = None
-    dtype: Annotated[DType, Field(description="of parameters and activations")] = DType.BF16
-    norm: Annotated[RmsNorm, Field(description="before attention, before the feed-forward, and at the end")] = RmsNorm()
-    embedding: Annotated[TokenEmbedding, Field(description="how token ids become vectors")] = TokenEmbedding()
-    layers: Annotated[tuple[Layer, ...], Field(description="one entry a layer; equal neighbours are one object")]
+    vocab: Annotated[PositiveInt, Doc("number of token ids")]
+    dim: Annotated[PositiveInt, Doc("width of the residual stream")]
+    depth: Annotated[int, at_least(1), at_most(MAX_LAYERS, "MOE0401"), Doc("number of layers")]
+    context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None
+    dtype: Annotated[DType, Doc("of parameters and activations")] = DType.BF16
+    norm: Annotated[RmsNorm | LayerNorm, Doc("before attention, before the feed-forward, and at the end")] = RmsNorm()
+    embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
+    residual_multiplier: Annotated[Positive, NotYet(), Doc("factor on what a layer adds (Granite: 0.22)")] = 1.0
+    layers: Annotated[tuple[Layer, ...], Doc("one entry a layer; equal neighbours are one object")]

@@ -7,16 +7,22 @@ statement does not parse, it is taken back, an ERROR takes its place, and parsin
 from __future__ import annotations
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.diagnostics.model import Diagnostic, Edit
 from moec.grammar.source import Source, Span
+from moec.grammar.suggest import nearest
+from moec.grammar.syntax.brackets import arrange
 from moec.grammar.syntax.builder import Builder
 from moec.grammar.syntax.tables import END, KEYWORDS, RULES, START, STATES
-from moec.grammar.syntax.tokens import Token, arrange
+from moec.grammar.syntax.tokens import Token
 from moec.grammar.syntax.tree import Assignment, Expression, File, Number
+from moec.grammar.units import UNITS
 
 _VALUE = frozenset({"NUMBER", "STRING", "NAME", "LPAR", "LSQB"})
 _OPERATORS = frozenset(KEYWORDS[text] for text in ("+", "-", "*", "/", ".."))
 _TEXTS = {kind: f"`{text}`" for text, kind in KEYWORDS.items()}
+REPLACEMENTS = {":": "=", "'": '"', "“": '"', "”": '"', "–": "-", "−": "-", "×": "*", "…": "..", "·": "*"}
+"""What other notations write, and what is written here."""
+
 _TEXTS |= {
     "NAME": "a name",
     "NUMBER": "a number",
@@ -70,6 +76,12 @@ class _Parser:
                 boundary = token.kind in ("SEPARATOR", "LBRACE")
                 index += 1
                 continue
+            meant = self._meant(begin)
+            if meant:  # read on as if it were written so: what the statement declares is declared
+                self._repair(begin, meant, token)
+                index, boundary = begin, True
+                self.states, self.values = states, values
+                continue
             end = self._statement_end(begin)
             self._report(token, begin, max(end, index))
             self.states, self.values = states, values
@@ -93,6 +105,10 @@ class _Parser:
                 self.values.append(token)
                 return True
             origin, action, length = RULES[~target]
+            if not action:  # one symbol that stands for another: most of what there is to reduce
+                self.states.pop()
+                self.states.append(STATES[self.states[-1]][origin])
+                continue
             children = self.values[len(self.values) - length :]
             if length:
                 del self.values[-length:], self.states[-length:]
@@ -100,8 +116,6 @@ class _Parser:
             self.states.append(STATES[self.states[-1]][origin])
 
     def _reduce(self, action: str, children: list[object]) -> object:
-        if not action:
-            return children[0]
         if any(type(child) is list for child in children):
             flat: list[object] = []
             for child in children:
@@ -121,18 +135,40 @@ class _Parser:
             end += 1
         return end
 
+    def _meant(self, begin: int) -> str:
+        """The keyword that a statement must begin with, if its first name is none: only one makes sense of the rest."""
+        kinds = [token.kind for token in self.tokens[begin : begin + 3]]
+        if kinds == ["NAME", "NAME", "EQUAL"]:
+            return "let"
+        return "use" if kinds in (["NAME", "STRING", "SEPARATOR"], ["NAME", "STRING", "$END"]) else ""
+
+    def _repair(self, begin: int, meant: str, found: Token) -> None:
+        first = self.tokens[begin]
+        span = Span(self.source, first.start, first.end)
+        help = f"did you mean `{meant}`?"
+        message = f"no statement begins so: {_found(found)} cannot follow"
+        self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[Edit(span, meant)]))
+        self.tokens[begin] = first._replace(kind=KEYWORDS[meant])
+
     def _report(self, token: Token, begin: int, end: int) -> None:
         extent = range(self.tokens[begin].start, self.tokens[end].end + 1)
         if any(offset in extent for offset in self.suspects):
             return  # its brackets were diagnosed already
         span = Span(self.source, token.start, max(token.end, token.start))
         if token.kind == "UNKNOWN":
-            self.diagnostics.append(diagnose("MOE0102", span, _unknown(token), help=_unknown_help(token)))
+            fix = [Edit(span, REPLACEMENTS[token.text])] if token.text in REPLACEMENTS else []
+            self.diagnostics.append(diagnose("MOE0102", span, _unknown(token), help=_unknown_help(token), fix=fix))
         elif token.kind == "UNCLOSED":
             self.diagnostics.append(diagnose("MOE0103", span, 'no `"` until the end of the line'))
         else:
             message = f"expected {_listed(self._expected())}, found {_found(token)}"
-            self.diagnostics.append(diagnose("MOE0101", span, message, help=self._advice(token)))
+            meant = self._keyword(token)
+            if meant:
+                help = f"did you mean `{meant.text}`?"
+                self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=[meant]))
+                return
+            help, fix = self._advice(token), self._joined(token)
+            self.diagnostics.append(diagnose("MOE0101", span, message, help=help, fix=fix))
 
     def _expected(self) -> set[str]:
         return {kind for kind in STATES[self.states[-1]] if kind.isupper() and self._would_take(kind)}
@@ -145,6 +181,22 @@ class _Parser:
             del states[len(states) - length :]
             states.append(STATES[states[-1]][origin])
         return target is not None
+
+    def _keyword(self, token: Token) -> Edit | None:
+        """A keyword that would fit where a name like it does not."""
+        if token.kind != "NAME":
+            return None
+        words = [text for text, kind in KEYWORDS.items() if text.isalpha() and self._would_take(kind)]
+        meant = nearest(token.text, words)
+        return Edit(Span(self.source, token.start, token.end), meant) if meant else None
+
+    def _joined(self, token: Token) -> list[Edit]:
+        """A unit moved to the number that it stands behind."""
+        previous = self.values[-1] if self.values else None
+        if token.kind != "NAME" or token.text not in UNITS or not isinstance(previous, Number | Token):
+            return []
+        end = previous.span.end if isinstance(previous, Number) else previous.end
+        return [Edit(Span(self.source, end, token.start), "")] if _is_number(previous) else []
 
     def _advice(self, token: Token) -> str:
         previous = self.values[-1] if self.values else None
@@ -192,7 +244,6 @@ def _unknown(token: Token) -> str:
 
 
 def _unknown_help(token: Token) -> str:
-    replacements = {":": "=", "'": '"', "“": '"', "”": '"', "–": "-", "−": "-", "×": "*", "…": "..", "·": "*"}
-    if token.text in replacements:
-        return f"write `{replacements[token.text]}`"
+    if token.text in REPLACEMENTS:
+        return f"write `{REPLACEMENTS[token.text]}`"
     return "a fraction begins with a digit: `0.5`; a range has two dots: `0..31`" if token.text == "." else ""

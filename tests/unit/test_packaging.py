@@ -10,6 +10,13 @@ SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8")
 FOLDERS = SETUPTOOLS["package-dir"]
 
 
+def folder_of(package: str) -> Path:
+    """Where a package lies: the longest mapped package that it is in says so."""
+    parts = package.split(".")
+    mapped = max(length for length in range(len(parts) + 1) if ".".join(parts[:length]) in FOLDERS)
+    return ROOT.joinpath(FOLDERS[".".join(parts[:mapped])], *parts[mapped:])
+
+
 def test_every_folder_with_an_init_is_listed_as_a_package():
     found = {
         ".".join((package, *init.parent.relative_to(ROOT / folder).parts))
@@ -31,7 +38,7 @@ def test_every_data_file_is_package_data():
         file
         for package, patterns in SETUPTOOLS["package-data"].items()
         for pattern in patterns
-        for file in (ROOT / FOLDERS[package]).glob(pattern)
+        for file in folder_of(package).glob(pattern)
     }
     for folder in FOLDERS.values():
         for file in (ROOT / folder).rglob("*"):

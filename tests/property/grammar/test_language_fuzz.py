@@ -2,59 +2,30 @@
 
 from __future__ import annotations
 
+import random
+import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moec.grammar import load_file, load_text, render, to_text
 from moec.grammar.diagnostics import CODES, STYLES, Severity
+from moec.grammar.format import formatted
 from moec.grammar.load import Loaded
+from moec.grammar.reference import vocabulary
+from moec.grammar.resolve.files import source_of
+from moec.grammar.schema import fields
+from moec.grammar.supported import unsupported
+from moec.grammar.syntax.parser import parse
 from moec.grammar.syntax.tables import KEYWORDS
 
 GOOD = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parents[2].glob("cases/*.moe"))]
-WORDS = [
-    "model",
-    "layers",
-    "moe",
-    "attention",
-    "ffn",
-    "experts",
-    "gate",
-    "gqa",
-    "mha",
-    "swiglu",
-    "gelu",
-    "topk",
-    "rope",
-    "heads",
-    "kv_heads",
-    "cluster",
-    "device",
-    "level",
-    "from",
-    "nodes",
-    "train",
-    "parallel",
-    "dp",
-    "ep",
-    "batch",
-    "sequence",
-    "vocab",
-    "dim",
-    "depth",
-    "context",
-    "dtype",
-    "bf16",
-    "true",
-    "false",
-    "switch_loss",
-    "balance",
-    "n",
-    "m",
-]
+WORDS = sorted({*vocabulary(), *(word for every in vocabulary().values() for cls in every for word in fields(cls))})
 LITERALS = ["0", "1", "2", "8", "64", "0.5", "1e-5", "8GB", "450GB/s", "2us", "3k", '"a"', '"b"', "9" * 30, "1e400"]
 PIECES = [*KEYWORDS, *WORDS, *LITERALS, "\n", "\n", " ", ";", "#", '"', "é", "\t", "\r\n"]
+LONGEST_SECONDS = 1.0
 
 
 def assert_in_good_order(loaded: Loaded) -> None:
@@ -68,6 +39,7 @@ def assert_in_good_order(loaded: Loaded) -> None:
     for style in STYLES:
         render(loaded.diagnostics, style, color=True)
     if loaded.spec:
+        unsupported(loaded.spec)
         assert load_text(to_text(loaded.spec)).spec == loaded.spec
 
 
@@ -116,3 +88,44 @@ def test_mutated_files(good: str, edits: list[tuple[float, int, str]]) -> None:
 def test_overrides(good: str, value: str | int | float) -> None:
     lets: dict[str, str | int | float] = dict.fromkeys(("experts", "dim", "small", "x"), value)
     assert_in_good_order(load_text(good, lets=lets))
+
+
+def made_up(dice: random.Random) -> bytes:
+    """Random bytes, random tokens, or a good file with a few edits."""
+    kind = dice.randrange(10)
+    if kind == 0:
+        return dice.randbytes(dice.randrange(200))
+    if kind < 4:
+        return " ".join(dice.choices(PIECES, k=dice.randrange(60))).encode()
+    text = dice.choice(GOOD)
+    for _ in range(dice.randrange(1, 5)):
+        at = dice.randrange(len(text))
+        text = text[:at] + dice.choice([*PIECES, ""]) + text[at + dice.randrange(12) :]
+    return text.encode()
+
+
+def assert_only_diagnostics(count: int, seed: int) -> None:
+    """Each of `count` inputs gives diagnostics or a Spec, soon; and what parses is laid out."""
+    dice = random.Random(seed)
+    for _ in range(count):
+        data = made_up(dice)
+        started = time.perf_counter()
+        source, found = source_of(data, "fuzz.moe")
+        if source is not None:
+            loaded = load_text(source.text)
+            assert (loaded.spec is None) == any(one.severity is Severity.ERROR for one in loaded.diagnostics)
+            if not parse(source)[1]:
+                formatted(source)
+            found = [*loaded.diagnostics]
+        render(found)
+        assert time.perf_counter() - started < LONGEST_SECONDS, data
+
+
+def test_some_of_a_hundred_thousand_inputs() -> None:
+    assert_only_diagnostics(2_000, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_a_hundred_thousand_inputs(seed: int) -> None:
+    assert_only_diagnostics(10_000, seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from models import moe_text
 
-from moec import cli
+from moec import cli, entry
 from moec.passes.ir.parse import parse_program
 
 Outcome = tuple[int, str, str]
@@ -26,7 +26,7 @@ def run(tmp_path, monkeypatch, capsys) -> Callable[..., Outcome]:
     def command(*arguments: str) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["moec", *arguments])
         with pytest.raises(SystemExit) as stopped:
-            cli.main()
+            entry.main()
         captured = capsys.readouterr()
         return int(stopped.value.code or 0), captured.out, captured.err
 
@@ -228,7 +228,7 @@ WITHOUT_TORCH = """
 import sys
 sys.modules["torch"] = sys.modules["triton"] = sys.modules["numpy"] = None  # importing them now fails
 sys.argv = ["moec", *sys.argv[1:]]
-from moec.cli import main
+from moec.entry import main
 main()
 """
 

@@ -97,7 +97,7 @@ def test_circles_are_found(tmp_path: Path, files: dict[str, str]) -> None:
 
 def test_a_chain_of_uses_is_bounded(tmp_path: Path) -> None:
     files = {f"f{i}.moe": f'use "f{i + 1}"' for i in range(MAX_USE_DEPTH + 5)}
-    assert codes(load(tmp_path, files)) == ["MOE0106"]
+    assert codes(load(tmp_path, files)) == ["MOE0404"]
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "a\\b", "C:/x", "x" * 5000, "a\0b"])
@@ -193,3 +193,18 @@ def test_loading_never_imports_torch_numpy_or_lark() -> None:
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+GOOD = MODEL + "let width = 128\n"
+
+
+def test_an_error_in_a_used_file_shows_the_way_there(tmp_path: Path) -> None:
+    files = {"main.moe": 'use "a"\n' + GOOD, "a.moe": 'use "b"\n', "b.moe": "let x = = 1\n"}
+    (diagnostic,) = load(tmp_path, files).diagnostics
+    assert str(diagnostic.span) == "b.moe:1"
+    assert [str(label.span) for label in diagnostic.labels] == ["a.moe:1", "main.moe:1"]
+
+
+def test_tabs_between_words_are_a_warning_and_in_comments_are_not() -> None:
+    assert codes(load_text(GOOD + "# a\tb\n")) == []
+    assert codes(load_text(GOOD.replace(" ", "\t", 1))) == ["MOE0012"]

@@ -153,5 +153,5 @@ def test_labels_that_no_text_can_hold_are_refused_by_the_schema(label: str) -> N
 def test_defaults_are_left_out() -> None:
     assert "eps" not in to_text(spec(DENSE))
     changed = spec(DENSE)
-    changed = changed.model_copy(update={"model": changed.model.model_copy(update={"norm": RmsNorm(eps=1e-6)})})
+    changed = changed.replace(model=changed.model.replace(norm=RmsNorm(eps=1e-6)))
     assert "norm = rms(eps = 1e-6)" in to_text(changed)

@@ -94,3 +94,44 @@ def test_the_message_says_what_was_expected(text: str, message: str, help: str) 
     diagnostic = errors(text)[0]
     assert message in diagnostic.message
     assert help in diagnostic.help
+
+
+UNCLOSED = """\
+a {
+  b {
+    c {
+      x = 1
+  }
+}
+d {
+  y = 2
+}
+"""
+
+
+def test_indentation_says_which_brace_is_not_closed_and_where_it_would_be() -> None:
+    (diagnostic,) = errors(UNCLOSED)
+    assert places(UNCLOSED) == [("MOE0104", 3, 7)]
+    assert diagnostic.labels[0].span.line == 5
+    (edit,) = diagnostic.fix
+    mended = UNCLOSED[: edit.span.start] + edit.text + UNCLOSED[edit.span.end :]
+    assert errors(mended) == []
+    tree, _ = parse(Source("", UNCLOSED))
+    assert tree == parse(Source("", mended))[0]
+
+
+def test_indentation_says_which_brace_is_one_too_many() -> None:
+    assert places("a {\n  x = 1\n  }\n  y = 2\n}\nz = 3\n") == [("MOE0105", 3, 3)]
+    assert places("a {\n  b { x = 1 } }\n  y = 2\n}\nz = 3\n") == [("MOE0105", 2, 15)]
+
+
+def test_indentation_counts_for_nothing_where_braces_come_out_even() -> None:
+    assert errors("a {\nb {\nx = 1\n      }\n   }") == []
+
+
+@pytest.mark.parametrize(("text", "meant"), [("lett x = 3", "let"), ('se "a"\n', "use"), ("x = 1..9 stp 2", "step")])
+def test_a_misspelt_keyword_is_mended(text: str, meant: str) -> None:
+    (diagnostic,) = errors(text)
+    (edit,) = diagnostic.fix
+    assert edit.text == meant
+    assert diagnostic.help == f"did you mean `{meant}`?"

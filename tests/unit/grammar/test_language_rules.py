@@ -6,6 +6,7 @@ import pytest
 
 from moec.grammar import Spec, check, load_text
 from moec.grammar.spec import Gelu, Layer, Model
+from moec.grammar.spec.base import field_names
 
 FILE = """
 model "m" {{
@@ -77,12 +78,30 @@ def test_a_spec_made_in_python_is_checked_by_the_same_rules() -> None:
     assert check(good) == []
     layer = good.model.layers[0]
     assert layer.moe
-    gate = layer.moe.gate.model_copy(update={"k": 9})
-    worse = Layer(attention=layer.attention, moe=layer.moe.model_copy(update={"gate": gate}))
-    fields = {name: getattr(good.model, name) for name in Model.model_fields}
+    gate = layer.moe.gate.replace(k=9)
+    worse = Layer(attention=layer.attention, moe=layer.moe.replace(gate=gate))
+    fields = {name: getattr(good.model, name) for name in field_names(Model)}
     bad = Spec(model=Model(**(fields | {"layers": (worse,), "context": None})), cluster=good.cluster)
     assert [diagnostic.code for diagnostic in check(bad)] == ["MOE0304", "MOE0308"]
-    both = worse.model_copy(update={"ffn": Gelu(hidden=8), "moe": layer.moe})
+    both = worse.replace(ffn=Gelu(hidden=8), moe=layer.moe)
     neither = Layer(attention=layer.attention)
     bad = Spec(model=Model(**(fields | {"layers": (both, neither)})), cluster=good.cluster)
     assert [diagnostic.code for diagnostic in check(bad)] == ["MOE0306", "MOE0309", "MOE0305"]
+
+
+INNER = 'layer "{}" {{ {} moe {{ experts = 2 * {}; gate = topk(1) }} }}\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (INNER.format("a", "dim = 8;", "gelu(4)"), []),
+        (INNER.format("a", "", "gelu(4)"), ["MOE0203"]),
+        (INNER.format("a", "dim = 8;", 'mixture("b")') + INNER.format("b", "", "gelu(4)"), []),
+        (INNER.format("a", "dim = 8;", 'mixture("b")'), ["MOE0201"]),
+        (INNER.format("a", "dim = 8;", "gelu(4)") + INNER.format("b", "dim = 8;", "gelu(4)"), ["MOE0205"]),
+        (INNER.format("a", "dim = 8;", 'mixture("b")') + INNER.format("b", "", 'mixture("b")'), ["MOE0217"]),
+    ],
+)
+def test_mixtures_by_name(text: str, expected: list[str]) -> None:
+    assert [diagnostic.code for diagnostic in load_text(text).diagnostics] == expected

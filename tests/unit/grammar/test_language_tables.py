@@ -10,8 +10,8 @@ from lark.exceptions import UnexpectedInput
 
 from moec.grammar.source import Source
 from moec.grammar.syntax import generate
+from moec.grammar.syntax.brackets import arrange
 from moec.grammar.syntax.parser import parse
-from moec.grammar.syntax.tokens import arrange
 
 CASES = sorted(Path(__file__).parents[2].glob("cases/*.moe"))
 LARK = generate.build()

@@ -87,6 +87,8 @@ def test_quantities_can_be_scaled_and_divided() -> None:
         ("8 / 2us", "MOE0215"),
         ("1e308 * 1e308", "MOE0215"),
         ("1e999999999", "MOE0107"),
+        ("1e-400", "MOE0107"),
+        ("3e-4999999999999999999999999999999", "MOE0107"),
         ("9" * 5000, "MOE0107"),
         ("10_000_000_000_000_000_000", "MOE0107"),
         ("n", "MOE0201"),
@@ -179,7 +181,7 @@ def test_a_let_is_declared_once() -> None:
 
 def test_lets_that_double_each_other_do_not_grow_without_bound() -> None:
     head = "let a0 = [1]\n" + "".join(f"let a{i} = [a{i - 1}, a{i - 1}]\n" for i in range(1, 60))
-    assert "MOE0106" in codes(head)
+    assert "MOE0403" in codes(head)
 
 
 def test_a_chain_of_ten_thousand_lets_is_followed() -> None:
@@ -192,13 +194,7 @@ def test_a_chain_of_ten_thousand_lets_is_followed() -> None:
     [
         ({"attention": "gqaa(heads = 4, kv_heads = 2)"}, "MOE0201", "`gqa`"),
         ({"attention": "mha(head = 4)"}, "MOE0201", "`heads`"),
-        ({"attention": "mla(heads = 4)"}, "MOE0202", "gqa, mha"),
-        ({"attention": "mha(heads = 4, window = 128)"}, "MOE0202", "head_dim, heads, rope"),
         ({"ffn": "fnn = swiglu(4)"}, "MOE0201", "`ffn`"),
-        ({"ffn": "ffn = geglu(4)"}, "MOE0202", "gelu, swiglu"),
-        ({"ffn": "moe { experts = 4 * relu2(8); gate = topk(2) }"}, "MOE0202", "gelu, swiglu"),
-        ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "MOE0202", ""),
-        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2); group = rank }"}, "MOE0202", "sequence"),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, score = softmx) }"}, "MOE0201", "`softmax`"),
         ({"ffn": "moe { experts = 4; gate = topk(2) }"}, "MOE0206", ""),
         ({"ffn": "moe { experts = gelu(8) * 4; gate = topk(2) }"}, "MOE0206", ""),

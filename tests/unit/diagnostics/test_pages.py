@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from diagnostics.events import EVENTS
+from page_events import EVENTS
 
 from moec.driver import check as check_degrees
 from moec.grammar import load_file, render
 from moec.grammar.diagnostics import CODES, Diagnostic, codes
 
-FOLDER = Path(__file__).parent
-SOURCES = [FOLDER.parents[1] / folder for folder in ("moec", "grammar", "passes", "codegen", "runtime")]
+ROOT = Path(__file__).parents[3]
+FOLDER = ROOT / "tests" / "diagnostics"
+SOURCES = [ROOT / folder for folder in ("moec", "grammar", "passes", "codegen", "runtime")]
 PAGES = sorted(FOLDER.glob("MOE*.md"))
 FILE_PAGES = [path for path in PAGES if path.stem not in EVENTS]
 EVENT_PAGES = [path for path in PAGES if path.stem in EVENTS]
@@ -61,6 +62,12 @@ def with_degrees(text: str, folder: Path) -> Sequence[Diagnostic]:
     return check_degrees(path)
 
 
+def chain_of_files(text: str, folder: Path) -> Sequence[Diagnostic]:
+    for number in range(1, 41):
+        (folder / f"part{number}.moe").write_text(f'use "part{number + 1}"\n')
+    return load_bytes(text.encode(), folder)
+
+
 # How to come to the wrong file, by code; the corrected one is always checked as it stands, unless `EVERY` has it.
 CHECKS: dict[str, Check] = {
     "MOE0001": missing,
@@ -69,12 +76,13 @@ CHECKS: dict[str, Check] = {
     "MOE0004": saved(lambda text: text.replace("␀", "\0").encode()),
     "MOE0005": saved(lambda text: text.encode("utf-8-sig")),
     "MOE0006": saved(lambda text: text.replace("\n", "\r\n").encode()),
+    "MOE0404": chain_of_files,
     "MOE0008": saved(lambda text: text.encode() + b"#" * 4 * 1024**2),
 }
 # The same for the wrong and the corrected file: a later pass, or a command line.
 EVERY: dict[str, Check] = {
     "MOE0213": lambda text, folder: load_bytes(text.encode(), folder, expert="8"),
-    **dict.fromkeys(("MOE0310", "MOE0311", "MOE0312", "MOE0313"), with_degrees),
+    **dict.fromkeys(("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313"), with_degrees),
 }
 
 

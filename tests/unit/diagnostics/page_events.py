@@ -90,7 +90,29 @@ def too_large_to_verify() -> Sequence[Diagnostic]:
     return raised(lambda: verify(moe_plan(dim=8192, expert="swiglu(65_536)")))
 
 
+def starter_over_a_file() -> Sequence[Diagnostic]:
+    from moec.commands.init import run
+
+    Path("model.moe").write_text("# mine\n")
+    return raised(lambda: run(Path("model.moe")))
+
+
+def starter_in_no_folder() -> Sequence[Diagnostic]:
+    from moec.commands.init import run
+
+    return raised(lambda: run(Path("nowhere", "model.moe")))
+
+
+def unknown_subject() -> Sequence[Diagnostic]:
+    from moec.commands.explain import explain
+
+    return raised(lambda: explain("topq"))
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
+    "MOE0013": starter_over_a_file,
+    "MOE0014": starter_in_no_folder,
+    "MOE0015": unknown_subject,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,

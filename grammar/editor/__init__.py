@@ -1,0 +1,1 @@
+"""Highlighting for editors and for the documentation, from one table of tokens."""

@@ -1,0 +1,188 @@
+"""`attention = …`: how tokens see each other, and how they know where they stand."""
+
+from typing import Annotated, Literal
+
+from moec.grammar.spec.base import (
+    Bound,
+    Doc,
+    Node,
+    NotYet,
+    Positive,
+    PositiveInt,
+    at_least,
+    at_most,
+    less_than,
+    more_than,
+)
+from moec.grammar.spec.gates import Gate
+
+# ---- positions ---------------------------------------------------------------------------------------
+
+
+class Linear(Node):
+    """Positions divided by a factor, so that a longer context looks like the one that was trained."""
+
+    word = "linear"
+    source = "Chen et al. 2023, arXiv 2306.15595"
+    implemented = False
+    positional = ("factor",)
+    factor: Annotated[float, at_least(1), Doc("how many times longer the context becomes")]
+
+
+class Ntk(Node):
+    """A larger base of the wavelengths, so that high frequencies stay and low ones stretch."""
+
+    word = "ntk"
+    source = "bloc97 2023; Hugging Face calls it `dynamic`"
+    implemented = False
+    positional = ("factor",)
+    factor: Annotated[float, at_least(1), Doc("how many times longer the context becomes")]
+    original: Annotated[PositiveInt | None, Doc("context that was trained; default: `context`")] = None
+
+
+class Yarn(Node):
+    """Wavelengths stretched by how often they turn in the original context, and attention sharpened."""
+
+    word = "yarn"
+    source = "Peng et al. 2023, arXiv 2309.00071"
+    implemented = False
+    positional = ("factor",)
+    factor: Annotated[float, at_least(1), Doc("how many times longer the context becomes")]
+    original: Annotated[PositiveInt, Doc("context that was trained")]
+    beta_fast: Annotated[Positive, Doc("turns above which a wavelength is kept")] = 32.0
+    beta_slow: Annotated[Positive, Doc("turns below which a wavelength is stretched whole")] = 1.0
+    mscale: Annotated[float, at_least(0), Doc("factor in the sharpening of rotated dimensions; 0 for the paper's")] = (
+        0.0
+    )
+    mscale_all: Annotated[float, at_least(0), Doc("the same for all dimensions, as DeepSeek has it")] = 0.0
+    truncate: Annotated[bool, Doc("round the limits of the ramp to whole dimensions")] = True
+
+
+class Llama3(Node):
+    """Low frequencies stretched, high ones kept, and a smooth passage between."""
+
+    word = "llama3"
+    source = "Llama 3.1, Grattafiori et al. 2024, arXiv 2407.21783"
+    implemented = False
+    positional = ("factor",)
+    factor: Annotated[float, at_least(1), Doc("how many times longer low frequencies become")]
+    low: Annotated[Positive, Doc("turns in the original context below which a frequency is low")] = 1.0
+    high: Annotated[Positive, Doc("turns above which it is high")] = 4.0
+    original: Annotated[PositiveInt, Doc("context that was trained")]
+
+
+class LongRope(Node):
+    """A searched factor for every pair of dimensions, one list for short and one for long contexts."""
+
+    word = "longrope"
+    source = "Ding et al. 2024, arXiv 2402.13753"
+    implemented = False
+    short: Annotated[tuple[Positive, ...], Doc("factors up to the original context")]
+    long: Annotated[tuple[Positive, ...], Doc("factors beyond it")]
+    original: Annotated[PositiveInt, Doc("context that was trained")]
+
+
+class Rope(Node):
+    """Rotary position embedding in the half-split convention (layout as in Llama)."""
+
+    word = "rope"
+    source = "Su et al. 2021, arXiv 2104.09864"
+    theta: Annotated[Positive, Doc("base of the wavelengths")] = 10_000.0
+    scaling: Annotated[
+        Linear | Ntk | Yarn | Llama3 | LongRope | None, NotYet(), Doc("how a longer context is reached")
+    ] = None
+    fraction: Annotated[float, more_than(0), at_most(1), NotYet(), Doc("of a head's dimensions that turn")] = 1.0
+    interleaved: Annotated[bool, NotYet(), Doc("turn neighbours in pairs, as GPT-J and DeepSeek do")] = False
+
+
+# ---- attention ---------------------------------------------------------------------------------------
+
+
+class _Attention(Node):
+    """What every kind of attention may have."""
+
+    heads: Annotated[PositiveInt, Doc("query heads")]
+    rope: Annotated[Rope | None, Doc("rotary positions; without it, none")] = None
+    qk_norm: Annotated[
+        Literal["none", "head", "projection"],
+        NotYet(),
+        Doc("norm of queries and keys: per head (Qwen3), or over the whole projection (OLMoE)"),
+    ] = "none"
+    bias: Annotated[
+        Literal["none", "qkv", "all"], NotYet(), Doc("which projections have a bias: `qkv` (Qwen2), `all` (gpt-oss)")
+    ] = "none"
+    window: Annotated[PositiveInt | None, NotYet(), Doc("each token sees this many, itself included")] = None
+    sinks: Annotated[bool, NotYet(), Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
+    clip: Annotated[Positive | None, NotYet(), Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
+    causal: Annotated[bool, NotYet(), Doc("whether a token sees only those before it")] = True
+    multiplier: Annotated[Positive | None, NotYet(), Doc("factor on scores; default 1 / sqrt(head_dim) (Granite)")] = (
+        None
+    )
+
+
+class Gqa(_Attention):
+    """Grouped-query attention: `heads / kv_heads` queries share one key and value."""
+
+    word = "gqa"
+    source = "Ainslie et al. 2023, arXiv 2305.13245"
+    kv_heads: Annotated[PositiveInt, Doc("key and value heads; divides `heads`")]
+    head_dim: Annotated[PositiveInt | None, Doc("width of a head; default model dim / heads")] = None
+
+
+class Mha(_Attention):
+    """Multi-head attention: every head has its own key and value."""
+
+    word = "mha"
+    source = "Vaswani et al. 2017, arXiv 1706.03762"
+    head_dim: Annotated[PositiveInt | None, Doc("width of a head; default model dim / heads")] = None
+
+
+class Mla(_Attention):
+    """Multi-head latent attention: keys and values are made from one small vector per token."""
+
+    word = "mla"
+    source = "DeepSeek-V2, arXiv 2405.04434, section 2.1"
+    implemented = False
+    q_rank: Annotated[PositiveInt | None, Doc("width of the queries' latent vector; default: none, made directly")] = (
+        None
+    )
+    kv_rank: Annotated[PositiveInt, Doc("width of the latent vector of keys and values")]
+    nope_dim: Annotated[PositiveInt, Doc("dimensions of a query and key without positions")]
+    rope_dim: Annotated[PositiveInt, Doc("dimensions with rotary positions, shared by all heads' keys")]
+    value_dim: Annotated[PositiveInt, Doc("width of a value")]
+
+
+class Moa(_Attention):
+    """A mixture of attention heads: each token chooses its query heads, and all share keys and values."""
+
+    word = "moa"
+    source = "Zhang et al. 2022, arXiv 2210.05144"
+    implemented = False
+    experts: Annotated[int, at_least(1), Bound("at most", 65_536, "MOE0402"), Doc("groups of `heads` to choose from")]
+    gate: Annotated[Gate, Doc("how tokens choose them")]
+    kv_heads: Annotated[PositiveInt | None, Doc("key and value heads; default: `heads`")] = None
+    head_dim: Annotated[PositiveInt | None, Doc("width of a head; default model dim / heads")] = None
+
+
+Attention = Gqa | Mha | Mla | Moa
+
+
+# ---- norms -------------------------------------------------------------------------------------------
+
+
+class RmsNorm(Node):
+    """Root-mean-square norm with a learned scale."""
+
+    word = "rms"
+    source = "Zhang & Sennrich 2019, arXiv 1910.07467"
+    eps: Annotated[float, more_than(0), less_than(1), Doc("added to the mean square under the root")] = 1e-5
+
+
+class LayerNorm(Node):
+    """Norm to mean 0 and variance 1, with a learned scale and shift."""
+
+    word = "layer_norm"
+    source = "Ba et al. 2016, arXiv 1607.06450"
+    implemented = False
+    eps: Annotated[float, more_than(0), less_than(1), Doc("added to the variance under the root")] = 1e-5
+    bias: Annotated[bool, Doc("whether there is a shift")] = True

@@ -1,0 +1,106 @@
+"""`balance = […]` and `capacity = …`: what keeps experts equally busy, and how many rows one may take."""
+
+from typing import Annotated
+
+from moec.grammar.spec.base import Doc, Node, Positive, PositiveInt, at_least
+
+# ---- auxiliary losses --------------------------------------------------------------------------------
+
+
+class _Loss(Node):
+    """A term of the loss."""
+
+    positional = ("weight",)
+    weight: Annotated[float, at_least(0), Doc("factor in the total loss, per layer")]
+
+
+class SwitchLoss(_Loss):
+    """`E * sum_i f_i * P_i` over each routing group; 1 when balanced, for any k."""
+
+    word = "switch_loss"
+    source = "Fedus et al. 2021, arXiv 2101.03961, eq. 4"
+
+
+class GShardLoss(_Loss):
+    """`E * sum_i f_i * P_i` with f over first choices only."""
+
+    word = "gshard_loss"
+    source = "Lepikhin et al. 2020, arXiv 2006.16668, section 2.2"
+    implemented = False
+
+
+class ImportanceLoss(_Loss):
+    """Squared coefficient of variation of the experts' summed weights."""
+
+    word = "importance_loss"
+    source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 6 and 7"
+    implemented = False
+
+
+class LoadLoss(_Loss):
+    """Squared coefficient of variation of the experts' expected loads under the gate's noise."""
+
+    word = "load_loss"
+    source = "Shazeer et al. 2017, arXiv 1701.06538, appendix A"
+    implemented = False
+
+
+class SequenceLoss(_Loss):
+    """Balance within each sequence, with scores normalised per token."""
+
+    word = "sequence_loss"
+    source = "DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20"
+    implemented = False
+
+
+class DeviceLoss(_Loss):
+    """Balance between groups of experts that share a device."""
+
+    word = "device_loss"
+    source = "DeepSeekMoE, arXiv 2401.06066, eq. 15 to 17"
+    implemented = False
+    groups: Annotated[PositiveInt | None, Doc("number of groups; default: `ep`")] = None
+
+
+class ZLoss(_Loss):
+    """Mean squared log-sum-exp of the router logits."""
+
+    word = "z_loss"
+    source = "ST-MoE, Zoph et al. 2022, arXiv 2202.08906, eq. 5"
+
+
+Loss = SwitchLoss | GShardLoss | ImportanceLoss | LoadLoss | SequenceLoss | DeviceLoss | ZLoss
+
+
+# ---- capacity ----------------------------------------------------------------------------------------
+
+
+class Dropless(Node):
+    """Every chosen expert gets the token, however many come."""
+
+    word = "dropless"
+    source = "MegaBlocks, Gale et al. 2022, arXiv 2211.15841"
+
+
+class Factor(Node):
+    """Each expert takes at most `max(min, ceil(factor * k * tokens / experts))` tokens of a group."""
+
+    word = "factor"
+    source = "Lepikhin et al. 2020, arXiv 2006.16668; Fedus et al. 2021, arXiv 2101.03961, eq. 3"
+    implemented = False
+    positional = ("factor",)
+    factor: Annotated[Positive, Doc("places, as a multiple of an equal share")]
+    eval: Annotated[Positive | None, Doc("the same in evaluation; default: as in training")] = None
+    min: Annotated[PositiveInt, Doc("places that there are at least")] = 1
+
+
+class Dynamic(Node):
+    """Padded to the least capacity that drops nothing this step, the same on all ranks."""
+
+    word = "dynamic"
+    source = "Tutel, Hwang et al. 2022, arXiv 2206.03382, section 3.3"
+    implemented = False
+    max: Annotated[Positive | None, Doc("factor that it never exceeds; default: none")] = None
+
+
+Capacity = Dropless | Factor | Dynamic

@@ -1,0 +1,119 @@
+"""Feed-forwards: what `ffn`, one expert, `shared` and `residual` can be."""
+
+from typing import Annotated
+
+from moec.grammar.spec.base import (
+    Doc,
+    Node,
+    NotYet,
+    Positive,
+    PositiveInt,
+    Text,
+    at_least,
+    at_most,
+)
+
+MAX_EXPERTS = 65_536
+
+
+class _FeedForward(Node):
+    """What every feed-forward may have."""
+
+    positional = ("hidden",)
+    hidden: Annotated[PositiveInt, Doc("hidden width")]
+    bias: Annotated[bool, NotYet(), Doc("biases on its projections (gpt-oss)")] = False
+    gated: Annotated[bool, NotYet(), Doc("of `shared` only: scaled by a learned sigmoid per token (Qwen2)")] = False
+
+
+class SwiGLU(_FeedForward):
+    """`down(silu(gate(x)) * up(x))`."""
+
+    word = "swiglu"
+    source = "Shazeer 2020, arXiv 2002.05202"
+    clamp: Annotated[Positive | None, NotYet(), Doc("gate at most this, up within ± this (gpt-oss: 7)")] = None
+    alpha: Annotated[
+        Positive | None, NotYet(), Doc("`g * sigmoid(alpha * g) * (up + 1)` in silu's place (gpt-oss)")
+    ] = None
+
+
+class GeGLU(_FeedForward):
+    """`down(gelu(gate(x)) * up(x))`."""
+
+    word = "geglu"
+    source = "Shazeer 2020, arXiv 2002.05202"
+    implemented = False
+
+
+class Gelu(_FeedForward):
+    """`down(gelu(up(x)))` with the exact (erf) GELU."""
+
+    word = "gelu"
+    source = "Hendrycks & Gimpel 2016, arXiv 1606.08415"
+
+
+class Relu(_FeedForward):
+    """`down(relu(up(x)))`."""
+
+    word = "relu"
+    source = "Vaswani et al. 2017, arXiv 1706.03762, section 3.3"
+    implemented = False
+
+
+class Relu2(_FeedForward):
+    """`down(relu(up(x)) ** 2)`."""
+
+    word = "relu2"
+    source = "Primer, So et al. 2021, arXiv 2109.08668"
+    implemented = False
+
+
+class LinearMap(Node):
+    """One matrix, model width to model width."""
+
+    word = "linear"
+    source = "the least that an expert can be"
+    implemented = False
+    bias: Annotated[bool, Doc("whether a bias is added")] = False
+    gated: Annotated[bool, Doc("of `shared` only: scaled by a learned sigmoid per token")] = False
+
+
+class Lora(Node):
+    """A low-rank map, `up(down(x))`."""
+
+    word = "lora"
+    source = "Hu et al. 2021, arXiv 2106.09685"
+    implemented = False
+    positional = ("rank",)
+    rank: Annotated[PositiveInt, Doc("width between the two matrices")]
+    alpha: Annotated[Positive | None, Doc("the result is scaled by alpha / rank; default: rank")] = None
+
+
+class Conv(_FeedForward):
+    """Two convolutions over the sequence with a GELU between, causal if the attention is."""
+
+    word = "conv"
+    source = "Wu et al. 2019, arXiv 1901.10430"
+    implemented = False
+    kernel: Annotated[PositiveInt, Doc("tokens that a convolution sees")] = 3
+
+
+class Mixture(Node):
+    """An expert that is itself a mixture, declared by a `layer "name" { … }` block (hierarchical)."""
+
+    word = "mixture"
+    source = "Jordan & Jacobs 1994; Shazeer et al. 2017, appendix B"
+    implemented = False
+    positional = ("name",)
+    name: Annotated[Text, Doc("label of the `layer` block")]
+
+
+FeedForward = SwiGLU | GeGLU | Gelu | Relu | Relu2 | LinearMap | Lora | Conv
+
+
+class Experts(Node):
+    """`count * body`: that many experts of one kind and size."""
+
+    word = "experts"
+    form = "product"
+    count: Annotated[int, at_least(1), at_most(MAX_EXPERTS, "MOE0402"), Doc("number of experts")]
+    body: Annotated[FeedForward | Mixture, Doc("what one expert is")]

@@ -1,0 +1,201 @@
+"""`gate = …`: how tokens choose experts, or experts tokens."""
+
+from typing import Annotated, Literal
+
+from moec.grammar.spec.base import Doc, Fraction, Node, NotYet, PositiveInt, at_least, more_than
+
+Weight = Annotated[float, at_least(0)]
+
+
+class Online(Node):
+    """A bias per expert that chooses but does not weigh, moved after each step towards equal loads."""
+
+    word = "online"
+    source = "Wang et al. 2024, arXiv 2408.15664"
+    implemented = False
+    rate: Annotated[float, more_than(0), Doc("how far it moves in a step")] = 1e-3
+
+
+class TopK(Node):
+    """Each token goes to its `k` best experts; ties go to the lower index."""
+
+    word = "topk"
+    source = "Shazeer et al. 2017, arXiv 1701.06538; Mixtral, arXiv 2401.04088, section 2.1"
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")]
+    score: Annotated[Literal["softmax", "sigmoid"], Doc("how logits become scores")] = "softmax"
+    order: Annotated[
+        Literal["before", "after"],
+        Doc("`before`: score all, keep the best k; `after`: keep the k best logits, score only those"),
+    ] = "before"
+    normalize: Annotated[bool, Doc("divide the k weights by their sum")] = False
+    scale: Annotated[float, more_than(0), NotYet(), Doc("factor on the weights (DeepSeek-V3: 2.5)")] = 1.0
+    bias: Annotated[
+        Online | Literal["none", "learned"],
+        NotYet(),
+        Doc("added to scores to choose by: `online(rate)` balances (DeepSeek-V3); `learned` is part of the router"),
+    ] = "none"
+    groups: Annotated[PositiveInt, NotYet(), Doc("experts are in this many groups, of which some are kept")] = 1
+    keep_groups: Annotated[PositiveInt | None, NotYet(), Doc("groups that a token may choose from; default: all")] = (
+        None
+    )
+    group_score: Annotated[
+        Literal["top2_sum", "max"], NotYet(), Doc("what groups are ranked by: `top2_sum` (V3), `max` (V2)")
+    ] = "top2_sum"
+    jitter: Annotated[Fraction, NotYet(), Doc("inputs are multiplied by 1 ± this in training (Switch, 2.2)")] = 0.0
+    noise: Annotated[Weight, NotYet(), Doc("standard deviation of noise on the logits in training")] = 0.0
+
+
+class Switch(Node):
+    """Each token goes to its one best expert, weighted by the probability."""
+
+    word = "switch"
+    source = "Fedus et al. 2021, arXiv 2101.03961, section 2.1"
+    implemented = False
+    jitter: Annotated[Fraction, Doc("inputs are multiplied by 1 ± this in training")] = 0.0
+
+
+class GShard(Node):
+    """The best expert, and the second with a probability of twice its weight."""
+
+    word = "gshard"
+    source = "Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1"
+    implemented = False
+
+
+class NoisyTopK(Node):
+    """Top-k of logits with learned noise."""
+
+    word = "noisy_topk"
+    source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 3 to 5"
+    implemented = False
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")]
+
+
+class SparseMixer(Node):
+    """Top-k whose choice has a gradient, by an estimate of second order."""
+
+    word = "sparsemixer"
+    source = "Liu et al. 2023, arXiv 2310.00811; Phi-3.5-MoE"
+    implemented = False
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")] = 2
+    jitter: Annotated[Fraction, Doc("logits within this part of the best are not masked")] = 0.01
+
+
+class ExpertChoice(Node):
+    """Each expert takes its best tokens, as many as every other; a token may get none, or many."""
+
+    word = "expert_choice"
+    source = "Zhou et al. 2022, arXiv 2202.09368"
+    implemented = False
+    positional = ("factor",)
+    factor: Annotated[float, more_than(0), Doc("experts per token on average")] = 2.0
+
+
+class Hash(Node):
+    """The expert is a fixed function of the token's id; nothing is learned."""
+
+    word = "hash"
+    source = "Roller et al. 2021, arXiv 2106.04426"
+    implemented = False
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")] = 1
+    seed: Annotated[int, at_least(0), Doc("of the function")] = 0
+
+
+class Base(Node):
+    """Balanced assignment: the matching of tokens and experts with the largest sum of scores."""
+
+    word = "base"
+    source = "Lewis et al. 2021, arXiv 2103.16716"
+    implemented = False
+
+
+class DSelectK(Node):
+    """A smooth choice of k experts by binary codes, sparse once trained."""
+
+    word = "dselect_k"
+    source = "Hazimeh et al. 2021, arXiv 2106.03760"
+    implemented = False
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")]
+    gamma: Annotated[float, more_than(0), Doc("width of the smooth step")] = 1.0
+    entropy: Annotated[Weight, Doc("weight of the term that makes it sparse")] = 0.0
+
+
+class Topology(Node):
+    """Top-k that prefers near experts, by a loss over the levels of the cluster."""
+
+    word = "topology"
+    source = "TA-MoE, Chen et al. 2022, arXiv 2302.09915"
+    implemented = False
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")]
+    weight: Annotated[Weight, Doc("of the preference in the loss")] = 1e-2
+
+
+class BatchPriority(Node):
+    """Top-k where the tokens with the best scores take their places first."""
+
+    word = "batch_priority"
+    source = "Riquelme et al. 2021, arXiv 2106.05974, section 4.1"
+    implemented = False
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")]
+
+
+class AttentionRouter(Node):
+    """Scores that take the experts' relation to each other into account, as attention does."""
+
+    word = "attention_router"
+    source = "Yuan 2.0-M32, arXiv 2405.17976"
+    implemented = False
+    positional = ("k",)
+    k: Annotated[PositiveInt, Doc("experts per token")]
+
+
+class Dense(Node):
+    """Every token goes to every expert, weighted by the softmax."""
+
+    word = "dense"
+    source = "Jacobs et al. 1991"
+    implemented = False
+
+
+class Soft(Node):
+    """Experts take weighted means of all tokens (token merging)."""
+
+    word = "soft"
+    source = "Puigcerver et al. 2023, arXiv 2308.00951"
+    implemented = False
+    positional = ("slots",)
+    slots: Annotated[PositiveInt, Doc("means that each expert takes")] = 1
+
+
+class Smear(Node):
+    """One expert, made as the weighted mean of all experts' parameters (expert merging)."""
+
+    word = "smear"
+    source = "Muqeeth et al. 2023, arXiv 2306.03745"
+    implemented = False
+
+
+Gate = (
+    TopK
+    | Switch
+    | GShard
+    | NoisyTopK
+    | SparseMixer
+    | ExpertChoice
+    | Hash
+    | Base
+    | DSelectK
+    | Topology
+    | BatchPriority
+    | AttentionRouter
+    | Dense
+    | Soft
+    | Smear
+)

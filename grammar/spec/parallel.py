@@ -1,0 +1,106 @@
+"""`parallel { … }` and `adapt { … }`: over which degrees, and what may change between steps."""
+
+from typing import Annotated, Literal
+
+from moec.grammar.spec.base import Doc, Node, NotYet, PositiveInt, at_least, at_most, more_than
+
+Degree = PositiveInt | tuple[PositiveInt, ...] | Literal["auto"] | None
+"""A number, a list to choose from, or `auto`; None where it is left to its default."""
+
+Schedule = Literal[
+    "gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zero_bubble", "zero_bubble_v", "dual_pipe_v", "auto"
+]
+Recompute = Literal["none", "experts", "layer", "auto"]
+Offload = Literal["none", "optimizer", "parameters", "auto"]
+
+
+class ParallelLayers(Node):
+    """`layers 1..20 { … }` in `parallel`: other degrees for some layers' experts."""
+
+    word = "layers"
+    form = "block"
+    selects = True
+    implemented = False
+    layers: Annotated[tuple[Annotated[int, at_least(0)], ...], Doc("the layers that it concerns, ascending")] = ()
+    ep: Annotated[Degree, Doc("expert parallel")] = None
+    etp: Annotated[Degree, Doc("tensor parallel inside an expert")] = None
+    recompute: Annotated[Recompute | None, Doc("what is computed again in the backward pass")] = None
+
+
+class Parallel(Node):
+    """`parallel { … }`: degrees. What is left out takes its default, until a planner chooses."""
+
+    word = "parallel"
+    form = "block"
+    dp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("data parallel; equals ranks / (pp * tp * cp)")] = None
+    ep: Annotated[
+        Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and every layer's experts")
+    ] = None
+    tp: Annotated[Degree, NotYet(), Doc("tensor parallel, of what is not experts; default 1")] = None
+    pp: Annotated[Degree, NotYet(), Doc("pipeline parallel; default 1")] = None
+    etp: Annotated[Degree, NotYet(), Doc("tensor parallel inside an expert; default 1")] = None
+    cp: Annotated[Degree, NotYet(), Doc("context parallel; default 1")] = None
+    zero: Annotated[
+        Annotated[int, at_least(0), at_most(3)] | Literal["auto"],
+        NotYet(),
+        Doc("what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too"),
+    ] = 0
+    offload: Annotated[Offload, NotYet(), Doc("what lies in the host's memory")] = "none"
+    recompute: Annotated[Recompute, NotYet(), Doc("what is computed again in the backward pass")] = "none"
+    microbatches: Annotated[Degree, NotYet(), Doc("parts that a rank's sequences are worked through in")] = None
+    schedule: Annotated[Schedule | None, NotYet(), Doc("order of a pipeline's micro-batches")] = None
+    sequence_parallel: Annotated[bool, NotYet(), Doc("split what tensor parallelism leaves whole over the tokens")] = (
+        False
+    )
+    layers: Annotated[tuple[ParallelLayers, ...], Doc("other degrees for some layers")] = ()
+
+
+# ---- adapt -------------------------------------------------------------------------------------------
+
+
+class Greedy(Node):
+    """Experts move, largest first, to the rank with the least load."""
+
+    word = "greedy"
+    source = "SmartMoE, Zhai et al. 2023"
+    implemented = False
+    every: Annotated[PositiveInt, Doc("steps between two looks at the loads")] = 100
+    threshold: Annotated[float, at_least(1), Doc("largest load over mean load that is left alone")] = 1.1
+
+
+class Replicate(Node):
+    """Busy experts get further copies, in slots kept for them on every rank."""
+
+    word = "replicate"
+    source = "EPLB, DeepSeek-V3, arXiv 2412.19437, section 3.4"
+    implemented = False
+    positional = ("slots",)
+    slots: Annotated[PositiveInt, Doc("copies there is room for, on all ranks together")]
+    every: Annotated[PositiveInt, Doc("steps between two looks at the loads")] = 100
+
+
+class Shadow(Node):
+    """The parameters of the busiest experts are sent to all ranks for a step, in the place of their tokens."""
+
+    word = "shadow"
+    source = "FasterMoE, He et al. 2022, section 4.2"
+    implemented = False
+    positional = ("most",)
+    most: Annotated[PositiveInt, Doc("experts that are shadowed at a time")] = 4
+
+
+class Adapt(Node):
+    """`adapt { … }`: what the runtime may choose again while it trains. Numerics do not change."""
+
+    word = "adapt"
+    form = "block"
+    implemented = False
+    parallelism: Annotated[
+        Annotated[int, at_least(0)] | tuple[Annotated[int, at_least(0)], ...] | Literal["auto"] | None,
+        Doc("Tutel's r: 0 gathers the experts' weights, 1 sends tokens, more splits an expert over r ranks"),
+    ] = None
+    overlap: Annotated[Degree, Doc("parts of a batch whose exchange and computation overlap")] = None
+    all_to_all: Annotated[Literal["linear", "hierarchical", "auto"] | None, Doc("how rows travel between nodes")] = None
+    window: Annotated[PositiveInt, Doc("capacities that share one choice (Tutel's R)")] = 128
+    placement: Annotated[Greedy | Replicate | Shadow | None, Doc("how experts move between ranks")] = None
+    horizon: Annotated[float, more_than(0), Doc("steps over which a move has to pay")] = 1000.0

@@ -1,0 +1,78 @@
+"""What of a Spec nothing here can compile yet: the one place that asks, and the schema that answers.
+
+A node class with `implemented = False`, a field or some of its values marked `NotYet`: every word of the language
+parses and validates, and these are refused with MOE0202 where a Spec becomes a Program. Whoever implements a word
+takes its mark away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
+from moec.grammar.source import Span
+from moec.grammar.spec import Spec
+from moec.grammar.spec.base import Node
+
+
+def unsupported(spec: Spec) -> list[Diagnostic]:
+    """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
+    return list(dict.fromkeys(_walk(spec, None, set())))
+
+
+def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
+    """Whatever is marked in `node`; nothing inside of what is."""
+    for known in fields(type(node)).values():
+        value = getattr(node, known.name)
+        if value is None or (not known.required and value == known.default):
+            continue
+        span = node.span(known.name) or at
+        marked = _marked(known, value)
+        if marked:
+            yield _refused(span, marked, _today(known) if known.not_yet and known.not_yet.words else [])
+            continue
+        for inner in value if isinstance(value, tuple) else (value,):
+            if not isinstance(inner, Node) or id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            if type(inner).implemented:
+                yield from _walk(inner, span, seen)
+            else:
+                yield _refused(inner.span() or span, f"`{inner.word}`", _today(known))
+
+
+def _marked(known: Field, value: object) -> str:
+    """What of this field has no backend, or nothing."""
+    mark = known.not_yet
+    if mark is None:
+        return ""
+    if not mark.words and not mark.lists:
+        return f"`{known.word}`"
+    if mark.lists and isinstance(value, tuple):
+        return f"a list for `{known.word}`"
+    return f"`{known.word} = {value}`" if value in mark.words else ""
+
+
+def _today(known: Field) -> list[str]:
+    """The words that can stand in this field and do compile."""
+    return sorted(_words(known.kinds) - set(known.not_yet.words if known.not_yet else ()))
+
+
+def _words(kinds: tuple[Kind, ...]) -> set[str]:
+    found: set[str] = set()
+    for kind in kinds:
+        match kind:
+            case CallKind():
+                found |= {word for word, cls in kind.classes.items() if cls.implemented}
+            case WordKind():
+                found |= set(kind.values)
+            case ListKind():
+                found |= _words(kind.items)
+    return found
+
+
+def _refused(span: Span | None, what: str, today: list[str]) -> Diagnostic:
+    help = f"today: {', '.join(today)}" if today else ""
+    return diagnose("MOE0202", span, f"{what} is known, and moec cannot compile it yet", help=help)

@@ -1,0 +1,66 @@
+"""`moec init`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+
+STARTER = """\
+# A Mixture-of-Experts language model, and what it runs on. Check it with `moec check`, compile it with `moec compile`.
+# What a word means and takes: `moec explain topk`. The whole language: docs/language.md.
+
+let experts = 8  # a constant; `--let experts=16` overrides it
+
+model "starter" {
+  vocab   = 256   # number of token ids
+  dim     = 128   # width of the residual stream
+  depth   = 4     # layers
+  context = 256   # longest sequence
+  dtype   = fp32  # of parameters and activations; bf16 on a GPU
+
+  # Every layer: attention, then a mixture of experts.
+  layers {
+    attention = gqa(heads = 4, kv_heads = 2, rope = rope())
+    moe {
+      experts = experts * swiglu(256)      # as many feed-forwards, each 256 wide
+      gate    = topk(2, normalize = true)  # each token goes to its best two
+      balance = [switch_loss(0.01)]        # keeps the experts equally busy
+    }
+  }
+
+  # A later block overrides what it names: the first layer is dense.
+  layers 0 { ffn = swiglu(512) }
+}
+
+# What it runs on: levels from the innermost out, such as the GPUs of a node, then the nodes.
+# The library has real machines: `use "clusters/dgx_h100"` and `cluster "mine" { from = dgx_h100; nodes = 4 }`.
+cluster "here" {
+  device = cpu
+  level "process" { size = 4 }
+}
+
+train {
+  batch     = 32  # sequences per step, over all ranks
+  sequence  = 128
+  optimizer = adamw(lr = 1e-3)
+}
+
+# Degrees that are left out are filled in.
+parallel {
+  ep = 4  # each of 4 ranks holds a quarter of the experts
+}
+"""
+
+
+def run(file: Path) -> None:
+    """Writes a commented file to start from; refuses to replace one."""
+    try:
+        with file.open("x", encoding="utf-8") as stream:
+            stream.write(STARTER)
+    except FileExistsError:
+        message = f"{file}: it is left as it is"
+        raise DiagnosticError([diagnose("MOE0013", None, message, help="choose another name")]) from None
+    except OSError as error:
+        raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from error
+    print(f"{file} is a file to start from: `moec check {file}`, then `moec compile {file}`")

@@ -1,0 +1,95 @@
+"""`moec inspect`: the resolved Spec, every value with where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from moec.driver import read
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
+from moec.grammar.load import Loaded
+from moec.grammar.printer import selector, written_value
+from moec.grammar.schema import fields
+from moec.grammar.source import Span
+from moec.grammar.spec.base import Node
+
+Line = tuple[str, str]
+"""A value, and where it came from."""
+
+
+def run(file: Path, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
+    """Prints what `file` comes to; gives the warnings. Raises `DiagnosticError` for a file that does not resolve."""
+    if file.is_dir():
+        message = "`moec inspect` of a plan: its shards, groups and collectives"
+        raise DiagnosticError([diagnose("MOE0202", None, message, help="of a `.moe` file it shows every value")])
+    loaded = read(file, **lets)
+    spec = loaded.unwrap()
+    lines = list(_Inspector(loaded).node(spec, 0, ""))
+    width = min(max(len(line) for line, _ in lines), 72)
+    print("\n".join(f"{line.ljust(width)}  # {origin}" if origin else line for line, origin in lines))
+    return loaded.diagnostics
+
+
+class _Inspector:
+    """Walks a Spec and knows where overrides had a part."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.overridden = loaded.overridden
+
+    def node(self, node: Node, level: int, path: str) -> Iterator[Line]:
+        """The fields of a block, or of a call under its dotted `path`."""
+        indent = "  " * level
+        for known in fields(type(node)).values():
+            value = getattr(node, known.name)
+            name = f"{path}{known.word}"
+            if known.block:
+                yield from self._blocks(value, level)
+            elif value is None:
+                yield f"{indent}{name} is not given", "default"
+            elif isinstance(value, Node) and value.form == "call":
+                yield f"{indent}{name} = {value.word}", self._origin(node, known.name)
+                yield from self.node(value, level, f"{name}.")
+            elif isinstance(value, Node) and value.form == "block":  # the device of a cluster
+                yield f"{indent}{name} = {written_value(known, value)}", self._origin(node, known.name)
+                yield from self.node(value, level + 1, "")
+            elif isinstance(value, Node):
+                yield f"{indent}{name} = {written_value(known, value)}", self._origin(node, known.name)
+                yield from self.node(value, level, f"{name}.")
+            else:
+                yield f"{indent}{name} = {written_value(known, value)}", self._origin(node, known.name)
+
+    def _blocks(self, value: object, level: int) -> Iterator[Line]:
+        blocks = value if isinstance(value, tuple) else () if value is None else (value,)
+        numbers: dict[int, list[int]] = {}
+        for number, block in enumerate(blocks):
+            numbers.setdefault(id(block), []).append(number)
+        seen: set[int] = set()
+        for block in blocks:
+            if id(block) in seen:
+                continue
+            seen.add(id(block))
+            head = [block.word]
+            if block.labelled:
+                head.append(f'"{block.name}"')
+            elif block.selects:
+                head.append(selector(list(getattr(block, "layers", None) or numbers[id(block)])))
+            span = block.span()
+            yield f"{'  ' * level}{' '.join(head)}:", self._place(span) if span else "default"
+            yield from self.node(block, level + 1, "")
+
+    def _origin(self, node: Node, field: str) -> str:
+        if not node.given(field):
+            return "default"
+        span = node.span(field)
+        if span is None:
+            return ""
+        here = [text for other, text in self.overridden if _within(other, span)]
+        return ", ".join([self._place(span), *(f"--let {text}" for text in dict.fromkeys(here))])
+
+    @staticmethod
+    def _place(span: Span) -> str:
+        return str(span)
+
+
+def _within(inner: Span, outer: Span) -> bool:
+    return inner.source is outer.source and outer.start <= inner.start and inner.end <= outer.end

@@ -1,0 +1,70 @@
+"""Where `moec` begins: picks the command, and turns every outcome into an exit code.
+
+Exit 0: done; 1: diagnostics; 2: usage; 3: a mistake of moec's own. stdout is the artifact, stderr the diagnostics.
+
+The command line is typer's (cli.py). Importing it, and having it read its arguments, takes longer than checking a
+file, so the plainest form of the command that runs at every keystroke, `moec check FILE…`, does not wait for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+
+def main() -> NoReturn:
+    """The entry point."""
+    arguments = sys.argv[1:]
+    try:
+        sys.exit(check(arguments[1:]) if is_plain_check(arguments) else _other())
+    except BrokenPipeError:
+        # The reader of our stdout has gone (`moec compile --emit=ir … | head`).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:  # noqa: BLE001  (the last resort: what is no diagnostic is ours, and must say so)
+        sys.exit(_failed(error, arguments))
+
+
+def is_plain_check(arguments: list[str]) -> bool:
+    """Whether this is `moec check` with files and no options."""
+    return len(arguments) > 1 and arguments[0] == "check" and not any(a.startswith("-") for a in arguments[1:])
+
+
+def check(files: list[str]) -> int:
+    """`moec check FILE…`; gives the exit status."""
+    import gc
+
+    from moec.commands.check import run
+
+    gc.disable()  # trees and Specs hold no cycles, and the process ends before collecting could pay
+    return run([Path(file) for file in files], {})
+
+
+def _other() -> int:
+    from moec.cli import app
+
+    app(standalone_mode=True)
+    return 0
+
+
+def _failed(error: Exception, arguments: list[str]) -> int:
+    from moec.commands.check import show
+    from moec.grammar.diagnostics import STYLES, DiagnosticError
+
+    if isinstance(error, DiagnosticError):
+        style = next((a.split("=", 1)[1] for a in arguments if a.startswith("--format=")), "full")
+        if "--format" in arguments[:-1]:
+            style = arguments[arguments.index("--format") + 1]
+        show(error.diagnostics, style if style in STYLES else "full")
+        return 1
+    import platform
+    import traceback
+
+    from moec import __version__
+
+    print("".join(traceback.format_exception(error)), file=sys.stderr)
+    where = f"moec {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    print(f"This is a bug in moec. Please report it with the text above, the file, and: {where}", file=sys.stderr)
+    return 3

@@ -1,0 +1,161 @@
+"""Random Specs over the whole vocabulary, drawn from the schema by introspection.
+
+A field's strategy follows from the kinds of value it takes, so a new word is drawn from the day it is declared. What
+rules between fields demand is mended afterwards, in one place below.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from moec.grammar import Spec
+from moec.grammar import spec as s
+from moec.grammar.schema import BlockKind, CallKind, Field, Kind, ListKind, NumberKind, ProductKind, TextKind, WordKind
+from moec.grammar.schema import fields as fields_of
+from moec.grammar.spec.base import Node
+
+LARGEST = 2**40
+SKIPPED = (s.Layer, s.ParallelLayers)  # drawn by the model, which knows how many layers there are
+label = st.text(st.characters(codec="utf-8", exclude_characters='"\r\n\0'), max_size=12)
+
+
+def numbers(kind: NumberKind) -> st.SearchStrategy[Any]:
+    limits = {bound.name: bound.limit for bound in kind.bounds}
+    low = limits.get("at least", limits.get("more than", 0))
+    high = limits.get("at most", limits.get("less than"))
+    if kind.whole:
+        return st.integers(int(low), int(LARGEST if high is None else high))
+    return st.floats(
+        low,
+        high,
+        exclude_min="more than" in limits,
+        exclude_max="less than" in limits,
+        allow_infinity=False,
+        allow_nan=False,
+    )
+
+
+def values(kind: Kind) -> st.SearchStrategy[Any]:
+    match kind:
+        case NumberKind():
+            return numbers(kind)
+        case TextKind():
+            return label
+        case WordKind():
+            return st.sampled_from(list(kind.values.values()))
+        case CallKind():
+            return st.one_of(nodes(cls) for cls in kind.classes.values() if cls is not s.Mixture)
+        case ProductKind():
+            return nodes(kind.cls)
+        case ListKind():
+            return st.lists(st.one_of([values(item) for item in kind.items]), min_size=1, max_size=3).map(tuple)
+        case BlockKind(many=False):
+            return nodes(kind.cls)
+    raise AssertionError(f"drawn elsewhere: {kind}")
+
+
+def known(cls: type[Node], field: Field) -> bool:
+    return not any(isinstance(kind, BlockKind) and kind.cls in SKIPPED for kind in field.kinds)
+
+
+def nodes(cls: type[Node]) -> st.SearchStrategy[Any]:
+    @st.composite
+    def draw_one(draw: st.DrawFn) -> Node:
+        given: dict[str, Any] = {"name": draw(label)} if cls.labelled else {}
+        for field in fields_of(cls).values():
+            if known(cls, field) and (field.required or draw(st.booleans())):
+                given[field.name] = draw(st.one_of([values(kind) for kind in field.kinds]))
+        return cls(**mended(cls, given))
+
+    return draw_one()
+
+
+def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
+    """`given`, changed as little as the rules between fields need."""
+    if "heads" in given and cls is not s.Mla:
+        given["head_dim"] = 2 * min(given.get("head_dim") or 32, 2**30)
+        if given.get("kv_heads"):
+            given["kv_heads"] %= 1000
+            given["kv_heads"] += 1
+            given["heads"] = given["kv_heads"] * (given["heads"] % 8 + 1)
+    if cls is s.Mla:
+        given["rope_dim"] *= 2
+    if cls is s.Moa:
+        given["gate"], given["experts"] = chosen(given["gate"], given["experts"])
+    if cls is s.Moe:
+        parts = given["experts"] if isinstance(given["experts"], tuple) else (given["experts"],)
+        given["gate"], total = chosen(given["gate"], sum(part.count for part in parts))
+        if total != sum(part.count for part in parts):
+            given["experts"] = s.Experts(count=total, body=ungated(parts[0].body))
+        elif isinstance(given["experts"], tuple):
+            given["experts"] = tuple(part.replace(body=ungated(part.body)) for part in parts)
+        else:
+            given["experts"] = parts[0].replace(body=ungated(parts[0].body))
+        if given.get("residual"):
+            given["residual"] = ungated(given["residual"])
+    return given
+
+
+def chosen(gate: Any, experts: int) -> tuple[Any, int]:
+    """A gate and a number of experts that fit."""
+    k = min(getattr(gate, "k", 1), 64)
+    if hasattr(gate, "k"):
+        gate = gate.replace(k=k)
+    if not isinstance(gate, s.TopK) or gate.groups == 1:
+        return gate, max(experts, k)
+    groups = min(gate.groups, 64)
+    kept = min(gate.keep_groups, groups) if gate.keep_groups else None
+    return gate.replace(groups=groups, keep_groups=kept), groups * k
+
+
+def ungated(body: Any) -> Any:
+    return body.replace(gated=False) if getattr(body, "gated", False) else body
+
+
+@st.composite
+def layers(draw: st.DrawFn, modules: tuple[s.LayerModule, ...]) -> s.Layer:
+    attention = draw(values(next(iter(fields_of(s.Layer)["attention"].kinds))))
+    if draw(st.booleans()):
+        return s.Layer(attention=attention, ffn=ungated(draw(values(fields_of(s.Layer)["ffn"].kinds[0]))))
+    moe = draw(nodes(s.Moe))
+    if modules and isinstance(moe.experts, s.Experts) and draw(st.booleans()):
+        moe = moe.replace(experts=moe.experts.replace(body=s.Mixture(name=draw(st.sampled_from(modules)).name)))
+    return s.Layer(attention=attention, moe=moe)
+
+
+@st.composite
+def ranges(draw: st.DrawFn, depth: int) -> s.ParallelLayers:
+    some = draw(st.sets(st.integers(0, depth - 1)))
+    return draw(nodes(s.ParallelLayers)).replace(layers=tuple(sorted(some)))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> s.Cluster:
+    levels = draw(st.lists(nodes(s.Level), min_size=1, max_size=4, unique_by=lambda level: level.name))
+    return s.Cluster(name=draw(label), device=draw(nodes(s.Device)), levels=tuple(levels))
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> Spec:
+    """A Spec that every rule holds for, with a model or with a layer as its subject."""
+    modules = tuple(draw(st.lists(nodes(s.LayerModule), max_size=2, unique_by=lambda module: module.name)))
+    train, adapt = draw(st.none() | nodes(s.Train)), draw(st.none() | nodes(s.Adapt))
+    cluster = draw(clusters())
+    if modules and draw(st.integers(0, 4)) == 0:
+        subject = modules[0].replace(dim=modules[0].dim or 64)
+        parallel = draw(nodes(s.Parallel))
+        return Spec(layers=(subject,), cluster=cluster, train=train, parallel=parallel, adapt=adapt)
+    kinds = draw(st.lists(layers(modules), min_size=1, max_size=3))
+    stack = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=12)))
+    drawn = {
+        field.name: draw(st.one_of([values(kind) for kind in field.kinds]))
+        for field in fields_of(s.Model).values()
+        if known(s.Model, field) and (field.required or draw(st.booleans()))
+    }
+    context = max(draw(st.integers(1, LARGEST)), train.sequence if train else 1)
+    model = s.Model(**drawn | {"name": draw(label), "depth": len(stack), "context": context, "layers": stack})
+    parallel = draw(nodes(s.Parallel)).replace(layers=tuple(draw(st.lists(ranges(len(stack)), max_size=2))))
+    modules = tuple(module.replace(dim=None if module.dim is None else model.dim) for module in modules)
+    return Spec(model=model, layers=modules, cluster=cluster, train=train, parallel=parallel, adapt=adapt)

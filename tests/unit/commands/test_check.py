@@ -1,0 +1,102 @@
+"""`moec check` and `--fix`: the two ways to the command say the same, and mending mends."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import Run
+
+SLIPS = {
+    "let experts": "lett experts",
+    "attention = gqa(heads": "atention = gqaa(heds",
+    "normalize = true": 'normalize = "true"',
+    "topk(2": "topq(2",
+    "experts * swiglu": "expers * swigl",
+    "batch     =": "batch     :",
+    "device = cpu": "device = cpuu",
+    "ep = 4 ": "ep = 4) ",
+}
+
+
+def test_a_good_file_says_nothing(moec: Run, starter: Path) -> None:
+    ran = moec("check", "model.moe")
+    assert (ran.status, ran.out, ran.err) == (0, "", "")
+
+
+def test_the_plain_form_and_typers_say_the_same(moec: Run, starter: Path) -> None:
+    starter.write_text(starter.read_text().replace("topk", "topq"))
+    plain, typers = moec("check", "model.moe"), moec("check", "--format", "full", "model.moe")
+    assert plain == typers
+    assert plain.status == 1
+    assert "did you mean `topk`" in plain.err
+
+
+def test_check_imports_neither_typer_nor_pydantic_nor_torch(starter: Path) -> None:
+    import subprocess
+
+    code = (
+        "import sys; sys.argv = ['moec', 'check', 'model.moe']\n"
+        "from moec.entry import main\n"
+        "try: main()\n"
+        "except SystemExit as exit: assert not exit.code\n"
+        "heavy = {'torch', 'pydantic', 'typer', 'rich', 'lark', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=starter.parent, check=True)
+
+
+def test_fix_mends_what_has_one_remedy(moec: Run, starter: Path) -> None:
+    good = starter.read_text()
+    bad = good
+    for right, wrong in SLIPS.items():
+        assert right in bad
+        bad = bad.replace(right, wrong, 1)
+    starter.write_text(bad)
+    ran = moec("check", "--fix", "model.moe")
+    assert (ran.status, starter.read_text()) == (0, good)
+    assert "mended" in ran.err
+
+
+def test_fix_leaves_what_it_cannot_mend(moec: Run, starter: Path) -> None:
+    starter.write_text(starter.read_text().replace("depth   = 4 ", "depth   = 0 ").replace("topk", "topq"))
+    ran = moec("check", "--fix", "model.moe")
+    assert ran.status == 1
+    assert "MOE0207" in ran.err
+    assert "topk(2" in starter.read_text()
+
+
+def test_fix_never_edits_the_library(moec: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.moe").write_text('use "clusters/dgx_h10"\n')
+    moec("check", "--fix", "a.moe")
+    assert (tmp_path / "a.moe").read_text() == 'use "clusters/dgx_h100"\n'
+
+
+def test_fix_takes_away_marks_tabs_and_carriage_returns(moec: Run, starter: Path) -> None:
+    text = starter.read_text()
+    starter.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").replace("  vocab", "\tvocab").encode())
+    assert moec("check", "--fix", "model.moe").status == 0
+    assert starter.read_bytes() == text.encode()
+
+
+def test_the_json_style_carries_the_fix(moec: Run, starter: Path) -> None:
+    starter.write_text(starter.read_text().replace("topk", "topq"))
+    found = json.loads(moec("check", "--format=json", "model.moe").err)
+    assert found[0]["fix"][0]["text"] == "topk"
+
+
+TERMINALS = [(True, None, True), (True, "1", False), (False, None, False)]
+
+
+@pytest.mark.parametrize(("terminal", "no_color", "colored"), TERMINALS)
+def test_colours_are_for_terminals_that_want_them(
+    moec: Run, starter: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str | None, colored: bool
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    starter.write_text("model")
+    monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: terminal, raising=False)
+    assert ("\x1b[" in moec("check", "model.moe").err) is colored

@@ -1,0 +1,93 @@
+"""Words without a backend parse and validate, and are refused with MOE0202 where they stand; nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from moec.driver import compile as compile_source
+from moec.grammar import load_text
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.supported import unsupported
+
+MODEL = """
+model "m" {{
+  vocab = 256; dim = 64; depth = 4; context = 128; {model}
+  layers {{ attention = {attention}; {ffn} }}
+}}
+{tail}
+"""
+MOE = "moe {{ experts = 4 * gelu(8); gate = topk(2); {} }}"
+
+
+def refused(**given: str) -> list[Diagnostic]:
+    values = {"attention": "mha(heads = 4)", "ffn": "ffn = swiglu(128)", "model": "", "tail": ""} | given
+    return unsupported(load_text(MODEL.format(**values)).unwrap())
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "today"),
+    [
+        ({"attention": "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = 4, value_dim = 4)"}, "`mla`", "gqa, mha"),
+        ({"attention": "mha(heads = 4, window = 128)"}, "`window`", ""),
+        ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),
+        ({"ffn": "ffn = geglu(4)"}, "`geglu`", "gelu, swiglu"),
+        ({"ffn": "ffn = gelu(4, bias = true)"}, "`bias`", ""),
+        ({"ffn": "moe { experts = 4 * relu2(8); gate = topk(2) }"}, "`relu2`", "gelu, swiglu"),
+        ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = switch }"}, "`switch`", "topk"),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = online()) }"}, "`bias`", ""),
+        ({"ffn": MOE.format("group = batch")}, "`group = batch`", "sequence"),
+        ({"ffn": MOE.format("capacity = factor(1.25)")}, "`factor`", "dropless"),
+        ({"ffn": MOE.format("shared = swiglu(8)")}, "`shared`", ""),
+        ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),
+        ({"model": "norm = layer_norm"}, "`layer_norm`", "rms"),
+        ({"model": "embedding = tokens(positions = learned)"}, "`positions = learned`", "none"),
+        ({"tail": "parallel { tp = 2 }"}, "`tp`", ""),
+        ({"tail": "parallel { ep = auto }"}, "`ep = auto`", ""),
+        ({"tail": "parallel { dp = [1, 2] }"}, "a list for `dp`", ""),
+        ({"tail": "parallel { layers 1..2 { ep = 2 } }"}, "`layers`", ""),
+        ({"tail": "adapt { window = 64 }"}, "`adapt`", ""),
+        ({"tail": 'layer "x" { moe { experts = 2 * gelu(4); gate = topk(1) } }'}, "`layer`", ""),
+        ({"tail": 'train { batch = 1; sequence = 8; routing = trace("a.npz") }'}, "`trace`", "uniform, zipf"),
+    ],
+)
+def test_a_word_without_a_backend_is_refused_at_its_span(given: dict[str, str], what: str, today: str) -> None:
+    (found,) = refused(**given)
+    assert found.code == "MOE0202"
+    assert found.message.startswith(what)
+    assert found.help == (f"today: {today}" if today else "")
+    assert found.span
+
+
+def test_what_is_written_as_its_default_is_not_refused() -> None:
+    assert refused(attention="mha(heads = 4, causal = true)", ffn=MOE.format("overflow = drop; group = sequence")) == []
+
+
+def test_layers_that_share_a_word_share_its_diagnostic() -> None:
+    assert len(refused(ffn="ffn = relu(8)")) == 1
+
+
+def test_compiling_refuses_it_too() -> None:
+    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = relu(8)", model="", tail="")
+    with pytest.raises(DiagnosticError, match="MOE0202"):
+        compile_source(text)
+    with pytest.raises(DiagnosticError, match="MOE0202"):
+        compile_source('layer "x" { dim = 8; moe { experts = 2 * gelu(4); gate = topk(1) } }')
+
+
+def test_the_examples_of_the_language_parse() -> None:
+    text = MODEL.format(
+        attention="gqa(heads = 4, kv_heads = 2)",
+        model="",
+        tail="",
+        ffn="""moe {
+      experts = 256 * swiglu(2048)
+      shared  = swiglu(2048)
+      gate    = topk(8, score = sigmoid, normalize = true, scale = 2.5,
+                     groups = 8, keep_groups = 4, bias = online(rate = 1e-3))
+      balance = [sequence_loss(1e-4)]
+    }""",
+    )
+    moe = load_text(text).unwrap().model.layers[0].moe
+    assert moe
+    assert moe.gate.group_score == "top2_sum"
