@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from running import Ran, Run
 
 from moec.commands.init import STARTER
 from moec.entry import main
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What a command left behind."""
-
-    status: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Ran]
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from running import Run
 
 SLIPS = {
     "let experts": "lett experts",

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from running import Run
 
 from moec.grammar.diagnostics import CODES
 from moec.grammar.reference import vocabulary
