@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.runtime.groups import resolve
-from moec.runtime.ops.library import check, define, differentiate
+from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["all_reduce", "all_to_all", "exchange_counts"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moec.runtime.ops.library import check, define, differentiate
+from moec.runtime.ops.registry import check, define, differentiate
 
 FACTORS = {"swiglu": 2, "gelu": 1}
 """G, the factor of F by which the up projection is wider, for each activation."""

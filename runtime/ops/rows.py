@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.runtime.ops.library import check, define, differentiate
+from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- permute -----------------------------------------------------------------------------------------
 

@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from moec.driver import run_passes, to_spec
+from moec.grammar.format import formatted
+from moec.grammar.source import Source
 from moec.passes.ir.text import print_program
 
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
+BENCHMARKS = HERE.parents[1] / "benchmarks"
 FILES = [*sorted(HERE.glob("*.moe")), *sorted(EXAMPLES.glob("*.moe"))]
 
 
@@ -21,3 +24,9 @@ def test_the_placed_program_is_the_one_on_record(file: Path, update_golden: bool
     if update_golden:
         golden.write_text(text)
     assert text == golden.read_text(), "compare, and run pytest --update-golden if the change is meant"
+
+
+@pytest.mark.parametrize("file", [*FILES, *sorted(BENCHMARKS.glob("*.moe"))], ids=lambda file: file.stem)
+def test_our_own_files_are_laid_out_as_moec_fmt_does(file: Path):
+    text = file.read_text()
+    assert formatted(Source(file.name, text)) == text
