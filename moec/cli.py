@@ -74,15 +74,25 @@ def init(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A `.moe` file.")],
+    path: Annotated[Path, typer.Argument(help="A `.moe` file, or a plan folder.")],
     lets: Lets = None,
     format: Format = "full",
+    rank: Annotated[int | None, typer.Option(help="Of a plan: what this rank holds, and whom it talks to.")] = None,
+    graph: Annotated[str | None, typer.Option(help="Of a plan: its graphs as `mermaid` or `dot`.")] = None,
 ) -> None:
-    """Show everything that a file says or leaves to a default, and where each value came from."""
+    """Show every value of a file and where it came from; or a plan's groups, collectives and shards."""
+    _require("--format", format, STYLES)
+    _require("--graph", graph, ("mermaid", "dot"))
+    if path.is_dir():
+        from moec.commands.inspect_plan import inspect_plan
+
+        print(inspect_plan(path, rank, graph))
+        return
+    if rank is not None or graph is not None:
+        raise typer.BadParameter("--rank and --graph are of a plan")
     from moec.commands.inspect import run
 
-    _require("--format", format, STYLES)
-    show(run(file, _lets(lets)), format)
+    show(run(path, _lets(lets)), format)
 
 
 @app.command()

@@ -11,7 +11,7 @@ from moec.grammar.spec import Spec, Zipf
 from moec.passes.ir import DTYPE_BYTES, Block, Mesh, Parameter, Program, Shard
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import size_of
-from moec.passes.ir.ops import AllToAll, Call, Permute, Route
+from moec.passes.ir.ops import AllReduce, AllToAll, Call, Collective, Permute, Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,10 @@ def tally(program: Program, spec: Spec) -> Tally:
         state_bytes=state,
         tokens=tokens,
         flops_per_token=3 * flops / tokens,
-        traffic=(*_all_to_all_traffic(program, dict(runs), tokens // ranks), *_gradient_traffic(program, dict(runs))),
+        traffic=(
+            *_all_to_all_traffic(program, dict(runs), tokens // ranks, sequence),
+            *_gradient_traffic(program, dict(runs)),
+        ),
         imbalance=max((_imbalance(program, program.block(name), spec) for name, _ in runs), default=1.0),
     )
 
@@ -94,7 +97,7 @@ def _runs(program: Program) -> dict[str, int]:
     return {block.name: calls.get(block.name, 1) for block in program.blocks}
 
 
-def _sizes(block: Block, batch: int, sequence: int) -> Mapping[str, int]:
+def _sizes(block: Block, batch: int, sequence: int) -> dict[str, int]:
     k = next((op.k for op in block.ops if isinstance(op, Route)), 1)
     return {"batch": batch, "sequence": sequence, "rows": batch * sequence * k}
 
@@ -127,21 +130,32 @@ def _state_bytes(p: Parameter) -> int:
     return 2 * weight + 8 + (4 if weight < 4 else 0)
 
 
-def _all_to_all_traffic(program: Program, runs: Mapping[str, int], tokens_per_rank: int) -> list[Traffic]:
-    """Rows that leave a rank: (n−1)/n of its rows with uniform routing, there and back, forward and backward."""
+def sent_bytes(program: Program, block: Block, op: Collective, tokens_per_rank: int, sequence: int) -> float:
+    """Bytes that one rank sends in one forward run of a collective, with every expert equally loaded.
+
+    (n−1)/n of what an all-to-all moves; a ring all-reduce sends 2(n−1)/n of what it sums.
+    """
+    ranks = _mesh_of(program, block, op.axis).size(op.axis)
+    moved = block.operands(op)[0]
+    sizes = _sizes(block, tokens_per_rank // sequence, sequence) | {"sources": 1}
+    # A ragged value's rows are counted over all its experts; the rank's tokens make up all of its own.
+    shape = moved.shape[1:] if moved.ragged else moved.shape
+    volume = size_of(shape, sizes) * DTYPE_BYTES[moved.dtype] * (ranks - 1) / ranks
+    return 2 * volume if isinstance(op, AllReduce) else volume
+
+
+def _all_to_all_traffic(
+    program: Program, runs: Mapping[str, int], tokens_per_rank: int, sequence: int
+) -> list[Traffic]:
+    """Rows there and back, forward and backward."""
     sent: dict[tuple[str, int], float] = {}
     for name, count in runs.items():
         block = program.block(name)
         for op in block.ops:
             if isinstance(op, AllToAll):
-                rows = block.operands(op)[0]
-                ranks = _mesh_of(program, block, op.axis).size(op.axis)
-                k = next(o.k for o in block.ops if isinstance(o, Route))
-                width = rows.shape[-1]
-                assert isinstance(width, int)
-                volume = 2 * tokens_per_rank * k * width * DTYPE_BYTES[rows.dtype] * (ranks - 1) / ranks
-                group = (group_name(op.axis, block.experts), ranks)
-                sent[group] = sent.get(group, 0.0) + count * volume
+                group = (group_name(op.axis, block.experts), _mesh_of(program, block, op.axis).size(op.axis))
+                volume = 2 * count * sent_bytes(program, block, op, tokens_per_rank, sequence)
+                sent[group] = sent.get(group, 0.0) + volume
     return [Traffic(group=g, ranks=n, purpose="all_to_all of rows", bytes=b) for (g, n), b in sent.items()]
 
 

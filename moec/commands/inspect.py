@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moec.driver import read
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
+from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.load import Loaded
 from moec.grammar.printer import selector, written_value
 from moec.grammar.schema import fields
@@ -19,9 +19,6 @@ Line = tuple[str, str]
 
 def run(file: Path, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
     """Prints what `file` comes to; gives the warnings. Raises `DiagnosticError` for a file that does not resolve."""
-    if file.is_dir():
-        message = "`moec inspect` of a plan: its shards, groups and collectives"
-        raise DiagnosticError([diagnose("MOE0202", None, message, help="of a `.moe` file it shows every value")])
     loaded = read(file, **lets)
     spec = loaded.unwrap()
     lines = list(_Inspector(loaded).node(spec, 0, ""))

@@ -17,6 +17,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     model = spec.model
     moes = sum(layer.moe is not None for layer in model.layers)
     train = spec.train
+    states, memory = amount_of_bytes(counts.state_bytes), amount_of_bytes(spec.cluster.device.memory)
     sequences = train.batch if train else degrees.ranks
     lines = [
         f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
@@ -26,12 +27,14 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         f"  degrees   {_degrees(plan)}",
         f"  per rank  {_si(counts.local_parameters)} parameters; weights, gradients and optimizer "
-        f"{_bytes(counts.state_bytes)} of {_bytes(spec.cluster.device.memory)}; activations come on top",
+        f"{states} of {memory}; activations come on top",
         f"  a step    {sequences} sequences, {_si(counts.tokens)} tokens, {_si(counts.flops_per_token)}FLOP per token",
     ]
     for index, flow in enumerate(counts.traffic):
         head = "  sends     " if index == 0 else "            "
-        lines.append(f"{head}{_bytes(flow.bytes)} per rank and step over {flow.group} ({flow.ranks}): {flow.purpose}")
+        lines.append(
+            f"{head}{amount_of_bytes(flow.bytes)} per rank and step over {flow.group} ({flow.ranks}): {flow.purpose}"
+        )
     if counts.imbalance > 1:
         lines.append(f"  load      the busiest rank gets {counts.imbalance:.2f} × the mean, by `train.routing`")
     if counts.state_bytes > spec.cluster.device.memory:
@@ -59,7 +62,13 @@ def _si(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _bytes(number: float) -> str:
+def count(number: int, what: str) -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def amount_of_bytes(number: float) -> str:
+    """Three digits and a power of ten: `1.57 MB`."""
     for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if number >= scale:
             return f"{number / scale:.3g} {unit}"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moec.commands.summary import count
 from moec.runtime.verify import BOUND, Report
 
 
 def print_report(path: Path, report: Report) -> None:
     """The report for people."""
     verdict = "equals" if report.ok else "DOES NOT equal"
-    ranks = "1 rank" if report.world_size == 1 else f"{report.world_size} ranks"
+    ranks = count(report.world_size, "rank")
     print(f"{path}: {ranks}, verified on a virtual cluster: the plan {verdict} the unsharded model")
     print()
     print("            logits and loss   gradients and one step   bound")

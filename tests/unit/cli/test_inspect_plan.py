@@ -1,0 +1,67 @@
+"""`moec inspect PLAN`: every collective with its group, bytes and line; what a rank holds; pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import typer
+from models import moe_plan
+
+from moec.codegen.operators import COLLECTIVES
+from moec.commands.inspect_plan import inspect_plan
+
+
+@pytest.fixture
+def plan(tmp_path) -> Path:
+    return moe_plan(ranks=4, ep=2, batch=8, sequence=8).save(tmp_path / "tiny.plan")
+
+
+def test_every_collective_of_a_layer_is_listed_with_group_bytes_and_line(plan: Path):
+    text = inspect_plan(plan, None, None)
+    layer = text[text.index("layers[1..2], 2 layers") :].split("\n\n")[0]
+    rows = [re.split(r"  +", line.strip()) for line in layer.splitlines()[2:]]
+    # 16 tokens a rank, 2 choices each, 16 wide in fp32; half of the rows stay.
+    assert rows == [
+        ["exchange_counts %counts.1", "ep[1..2]", "2", "32 B", "tiny.moe:10"],
+        ["all_to_all %rows.1", "ep[1..2]", "2", "1.02 kB", "tiny.moe:10"],
+        ["all_to_all back %y.1", "ep[1..2]", "2", "1.02 kB", "tiny.moe:9"],
+        ["all_reduce of gradients", "dp", "4", "5.57 kB"],
+        ["all_reduce of gradients", "edp[1..2]", "2", "12.3 kB"],
+    ]
+    assert "layers[0], 1 layer" in text
+    assert "group ep[1..2]: 2 communicators of 2: [0, 1], [2, 3]" in text
+
+
+def test_one_rank_cannot_send(tmp_path):
+    text = inspect_plan(moe_plan(ranks=1, ep=1).save(tmp_path / "one.plan"), None, None)
+    assert text.count("nothing is communicated") == 4
+
+
+def test_a_rank_knows_its_place_its_peers_and_its_experts(plan: Path):
+    text = inspect_plan(plan, 3, None)
+    assert "rank 3 of 4: reads share 3 of 4" in text
+    assert "talks over ep[1..2] to [2]" in text
+    assert "talks over edp[1..2] to [1]" in text
+    assert re.search(r"moe.experts.up.weight +fp32\[4:8, 2, 16, 16\] +of \[8, 2, 16, 16\] +ep:shard\(0\)", text)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_there_is_not_is_a_wrong_usage(plan: Path, rank: int):
+    with pytest.raises(typer.BadParameter, match="from 0 to 3"):
+        inspect_plan(plan, rank, None)
+
+
+@pytest.mark.parametrize(("kind", "arrow", "loud"), [("mermaid", "-->", "(["), ("dot", "->", "fillcolor = gold")])
+def test_pictures_have_every_node_once_and_show_collectives(plan: Path, kind: str, arrow: str, loud: str):
+    stage = moe_plan(ranks=4, ep=2, batch=8, sequence=8).stages[0]
+    text = inspect_plan(plan, None, kind)
+    drawn = [node for graph in stage.graphs for node in graph.nodes if node.op != "get_attr"]
+    parameters = {(graph.name, node.name) for graph in stage.graphs for node in graph.nodes if node.op == "get_attr"}
+    edges = sum((g.name, ref) not in parameters for g in stage.graphs for node in g.nodes for ref in node.refs())
+    assert text.count(f" {arrow} ") == edges
+    assert text.count(loud) == sum(node.target in COLLECTIVES for node in drawn)
+    assert len(text.splitlines()) == edges + len(drawn) + len(stage.graphs) * (2 if kind == "mermaid" else 3) + (
+        1 if kind == "mermaid" else 3
+    )
