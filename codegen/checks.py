@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -18,6 +19,9 @@ MAX_ELEMENTS = 1 << 60
 
 MAX_EXPANDED_NODES = 1_000_000
 """Nodes that a graph may run, called graphs counted as often as they are called."""
+
+RESULTS = re.compile(r"balance|counts_[0-9]{1,6}")
+"""What the forward graph gives beside the logits."""
 
 
 def refuse(path: Path, message: str) -> PlanError:
@@ -102,6 +106,11 @@ def _check_stage(path: Path, stage: StageGraphs, plan: Plan, axes: set[str]) -> 
     names = [graph.name for graph in stage.graphs]
     if len(set(names)) != len(names) or not {"forward", "loss"} <= set(names):
         raise refuse(path, "its graphs are not named once each, with forward and loss among them")
+    logits, *others = stage.graph("forward").nodes[-1].refs() or [""]
+    if logits != "logits" or not all(RESULTS.fullmatch(name) for name in others):
+        raise refuse(path, "its forward graph does not give logits, balance and counts")
+    if len(stage.graph("loss").nodes[-1].refs()) != 1:
+        raise refuse(path, "its loss graph does not give one loss")
     sizes: dict[str, int] = {}
     for graph in stage.graphs:
         seen: set[str] = set()

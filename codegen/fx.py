@@ -37,10 +37,11 @@ def build_module(
 
     `float64` reads every floating dtype literal as float64 (`moec verify`). Raises `GraphError`.
     """
-    return _build(stage, stage.graph(graph), "", make_parameter, float64)
+    graphs = stage.by_name()
+    return _build(graphs, graphs[graph], "", make_parameter, float64)
 
 
-def _build(stage: StageGraphs, data: Graph, prefix: str, make: MakeParameter, float64: bool) -> fx.GraphModule:
+def _build(graphs: Mapping[str, Graph], data: Graph, prefix: str, make: MakeParameter, float64: bool) -> fx.GraphModule:
     root = nn.Module()
     graph = fx.Graph()
     nodes: dict[str, fx.Node] = {}
@@ -50,7 +51,7 @@ def _build(stage: StageGraphs, data: Graph, prefix: str, make: MakeParameter, fl
                 _attach(root, node.target, make(prefix + node.target))
             case "call_module":
                 assert node.graph is not None
-                body = _build(stage, stage.graph(node.graph), f"{prefix}{node.target}.", make, float64)
+                body = _build(graphs, graphs[node.graph], f"{prefix}{node.target}.", make, float64)
                 _attach(root, node.target, body)
         nodes[node.name] = _add_node(graph, node, nodes, float64)
     return fx.GraphModule(root, graph, class_name="".join(c for c in data.name.title() if c.isalnum()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import keyword
-from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -85,10 +84,10 @@ class StageGraphs(Data):
 
     def graph(self, name: str) -> Graph:
         """The graph called `name`. Raises KeyError."""
-        return self._by_name[name]
+        return self.by_name()[name]
 
-    @cached_property
-    def _by_name(self) -> dict[str, Graph]:
+    def by_name(self) -> dict[str, Graph]:
+        """The graphs by name. Not cached: `model_copy` would carry the cache over to a stage of other graphs."""
         return {graph.name: graph for graph in self.graphs}
 
     def to_json(self) -> dict[str, Any]:

@@ -112,6 +112,8 @@ class _Judge:
         whole = self.expected[origin]
         layout = Layout.parse(step.node.layout or "replicate")
         got = step.values
+        if not all(isinstance(value, Tensor) for value in (whole, *got)):
+            return math.inf if step.node.value else 0.0  # several results at once are taken apart by the nodes after
         if gradient:
             if whole.grad is None or whole.is_leaf or any(v.is_leaf or v.grad is None for v in got):
                 return 0.0

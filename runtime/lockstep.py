@@ -56,6 +56,8 @@ class Lockstep:
     ) -> None:
         self.ranks = range(world_size)
         self.steps: list[Step] | None = None
+        self.counts: dict[int, PerRank] = {}
+        """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
         self._groups = groups
         self._parameters = parameters
         self._graphs = Graphs(stage, float64=float64)
@@ -67,6 +69,11 @@ class Lockstep:
         self.steps = [] if record else None
         forward = self._graphs["forward"]
         named = dict(zip(forward.outputs, self._run(forward, "", [list(tokens)]), strict=True))
+        if "logits" not in named:
+            output = forward.module.graph.output_node().meta["moec"]
+            raise StepError("", output, KeyError("logits"))
+        counts = {name: values for name, values in named.items() if name.startswith("counts_")}
+        self.counts = {int(name.removeprefix("counts_")): values for name, values in counts.items()}
         inputs = [named["logits"], list(labels)]
         if "balance" in named:
             inputs.append(named["balance"])
@@ -102,7 +109,7 @@ class Lockstep:
     def _attempt(self, path: str, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
         try:
             return self._call(node, data, values)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
             raise StepError(path, data, error) from error
 
     def _call(self, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:

@@ -55,10 +55,10 @@ class Difference:
 class Report:
     """What `moec verify` found.
 
-    Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits and
-    losses (`output`), of gradients and of parameters after one SGD step (`gradient`). `worst` names the tensor that is
-    furthest off. `float32` is a second report, in single precision and to a looser bound; near-ties may flip a route
-    there, and it decides nothing.
+    Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits, losses
+    and experts' loads (`output`), of gradients and of parameters after one SGD step (`gradient`). `worst` names the
+    tensor that is furthest off. `float32` is a second report, in single precision and to a looser bound; near-ties may
+    flip a route there, and it decides nothing.
     """
 
     ok: bool
@@ -95,7 +95,7 @@ class _Errors:
     scales: Mapping[str, float]
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def add(self, kind: str, name: str, got: Tensor, expected: Tensor, whole: Tensor) -> None:
+    def add(self, kind: str, name: str, got: object, expected: Tensor, whole: Tensor) -> None:
         error = relative_error(got, expected, whole, self.scales[kind])
         if not error <= self.largest.get(kind, (-1.0, ""))[0]:
             self.largest[kind] = (error, name)
@@ -104,9 +104,9 @@ class _Errors:
         return max(self.largest.get(kind, (0.0, ""))[0] for kind in kinds)
 
 
-def relative_error(got: Tensor, expected: Tensor, whole: Tensor, kind_scale: float) -> float:
+def relative_error(got: object, expected: Tensor, whole: Tensor, kind_scale: float) -> float:
     """max|got − expected| / max(max|whole|, NOISE · kind_scale), 0/0 being 0; infinite where shapes differ or NaN."""
-    if got.shape != expected.shape:
+    if not isinstance(got, Tensor) or got.shape != expected.shape:
         return math.inf
     difference = largest(got - expected)
     if difference != difference:
@@ -139,14 +139,18 @@ def _compare(plan: Plan, dtype: torch.dtype, seed: int) -> Report:
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
         errors = _Errors({}, dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
-    output, gradient = errors.of("output", "loss"), errors.of("gradient", "parameter")
+    output, gradient = errors.of("output", "loss", "counts"), errors.of("gradient", "parameter")
     ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
     worst = max(errors.largest.items(), key=lambda item: item[1][0])
     first = None
     if not ok and dtype == torch.float64:
         from moec.runtime.blame import first_difference
 
-        first = first_difference(plan, model, inputs)
+        # Where every value is right, a wrong one of them was given.
+        given = Difference(
+            layer="forward", op="output", value=worst[1][1], span=None, error=worst[1][0], gradient=False
+        )
+        first = first_difference(plan, model, inputs) or given
     return Report(
         ok=ok,
         world_size=plan.world_size,
@@ -169,6 +173,7 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         {
             "output": largest(expected.logits),
             "loss": largest(expected.loss),
+            "counts": 0.0,
             "gradient": max(largest(g) for g in gradients.values()),
             "parameter": max(largest(p) for p in model.parameters()),
         }
@@ -178,6 +183,9 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         share = shares[plan.data_rank(rank)]
         errors.add("output", f"the logits of rank {rank}", logits[rank].detach(), share, expected.logits)
         errors.add("loss", f"rank {rank}", loss[rank].detach(), expected.loss.detach(), expected.loss)
+    for layer, counts in model.expert_counts.items():
+        total = _total(cluster.lockstep.counts.get(layer, []))
+        errors.add("counts", f"the expert counts of layer {layer}", total, counts, counts)
     whole = dict(model.named_parameters())
     for name, rank, got in _per_rank(cluster.backward(loss)):
         data = plan.parameters[name]
@@ -188,6 +196,14 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         after = parameter - LEARNING_RATE * gradient
         errors.add("parameter", f"{name} on rank {rank}", held - LEARNING_RATE * got, after[index], after)
     return errors
+
+
+def _total(counts: Sequence[object]) -> object:
+    """Rows per expert over all ranks; None of what is no list of counts."""
+    rows = [value for value in counts if isinstance(value, Tensor) and value.dim() == 2 and len(value) == 1]
+    if not counts or len(rows) != len(counts) or len({row.shape for row in rows}) != 1:
+        return None
+    return torch.cat(rows).sum(0)
 
 
 def _per_rank(gradients: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, int, Tensor]]:

@@ -1,0 +1,17 @@
+"""Wrong plans: one random change to a right one, and `moec verify` finds it and names an op."""
+
+import random
+
+import pytest
+from models import moe_plan
+from mutations import mutate
+
+from moec.runtime.verify import verify
+
+
+@pytest.mark.parametrize("number", range(40))
+def test_a_random_change_is_found_and_an_op_named(number: int):
+    words, plan = mutate(moe_plan(), random.Random(f"test/{number}"))
+    report = verify(plan)
+    assert not report.ok, words
+    assert report.first_difference is not None, words
