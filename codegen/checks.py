@@ -10,9 +10,10 @@ from pathlib import Path
 from moec.codegen.folder import MANIFEST, PlanError
 from moec.codegen.graph import Node, Ref, StageGraphs
 from moec.codegen.operators import argument_complaint
-from moec.codegen.plan import ParameterData, Plan, groups_of
+from moec.codegen.plan import Body, ParameterData, Plan, groups_of
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir import Layout, Shard
+from moec.passes.ir.mesh import group_name
 
 MAX_ELEMENTS = 1 << 60
 """Elements of one parameter."""
@@ -39,9 +40,12 @@ def require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(path, "its groups are not those of its meshes")
     if len(plan.parameters) != sum(len(b.parameters) * max(1, len(b.layers)) for b in manifest.bodies):
         raise refuse(path, "a parameter stands in it twice")
+    for body in manifest.bodies:
+        if body.experts is not None and body.experts not in plan.meshes:
+            raise refuse(path, f"{body.graph} lies on a mesh that does not exist")
+        for parameter in body.parameters:
+            _check_parameter(path, body, parameter, plan)
     axes = {axis for mesh in plan.meshes.values() for axis in mesh.wide_axes()}
-    for name, parameter in plan.parameters.items():
-        _check_parameter(path, name, parameter, plan, axes)
     for stage in plan.stages:
         file = root / "stages" / f"{stage.index}.json"
         _check_stage(file, stage, plan, axes)
@@ -54,40 +58,53 @@ def require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(path, "the Spec inside it is of another model")
 
 
-def _check_parameter(path: Path, name: str, parameter: ParameterData, plan: Plan, axes: set[str]) -> None:
-    if parameter.mesh not in plan.meshes:
-        raise refuse(path, f"{name} lies on a mesh that does not exist")
-    if not {*parameter.sum_over} <= {*plan.manifest.groups}:
-        raise refuse(path, f"{name} sums its gradient over a group that does not exist")
+def _check_parameter(path: Path, body: Body, parameter: ParameterData, plan: Plan) -> None:
+    name = f"{parameter.name} of {body.graph}"
+    if parameter.mesh not in ("dense", body.experts):
+        raise refuse(path, f"{name} lies on a mesh that is not its body's")
+    if not _groups_of(body, plan).issuperset(parameter.sum_over):
+        raise refuse(path, f"{name} sums its gradient over a group that its body does not have")
     if math.prod(parameter.shape) > MAX_ELEMENTS:
         raise refuse(path, f"{name} has more than {MAX_ELEMENTS} elements")
     if not math.isfinite(parameter.std):
         raise refuse(path, f"{name} starts with a spread that is not finite")
-    for axis, placement in _layout(path, parameter.layout, axes).placements:
-        size = plan.meshes[parameter.mesh].size(axis)
+    mesh = plan.meshes[parameter.mesh]
+    for axis, placement in _layout(path, parameter.layout, set(mesh.wide_axes())).placements:
+        size = mesh.size(axis)
         if not isinstance(placement, Shard) or placement.dim >= len(parameter.shape):
             raise refuse(path, f"{name} cannot lie on {parameter.layout}")
         if parameter.shape[placement.dim] % size:
             raise refuse(path, f"{name} does not divide over {axis}")
 
 
+def _groups_of(body: Body, plan: Plan) -> set[str]:
+    """The groups that a body's collectives may run over: those of the dense mesh and of its own experts'."""
+    names = [name for name in ("dense", body.experts) if name is not None]
+    return {
+        group_name(axis, name if name != "dense" else None) for name in names for axis in plan.meshes[name].wide_axes()
+    }
+
+
 def _check_bodies(path: Path, stage: StageGraphs, plan: Plan) -> None:
-    """Each body's parameters are those that its graph fetches, and its layers those that call it."""
+    """Each body's parameters are those that its graph fetches, its groups its own, its layers those that call it."""
     fetched: dict[str, list[str]] = {}
+    groups: dict[str, set[str]] = {}
     for graph in stage.graphs:
-        names = fetched.setdefault(graph.name, [])
+        names, over = fetched.setdefault(graph.name, []), groups.setdefault(graph.name, set())
         for node in graph.nodes:
             if node.op == "get_attr":
                 names.append(node.target)
             elif node.op == "call_module" and graph.name != "forward":
                 names += [f"{node.target}.{name}" for name in fetched[node.graph or ""]]
+                over |= groups[node.graph or ""]
+            over.update(arg for arg in node.args if isinstance(arg, str) and arg in plan.manifest.groups)
     calls = [(n.target, n.graph) for n in stage.graph("forward").nodes if n.op == "call_module"]
     named = [(f"layers.{number}", body.graph) for body in plan.manifest.bodies for number in body.layers]
     if len({target for target, _ in calls}) != len(calls) or sorted(calls) != sorted(named):
         raise refuse(path, "its forward graph does not call the layers that plan.json names, once each")
     for body in plan.manifest.bodies:
-        if body.experts is not None and body.experts not in plan.meshes:
-            raise refuse(path, f"{body.graph} lies on a mesh that does not exist")
+        if not _groups_of(body, plan).issuperset(groups.get(body.graph, ())):
+            raise refuse(path, f"{body.graph} names a group of a mesh that it does not lie on")
         if sorted(fetched.get(body.graph, ())) != sorted(p.name for p in body.parameters):
             raise refuse(path, f"{body.graph} does not fetch the parameters that plan.json names, once each")
 
@@ -98,7 +115,7 @@ def _layout(path: Path, text: str, axes: set[str]) -> Layout:
     except ValueError as error:
         raise refuse(path, str(error)) from error
     if not axes.issuperset(layout.axes):
-        raise refuse(path, f"the layout {text!r} names an axis that no mesh has")
+        raise refuse(path, f"the layout {text!r} names an axis that its mesh does not have")
     return layout
 
 

@@ -93,8 +93,15 @@ class Plan:
 
     @cached_property
     def meshes(self) -> Mapping[str, Mesh]:
-        """The meshes by name: `dense`, and one of experts."""
+        """The meshes by name: `dense`, and one for each way that experts are spread."""
         return {data.name: data.mesh() for data in self.manifest.meshes}
+
+    @cached_property
+    def expert_meshes(self) -> Mapping[int, Mesh]:
+        """The mesh of each layer's experts; dense layers have none."""
+        return {
+            layer: self.meshes[body.experts] for body in self.manifest.bodies if body.experts for layer in body.layers
+        }
 
     @property
     def world_size(self) -> int:

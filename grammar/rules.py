@@ -36,6 +36,9 @@ def check(spec: Spec) -> list[Diagnostic]:
         found += gated(layer.ffn, layer.moe)
         if layer.moe:
             found += mixture(layer.moe)
+    for block in spec.parallel.layers:
+        for first, last in ((block.layers[0], block.layers[-1]),) if block.layers else ():
+            found += selected(first, last, block.span(), model.depth, model.span("depth"))
     sequence = (train.sequence, train.span("sequence")) if train else None
     found += lengths((model.context, model.span("context")), sequence, model.span())
     return found
@@ -215,7 +218,7 @@ def complete(part: Part, layers: Sequence[int], model: Span) -> Iterator[Diagnos
         )
 
 
-def selected(first: int, last: int, span: Span, depth: int, depth_span: Span | None) -> Iterator[Diagnostic]:
+def selected(first: int, last: int, span: Span | None, depth: int, depth_span: Span | None) -> Iterator[Diagnostic]:
     """A selector picks layers that there are."""
     if first > last:
         yield diagnose("MOE0306", span, f"{first}..{last} is no layer: a range goes upwards")

@@ -2,51 +2,104 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnose
 from moec.grammar.rules import numbered
+from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertDegrees:
+    """How the experts of some layers are spread: one factorisation of the ranks, and so one mesh.
+
+    `stated` says whether the file gives this `ep` for all of them; `edp` follows from it.
+    """
+
+    layers: tuple[int, ...]
+    ep: int
+    edp: int
+    stated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Degrees:
-    """The degree of every axis, and which of them the file stated."""
+    """The degree of every axis, and whether the file stated it. `experts` is in the order of the layers."""
 
     ranks: int
     dp: int
+    dp_stated: bool
+    experts: tuple[ExpertDegrees, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Stated:
+    """An `ep` that the file gives, and where."""
+
     ep: int
-    edp: int
-    stated: frozenset[str]
+    span: Span | None
 
 
 def choose_degrees(spec: Spec) -> Degrees:
     """The degrees of `spec`, stated or default. Raises `DiagnosticError`."""
     ranks = spec.cluster.ranks
-    moes = _layers_of_moes(spec)
-    dp, ep = _stated(spec, "dp"), _stated(spec, "ep")
-    stated = frozenset(name for name, value in (("dp", dp), ("ep", ep)) if value is not None)
-    ep = ep or _largest_ep(ranks, [moe.num_experts for moe, _ in moes])
-    problems = [*_mesh_problems(spec), *_expert_problems(spec, moes), *_batch_problems(spec)]
+    mixtures = _mixtures(spec)
+    dp = spec.parallel.dp
+    problems = [*_mesh_problems(spec), *_expert_problems(spec, mixtures), *_batch_problems(spec)]
     if problems:
         raise DiagnosticError(problems)
-    return Degrees(ranks=ranks, dp=dp or ranks, ep=ep, edp=ranks // ep, stated=stated)
+    return Degrees(ranks=ranks, dp=_number(dp) or ranks, dp_stated=dp is not None, experts=_experts(ranks, mixtures))
 
 
-def _stated(spec: Spec, axis: str) -> int | None:
-    """The degree that the file gives; lists and `auto` were refused before."""
-    value = getattr(spec.parallel, axis)
-    assert value is None or isinstance(value, int)
-    return value
+def _number(degree: object) -> int | None:
+    """A degree that the file gives, or None; lists and `auto` were refused before."""
+    assert degree is None or isinstance(degree, int)
+    return degree
 
 
-def _layers_of_moes(spec: Spec) -> list[tuple[Moe, list[int]]]:
-    """Each distinct mixture, and the layers that have it."""
-    found: dict[int, tuple[Moe, list[int]]] = {}
+def _stated_eps(spec: Spec) -> list[tuple[Iterable[int], _Stated]]:
+    """Every `ep` of the file with the layers that it is said of, in an order in which the last one counts."""
+    every, parallel = range(spec.model.depth), spec.parallel
+    given: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
+    given += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
+    return [(layers, _Stated(ep, span)) for layers, degree, span in given if (ep := _number(degree)) is not None]
+
+
+_Mixtures = list[tuple[Moe, _Stated | None, list[int]]]
+"""A mixture, the `ep` that the file gives it, and the layers that are so."""
+
+
+def _mixtures(spec: Spec) -> _Mixtures:
+    """Each distinct mixture with each `ep` that it is given, in the order of the layers."""
+    stated: list[_Stated | None] = [None] * spec.model.depth
+    for layers, given in _stated_eps(spec):
+        for number in layers:
+            stated[number] = given
+    found: dict[tuple[int, int], tuple[Moe, _Stated | None, list[int]]] = {}
     for number, layer in enumerate(spec.model.layers):
         if layer.moe is not None:
-            found.setdefault(id(layer.moe), (layer.moe, []))[1].append(number)
+            given_here = stated[number]
+            key = (id(layer.moe), id(given_here))
+            found.setdefault(key, (layer.moe, given_here, []))[2].append(number)
     return list(found.values())
+
+
+def _experts(ranks: int, mixtures: _Mixtures) -> tuple[ExpertDegrees, ...]:
+    """One factorisation per distinct `ep`. Layers without a stated one share the largest that fits them all."""
+    default = _largest_ep(ranks, [moe.num_experts for moe, stated, _ in mixtures if stated is None])
+    layers: dict[int, list[int]] = {}
+    by_default: set[int] = set()
+    for _, stated, numbers in mixtures:
+        ep = stated.ep if stated else default
+        layers.setdefault(ep, []).extend(numbers)
+        by_default |= set() if stated else {ep}
+    degrees = (
+        ExpertDegrees(layers=tuple(sorted(numbers)), ep=ep, edp=ranks // ep, stated=ep not in by_default)
+        for ep, numbers in layers.items()
+    )
+    return tuple(sorted(degrees, key=lambda degree: degree.layers[0]))
 
 
 def _largest_ep(ranks: int, expert_counts: list[int]) -> int:
@@ -66,7 +119,7 @@ def _cluster_label(spec: Spec) -> tuple[Label, ...]:
 
 
 def _mesh_problems(spec: Spec) -> list[Diagnostic]:
-    ranks, dp, ep = spec.cluster.ranks, _stated(spec, "dp"), _stated(spec, "ep")
+    ranks, dp = spec.cluster.ranks, _number(spec.parallel.dp)
     problems = []
     if dp is not None and dp != ranks:
         problems.append(
@@ -78,29 +131,28 @@ def _mesh_problems(spec: Spec) -> list[Diagnostic]:
                 help=f"set `dp = {ranks}`, or leave `dp` out",
             )
         )
-    if ep is not None and ranks % ep:
-        below = max(d for d in _divisors(ranks) if d <= ep)
-        problems.append(
-            diagnose(
-                "MOE0312",
-                spec.parallel.span("ep"),
-                f"{ranks} / {ep} is not whole",
-                labels=_cluster_label(spec),
-                help=f"set `ep = {below}`",
+    for _, stated in _stated_eps(spec):
+        if ranks % stated.ep:
+            below = max(d for d in _divisors(ranks) if d <= stated.ep)
+            problems.append(
+                diagnose(
+                    "MOE0312",
+                    stated.span,
+                    f"{ranks} / {stated.ep} is not whole",
+                    labels=_cluster_label(spec),
+                    help=f"set `ep = {below}`",
+                )
             )
-        )
     return problems
 
 
-def _expert_problems(spec: Spec, moes: list[tuple[Moe, list[int]]]) -> list[Diagnostic]:
-    ep = _stated(spec, "ep")
-    if ep is None:
-        return []
+def _expert_problems(spec: Spec, mixtures: _Mixtures) -> list[Diagnostic]:
     problems = []
-    for moe, layers in moes:
+    for moe, stated, layers in mixtures:
         count = moe.num_experts
-        if count % ep == 0:
+        if stated is None or count % stated.ep == 0:
             continue
+        ep = stated.ep
         ways = [f"`ep = {d}` ({count // d} per rank)" for d in _divisors(spec.cluster.ranks) if count % d == 0][-1:]
         more = -(-count // ep) * ep
         ways.append(f"`experts = {more} * …` ({more // ep} per rank)")
@@ -109,7 +161,7 @@ def _expert_problems(spec: Spec, moes: list[tuple[Moe, list[int]]]) -> list[Diag
         problems.append(
             diagnose(
                 "MOE0311",
-                spec.parallel.span("ep"),
+                stated.span,
                 f"{count} / {ep} leaves {count % ep} experts over",
                 labels=(Label(span=declared, message=where),) if declared else (),
                 help=f"set {' or '.join(ways)}",

@@ -149,7 +149,7 @@ class _Judge:
         starts = per_share.sum(0).cumsum(0) - per_share.sum(0) + per_share.cumsum(0) - per_share
         worst = 0.0
         for rank, rows in enumerate(got):
-            sources, held = self._held(layout, rank, count)
+            sources, held = self._held(origin, layout, rank, count)
             pieces = [
                 whole[starts[source, expert] : starts[source, expert] + per_share[source, expert]]
                 for source in sources
@@ -162,14 +162,19 @@ class _Judge:
         path = origin[0].removesuffix("moe.experts.")
         return self.expected[path, "p"].shape[-1]
 
-    def _held(self, layout: Layout, rank: int, count: int) -> tuple[Sequence[int], range]:
+    def _held(self, origin: Origin, layout: Layout, rank: int, count: int) -> tuple[Sequence[int], range]:
         """The data shares that `rank`'s rows come from, and the experts that they go to."""
-        mesh = next((m for m in self.plan.meshes.values() if m.name != "dense"), None)
-        if mesh is None or layout.get("ep") != Shard(0):
+        if layout.get("ep") != Shard(0):
             return [self.plan.data_rank(rank)], range(count)
+        mesh = self.plan.expert_meshes[_layer(origin)]
         group = next(ranks for ranks in mesh.groups("ep") if rank in ranks)
         each, position = count // len(group), mesh.coordinate(rank, "ep")
         return [self.plan.data_rank(r) for r in group], range(position * each, (position + 1) * each)
+
+
+def _layer(origin: Origin) -> int:
+    """The number in `layers.3.moe.experts.`: only layers have ragged values."""
+    return int(origin[0].split(".")[1])
 
 
 def _parameter_difference(

@@ -235,10 +235,12 @@ def _inputs(plan: Plan, seed: int) -> Inputs:
 
 def _require_memory(plan: Plan) -> None:
     """Whole parameters and their gradients once, and each rank's gradients of what it holds, in float64."""
-    total = sum(math.prod(p.shape) for p in plan.parameters.values())
-    dense = sum(math.prod(p.shape) for p in plan.parameters.values() if p.layout == "replicate")
-    ep = max((mesh.size("ep") for mesh in plan.meshes.values()), default=1)
-    held = dense * plan.world_size + (total - dense) * (plan.world_size // ep)
+    total = held = 0
+    for parameter in plan.parameters.values():
+        mesh, elements = plan.meshes[parameter.mesh], math.prod(parameter.shape)
+        shards = math.prod(mesh.size(axis) for axis in Layout.parse(parameter.layout).sharded_axes())
+        total += elements
+        held += elements * plan.world_size // shards
     needed = 8 * (3 * total + 2 * held)
     if needed > MAX_BYTES:
         raise JobError(

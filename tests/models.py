@@ -26,9 +26,18 @@ def moe_text(
     batch: int = 8,
     sequence: int = 8,
     optimizer: str = "adamw(lr = 1e-3)",
+    mixtures: tuple[tuple[int, int | None], ...] = (),
 ) -> str:
-    """Layer 0 dense with mha and gelu, the others gqa with rope and a mixture; one level of `ranks` CPU ranks."""
+    """Layer 0 dense with mha and gelu, the others gqa with rope and a mixture; one level of `ranks` CPU ranks.
+
+    `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
+    """
+    depth = len(mixtures) + 1 if mixtures else depth
     degrees = "".join(f"  {name} = {value}\n" for name, value in (("dp", dp), ("ep", ep)) if value is not None)
+    others = ""
+    for number, (count, degree) in enumerate(mixtures, start=1):
+        others += f"  layers {number} {{ moe {{ experts = {count} * {expert} }} }}\n" if count != experts else ""
+        degrees += f"  layers {number} {{ ep = {degree} }}\n" if degree is not None else ""
     return f"""\
 model "tiny" {{
   vocab = 32
@@ -44,7 +53,7 @@ model "tiny" {{
       balance = {balance}
     }}
   }}
-}}
+{others}}}
 cluster "here" {{ device = cpu; level "node" {{ size = {ranks} }} }}
 train {{ batch = {batch}; sequence = {sequence}; optimizer = {optimizer} }}
 parallel {{

@@ -173,11 +173,10 @@ def _placed(scope: Scope, part: Part, top: _Top) -> Part:
     placed = []
     for block in blocks:
         selected = select_layers(scope, block.selector, size, span) if block.selector else ()
-        placed.append(
-            replace(block, incomplete=True)
-            if isinstance(selected, Broken)
-            else replace(block, selected=tuple(sorted(selected)))
-        )
+        if isinstance(selected, Broken):
+            placed.append(replace(block, incomplete=True))
+        elif selected or not block.selector:  # of no layers it says nothing; without a selector it is for all
+            placed.append(replace(block, selected=tuple(sorted(selected))))
     return replace(part, blocks={**part.blocks, Layer.word: placed})
 
 

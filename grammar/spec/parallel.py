@@ -15,16 +15,17 @@ Offload = Literal["none", "optimizer", "parameters", "auto"]
 
 
 class ParallelLayers(Node):
-    """`layers 1..20 { … }` in `parallel`: other degrees for some layers' experts."""
+    """`layers 1..20 { … }` in `parallel`: other degrees for some layers' experts; of two blocks the later counts."""
 
     word = "layers"
     form = "block"
     selects = True
-    implemented = False
     layers: Annotated[tuple[Annotated[int, at_least(0)], ...], Doc("the layers that it concerns, ascending")] = ()
-    ep: Annotated[Degree, Doc("expert parallel")] = None
-    etp: Annotated[Degree, Doc("tensor parallel inside an expert")] = None
-    recompute: Annotated[Recompute | None, Doc("what is computed again in the backward pass")] = None
+    ep: Annotated[
+        Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and each such layer's experts")
+    ] = None
+    etp: Annotated[Degree, NotYet(), Doc("tensor parallel inside an expert")] = None
+    recompute: Annotated[Recompute | None, NotYet(), Doc("what is computed again in the backward pass")] = None
 
 
 class Parallel(Node):

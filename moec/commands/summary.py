@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.codegen.plan import Plan
-from moec.passes.degrees import choose_degrees
+from moec.grammar.rules import numbered
+from moec.passes.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
 from moec.passes.tally import tally
 
@@ -25,7 +26,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         f"  model     {model.depth} layers ({moes} MoE), dim {model.dim}, {model.dtype}: "
         f"{_si(counts.parameters)} parameters, {_si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
-        f"  degrees   {_degrees(plan)}",
+        "  degrees   " + "\n            ".join(_degrees(degrees)),
         f"  per rank  {_si(counts.local_parameters)} parameters; weights, gradients and optimizer "
         f"{states} of {memory}; activations come on top",
         f"  a step    {sequences} sequences, {_si(counts.tokens)} tokens, {_si(counts.flops_per_token)}FLOP per token",
@@ -45,14 +46,18 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     return "\n".join(lines)
 
 
-def _degrees(plan: Plan) -> str:
-    stated = choose_degrees(plan.spec).stated
-    shown = []
-    for mesh in plan.meshes.values():
-        for axis, size in mesh.axes:
-            if axis in ("dp", "ep", "edp"):
-                shown.append(f"{axis} {size}" + ("" if axis in stated else " (default)"))
-    return ", ".join(shown) + "; every other 1"
+def _degrees(degrees: Degrees) -> list[str]:
+    """`dp 8 (default), edp 2 (default), ep 4; every other 1`; where layers differ, a line for each of their meshes."""
+    dense = f"dp {degrees.dp}{_default(degrees.dp_stated)}"
+    spread = [f"edp {e.edp}{_default(False)}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
+    if len(spread) > 1:
+        of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
+        return [f"{dense}; every other 1", *of_layers]
+    return [", ".join([dense, *spread]) + "; every other 1"]
+
+
+def _default(stated: bool) -> str:
+    return "" if stated else " (default)"
 
 
 def _si(number: float) -> str:

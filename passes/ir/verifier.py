@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.op import LayoutError, TypeRuleError
+from moec.passes.ir.ops import Call
 from moec.passes.ir.program import Block, Program
 
 Invariant = Callable[[Program], None]
@@ -44,13 +45,20 @@ def placed(program: Program) -> None:
 
 
 def laid_out(program: Program) -> None:
-    """Every value and parameter has a layout, over mesh axes that have more than one rank."""
-    axes = {axis for mesh in program.meshes for axis in mesh.wide_axes()}
+    """Every value and parameter has a layout, over axes of its block's meshes that have more than one rank."""
     for block in program.blocks:
+        axes = _wide_axes(program, block)
         for name, value in block.scope.items():
             _check(value.layout is not None, block, f"{name} has no layout")
             if value.layout is not None:
                 _check(axes.issuperset(value.layout.axes), block, f"{name} lies on {value.layout}, axes are {axes}")
+
+
+def _wide_axes(program: Program, block: Block) -> set[str]:
+    """The wide axes of a block's meshes, and of the blocks that it calls: it holds what they give."""
+    called = {op.block for op in block.ops if isinstance(op, Call)} - {block.name}
+    names = {"dense", block.experts, *(program.block(name).experts for name in called)} - {None}
+    return {axis for mesh in program.meshes if mesh.name in names for axis in mesh.wide_axes()}
 
 
 def connected(program: Program) -> None:

@@ -20,7 +20,7 @@ FILES = [*sorted(HERE.glob("*.moe")), *sorted(EXAMPLES.glob("*.moe"))]
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_the_placed_program_is_the_one_on_record(file: Path, update_golden: bool):
     text = print_program(run_passes(to_spec(file)).program)
-    golden = HERE / f"{file.stem}.ir"
+    golden = HERE / ("examples" if file.parent == EXAMPLES else "") / f"{file.stem}.ir"
     if update_golden:
         golden.write_text(text)
     assert text == golden.read_text(), "compare, and run pytest --update-golden if the change is meant"

@@ -50,6 +50,16 @@ def test_any_ranks_and_ep_give_the_unsharded_loss_curve(gloo: GlooPool, ranks: i
             )
 
 
+def test_a_degree_per_layer_gives_the_unsharded_loss_curve(gloo: GlooPool):
+    mixtures = ((8, 2), (16, 4), (32, 1), (8, None))
+    options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "mixtures": mixtures}
+    results = gloo.run(4, train_as_rank, {**options, "ranks": 4, "ep": 4})
+    require_same_curve(results, unsharded(**options))
+    assert all(
+        load.numel() == count for load, (count, _) in zip(results[0]["loads"][0].values(), mixtures, strict=True)
+    )
+
+
 @pytest.mark.parametrize("sizes", [[0, 3, 4, 1], [8, 0, 0, 0]])
 def test_ranks_without_any_token_change_nothing(gloo: GlooPool, sizes: list[int]):
     options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,18 +19,30 @@ from moec.runtime.verify import verify
 
 
 @st.composite
+def mixture(draw: st.DrawFn, ranks: int, experts: int) -> tuple[int, int | None]:
+    """The experts of a layer, often as many as the others have, and its degree, None for the whole block's."""
+    count = draw(st.one_of(st.just(experts), st.integers(1, 12)))
+    return count, draw(st.sampled_from([*common_divisors(ranks, count), None]))
+
+
+def common_divisors(ranks: int, experts: int) -> list[int]:
+    return [d for d in range(1, ranks + 1) if ranks % d == 0 and experts % d == 0]
+
+
+@st.composite
 def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
     experts = draw(st.integers(1, 12))
-    divisors = [d for d in range(1, ranks + 1) if ranks % d == 0 and experts % d == 0]
-    k = draw(st.integers(1, min(experts, 4)))
+    mixtures = draw(st.lists(mixture(ranks, experts), max_size=4))
+    undecided = [count for count, ep in mixtures if ep is None]
+    k = draw(st.integers(1, min([experts, 4, *(count for count, _ in mixtures)])))
     score = draw(st.sampled_from(["softmax", "sigmoid"]))
     order = draw(st.sampled_from(["before", "after"]))
     normalize = draw(st.sampled_from(["true", "false"]))
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
     return moe_spec(
         ranks=ranks,
-        ep=draw(st.sampled_from([*divisors, None])),
+        ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
         experts=experts,
         expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)"])),
         gate=f"topk({k}, score = {score}, order = {order}, normalize = {normalize})",
@@ -38,6 +52,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         dtype=draw(st.sampled_from(["fp32", "bf16"])),
         batch=ranks * draw(st.integers(1, 2)),
         sequence=draw(st.integers(1, 9)),
+        mixtures=tuple(mixtures),
     )
 
 

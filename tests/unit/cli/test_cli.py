@@ -77,6 +77,18 @@ def test_compile_writes_a_plan_and_a_summary(run):
     assert Path("out/my.plan/plan.json").is_file()
 
 
+def test_the_summary_shows_the_degrees_of_each_range(run):
+    Path("pyramid.moe").write_text(moe_text(ranks=8, ep=8, mixtures=((8, 2), (16, None), (32, 4), (8, 2))))
+    code, out, err = run("compile", "pyramid.moe")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[4:8] == [
+        "  degrees   dp 8 (default); every other 1",
+        "            layers 1, 4: edp 4 (default), ep 2",
+        "            layer 2: edp 1 (default), ep 8",
+        "            layer 3: edp 2 (default), ep 4",
+    ]
+
+
 def test_compile_names_the_plan_after_the_file(run):
     assert run("compile", "tiny.moe")[0] == 0
     assert Path("tiny.plan/plan.json").is_file()

@@ -137,6 +137,36 @@ def test_code_or_nonsense_planted_there_is_refused_and_not_run(folder, place: st
     assert not Path("planted").exists()
 
 
+def body(manifest: Json, layer: int) -> Json:
+    return next(b for b in manifest["bodies"] if b["layers"] == [layer])
+
+
+def weight(manifest: Json, layer: int) -> Json:
+    return next(p for p in body(manifest, layer)["parameters"] if p["name"] == "moe.experts.up.weight")
+
+
+OF_ANOTHER_LAYER: dict[str, Callable[[Json, Json], Any]] = {
+    "a collective's group": lambda m, s: node(s, "rows_1", "layers[1]").update(
+        args=[{"node": "rows"}, {"node": "splits"}, "ep[2]", False]
+    ),
+    "a gradient's group": lambda m, s: weight(m, 1).update(sum_over=["edp[3]"]),
+    "a parameter's mesh": lambda m, s: weight(m, 1).update(mesh="experts[2]"),
+    "a body's mesh": lambda m, s: body(m, 1).update(experts="experts[2]"),
+    "a parameter's axis": lambda m, s: weight(m, 3).update(layout="ep:shard(0)"),
+}
+
+
+@pytest.mark.parametrize("place", OF_ANOTHER_LAYER)
+def test_a_body_has_nothing_to_do_with_the_mesh_of_another(tmp_path, place: str):
+    folder = moe_plan(ranks=4, ep=4, mixtures=((8, 2), (8, 4), (8, 1))).save(tmp_path / "tiny.plan")
+    forge(folder, lambda manifest, stage: None)
+    read_plan(folder)
+    forge(folder, OF_ANOTHER_LAYER[place])
+    with pytest.raises(PlanError) as refused:
+        read_plan(folder)
+    assert refused.value.diagnostics[0].code == "MOE0601"
+
+
 def test_operators_are_resolved_from_the_allow_list_alone():
     stage = moe_plan().stages[0]
     planted = stage.model_copy(

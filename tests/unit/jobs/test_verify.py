@@ -29,6 +29,18 @@ def test_a_compiled_plan_equals_the_unsharded_model(ranks: int, ep: int):
     assert report.float32.ok
 
 
+PYRAMID = ((8, 2), (16, 4), (32, None), (8, 1))
+"""Experts and `ep` of each layer after the first."""
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(4, 4), (8, 8), (16, None), (12, 2)])
+def test_a_degree_per_layer_equals_the_unsharded_model(ranks: int, ep: int | None):
+    plan = moe_plan(ranks=ranks, ep=ep, batch=ranks, mixtures=PYRAMID)
+    assert len({(mesh.size("ep"), mesh.size("edp")) for mesh in plan.expert_meshes.values()}) >= 3
+    report = verify(plan)
+    assert report.ok, report
+
+
 def test_bf16_models_are_verified_in_float64_to_the_last_literal():
     assert verify(moe_plan(dtype="bf16")).ok
 
@@ -176,6 +188,34 @@ def test_the_first_difference_names_layer_value_and_line(
     assert found is not None
     assert (found.layer, found.value, found.gradient) == (layer, value, gradient)
     assert found.span == f"tiny.moe:{line}"
+
+
+def pyramid() -> Plan:
+    return moe_plan(ranks=8, ep=8, batch=8, mixtures=PYRAMID)
+
+
+@pytest.mark.parametrize(("layer", "group"), [(1, "ep[2]"), (2, "ep[1]"), (3, "ep[2]")])
+def test_rows_over_the_group_of_another_layer_are_found_where_they_leave(layer: int, group: str):
+    body = f"layers[{layer}]"
+    plan = change_node(pyramid(), body, "rows_1", args=(Ref(node="rows"), Ref(node="splits"), group, False))
+    report = verify(plan)
+    assert not report.ok
+    found = report.first_difference
+    assert found is not None
+    assert (found.layer, found.value) == (f"layers.{layer}", "rows.1")
+
+
+def test_no_layer_of_any_mesh_is_blamed_for_what_the_loss_does():
+    found = verify(bypass(pyramid(), "loss", "loss_2")).first_difference
+    assert found is not None
+    assert found.layer == "loss"
+
+
+def test_a_gradient_summed_over_another_layers_replicas_is_named():
+    plan = change_sums(pyramid(), "experts.up.weight", ("edp[1]",))  # right for layer 1 alone
+    found = verify(plan).first_difference
+    assert found is not None
+    assert (found.layer, found.value) == ("layers.2.moe.experts", "@up.weight")
 
 
 def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):

@@ -19,14 +19,19 @@ def problems(**options: object) -> list[Diagnostic]:
 )
 def test_ep_defaults_to_the_largest_divisor_of_ranks_and_experts(ranks: int, experts: int, ep: int):
     degrees = choose_degrees(moe_spec(ranks=ranks, experts=experts, ep=None, batch=ranks))
-    assert (degrees.ep, degrees.edp, degrees.dp) == (ep, ranks // ep, ranks)
-    assert not degrees.stated
+    (of_experts,) = degrees.experts
+    assert (of_experts.ep, of_experts.edp, degrees.dp) == (ep, ranks // ep, ranks)
+    assert of_experts.layers == (1, 2)
+    assert not of_experts.stated
+    assert not degrees.dp_stated
 
 
 def test_stated_degrees_are_kept():
     degrees = choose_degrees(moe_spec(ranks=4, ep=2, dp=4))
-    assert (degrees.dp, degrees.ep, degrees.edp) == (4, 2, 2)
-    assert degrees.stated == {"dp", "ep"}
+    (of_experts,) = degrees.experts
+    assert (degrees.dp, of_experts.ep, of_experts.edp) == (4, 2, 2)
+    assert degrees.dp_stated
+    assert of_experts.stated
 
 
 def test_experts_not_divisible_by_ep_names_both_places_and_a_way_out():

@@ -102,6 +102,20 @@ BROKEN = {
 }
 
 
+def test_a_layout_over_an_axis_of_another_blocks_mesh_is_refused():
+    program = compile_program(moe_spec(ranks=4, mixtures=((8, 4), (8, 1)))).program
+    laid_out(program)
+    other = {"layers[1]": "edp", "layers[2]": "ep"}
+    for name, axis in other.items():
+        block = program.block(name)
+        moved = replace(
+            block, parameters=tuple(replace(p, layout=Layout.of({axis: Shard(0)})) for p in block.parameters)
+        )
+        blocks = tuple(moved if b is block else b for b in program.blocks)
+        with pytest.raises(InternalError, match="axes are"):
+            laid_out(replace(program, blocks=blocks))
+
+
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_broken_program_is_refused(program: Program, fault: str):
     invariant, break_it, words = BROKEN[fault]
