@@ -10,16 +10,32 @@ takes nothing from moec but the numbers of the Spec, and the fast way wherever p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moec.grammar.spec import Gelu, Gqa, Layer, Mha, Model, Moe, Rope, Spec, SwiGLU, SwitchLoss, TopK
+from moec.grammar.spec import (
+    GeGLU,
+    Gelu,
+    Gqa,
+    Layer,
+    Mha,
+    Model,
+    Moe,
+    Relu,
+    Relu2,
+    Rope,
+    Spec,
+    SwiGLU,
+    SwitchLoss,
+    TopK,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IGNORED_LABEL = -100
+Activation = Callable[[Tensor], Tensor]
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -121,33 +137,45 @@ class PlainRope(nn.Module):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-class PlainSwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`. On CPU two matrices are faster than one that is cut in halves (measured)."""
+class PlainGated(nn.Module):
+    """`down(f(gate(x)) * up(x))`. On CPU two matrices are faster than one that is cut in halves (measured)."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Activation) -> None:
         super().__init__()
+        self.activation = activation
         self.gate = nn.Linear(dim, hidden, bias=False)
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
-class PlainGelu(nn.Module):
-    """`down(gelu(up(x)))`."""
+class PlainUngated(nn.Module):
+    """`down(f(up(x)))`."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Activation) -> None:
         super().__init__()
+        self.activation = activation
         self.up = nn.Linear(dim, hidden, bias=False)
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(self.activation(self.up(x)))
 
 
-def feed_forward(dim: int, body: SwiGLU | Gelu) -> nn.Module:
-    return PlainSwiGLU(dim, body.hidden) if isinstance(body, SwiGLU) else PlainGelu(dim, body.hidden)
+def feed_forward(dim: int, body: SwiGLU | GeGLU | Gelu | Relu | Relu2) -> nn.Module:
+    match body:
+        case SwiGLU():
+            return PlainGated(dim, body.hidden, F.silu)
+        case GeGLU():
+            return PlainGated(dim, body.hidden, F.gelu)
+        case Gelu():
+            return PlainUngated(dim, body.hidden, F.gelu)
+        case Relu():
+            return PlainUngated(dim, body.hidden, F.relu)
+        case Relu2():
+            return PlainUngated(dim, body.hidden, lambda x: F.relu(x) ** 2)
 
 
 class PlainMoe(nn.Module):

@@ -64,10 +64,14 @@ def _attention(e: BlockEmitter, op: Op) -> None:
 def _activation(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.Activation)
     (x,) = e.refs(op)
-    if op.kind == "swiglu":
-        e.result(op, "moec.swiglu.default", x)
+    if o.ACTIVATION_PARTS[op.kind] == 2:
+        e.result(op, f"moec.{op.kind}.default", x)
+        return
+    x = e.step(op, "in", "aten.squeeze.dim", x, -2)
+    if op.kind == "relu2":
+        e.result(op, "aten.square.default", e.step(op, "relu", "aten.relu.default", x))
     else:
-        e.result(op, "aten.gelu.default", e.step(op, "in", "aten.squeeze.dim", x, -2))
+        e.result(op, f"aten.{op.kind}.default", x)
 
 
 def _add(e: BlockEmitter, op: Op) -> None:

@@ -41,6 +41,7 @@ ATEN = {
     "aten.mul.Scalar": _takes("tensor float"),
     "aten.ne.Scalar": _takes("tensor int"),
     "aten.ones_like.default": _takes("tensor"),
+    "aten.relu.default": _takes("tensor"),
     "aten.rms_norm.default": _takes("tensor ints tensor float"),
     "aten.scaled_dot_product_attention.default": _takes("tensor tensor tensor none float bool", enable_gqa="bool"),
     "aten.square.default": _takes("tensor"),
@@ -54,6 +55,7 @@ ATEN = {
 COMPUTE = {
     "moec.combine.default": _takes("tensor tensor tensor"),
     "moec.expert_mlp.default": _takes("tensor tensor tensor tensor activation"),
+    "moec.geglu.default": _takes("tensor"),
     "moec.permute.default": _takes("tensor tensor int"),
     "moec.rope.default": _takes("tensor float"),
     "moec.route.default": _takes("tensor int score bool bool"),
@@ -69,7 +71,7 @@ COLLECTIVES = {
 
 SIGNATURES: Mapping[str, Signature] = {**ATEN, **COMPUTE, **COLLECTIVES, GETITEM: _takes("tensor int")}
 
-WORDS = {"score": ("softmax", "sigmoid"), "activation": ("swiglu", "gelu")}
+WORDS = {"score": ("softmax", "sigmoid"), "activation": ("swiglu", "geglu", "gelu", "relu", "relu2")}
 """Arguments that are one of a few words."""
 
 

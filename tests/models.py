@@ -19,6 +19,7 @@ def moe_text(
     experts: int = 8,
     expert: str = "swiglu(16)",
     gate: str = GATE,
+    ffn: str = "gelu(32)",
     balance: str = BALANCE,
     dim: int = 16,
     depth: int = 3,
@@ -27,7 +28,7 @@ def moe_text(
     sequence: int = 8,
     optimizer: str = "adamw(lr = 1e-3)",
 ) -> str:
-    """Layer 0 dense with mha and gelu, the others gqa with rope and a mixture; one level of `ranks` CPU ranks."""
+    """Layer 0 dense with mha and `ffn`, the others gqa with rope and a mixture; one level of `ranks` CPU ranks."""
     degrees = "".join(f"  {name} = {value}\n" for name, value in (("dp", dp), ("ep", ep)) if value is not None)
     return f"""\
 model "tiny" {{
@@ -35,7 +36,7 @@ model "tiny" {{
   dim   = {dim}
   depth = {depth}
   dtype = {dtype}
-  layers {{ attention = mha(heads = 4); ffn = gelu(32) }}
+  layers {{ attention = mha(heads = 4); ffn = {ffn} }}
   layers 1..{depth - 1} {{
     attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4))
     moe {{

@@ -41,7 +41,6 @@ class GeGLU(_FeedForward):
 
     word = "geglu"
     source = "Shazeer 2020, arXiv 2002.05202"
-    implemented = False
 
 
 class Gelu(_FeedForward):
@@ -56,7 +55,6 @@ class Relu(_FeedForward):
 
     word = "relu"
     source = "Vaswani et al. 2017, arXiv 1706.03762, section 3.3"
-    implemented = False
 
 
 class Relu2(_FeedForward):
@@ -64,7 +62,6 @@ class Relu2(_FeedForward):
 
     word = "relu2"
     source = "Primer, So et al. 2021, arXiv 2109.08668"
-    implemented = False
 
 
 class LinearMap(Node):

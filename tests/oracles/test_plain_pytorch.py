@@ -45,6 +45,11 @@ SPECS = {
         layers 3 {{ attention = mha(heads = 3); moe {{ gate = topk(1); experts = 4 * gelu(16) }} }}
     """,
 }
+SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2")}
+SPECS |= {
+    f"{word}-experts": layers(GQA, moe("topk(2)", body=f"{word}(20)", balance=BOTH))
+    for word in ("geglu", "relu", "relu2")
+}
 SPECS |= {
     f"topk-{k}-{score}-{order}-{'normalized' if normalize == 'true' else 'raw'}": layers(
         GQA, moe(f"topk({k}, score = {score}, order = {order}, normalize = {normalize})", balance=BOTH)
@@ -130,7 +135,7 @@ def test_an_expert_never_used() -> None:
     assert all((gradient == 0).all() for gradient in unused)
 
 
-@pytest.mark.parametrize("name", ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts"])
+@pytest.mark.parametrize("name", ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts", "geglu-experts"])
 def test_bf16_is_as_close_to_float64_as_handwritten_bf16(name: str) -> None:
     """The two round in different places, so each is compared with the same weights in float64."""
     spec = small_spec(SPECS[name], dtype="bf16")

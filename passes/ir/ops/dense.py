@@ -113,7 +113,11 @@ class Attention(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation(Op):
-    """`[…, parts, hidden]` → `[…, hidden]`: `swiglu` is silu(first) · second of two parts, `gelu` (erf) has one."""
+    """`[…, parts, hidden]` → `[…, hidden]`.
+
+    Of two parts, `swiglu` is silu(first) · second, `geglu` gelu(first) · second; `gelu` (erf), `relu` and its square
+    `relu2` have one.
+    """
 
     mnemonic: ClassVar[str] = "activation"
     kind: str
@@ -127,8 +131,8 @@ class Activation(Op):
         return follow_tokens(self, operands)
 
 
-ACTIVATION_PARTS = {"swiglu": 2, "gelu": 1}
-"""How many projections of the input an activation takes."""
+ACTIVATION_PARTS = {"swiglu": 2, "geglu": 2, "gelu": 1, "relu": 1, "relu2": 1}
+"""How many projections of the input an activation takes. Named as the language names the feed-forwards."""
 
 
 @register

@@ -30,9 +30,9 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"attention": "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = 4, value_dim = 4)"}, "`mla`", "gqa, mha"),
         ({"attention": "mha(heads = 4, window = 128)"}, "`window`", ""),
         ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),
-        ({"ffn": "ffn = geglu(4)"}, "`geglu`", "gelu, swiglu"),
+        ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": "ffn = gelu(4, bias = true)"}, "`bias`", ""),
-        ({"ffn": "moe { experts = 4 * relu2(8); gate = topk(2) }"}, "`relu2`", "gelu, swiglu"),
+        ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = switch }"}, "`switch`", "topk"),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = online()) }"}, "`bias`", ""),
@@ -64,11 +64,11 @@ def test_what_is_written_as_its_default_is_not_refused() -> None:
 
 
 def test_layers_that_share_a_word_share_its_diagnostic() -> None:
-    assert len(refused(ffn="ffn = relu(8)")) == 1
+    assert len(refused(ffn="ffn = lora(8)")) == 1
 
 
 def test_compiling_refuses_it_too() -> None:
-    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = relu(8)", model="", tail="")
+    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = lora(8)", model="", tail="")
     with pytest.raises(DiagnosticError, match="MOE0202"):
         compile_source(text)
     with pytest.raises(DiagnosticError, match="MOE0202"):
