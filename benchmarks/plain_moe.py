@@ -186,13 +186,30 @@ class PlainMoe(nn.Module):
         self.num_experts, self.topk, self.terms = moe.experts.count, moe.gate, moe.balance
         self.gate = nn.Linear(dim, self.num_experts, bias=False)
         self.experts = nn.ModuleList(feed_forward(dim, moe.experts.body) for _ in range(self.num_experts))
+        self.residual = feed_forward(dim, moe.residual) if moe.residual else None
+        self.coefficient = nn.Linear(dim, 2, bias=False) if moe.residual else None
+        self.shared = feed_forward(dim, moe.shared) if moe.shared else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if moe.shared and moe.shared.gated else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """x [batch, sequence, dim]."""
         dtype = at_least_fp32(x.dtype)
         logits = F.linear(x.to(dtype), self.gate.weight.to(dtype))
         weights, chosen = choose(logits, self.topk)
-        return self.mix(x.flatten(0, 1), weights, chosen).view_as(x), self.balance(logits, chosen)
+        mixed = self.mix(x.flatten(0, 1), weights, chosen).view_as(x)
+        return self.with_dense_paths(x, mixed), self.balance(logits, chosen)
+
+    def with_dense_paths(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """As DeepSpeed's `MoE.forward` mixes its residual path in, and Qwen2-MoE adds its shared expert."""
+        if self.residual is not None and self.coefficient is not None:
+            share = self.coefficient(x).softmax(-1)
+            mixed = mixed * share[..., 0:1] + self.residual(x) * share[..., 1:]
+        if self.shared is None:
+            return mixed
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x))
+        return mixed + shared
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sorts the tokens' copies by expert, runs each expert on its slice, and undoes the sorting.

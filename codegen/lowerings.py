@@ -135,6 +135,21 @@ def _expert_mlp(e: BlockEmitter, op: Op) -> None:
     e.call(op, prefix, name, [e.ref(rows), e.ref(counts)], num_results=1)
 
 
+def _sigmoid_gate(e: BlockEmitter, op: Op) -> None:
+    x, logits = e.refs(op)
+    e.result(op, "aten.mul.Tensor", x, e.step(op, "share", "aten.sigmoid.default", logits))
+
+
+def _mix(e: BlockEmitter, op: Op) -> None:
+    *paths, logits = e.refs(op)
+    shares = e.step(op, "shares", "aten.softmax.int", logits, -1)
+    terms = []
+    for index, path in enumerate(paths):
+        share = e.step(op, f"share_{index}", "aten.narrow.default", shares, -1, index, 1)
+        terms.append(e.step(op, f"path_{index}", "aten.mul.Tensor", path, share))
+    e.result(op, "aten.add.Tensor", *terms)
+
+
 def _simple(target: str) -> Callable[[BlockEmitter, Op], None]:
     """An op that is one operator over its operands."""
 
@@ -223,11 +238,13 @@ LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.ExpertMlp: _expert_mlp,
     o.Linear: _linear,
     o.Mean: _mean,
+    o.Mix: _mix,
     o.Permute: _permute,
     o.RmsNorm: _rms_norm,
     o.Rope: _rope,
     o.Route: _route,
     o.Router: _router,
+    o.SigmoidGate: _sigmoid_gate,
     o.SwitchLoss: _simple("moec.switch_loss.default"),
     o.WeightedSum: _weighted_sum,
     o.ZLoss: _z_loss,

@@ -20,7 +20,7 @@ from moec.grammar.spec import (
 )
 from moec.grammar.supported import unsupported
 from moec.passes.builder import Builder, normal, residual_init
-from moec.passes.feed_forward import Activated, feed_forward
+from moec.passes.feed_forward import Activated, beside_experts, feed_forward
 from moec.passes.ir import Block, Init, Program, Value
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops import ACTIVATION_PARTS
@@ -118,6 +118,7 @@ def _moe(b: Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], st
     )
     y = b.one(o.ExpertMlp, rows, counts, up, down, to="y", span=span, activation=body.word)
     mixed = b.one(o.Combine, y, positions, w, to="mixed", span=moe.span("capacity"))
+    mixed = beside_experts(b, model, moe, h, mixed)
     terms = [
         b.one(o.SwitchLoss, p, e, to="switch_loss", span=term.span())
         if isinstance(term, SwitchLoss)

@@ -20,6 +20,7 @@ def moe_text(
     expert: str = "swiglu(16)",
     gate: str = GATE,
     ffn: str = "gelu(32)",
+    beside: str = "",
     balance: str = BALANCE,
     dim: int = 16,
     depth: int = 3,
@@ -42,7 +43,7 @@ model "tiny" {{
     moe {{
       experts = {experts} * {expert}
       gate    = {gate}
-      balance = {balance}
+      balance = {balance}; {beside}
     }}
   }}
 }}

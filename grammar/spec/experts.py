@@ -22,7 +22,7 @@ class _FeedForward(Node):
     positional = ("hidden",)
     hidden: Annotated[PositiveInt, Doc("hidden width")]
     bias: Annotated[bool, NotYet(), Doc("biases on its projections (gpt-oss)")] = False
-    gated: Annotated[bool, NotYet(), Doc("of `shared` only: scaled by a learned sigmoid per token (Qwen2)")] = False
+    gated: Annotated[bool, Doc("of `shared` only: scaled by a learned sigmoid per token (Qwen2)")] = False
 
 
 class SwiGLU(_FeedForward):

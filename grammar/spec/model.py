@@ -44,9 +44,10 @@ class Moe(Node):
         Doc("`count * body`, such as `8 * swiglu(14_336)`; a list of them for experts of different sizes"),
     ]
     gate: Annotated[Gate, Doc("how tokens choose experts")]
-    shared: Annotated[FeedForward | None, NotYet(), Doc("a feed-forward that every token goes through, added")] = None
+    shared: Annotated[FeedForward | None, Doc("a feed-forward that every token goes through, added")] = None
     residual: Annotated[
-        FeedForward | None, NotYet(), Doc("a dense path, mixed in by two learned, softmaxed coefficients per token")
+        FeedForward | None,
+        Doc("a dense path, mixed in by two learned, softmaxed coefficients per token (DeepSpeed's Residual-MoE)"),
     ] = None
     capacity: Annotated[Capacity, Doc("how many rows an expert takes")] = Dropless()
     overflow: Annotated[

@@ -17,9 +17,9 @@ MHA = "attention = mha(heads = 3)"
 GQA = "attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())"
 
 
-def moe(gate: str, *, body: str = "swiglu(20)", experts: int = 5, balance: str = "") -> str:
+def moe(gate: str, *, body: str = "swiglu(20)", experts: int = 5, balance: str = "", beside: str = "") -> str:
     terms = f"balance = [{balance}]" if balance else ""
-    return f"moe {{ experts = {experts} * {body}; gate = {gate}; {terms} }}"
+    return f"moe {{ experts = {experts} * {body}; gate = {gate}; {terms}; {beside} }}"
 
 
 def layers(attention: str, rest: str) -> str:
@@ -45,6 +45,13 @@ SPECS = {
         layers 3 {{ attention = mha(heads = 3); moe {{ gate = topk(1); experts = 4 * gelu(16) }} }}
     """,
 }
+BESIDE = {
+    "shared": "shared = swiglu(12)",
+    "shared-gated": "shared = gelu(12, gated = true)",
+    "residual": "residual = gelu(12)",
+    "shared-and-residual": "shared = geglu(12, gated = true); residual = relu(12)",
+}
+SPECS |= {name: layers(GQA, moe("topk(2)", balance=BOTH, beside=beside)) for name, beside in BESIDE.items()}
 SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2")}
 SPECS |= {
     f"{word}-experts": layers(GQA, moe("topk(2)", body=f"{word}(20)", balance=BOTH))
@@ -135,7 +142,10 @@ def test_an_expert_never_used() -> None:
     assert all((gradient == 0).all() for gradient in unused)
 
 
-@pytest.mark.parametrize("name", ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts", "geglu-experts"])
+@pytest.mark.parametrize(
+    "name",
+    ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts", "geglu-experts", "shared-gated", "residual"],
+)
 def test_bf16_is_as_close_to_float64_as_handwritten_bf16(name: str) -> None:
     """The two round in different places, so each is compared with the same weights in float64."""
     spec = small_spec(SPECS[name], dtype="bf16")

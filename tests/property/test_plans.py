@@ -15,6 +15,14 @@ from moec.passes.ir.text import print_program
 from moec.passes.pipeline import compile_program
 from moec.runtime.verify import verify
 
+BESIDE = [
+    "",
+    "shared = swiglu(6)",
+    "shared = relu(6, gated = true)",
+    "residual = gelu(6)",
+    "residual = geglu(6); shared = relu2(5, gated = true)",
+]
+
 
 @st.composite
 def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
@@ -33,6 +41,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"])),
         gate=f"topk({k}, score = {score}, order = {order}, normalize = {normalize})",
         balance=balance,
+        beside=draw(st.sampled_from(BESIDE)),
         ffn=draw(st.sampled_from(["gelu(32)", "geglu(8)", "relu(8)", "relu2(8)"])),
         dim=draw(st.sampled_from([8, 16])),
         depth=draw(st.integers(2, 4)),

@@ -15,6 +15,7 @@ from moec.passes.ir.ops.dense import (
 )
 from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
 from moec.passes.ir.ops.moe import Combine, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
+from moec.passes.ir.ops.paths import Mix, SigmoidGate
 
 __all__ = [
     "ACTIVATION_PARTS",
@@ -33,11 +34,13 @@ __all__ = [
     "ExpertMlp",
     "Linear",
     "Mean",
+    "Mix",
     "Permute",
     "RmsNorm",
     "Rope",
     "Route",
     "Router",
+    "SigmoidGate",
     "SwitchLoss",
     "WeightedSum",
     "ZLoss",

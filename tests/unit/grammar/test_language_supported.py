@@ -38,7 +38,7 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = online()) }"}, "`bias`", ""),
         ({"ffn": MOE.format("group = batch")}, "`group = batch`", "sequence"),
         ({"ffn": MOE.format("capacity = factor(1.25)")}, "`factor`", "dropless"),
-        ({"ffn": MOE.format("shared = swiglu(8)")}, "`shared`", ""),
+        ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),
         ({"model": "norm = layer_norm"}, "`layer_norm`", "rms"),
         ({"model": "embedding = tokens(positions = learned)"}, "`positions = learned`", "none"),
