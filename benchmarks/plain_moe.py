@@ -21,6 +21,7 @@ from moec.grammar.spec import (
     Gelu,
     Gqa,
     Layer,
+    LayerNorm,
     Mha,
     Model,
     Moe,
@@ -52,17 +53,21 @@ class PlainModel(nn.Module):
         context = model.context or (spec.train.sequence if spec.train else 0)
         self.embedding = nn.Embedding(model.vocab, model.dim)
         self.layers = nn.ModuleList(PlainLayer(model, layer, context) for layer in model.layers)
-        self.norm = nn.RMSNorm(model.dim, model.norm.eps)
-        self.head = nn.Linear(model.dim, model.vocab, bias=False)
+        self.positions = nn.Embedding(context, model.dim) if model.embedding.positions == "learned" else None
+        self.norm = norm(model)
+        self.head = None if model.embedding.tied else nn.Linear(model.dim, model.vocab, bias=False)
         self.to(dtype or DTYPES[model.dtype])
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
         balance = 0.0
         for layer in self.layers:
             x, layer_balance = layer(x)
             balance = balance + layer_balance
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         if labels is None:
             return logits, None
         flat = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
@@ -70,14 +75,20 @@ class PlainModel(nn.Module):
         return logits, total / (labels != IGNORED_LABEL).sum().clamp(min=1) + balance
 
 
+def norm(model: Model) -> nn.Module:
+    if isinstance(model.norm, LayerNorm):
+        return nn.LayerNorm(model.dim, model.norm.eps, bias=model.norm.bias)
+    return nn.RMSNorm(model.dim, model.norm.eps)
+
+
 class PlainLayer(nn.Module):
     """Attention, then a feed-forward or a mixture of them, each pre-normed, each with a residual."""
 
     def __init__(self, model: Model, layer: Layer, context: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.dim, model.norm.eps)
+        self.attention_norm = norm(model)
         self.attention = PlainAttention(model.dim, layer.attention, context)
-        self.ffn_norm = nn.RMSNorm(model.dim, model.norm.eps)
+        self.ffn_norm = norm(model)
         self.is_moe = layer.moe is not None
         if layer.moe is not None:
             self.moe = PlainMoe(model.dim, layer.moe)

@@ -21,6 +21,22 @@ def _embed(e: BlockEmitter, op: Op) -> None:
     e.result(op, "aten.embedding.default", table, ids)
 
 
+def _embed_positions(e: BlockEmitter, op: Op) -> None:
+    """Positions are counted from the ids, so that the graph holds no length."""
+    ids, table = e.refs(op)
+    ones = e.step(op, "ones", "aten.ones_like.default", ids)
+    counted = e.step(op, "counted", "aten.cumsum.default", ones, 1)
+    e.result(op, "aten.embedding.default", table, e.step(op, "positions", "aten.sub.Scalar", counted, 1))
+
+
+def _layer_norm(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.LayerNorm)
+    x, weight, *bias = e.refs(op)
+    (width,) = e.block.scope[op.operands[1]].shape
+    assert isinstance(width, int)
+    e.result(op, "aten.layer_norm.default", x, (width,), weight, bias[0] if bias else None, op.eps)
+
+
 def _rms_norm(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.RmsNorm)
     x, weight = e.refs(op)
@@ -234,8 +250,10 @@ LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.CountLabels: _count_labels,
     o.CrossEntropy: _cross_entropy,
     o.Embed: _embed,
+    o.EmbedPositions: _embed_positions,
     o.ExchangeCounts: _exchange_counts,
     o.ExpertMlp: _expert_mlp,
+    o.LayerNorm: _layer_norm,
     o.Linear: _linear,
     o.Mean: _mean,
     o.Mix: _mix,

@@ -32,10 +32,12 @@ ATEN = {
     "aten.add.Tensor": _takes("tensor tensor"),
     "aten.clamp_min.default": _takes("tensor int"),
     "aten.cross_entropy_loss.default": _takes("tensor tensor none int int float"),
+    "aten.cumsum.default": _takes("tensor int"),
     "aten.div.Tensor": _takes("tensor tensor"),
     "aten.embedding.default": _takes("tensor tensor"),
     "aten.flatten.using_ints": _takes("tensor int int"),
     "aten.gelu.default": _takes("tensor"),
+    "aten.layer_norm.default": _takes("tensor ints tensor tensor_or_none float"),
     "aten.linear.default": _takes("tensor tensor"),
     "aten.logsumexp.default": _takes("tensor ints"),
     "aten.mul.Scalar": _takes("tensor float"),
@@ -50,6 +52,7 @@ ATEN = {
     "aten.softmax.int": _takes("tensor int"),
     "aten.square.default": _takes("tensor"),
     "aten.squeeze.dim": _takes("tensor int"),
+    "aten.sub.Scalar": _takes("tensor int"),
     "aten.sum.default": _takes("tensor"),
     "aten.to.dtype": _takes("tensor dtype"),
     "aten.transpose.int": _takes("tensor int int"),
@@ -100,11 +103,11 @@ def argument_complaint(
 def _fits(kind: str, arg: Arg, groups: Collection[str]) -> bool:
     match arg:
         case Ref():
-            return kind == "tensor"
+            return kind in ("tensor", "tensor_or_none")
         case DTypeLiteral():
             return kind == "dtype"
         case None:
-            return kind == "none"
+            return kind in ("none", "tensor_or_none")
         case bool():
             return kind == "bool"
         case int():

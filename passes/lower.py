@@ -40,9 +40,16 @@ def lower(spec: Spec) -> Program:
     layers = _distinct_layers(model)
     blocks = [_layer_block(model, layer, numbers) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
-    forward = _forward_block(model, [calls[number] for number in range(model.depth)])
+    forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     loss = _loss_block(model, balanced="balance" in forward.outputs)
     return Program(name=model.name, blocks=(*blocks, forward, loss))
+
+
+def context_of(spec: Spec) -> int:
+    """The longest sequence that the model takes."""
+    context = spec.model.context or (spec.train.sequence if spec.train else None)
+    assert context is not None, "the language requires a context or a train.sequence"
+    return context
 
 
 def _distinct_layers(model: Model) -> list[tuple[Layer, list[int]]]:
@@ -54,9 +61,13 @@ def _distinct_layers(model: Model) -> list[tuple[Layer, list[int]]]:
 
 
 def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
-    assert isinstance(model.norm, RmsNorm)
-    weight = b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), model.norm.span())
-    return b.one(o.RmsNorm, x, weight, to=to, span=model.norm.span(), eps=model.norm.eps)
+    norm, span = model.norm, model.norm.span()
+    operands = [x, b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), span)]
+    if isinstance(norm, RmsNorm):
+        return b.one(o.RmsNorm, *operands, to=to, span=span, eps=norm.eps)
+    if norm.bias:
+        operands.append(b.parameter(f"{name}.bias", (model.dim,), model.dtype, Init(kind="zeros"), span))
+    return b.one(o.LayerNorm, *operands, to=to, span=span, eps=norm.eps)
 
 
 def _layer_block(model: Model, layer: Layer, numbers: Sequence[int]) -> Block:
@@ -132,13 +143,19 @@ def _moe(b: Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], st
     return mixed, [balance], counts
 
 
-def _forward_block(model: Model, layers: Sequence[Block]) -> Block:
+def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
+    model = spec.model
     tokens = Value(name="tokens", shape=TOKENS, dtype="int64")
     b = Builder("forward", [tokens], model.span())
     b.blocks.update({block.name: block for block in layers})
     span = model.embedding.span()
     table = b.parameter("embedding.weight", (model.vocab, model.dim), model.dtype, normal(), span)
     x = b.one(o.Embed, "tokens", table, to="x", span=span)
+    if model.embedding.positions == "learned":
+        shape = (context_of(spec), model.dim)
+        learned = b.parameter("positions.weight", shape, model.dtype, normal(), model.embedding.span("positions"))
+        added = b.one(o.EmbedPositions, "tokens", learned, to="positions", span=model.embedding.span("positions"))
+        x = b.one(o.Add, x, added, to="x", span=span)
     balances, counts = [], []
     for number, block in enumerate(layers):
         names = " ".join(["x", *(f"counts_{number}" if n == "counts" else f"{n}_{number}" for n in block.outputs[1:])])
@@ -146,8 +163,11 @@ def _forward_block(model: Model, layers: Sequence[Block]) -> Block:
         counts += rest[:1]
         balances += rest[1:]
     h = _norm(b, model, x, "norm", "h")
-    head = b.parameter("head.weight", (model.vocab, model.dim), model.dtype, normal(), model.span())
-    logits = b.one(o.Linear, h, head, to="logits")
+    head, head_span = table, model.embedding.span("tied")
+    if not model.embedding.tied:
+        head = b.parameter("head.weight", (model.vocab, model.dim), model.dtype, normal(), model.span())
+        head_span = None
+    logits = b.one(o.Linear, h, head, to="logits", span=head_span)
     outputs = [logits, *counts]
     if balances:
         outputs.insert(1, b.one(o.Add, *balances, to="balance"))

@@ -21,6 +21,7 @@ def moe_text(
     gate: str = GATE,
     ffn: str = "gelu(32)",
     beside: str = "",
+    model: str = "",
     balance: str = BALANCE,
     dim: int = 16,
     depth: int = 3,
@@ -36,7 +37,7 @@ model "tiny" {{
   vocab = 32
   dim   = {dim}
   depth = {depth}
-  dtype = {dtype}
+  dtype = {dtype}; {model}
   layers {{ attention = mha(heads = 4); ffn = {ffn} }}
   layers 1..{depth - 1} {{
     attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4))

@@ -183,6 +183,5 @@ class LayerNorm(Node):
 
     word = "layer_norm"
     source = "Ba et al. 2016, arXiv 1607.06450"
-    implemented = False
     eps: Annotated[float, more_than(0), less_than(1), Doc("added to the variance under the root")] = 1e-5
     bias: Annotated[bool, Doc("whether there is a shift")] = True

@@ -114,6 +114,18 @@ def test_reference_equals_the_handwritten_model(name: str) -> None:
     require_equal(*pair(spec), *batch())
 
 
+@pytest.mark.parametrize("norm", ["layer_norm", "layer_norm(eps = 1e-3, bias = false)"])
+@pytest.mark.parametrize("embedding", ["tokens()", "tokens(tied = true)", "tokens(positions = learned, tied = true)"])
+def test_norms_and_embeddings(norm: str, embedding: str) -> None:
+    require_equal(*pair(small_spec(SPECS["switch-loss"], norm=norm, embedding=embedding)), *batch())
+
+
+def test_learned_positions_serve_shorter_sequences_too() -> None:
+    ours, plain = pair(small_spec(SPECS["mha"], embedding="tokens(positions = learned)"))
+    tokens, labels = (ids[:, :5].contiguous() for ids in batch())
+    require_equal(ours, plain, tokens, labels)
+
+
 def test_no_label_ignored() -> None:
     require_equal(*pair(small_spec(SPECS["switch-loss"])), *batch(ignored=0.0))
 

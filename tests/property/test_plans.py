@@ -23,6 +23,13 @@ BESIDE = [
     "residual = geglu(6); shared = relu2(5, gated = true)",
 ]
 
+MODELS = [
+    "",
+    "norm = layer_norm(eps = 1e-4)",
+    "norm = layer_norm(bias = false); embedding = tokens(tied = true)",
+    "embedding = tokens(tied = true, positions = learned)",
+]
+
 
 @st.composite
 def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
@@ -41,6 +48,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"])),
         gate=f"topk({k}, score = {score}, order = {order}, normalize = {normalize})",
         balance=balance,
+        model=draw(st.sampled_from(MODELS)),
         beside=draw(st.sampled_from(BESIDE)),
         ffn=draw(st.sampled_from(["gelu(32)", "geglu(8)", "relu(8)", "relu2(8)"])),
         dim=draw(st.sampled_from([8, 16])),

@@ -30,6 +30,25 @@ class Embed(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedPositions(Op):
+    """The first rows of a table, for each sequence: ids `[batch, sequence]`, table `[context, dim]` → as `embed`."""
+
+    mnemonic: ClassVar[str] = "embed_positions"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        ids, table = operands
+        require(len(ids.shape) == 2 and len(table.shape) == 2, self, "wants ids and a [context, dim] table")
+        return (Type(shape=(*ids.shape, table.shape[1]), dtype=table.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        placing = follow_tokens(self, operands[:1], parameters=1)
+        if any(placement == Shard(1) for _, placement in placing.results[0].placements):
+            raise LayoutError("embed_positions has no rule for a sharded sequence")
+        return placing
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RmsNorm(Op):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dim, in at least fp32 (Zhang & Sennrich 2019)."""
 
@@ -43,6 +62,27 @@ class RmsNorm(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return follow_tokens(self, operands[:1], parameters=1)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorm(Op):
+    """`(x − mean) / sqrt(variance + eps) * weight + bias` over the last dim, in at least fp32 (Ba et al. 2016).
+
+    x, weight, and bias where there is one.
+    """
+
+    mnemonic: ClassVar[str] = "layer_norm"
+    eps: float
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, *vectors = operands
+        require(len(vectors) in (1, 2), self, "wants a weight, and at most a bias")
+        require(all(v.shape == x.shape[-1:] for v in vectors), self, "wants vectors as wide as the last dim")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=len(operands) - 1)
 
 
 @register
