@@ -30,6 +30,7 @@ from moec.grammar.spec import (
     Rope,
     Spec,
     SwiGLU,
+    Switch,
     SwitchLoss,
     TopK,
 )
@@ -194,7 +195,8 @@ class PlainMoe(nn.Module):
 
     def __init__(self, dim: int, moe: Moe) -> None:
         super().__init__()
-        self.num_experts, self.topk, self.terms = moe.experts.count, moe.gate, moe.balance
+        self.num_experts, self.terms = moe.experts.count, moe.balance
+        self.topk = TopK(k=1) if isinstance(moe.gate, Switch) else moe.gate
         self.gate = nn.Linear(dim, self.num_experts, bias=False)
         self.experts = nn.ModuleList(feed_forward(dim, moe.experts.body) for _ in range(self.num_experts))
         self.residual = feed_forward(dim, moe.residual) if moe.residual else None

@@ -15,6 +15,7 @@ from moec.grammar.spec import (
     Moe,
     RmsNorm,
     Spec,
+    Switch,
     SwitchLoss,
     TopK,
 )
@@ -109,6 +110,8 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
 def _moe(b: Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], str]:
     """The mixed value, the layer's balance term where it has one, and the counts of rows per expert."""
     gate, declared = moe.gate, moe.experts
+    if isinstance(gate, Switch):
+        gate = TopK(k=1).with_spans({"": span} if (span := gate.span()) else {})
     assert isinstance(gate, TopK)
     assert isinstance(declared, Experts)
     experts, body = declared.count, declared.body

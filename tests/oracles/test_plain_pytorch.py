@@ -36,6 +36,7 @@ SPECS = {
     "one-expert": layers(MHA, moe("topk(1)", experts=1, balance=BOTH)),
     "gelu-experts": layers(GQA, moe("topk(2)", body="gelu(20)", balance=BOTH)),
     "switch-loss": layers(GQA, moe("topk(2)", balance="switch_loss(0.3)")),
+    "switch": layers(GQA, moe("switch", balance="switch_loss(0.3)")),
     "z-loss": layers(GQA, moe("topk(2, score = sigmoid)", balance="z_loss(0.3)")),
     "no-balance": layers(GQA, moe("topk(3, normalize = true)")),
     "all-experts": layers(MHA, moe("topk(5, order = after)", balance=BOTH)),

@@ -40,13 +40,14 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     score = draw(st.sampled_from(["softmax", "sigmoid"]))
     order = draw(st.sampled_from(["before", "after"]))
     normalize = draw(st.sampled_from(["true", "false"]))
+    topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
     return moe_spec(
         ranks=ranks,
         ep=draw(st.sampled_from([*divisors, None])),
         experts=experts,
         expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"])),
-        gate=f"topk({k}, score = {score}, order = {order}, normalize = {normalize})",
+        gate=draw(st.sampled_from([topk, topk, topk, "switch"])),
         balance=balance,
         model=draw(st.sampled_from(MODELS)),
         beside=draw(st.sampled_from(BESIDE)),
