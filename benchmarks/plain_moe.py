@@ -10,7 +10,7 @@ takes nothing from moec but the numbers of the Spec, and the fast way wherever p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -115,10 +115,10 @@ class PlainAttention(nn.Module):
         kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
         self.head_dim = attention.head_dim or dim // heads
         self.grouped = kv_heads != heads
-        self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.o = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.q = nn.Linear(dim, heads * self.head_dim, bias=attention.bias != "none")
+        self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=attention.bias != "none")
+        self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=attention.bias != "none")
+        self.o = nn.Linear(heads * self.head_dim, dim, bias=attention.bias == "all")
         self.rope = PlainRope(attention.rope, self.head_dim, context) if attention.rope else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -152,12 +152,12 @@ class PlainRope(nn.Module):
 class PlainGated(nn.Module):
     """`down(f(gate(x)) * up(x))`. On CPU two matrices are faster than one that is cut in halves (measured)."""
 
-    def __init__(self, dim: int, hidden: int, activation: Activation) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Activation, bias: bool) -> None:
         super().__init__()
         self.activation = activation
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.gate = nn.Linear(dim, hidden, bias=bias)
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.gate(x)) * self.up(x))
@@ -166,11 +166,11 @@ class PlainGated(nn.Module):
 class PlainUngated(nn.Module):
     """`down(f(up(x)))`."""
 
-    def __init__(self, dim: int, hidden: int, activation: Activation) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Activation, bias: bool) -> None:
         super().__init__()
         self.activation = activation
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(x)))
@@ -179,15 +179,15 @@ class PlainUngated(nn.Module):
 def feed_forward(dim: int, body: SwiGLU | GeGLU | Gelu | Relu | Relu2) -> nn.Module:
     match body:
         case SwiGLU():
-            return PlainGated(dim, body.hidden, F.silu)
+            return PlainGated(dim, body.hidden, F.silu, body.bias)
         case GeGLU():
-            return PlainGated(dim, body.hidden, F.gelu)
+            return PlainGated(dim, body.hidden, F.gelu, body.bias)
         case Gelu():
-            return PlainUngated(dim, body.hidden, F.gelu)
+            return PlainUngated(dim, body.hidden, F.gelu, body.bias)
         case Relu():
-            return PlainUngated(dim, body.hidden, F.relu)
+            return PlainUngated(dim, body.hidden, F.relu, body.bias)
         case Relu2():
-            return PlainUngated(dim, body.hidden, lambda x: F.relu(x) ** 2)
+            return PlainUngated(dim, body.hidden, lambda x: F.relu(x) ** 2, body.bias)
 
 
 class PlainMoe(nn.Module):
@@ -274,31 +274,3 @@ def switch_loss(scores: Tensor, chosen: Tensor) -> Tensor:
     num_experts = scores.shape[-1]
     share = F.one_hot(chosen.flatten(1), num_experts).to(scores.dtype).mean(1)
     return num_experts * (share * scores.mean(1)).sum(-1).mean()
-
-
-def plain_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors named and shaped as moec's parameters (or their gradients), as this model's: `load_state_dict` takes it.
-
-    Heads become rows of one matrix; experts, one tensor there, are modules here, and so are gate and up.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        if ".experts." in name:
-            prefix, _, matrix = name.partition(".experts.")
-            for expert, part in enumerate(tensor):
-                found |= _matrices(f"{prefix}.experts.{expert}.{matrix}", part)
-        else:
-            found |= _matrices(name, tensor)
-    return found
-
-
-def _matrices(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    if tensor.dim() < 3:
-        return {name: tensor}
-    if name.endswith("attention.o.weight"):
-        return {name: tensor.flatten(1)}
-    if ".attention." in name:
-        return {name: tensor.flatten(0, 1)}
-    gate_and_up = [name.replace("up.weight", "gate.weight"), name][-len(tensor) :]
-    return dict(zip(gate_and_up, tensor, strict=True))

@@ -242,6 +242,7 @@ def _call(e: BlockEmitter, op: Op) -> None:
 LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.Activation: _activation,
     o.Add: _add,
+    o.AddBias: _simple("aten.add.Tensor"),
     o.AllReduce: _all_reduce,
     o.AllToAll: _all_to_all,
     o.Attention: _attention,

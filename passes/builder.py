@@ -8,6 +8,7 @@ from typing import Any
 
 from moec.grammar.source import Span
 from moec.passes.ir import Block, Init, Op, Parameter, Value
+from moec.passes.ir.ops import AddBias
 
 INIT_STD = 0.02
 """Standard deviation of new weights (GPT-2, Radford et al. 2019); projections into the residual stream take
@@ -36,9 +37,10 @@ class Builder:
         self._numbers: dict[str, int] = {}
 
     def parameter(self, name: str, shape: Sequence[int], dtype: str, init: Init, span: Span | None) -> str:
-        """Declares a parameter; gives its operand name. Vectors (norm weights) do not decay."""
+        """Declares a parameter; gives its operand name. Vectors (norm weights) and biases do not decay."""
+        decays = len(shape) > 1 and not name.endswith(".bias")
         parameter = Parameter(
-            name=name, shape=tuple(shape), dtype=dtype, init=init, decays=len(shape) > 1, span=span or self.span
+            name=name, shape=tuple(shape), dtype=dtype, init=init, decays=decays, span=span or self.span
         )
         self.parameters.append(parameter)
         self.scope[f"@{name}"] = parameter
@@ -62,6 +64,13 @@ class Builder:
         """`add` for an op with one result."""
         (name,) = self.add(op, *operands, to=to, span=span, **attributes)
         return name
+
+    def biased(self, x: str, name: str, span: Span | None) -> str:
+        """x plus a new parameter `name`, which starts as zeros; gives the sum's name, which is x's made unique."""
+        value = self.scope[x]
+        shape = [dim for dim in value.shape[2:] if isinstance(dim, int)]
+        bias = self.parameter(name, shape, value.dtype, Init(kind="zeros"), span)
+        return self.one(AddBias, x, bias, to=x.split(".")[0], span=span)
 
     def _fresh(self, name: str) -> str:
         if name not in self.scope:

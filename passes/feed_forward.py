@@ -18,8 +18,11 @@ def feed_forward(b: Builder, model: Model, body: FeedForward, prefix: str, h: st
     up = b.parameter(f"{prefix}.up.weight", (parts, body.hidden, model.dim), model.dtype, normal(), span)
     down = b.parameter(f"{prefix}.down.weight", (model.dim, body.hidden), model.dtype, residual_init(model.depth), span)
     hidden = b.one(o.Linear, h, up, to="hidden", span=span)
+    if body.bias:
+        hidden = b.biased(hidden, f"{prefix}.up.bias", body.span("bias"))
     active = b.one(o.Activation, hidden, to="active", span=span, kind=body.word)
-    return b.one(o.Linear, active, down, to="y", span=span)
+    y = b.one(o.Linear, active, down, to="y", span=span)
+    return b.biased(y, f"{prefix}.down.bias", body.span("bias")) if body.bias else y
 
 
 def beside_experts(b: Builder, model: Model, moe: Moe, h: str, mixed: str) -> str:

@@ -95,7 +95,10 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
     def project(name: str, count: int) -> str:
         shape = (count, width, model.dim)
         weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span)
-        return b.one(o.Linear, h, weight, to=name, span=span)
+        projected = b.one(o.Linear, h, weight, to=name, span=span)
+        if attention.bias == "none":
+            return projected
+        return b.biased(projected, f"attention.{name}.bias", attention.span("bias"))
 
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     if attention.rope is not None:
@@ -104,7 +107,8 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
         k = b.one(o.Rope, k, to="k", span=rope.span(), theta=rope.theta)
     a = b.one(o.Attention, q, k, v, to="attended", span=span)
     out = b.parameter("attention.o.weight", (model.dim, heads, width), model.dtype, residual_init(model.depth), span)
-    return b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
 
 
 def _moe(b: Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], str]:

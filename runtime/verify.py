@@ -201,8 +201,8 @@ def _spread_vectors(model: PlanModule, seed: int) -> None:
     """Norm weights start as ones and biases as zeros, which would hide an op that forgets them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith(".bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 

@@ -21,6 +21,7 @@ def moe_text(
     gate: str = GATE,
     ffn: str = "gelu(32)",
     beside: str = "",
+    bias: str = "none",
     model: str = "",
     balance: str = BALANCE,
     dim: int = 16,
@@ -40,7 +41,7 @@ model "tiny" {{
   dtype = {dtype}; {model}
   layers {{ attention = mha(heads = 4); ffn = {ffn} }}
   layers 1..{depth - 1} {{
-    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4))
+    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = {bias})
     moe {{
       experts = {experts} * {expert}
       gate    = {gate}

@@ -21,7 +21,7 @@ class _FeedForward(Node):
 
     positional = ("hidden",)
     hidden: Annotated[PositiveInt, Doc("hidden width")]
-    bias: Annotated[bool, NotYet(), Doc("biases on its projections (gpt-oss)")] = False
+    bias: Annotated[bool, Doc("biases on its projections (gpt-oss)")] = False
     gated: Annotated[bool, Doc("of `shared` only: scaled by a learned sigmoid per token (Qwen2)")] = False
 
 
@@ -113,4 +113,4 @@ class Experts(Node):
     word = "experts"
     form = "product"
     count: Annotated[int, at_least(1), at_most(MAX_EXPERTS, "MOE0402"), Doc("number of experts")]
-    body: Annotated[FeedForward | Mixture, Doc("what one expert is")]
+    body: Annotated[FeedForward | Mixture, NotYet(inside=("bias",)), Doc("what one expert is")]

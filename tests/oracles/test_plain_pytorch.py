@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
-from plain_moe import PlainModel, plain_state_dict
+from plain_moe import PlainModel
+from plain_weights import plain_state_dict
 from torch import Tensor
 
 import moec
@@ -33,6 +34,13 @@ SPECS = {
     "gqa-rope": layers(GQA, "ffn = swiglu(32)"),
     "gqa-no-rope": layers("attention = gqa(heads = 6, kv_heads = 2)", "ffn = gelu(32)"),
     "gqa-one-kv-head": layers("attention = gqa(heads = 2, kv_heads = 1, head_dim = 16)", "ffn = gelu(8)"),
+    "qkv-bias": layers(
+        "attention = gqa(heads = 4, kv_heads = 2, rope = rope(), bias = qkv)", "ffn = gelu(8, bias = true)"
+    ),
+    "all-biases": layers("attention = mha(heads = 4, bias = all)", "ffn = swiglu(8, bias = true)"),
+    "shared-bias": layers(
+        MHA, moe("topk(2)", beside="shared = geglu(8, bias = true, gated = true); residual = relu(8, bias = true)")
+    ),
     "one-expert": layers(MHA, moe("topk(1)", experts=1, balance=BOTH)),
     "gelu-experts": layers(GQA, moe("topk(2)", body="gelu(20)", balance=BOTH)),
     "switch-loss": layers(GQA, moe("topk(2)", balance="switch_loss(0.3)")),

@@ -19,7 +19,7 @@ BESIDE = [
     "",
     "shared = swiglu(6)",
     "shared = relu(6, gated = true)",
-    "residual = gelu(6)",
+    "residual = gelu(6, bias = true)",
     "residual = geglu(6); shared = relu2(5, gated = true)",
 ]
 
@@ -51,7 +51,8 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         balance=balance,
         model=draw(st.sampled_from(MODELS)),
         beside=draw(st.sampled_from(BESIDE)),
-        ffn=draw(st.sampled_from(["gelu(32)", "geglu(8)", "relu(8)", "relu2(8)"])),
+        ffn=draw(st.sampled_from(["gelu(32)", "geglu(8)", "relu(8)", "relu2(8)", "swiglu(6, bias = true)"])),
+        bias=draw(st.sampled_from(["none", "qkv", "all"])),
         dim=draw(st.sampled_from([8, 16])),
         depth=draw(st.integers(2, 4)),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),

@@ -110,6 +110,22 @@ class Linear(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AddBias(Op):
+    """x `[batch, sequence, out…]`, bias `[out…]` → x + bias. No part of `linear`, whose result may be a partial sum."""
+
+    mnemonic: ClassVar[str] = "add_bias"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, bias = operands
+        require(x.shape[2:] == bias.shape and x.dtype == bias.dtype, self, "wants a bias for each output")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=1)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Rope(Op):
     """Rotary positions on `[batch, sequence, heads, head_dim]`, half-split convention (Su et al. 2021)."""
 
