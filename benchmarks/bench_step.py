@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from plain_moe import PlainModel, plain_state_dict
+from plain_moe import PlainModel
+from plain_weights import plain_state_dict
 from report import Row, median, parser, report
 from torch import Tensor, nn
 

@@ -10,16 +10,34 @@ takes nothing from moec but the numbers of the Spec, and the fast way wherever p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moec.grammar.spec import Gelu, Gqa, Layer, Mha, Model, Moe, Rope, Spec, SwiGLU, SwitchLoss, TopK
+from moec.grammar.spec import (
+    GeGLU,
+    Gelu,
+    Gqa,
+    Layer,
+    LayerNorm,
+    Mha,
+    Model,
+    Moe,
+    Relu,
+    Relu2,
+    Rope,
+    Spec,
+    SwiGLU,
+    Switch,
+    SwitchLoss,
+    TopK,
+)
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 IGNORED_LABEL = -100
+Activation = Callable[[Tensor], Tensor]
 
 
 def at_least_fp32(dtype: torch.dtype) -> torch.dtype:
@@ -36,17 +54,21 @@ class PlainModel(nn.Module):
         context = model.context or (spec.train.sequence if spec.train else 0)
         self.embedding = nn.Embedding(model.vocab, model.dim)
         self.layers = nn.ModuleList(PlainLayer(model, layer, context) for layer in model.layers)
-        self.norm = nn.RMSNorm(model.dim, model.norm.eps)
-        self.head = nn.Linear(model.dim, model.vocab, bias=False)
+        self.positions = nn.Embedding(context, model.dim) if model.embedding.positions == "learned" else None
+        self.norm = norm(model)
+        self.head = None if model.embedding.tied else nn.Linear(model.dim, model.vocab, bias=False)
         self.to(dtype or DTYPES[model.dtype])
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight[: tokens.shape[1]]
         balance = 0.0
         for layer in self.layers:
             x, layer_balance = layer(x)
             balance = balance + layer_balance
-        logits = self.head(self.norm(x))
+        x = self.norm(x)
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         if labels is None:
             return logits, None
         flat = logits.flatten(0, 1).to(at_least_fp32(logits.dtype))
@@ -54,14 +76,20 @@ class PlainModel(nn.Module):
         return logits, total / (labels != IGNORED_LABEL).sum().clamp(min=1) + balance
 
 
+def norm(model: Model) -> nn.Module:
+    if isinstance(model.norm, LayerNorm):
+        return nn.LayerNorm(model.dim, model.norm.eps, bias=model.norm.bias)
+    return nn.RMSNorm(model.dim, model.norm.eps)
+
+
 class PlainLayer(nn.Module):
     """Attention, then a feed-forward or a mixture of them, each pre-normed, each with a residual."""
 
     def __init__(self, model: Model, layer: Layer, context: int) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.dim, model.norm.eps)
+        self.attention_norm = norm(model)
         self.attention = PlainAttention(model.dim, layer.attention, context)
-        self.ffn_norm = nn.RMSNorm(model.dim, model.norm.eps)
+        self.ffn_norm = norm(model)
         self.is_moe = layer.moe is not None
         if layer.moe is not None:
             self.moe = PlainMoe(model.dim, layer.moe)
@@ -87,10 +115,10 @@ class PlainAttention(nn.Module):
         kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
         self.head_dim = attention.head_dim or dim // heads
         self.grouped = kv_heads != heads
-        self.q = nn.Linear(dim, heads * self.head_dim, bias=False)
-        self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=False)
-        self.o = nn.Linear(heads * self.head_dim, dim, bias=False)
+        self.q = nn.Linear(dim, heads * self.head_dim, bias=attention.bias != "none")
+        self.k = nn.Linear(dim, kv_heads * self.head_dim, bias=attention.bias != "none")
+        self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=attention.bias != "none")
+        self.o = nn.Linear(heads * self.head_dim, dim, bias=attention.bias == "all")
         self.rope = PlainRope(attention.rope, self.head_dim, context) if attention.rope else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,33 +149,45 @@ class PlainRope(nn.Module):
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
-class PlainSwiGLU(nn.Module):
-    """`down(silu(gate(x)) * up(x))`. On CPU two matrices are faster than one that is cut in halves (measured)."""
+class PlainGated(nn.Module):
+    """`down(f(gate(x)) * up(x))`. On CPU two matrices are faster than one that is cut in halves (measured)."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Activation, bias: bool) -> None:
         super().__init__()
-        self.gate = nn.Linear(dim, hidden, bias=False)
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.activation = activation
+        self.gate = nn.Linear(dim, hidden, bias=bias)
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
-class PlainGelu(nn.Module):
-    """`down(gelu(up(x)))`."""
+class PlainUngated(nn.Module):
+    """`down(f(up(x)))`."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, dim: int, hidden: int, activation: Activation, bias: bool) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, hidden, bias=False)
-        self.down = nn.Linear(hidden, dim, bias=False)
+        self.activation = activation
+        self.up = nn.Linear(dim, hidden, bias=bias)
+        self.down = nn.Linear(hidden, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        return self.down(self.activation(self.up(x)))
 
 
-def feed_forward(dim: int, body: SwiGLU | Gelu) -> nn.Module:
-    return PlainSwiGLU(dim, body.hidden) if isinstance(body, SwiGLU) else PlainGelu(dim, body.hidden)
+def feed_forward(dim: int, body: SwiGLU | GeGLU | Gelu | Relu | Relu2) -> nn.Module:
+    match body:
+        case SwiGLU():
+            return PlainGated(dim, body.hidden, F.silu, body.bias)
+        case GeGLU():
+            return PlainGated(dim, body.hidden, F.gelu, body.bias)
+        case Gelu():
+            return PlainUngated(dim, body.hidden, F.gelu, body.bias)
+        case Relu():
+            return PlainUngated(dim, body.hidden, F.relu, body.bias)
+        case Relu2():
+            return PlainUngated(dim, body.hidden, lambda x: F.relu(x) ** 2, body.bias)
 
 
 class PlainMoe(nn.Module):
@@ -155,16 +195,34 @@ class PlainMoe(nn.Module):
 
     def __init__(self, dim: int, moe: Moe) -> None:
         super().__init__()
-        self.num_experts, self.topk, self.terms = moe.experts.count, moe.gate, moe.balance
+        self.num_experts, self.terms = moe.experts.count, moe.balance
+        self.topk = TopK(k=1) if isinstance(moe.gate, Switch) else moe.gate
         self.gate = nn.Linear(dim, self.num_experts, bias=False)
         self.experts = nn.ModuleList(feed_forward(dim, moe.experts.body) for _ in range(self.num_experts))
+        self.residual = feed_forward(dim, moe.residual) if moe.residual else None
+        self.coefficient = nn.Linear(dim, 2, bias=False) if moe.residual else None
+        self.shared = feed_forward(dim, moe.shared) if moe.shared else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if moe.shared and moe.shared.gated else None
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """x [batch, sequence, dim]."""
         dtype = at_least_fp32(x.dtype)
         logits = F.linear(x.to(dtype), self.gate.weight.to(dtype))
         weights, chosen = choose(logits, self.topk)
-        return self.mix(x.flatten(0, 1), weights, chosen).view_as(x), self.balance(logits, chosen)
+        mixed = self.mix(x.flatten(0, 1), weights, chosen).view_as(x)
+        return self.with_dense_paths(x, mixed), self.balance(logits, chosen)
+
+    def with_dense_paths(self, x: Tensor, mixed: Tensor) -> Tensor:
+        """As DeepSpeed's `MoE.forward` mixes its residual path in, and Qwen2-MoE adds its shared expert."""
+        if self.residual is not None and self.coefficient is not None:
+            share = self.coefficient(x).softmax(-1)
+            mixed = mixed * share[..., 0:1] + self.residual(x) * share[..., 1:]
+        if self.shared is None:
+            return mixed
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * torch.sigmoid(self.shared_gate(x))
+        return mixed + shared
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Sorts the tokens' copies by expert, runs each expert on its slice, and undoes the sorting.
@@ -216,31 +274,3 @@ def switch_loss(scores: Tensor, chosen: Tensor) -> Tensor:
     num_experts = scores.shape[-1]
     share = F.one_hot(chosen.flatten(1), num_experts).to(scores.dtype).mean(1)
     return num_experts * (share * scores.mean(1)).sum(-1).mean()
-
-
-def plain_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors named and shaped as moec's parameters (or their gradients), as this model's: `load_state_dict` takes it.
-
-    Heads become rows of one matrix; experts, one tensor there, are modules here, and so are gate and up.
-    """
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        if ".experts." in name:
-            prefix, _, matrix = name.partition(".experts.")
-            for expert, part in enumerate(tensor):
-                found |= _matrices(f"{prefix}.experts.{expert}.{matrix}", part)
-        else:
-            found |= _matrices(name, tensor)
-    return found
-
-
-def _matrices(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    if tensor.dim() < 3:
-        return {name: tensor}
-    if name.endswith("attention.o.weight"):
-        return {name: tensor.flatten(1)}
-    if ".attention." in name:
-        return {name: tensor.flatten(0, 1)}
-    gate_and_up = [name.replace("up.weight", "gate.weight"), name][-len(tensor) :]
-    return dict(zip(gate_and_up, tensor, strict=True))

@@ -21,6 +21,22 @@ def _embed(e: BlockEmitter, op: Op) -> None:
     e.result(op, "aten.embedding.default", table, ids)
 
 
+def _embed_positions(e: BlockEmitter, op: Op) -> None:
+    """Positions are counted from the ids, so that the graph holds no length."""
+    ids, table = e.refs(op)
+    ones = e.step(op, "ones", "aten.ones_like.default", ids)
+    counted = e.step(op, "counted", "aten.cumsum.default", ones, 1)
+    e.result(op, "aten.embedding.default", table, e.step(op, "positions", "aten.sub.Scalar", counted, 1))
+
+
+def _layer_norm(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.LayerNorm)
+    x, weight, *bias = e.refs(op)
+    (width,) = e.block.scope[op.operands[1]].shape
+    assert isinstance(width, int)
+    e.result(op, "aten.layer_norm.default", x, (width,), weight, bias[0] if bias else None, op.eps)
+
+
 def _rms_norm(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.RmsNorm)
     x, weight = e.refs(op)
@@ -64,10 +80,14 @@ def _attention(e: BlockEmitter, op: Op) -> None:
 def _activation(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.Activation)
     (x,) = e.refs(op)
-    if op.kind == "swiglu":
-        e.result(op, "moec.swiglu.default", x)
+    if o.ACTIVATION_PARTS[op.kind] == 2:
+        e.result(op, f"moec.{op.kind}.default", x)
+        return
+    x = e.step(op, "in", "aten.squeeze.dim", x, -2)
+    if op.kind == "relu2":
+        e.result(op, "aten.square.default", e.step(op, "relu", "aten.relu.default", x))
     else:
-        e.result(op, "aten.gelu.default", e.step(op, "in", "aten.squeeze.dim", x, -2))
+        e.result(op, f"aten.{op.kind}.default", x)
 
 
 def _add(e: BlockEmitter, op: Op) -> None:
@@ -129,6 +149,21 @@ def _expert_mlp(e: BlockEmitter, op: Op) -> None:
     name = f"{e.block.name}.experts"
     e.nested.append(Graph(name=name, nodes=(*placeholders, *parameters, *body)))
     e.call(op, prefix, name, [e.ref(rows), e.ref(counts)], num_results=1)
+
+
+def _sigmoid_gate(e: BlockEmitter, op: Op) -> None:
+    x, logits = e.refs(op)
+    e.result(op, "aten.mul.Tensor", x, e.step(op, "share", "aten.sigmoid.default", logits))
+
+
+def _mix(e: BlockEmitter, op: Op) -> None:
+    *paths, logits = e.refs(op)
+    shares = e.step(op, "shares", "aten.softmax.int", logits, -1)
+    terms = []
+    for index, path in enumerate(paths):
+        share = e.step(op, f"share_{index}", "aten.narrow.default", shares, -1, index, 1)
+        terms.append(e.step(op, f"path_{index}", "aten.mul.Tensor", path, share))
+    e.result(op, "aten.add.Tensor", *terms)
 
 
 def _simple(target: str) -> Callable[[BlockEmitter, Op], None]:
@@ -207,6 +242,7 @@ def _call(e: BlockEmitter, op: Op) -> None:
 LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.Activation: _activation,
     o.Add: _add,
+    o.AddBias: _simple("aten.add.Tensor"),
     o.AllReduce: _all_reduce,
     o.AllToAll: _all_to_all,
     o.Attention: _attention,
@@ -215,15 +251,19 @@ LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.CountLabels: _count_labels,
     o.CrossEntropy: _cross_entropy,
     o.Embed: _embed,
+    o.EmbedPositions: _embed_positions,
     o.ExchangeCounts: _exchange_counts,
     o.ExpertMlp: _expert_mlp,
+    o.LayerNorm: _layer_norm,
     o.Linear: _linear,
     o.Mean: _mean,
+    o.Mix: _mix,
     o.Permute: _permute,
     o.RmsNorm: _rms_norm,
     o.Rope: _rope,
     o.Route: _route,
     o.Router: _router,
+    o.SigmoidGate: _sigmoid_gate,
     o.SwitchLoss: _simple("moec.switch_loss.default"),
     o.WeightedSum: _weighted_sum,
     o.ZLoss: _z_loss,

@@ -32,19 +32,27 @@ ATEN = {
     "aten.add.Tensor": _takes("tensor tensor"),
     "aten.clamp_min.default": _takes("tensor int"),
     "aten.cross_entropy_loss.default": _takes("tensor tensor none int int float"),
+    "aten.cumsum.default": _takes("tensor int"),
     "aten.div.Tensor": _takes("tensor tensor"),
     "aten.embedding.default": _takes("tensor tensor"),
     "aten.flatten.using_ints": _takes("tensor int int"),
     "aten.gelu.default": _takes("tensor"),
+    "aten.layer_norm.default": _takes("tensor ints tensor tensor_or_none float"),
     "aten.linear.default": _takes("tensor tensor"),
     "aten.logsumexp.default": _takes("tensor ints"),
     "aten.mul.Scalar": _takes("tensor float"),
+    "aten.mul.Tensor": _takes("tensor tensor"),
+    "aten.narrow.default": _takes("tensor int int int"),
     "aten.ne.Scalar": _takes("tensor int"),
     "aten.ones_like.default": _takes("tensor"),
+    "aten.relu.default": _takes("tensor"),
     "aten.rms_norm.default": _takes("tensor ints tensor float"),
     "aten.scaled_dot_product_attention.default": _takes("tensor tensor tensor none float bool", enable_gqa="bool"),
+    "aten.sigmoid.default": _takes("tensor"),
+    "aten.softmax.int": _takes("tensor int"),
     "aten.square.default": _takes("tensor"),
     "aten.squeeze.dim": _takes("tensor int"),
+    "aten.sub.Scalar": _takes("tensor int"),
     "aten.sum.default": _takes("tensor"),
     "aten.to.dtype": _takes("tensor dtype"),
     "aten.transpose.int": _takes("tensor int int"),
@@ -54,6 +62,7 @@ ATEN = {
 COMPUTE = {
     "moec.combine.default": _takes("tensor tensor tensor"),
     "moec.expert_mlp.default": _takes("tensor tensor tensor tensor activation"),
+    "moec.geglu.default": _takes("tensor"),
     "moec.permute.default": _takes("tensor tensor int"),
     "moec.rope.default": _takes("tensor float"),
     "moec.route.default": _takes("tensor int score bool bool"),
@@ -69,7 +78,7 @@ COLLECTIVES = {
 
 SIGNATURES: Mapping[str, Signature] = {**ATEN, **COMPUTE, **COLLECTIVES, GETITEM: _takes("tensor int")}
 
-WORDS = {"score": ("softmax", "sigmoid"), "activation": ("swiglu", "gelu")}
+WORDS = {"score": ("softmax", "sigmoid"), "activation": ("swiglu", "geglu", "gelu", "relu", "relu2")}
 """Arguments that are one of a few words."""
 
 
@@ -94,11 +103,11 @@ def argument_complaint(
 def _fits(kind: str, arg: Arg, groups: Collection[str]) -> bool:
     match arg:
         case Ref():
-            return kind == "tensor"
+            return kind in ("tensor", "tensor_or_none")
         case DTypeLiteral():
             return kind == "dtype"
         case None:
-            return kind == "none"
+            return kind in ("none", "tensor_or_none")
         case bool():
             return kind == "bool"
         case int():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.source import Span
 from moec.grammar.spec import (
     Attention,
     Experts,
-    Gelu,
     Gqa,
     Layer,
     Mha,
@@ -19,19 +15,17 @@ from moec.grammar.spec import (
     Moe,
     RmsNorm,
     Spec,
-    SwiGLU,
+    Switch,
     SwitchLoss,
     TopK,
 )
 from moec.grammar.supported import unsupported
-from moec.passes.ir import Block, Init, Op, Parameter, Program, Value
+from moec.passes.builder import Builder, normal, residual_init
+from moec.passes.feed_forward import Activated, beside_experts, feed_forward
+from moec.passes.ir import Block, Init, Program, Value
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops import ACTIVATION_PARTS
 from moec.passes.layers import layer_set_name
-
-INIT_STD = 0.02
-"""Standard deviation of new weights (GPT-2, Radford et al. 2019); projections into the residual stream take
-`INIT_STD / sqrt(2 * depth)`, so that its variance does not grow with depth (ibid., section 2.3)."""
 
 TOKENS = ("batch", "sequence")
 
@@ -47,9 +41,16 @@ def lower(spec: Spec) -> Program:
     layers = _distinct_layers(model)
     blocks = [_layer_block(model, layer, numbers) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
-    forward = _forward_block(model, [calls[number] for number in range(model.depth)])
+    forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     loss = _loss_block(model, balanced="balance" in forward.outputs)
     return Program(name=model.name, blocks=(*blocks, forward, loss))
+
+
+def context_of(spec: Spec) -> int:
+    """The longest sequence that the model takes."""
+    context = spec.model.context or (spec.train.sequence if spec.train else None)
+    assert context is not None, "the language requires a context or a train.sequence"
+    return context
 
 
 def _distinct_layers(model: Model) -> list[tuple[Layer, list[int]]]:
@@ -60,89 +61,31 @@ def _distinct_layers(model: Model) -> list[tuple[Layer, list[int]]]:
     return list(found.values())
 
 
-class _Builder:
-    """Appends ops to a block, naming results and keeping spans."""
-
-    def __init__(self, name: str, inputs: Sequence[Value], span: Span | None) -> None:
-        self.name, self.inputs, self.span = name, tuple(inputs), span
-        self.parameters: list[Parameter] = []
-        self.ops: list[Op] = []
-        self.scope: dict[str, Value] = {v.name: v for v in inputs}
-        self.blocks: dict[str, Block] = {}
-        self._numbers: dict[str, int] = {}
-
-    def parameter(self, name: str, shape: Sequence[int], dtype: str, init: Init, span: Span | None) -> str:
-        """Declares a parameter; gives its operand name. Vectors (norm weights) do not decay."""
-        parameter = Parameter(
-            name=name, shape=tuple(shape), dtype=dtype, init=init, decays=len(shape) > 1, span=span or self.span
-        )
-        self.parameters.append(parameter)
-        self.scope[f"@{name}"] = parameter
-        return f"@{name}"
-
-    def add(self, op: type[Op], *operands: str, to: str, span: Span | None = None, **attributes: Any) -> list[str]:
-        """Appends an op; `to` are the names of its results, made unique; gives those names."""
-        names = [self._fresh(name) for name in to.split()]
-        unnamed = tuple(Value(name=name, shape=(), dtype="") for name in names)
-        made = op(operands=operands, results=unnamed, span=span or self.span, **attributes)
-        types = made.infer([self.scope[name] for name in operands], self.blocks)
-        results = [
-            Value(name=name, shape=t.shape, dtype=t.dtype, ragged=t.ragged)
-            for name, t in zip(names, types, strict=True)
-        ]
-        self.scope.update({v.name: v for v in results})
-        self.ops.append(made.with_results(results))
-        return names
-
-    def one(self, op: type[Op], *operands: str, to: str, span: Span | None = None, **attributes: Any) -> str:
-        """`add` for an op with one result."""
-        (name,) = self.add(op, *operands, to=to, span=span, **attributes)
-        return name
-
-    def _fresh(self, name: str) -> str:
-        if name not in self.scope:
-            return name
-        self._numbers[name] = self._numbers.get(name, 0) + 1
-        return f"{name}.{self._numbers[name]}"
-
-    def block(self, outputs: Sequence[str], final: bool = False) -> Block:
-        """The finished block."""
-        return Block(
-            name=self.name,
-            inputs=self.inputs,
-            parameters=tuple(self.parameters),
-            ops=tuple(self.ops),
-            outputs=tuple(outputs),
-            final=final,
-            span=self.span,
-        )
-
-
-def _normal(std: float = INIT_STD) -> Init:
-    return Init(kind="normal", std=std)
-
-
-def _norm(b: _Builder, model: Model, x: str, name: str, to: str) -> str:
-    assert isinstance(model.norm, RmsNorm)
-    weight = b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), model.norm.span())
-    return b.one(o.RmsNorm, x, weight, to=to, span=model.norm.span(), eps=model.norm.eps)
+def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
+    norm, span = model.norm, model.norm.span()
+    operands = [x, b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), span)]
+    if isinstance(norm, RmsNorm):
+        return b.one(o.RmsNorm, *operands, to=to, span=span, eps=norm.eps)
+    if norm.bias:
+        operands.append(b.parameter(f"{name}.bias", (model.dim,), model.dtype, Init(kind="zeros"), span))
+    return b.one(o.LayerNorm, *operands, to=to, span=span, eps=norm.eps)
 
 
 def _layer_block(model: Model, layer: Layer, numbers: Sequence[int]) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype)
-    b = _Builder(f"layers{layer_set_name(numbers)}", [x], layer.span())
+    b = Builder(f"layers{layer_set_name(numbers)}", [x], layer.span())
     attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
     residual = b.one(o.Add, "x", attended, to="x")
     h = _norm(b, model, residual, "ffn_norm", "h")
     if layer.moe is None:
         assert layer.ffn is not None
-        return b.block([b.one(o.Add, residual, _ffn(b, model, layer, h), to="x")])
+        return b.block([b.one(o.Add, residual, feed_forward(b, model, layer.ffn, "ffn", h), to="x")])
     mixed, balance, counts = _moe(b, model, layer.moe, h)
     out = b.one(o.Add, residual, mixed, to="x")
     return b.block([out, counts, *balance])
 
 
-def _attention(b: _Builder, model: Model, attention: Attention, h: str) -> str:
+def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
     assert isinstance(attention, Gqa | Mha)
     heads = attention.heads
     kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
@@ -151,8 +94,11 @@ def _attention(b: _Builder, model: Model, attention: Attention, h: str) -> str:
 
     def project(name: str, count: int) -> str:
         shape = (count, width, model.dim)
-        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, _normal(), span)
-        return b.one(o.Linear, h, weight, to=name, span=span)
+        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span)
+        projected = b.one(o.Linear, h, weight, to=name, span=span)
+        if attention.bias == "none":
+            return projected
+        return b.biased(projected, f"attention.{name}.bias", attention.span("bias"))
 
     q, k, v = project("q", heads), project("k", kv_heads), project("v", kv_heads)
     if attention.rope is not None:
@@ -160,34 +106,21 @@ def _attention(b: _Builder, model: Model, attention: Attention, h: str) -> str:
         q = b.one(o.Rope, q, to="q", span=rope.span(), theta=rope.theta)
         k = b.one(o.Rope, k, to="k", span=rope.span(), theta=rope.theta)
     a = b.one(o.Attention, q, k, v, to="attended", span=span)
-    out = b.parameter("attention.o.weight", (model.dim, heads, width), model.dtype, _residual_init(model), span)
-    return b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    out = b.parameter("attention.o.weight", (model.dim, heads, width), model.dtype, residual_init(model.depth), span)
+    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
 
 
-def _residual_init(model: Model) -> Init:
-    return _normal(INIT_STD / math.sqrt(2 * model.depth))
-
-
-def _ffn(b: _Builder, model: Model, layer: Layer, h: str) -> str:
-    ffn = layer.ffn
-    assert isinstance(ffn, SwiGLU | Gelu)
-    kind = "swiglu" if isinstance(ffn, SwiGLU) else "gelu"
-    parts, span = ACTIVATION_PARTS[kind], ffn.span()
-    up = b.parameter("ffn.up.weight", (parts, ffn.hidden, model.dim), model.dtype, _normal(), span)
-    down = b.parameter("ffn.down.weight", (model.dim, ffn.hidden), model.dtype, _residual_init(model), span)
-    hidden = b.one(o.Linear, h, up, to="hidden", span=span)
-    active = b.one(o.Activation, hidden, to="active", span=span, kind=kind)
-    return b.one(o.Linear, active, down, to="y", span=span)
-
-
-def _moe(b: _Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], str]:
+def _moe(b: Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], str]:
     """The mixed value, the layer's balance term where it has one, and the counts of rows per expert."""
     gate, declared = moe.gate, moe.experts
+    if isinstance(gate, Switch):
+        gate = TopK(k=1).with_spans({"": span} if (span := gate.span()) else {})
     assert isinstance(gate, TopK)
     assert isinstance(declared, Experts)
     experts, body = declared.count, declared.body
-    assert isinstance(body, SwiGLU | Gelu)
-    gate_weight = b.parameter("moe.gate.weight", (experts, model.dim), model.dtype, _normal(), gate.span())
+    assert isinstance(body, Activated)
+    gate_weight = b.parameter("moe.gate.weight", (experts, model.dim), model.dtype, normal(), gate.span())
     logits = b.one(o.Router, h, gate_weight, to="logits", span=gate.span())
     p, w, e = b.add(
         o.Route, logits, to="p w e", span=gate.span(),
@@ -196,14 +129,14 @@ def _moe(b: _Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], s
     rows, counts, positions = b.add(
         o.Permute, h, e, to="rows counts positions", span=moe.span("capacity"), num_experts=experts
     )
-    kind = "swiglu" if isinstance(body, SwiGLU) else "gelu"
-    parts, hidden, span = ACTIVATION_PARTS[kind], body.hidden, declared.span()
-    up = b.parameter("moe.experts.up.weight", (experts, parts, hidden, model.dim), model.dtype, _normal(), span)
+    parts, hidden, span = ACTIVATION_PARTS[body.word], body.hidden, declared.span()
+    up = b.parameter("moe.experts.up.weight", (experts, parts, hidden, model.dim), model.dtype, normal(), span)
     down = b.parameter(
-        "moe.experts.down.weight", (experts, model.dim, hidden), model.dtype, _residual_init(model), span
+        "moe.experts.down.weight", (experts, model.dim, hidden), model.dtype, residual_init(model.depth), span
     )
-    y = b.one(o.ExpertMlp, rows, counts, up, down, to="y", span=span, activation=kind)
+    y = b.one(o.ExpertMlp, rows, counts, up, down, to="y", span=span, activation=body.word)
     mixed = b.one(o.Combine, y, positions, w, to="mixed", span=moe.span("capacity"))
+    mixed = beside_experts(b, model, moe, h, mixed)
     terms = [
         b.one(o.SwitchLoss, p, e, to="switch_loss", span=term.span())
         if isinstance(term, SwitchLoss)
@@ -217,13 +150,19 @@ def _moe(b: _Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], s
     return mixed, [balance], counts
 
 
-def _forward_block(model: Model, layers: Sequence[Block]) -> Block:
+def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
+    model = spec.model
     tokens = Value(name="tokens", shape=TOKENS, dtype="int64")
-    b = _Builder("forward", [tokens], model.span())
+    b = Builder("forward", [tokens], model.span())
     b.blocks.update({block.name: block for block in layers})
     span = model.embedding.span()
-    table = b.parameter("embedding.weight", (model.vocab, model.dim), model.dtype, _normal(), span)
+    table = b.parameter("embedding.weight", (model.vocab, model.dim), model.dtype, normal(), span)
     x = b.one(o.Embed, "tokens", table, to="x", span=span)
+    if model.embedding.positions == "learned":
+        shape = (context_of(spec), model.dim)
+        learned = b.parameter("positions.weight", shape, model.dtype, normal(), model.embedding.span("positions"))
+        added = b.one(o.EmbedPositions, "tokens", learned, to="positions", span=model.embedding.span("positions"))
+        x = b.one(o.Add, x, added, to="x", span=span)
     balances, counts = [], []
     for number, block in enumerate(layers):
         names = " ".join(["x", *(f"counts_{number}" if n == "counts" else f"{n}_{number}" for n in block.outputs[1:])])
@@ -231,8 +170,11 @@ def _forward_block(model: Model, layers: Sequence[Block]) -> Block:
         counts += rest[:1]
         balances += rest[1:]
     h = _norm(b, model, x, "norm", "h")
-    head = b.parameter("head.weight", (model.vocab, model.dim), model.dtype, _normal(), model.span())
-    logits = b.one(o.Linear, h, head, to="logits")
+    head, head_span = table, model.embedding.span("tied")
+    if not model.embedding.tied:
+        head = b.parameter("head.weight", (model.vocab, model.dim), model.dtype, normal(), model.span())
+        head_span = None
+    logits = b.one(o.Linear, h, head, to="logits", span=head_span)
     outputs = [logits, *counts]
     if balances:
         outputs.insert(1, b.one(o.Add, *balances, to="balance"))
@@ -247,7 +189,7 @@ def _loss_block(model: Model, balanced: bool) -> Block:
     ]
     if balanced:
         inputs.append(Value(name="balance", shape=(), dtype="fp32"))
-    b = _Builder("loss", inputs, model.span())
+    b = Builder("loss", inputs, model.span())
     nll = b.one(o.CrossEntropy, "logits", "labels", to="nll")
     valid = b.one(o.CountLabels, "labels", to="valid", valid_only=True)
     loss = b.one(o.Mean, nll, valid, to="loss")

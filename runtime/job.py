@@ -21,12 +21,12 @@ from moec.codegen.plan import ParameterData, Plan
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Layout
 from moec.passes.ir.mesh import group_name
+from moec.passes.lower import context_of
 from moec.runtime import groups
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import GradientSum, clip_gradient_norm
 from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.optimizer import make_optimizer
-from moec.runtime.reference import context_of
 from moec.runtime.shards import initial_shard
 
 TIMEOUT = timedelta(seconds=100)

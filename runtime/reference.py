@@ -13,7 +13,7 @@ from moec.codegen.graph import StageGraphs
 from moec.codegen.plan import ParameterData, parameters_of
 from moec.grammar.spec import Spec
 from moec.passes.ir import Mesh
-from moec.passes.lower import lower
+from moec.passes.lower import context_of, lower
 from moec.runtime.module import PlanModule
 from moec.runtime.shards import initial_shard
 
@@ -40,10 +40,3 @@ def reference_stage(spec: Spec) -> tuple[StageGraphs, Mapping[str, ParameterData
     program = lower(spec)
     (stage,) = emit(program)
     return stage, parameters_of(program)
-
-
-def context_of(spec: Spec) -> int:
-    """The longest sequence that the model takes."""
-    context = spec.model.context or (spec.train.sequence if spec.train else None)
-    assert context is not None, "the language requires a context or a train.sequence"
-    return context

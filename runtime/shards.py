@@ -39,8 +39,8 @@ def initial_shard(
     """
     rows, *rest = local_slices(data.shape, Layout.parse(data.layout), mesh, rank)
     local = (rows.stop - rows.start, *(s.stop - s.start for s in rest))
-    if data.init == "ones":
-        return torch.ones(local, dtype=dtype)
+    if data.init in ("ones", "zeros"):
+        return torch.full(local, float(data.init == "ones"), dtype=dtype)
     shard = torch.empty(local, dtype=dtype)
     per_block = max(1, INIT_BLOCK // math.prod(data.shape[1:]))
     generator = torch.Generator()

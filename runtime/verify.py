@@ -11,10 +11,11 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
+from moec.passes.lower import context_of
 from moec.runtime.errors import JobError
 from moec.runtime.lockstep import StepError
 from moec.runtime.module import IGNORED_LABEL, PlanModule
-from moec.runtime.reference import context_of, reference
+from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
 from moec.runtime.virtual import VirtualCluster
 
@@ -132,7 +133,7 @@ class Inputs:
 
 def _compare(plan: Plan, dtype: torch.dtype, seed: int) -> Report:
     model = reference(plan.spec, seed=seed, dtype=dtype)
-    _spread_ones(model, seed)
+    _spread_vectors(model, seed)
     cluster = VirtualCluster(plan, dict(model.named_parameters()))
     inputs = _inputs(plan, seed)
     try:
@@ -212,12 +213,12 @@ def _per_rank(gradients: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, 
             yield name, rank, part
 
 
-def _spread_ones(model: PlanModule, seed: int) -> None:
-    """Norm weights start as ones, which would hide an op that forgets them."""
+def _spread_vectors(model: PlanModule, seed: int) -> None:
+    """Norm weights start as ones and biases as zeros, which would hide an op that forgets them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1 or name.endswith(".bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 

@@ -19,6 +19,10 @@ def moe_text(
     experts: int = 8,
     expert: str = "swiglu(16)",
     gate: str = GATE,
+    ffn: str = "gelu(32)",
+    beside: str = "",
+    bias: str = "none",
+    model: str = "",
     balance: str = BALANCE,
     dim: int = 16,
     depth: int = 3,
@@ -28,7 +32,7 @@ def moe_text(
     optimizer: str = "adamw(lr = 1e-3)",
     mixtures: tuple[tuple[int, int | None], ...] = (),
 ) -> str:
-    """Layer 0 dense with mha and gelu, the others gqa with rope and a mixture; one level of `ranks` CPU ranks.
+    """Layer 0 dense with mha and `ffn`, the others gqa with rope and a mixture; one level of `ranks` CPU ranks.
 
     `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
     """
@@ -43,14 +47,14 @@ model "tiny" {{
   vocab = 32
   dim   = {dim}
   depth = {depth}
-  dtype = {dtype}
-  layers {{ attention = mha(heads = 4); ffn = gelu(32) }}
+  dtype = {dtype}; {model}
+  layers {{ attention = mha(heads = 4); ffn = {ffn} }}
   layers 1..{depth - 1} {{
-    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4))
+    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = {bias})
     moe {{
       experts = {experts} * {expert}
       gate    = {gate}
-      balance = {balance}
+      balance = {balance}; {beside}
     }}
   }}
 {others}}}

@@ -109,7 +109,7 @@ class _Attention(Node):
         Doc("norm of queries and keys: per head (Qwen3), or over the whole projection (OLMoE)"),
     ] = "none"
     bias: Annotated[
-        Literal["none", "qkv", "all"], NotYet(), Doc("which projections have a bias: `qkv` (Qwen2), `all` (gpt-oss)")
+        Literal["none", "qkv", "all"], Doc("which projections have a bias: `qkv` (Qwen2), `all` (gpt-oss)")
     ] = "none"
     window: Annotated[PositiveInt | None, NotYet(), Doc("each token sees this many, itself included")] = None
     sinks: Annotated[bool, NotYet(), Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
@@ -183,6 +183,5 @@ class LayerNorm(Node):
 
     word = "layer_norm"
     source = "Ba et al. 2016, arXiv 1607.06450"
-    implemented = False
     eps: Annotated[float, more_than(0), less_than(1), Doc("added to the variance under the root")] = 1e-5
     bias: Annotated[bool, Doc("whether there is a shift")] = True

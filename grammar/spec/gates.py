@@ -51,8 +51,7 @@ class Switch(Node):
 
     word = "switch"
     source = "Fedus et al. 2021, arXiv 2101.03961, section 2.1"
-    implemented = False
-    jitter: Annotated[Fraction, Doc("inputs are multiplied by 1 ± this in training")] = 0.0
+    jitter: Annotated[Fraction, NotYet(), Doc("inputs are multiplied by 1 ± this in training")] = 0.0
 
 
 class GShard(Node):

@@ -26,9 +26,7 @@ class TokenEmbedding(Node):
     word = "tokens"
     source = "Vaswani et al. 2017, arXiv 1706.03762, section 3.4"
     tied: Annotated[bool, Doc("whether the output head shares the embedding's weights")] = False
-    positions: Annotated[
-        Literal["none", "learned"], NotYet(("learned",)), Doc("a learned vector per position, added (GPT-2)")
-    ] = "none"
+    positions: Annotated[Literal["none", "learned"], Doc("a learned vector per position, added (GPT-2)")] = "none"
     multiplier: Annotated[Positive, NotYet(), Doc("factor on the vectors (Granite: 12; Gemma: sqrt(dim))")] = 1.0
     logits_multiplier: Annotated[Positive, NotYet(), Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
 
@@ -44,9 +42,10 @@ class Moe(Node):
         Doc("`count * body`, such as `8 * swiglu(14_336)`; a list of them for experts of different sizes"),
     ]
     gate: Annotated[Gate, Doc("how tokens choose experts")]
-    shared: Annotated[FeedForward | None, NotYet(), Doc("a feed-forward that every token goes through, added")] = None
+    shared: Annotated[FeedForward | None, Doc("a feed-forward that every token goes through, added")] = None
     residual: Annotated[
-        FeedForward | None, NotYet(), Doc("a dense path, mixed in by two learned, softmaxed coefficients per token")
+        FeedForward | None,
+        Doc("a dense path, mixed in by two learned, softmaxed coefficients per token (DeepSpeed's Residual-MoE)"),
     ] = None
     capacity: Annotated[Capacity, Doc("how many rows an expert takes")] = Dropless()
     overflow: Annotated[

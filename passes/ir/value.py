@@ -36,13 +36,13 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Init:
-    """How a parameter starts: `ones`, or `normal(std)`."""
+    """How a parameter starts: `ones`, `zeros`, or `normal(std)`."""
 
     kind: str
     std: float = 0.0
 
     def __str__(self) -> str:
-        return self.kind if self.kind == "ones" else f"{self.kind}({self.std!r})"
+        return f"{self.kind}({self.std!r})" if self.kind == "normal" else self.kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

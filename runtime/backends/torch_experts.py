@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch_swiglu import swiglu_backward_into, swiglu_into
+from moec.runtime.backends.torch_gated import gated_backward_into, gated_into
 
 
 def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -61,19 +61,33 @@ def expert_mlp_backward(
 
 
 def _activate(out: Tensor, hidden: Tensor, activation: str) -> None:
-    if activation == "swiglu":
-        swiglu_into(out, hidden)
-    else:
-        torch.ops.aten.gelu.out(hidden[:, 0], out=out)
+    match activation:
+        case "swiglu" | "geglu":
+            gated_into(out, hidden, activation)
+        case "gelu":
+            torch.ops.aten.gelu.out(hidden[:, 0], out=out)
+        case "relu":
+            torch.clamp_min(hidden[:, 0], 0, out=out)
+        case "relu2":
+            torch.clamp_min(hidden[:, 0], 0, out=out).square_()
 
 
 def _activate_backward(grad_hidden: Tensor, activated: Tensor, grad: Tensor, hidden: Tensor, activation: str) -> None:
     """The gradient of `hidden`, and the activation once more, which is cheaper than to have kept it."""
-    if activation == "swiglu":
-        swiglu_backward_into(grad_hidden, activated, grad, hidden)
-    else:
-        torch.ops.aten.gelu.out(hidden[:, 0], out=activated)
-        torch.ops.aten.gelu_backward.grad_input(grad, hidden[:, 0], grad_input=grad_hidden[:, 0])
+    grad_up = grad_hidden[:, 0]
+    match activation:
+        case "swiglu" | "geglu":
+            gated_backward_into(grad_hidden, activated, grad, hidden, activation)
+        case "gelu":
+            torch.ops.aten.gelu.out(hidden[:, 0], out=activated)
+            torch.ops.aten.gelu_backward.grad_input(grad, hidden[:, 0], grad_input=grad_up)
+        case "relu":
+            torch.clamp_min(hidden[:, 0], 0, out=activated)
+            torch.ops.aten.threshold_backward.grad_input(grad, activated, 0, grad_input=grad_up)
+        case "relu2":
+            torch.clamp_min(hidden[:, 0], 0, out=activated)
+            torch.mul(grad, activated, out=grad_up).mul_(2)
+            activated.square_()
 
 
 @dataclass(frozen=True, slots=True)

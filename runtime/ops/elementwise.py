@@ -1,4 +1,4 @@
-"""`rope` and `swiglu`: the operators that attention and dense feed-forwards need."""
+"""`rope`, `swiglu` and `geglu`: the operators that attention and dense feed-forwards need."""
 
 from __future__ import annotations
 
@@ -39,43 +39,45 @@ def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 differentiate(rope, setup=_setup_rope, backward=_differentiate_rope)
 
-# ---- swiglu ------------------------------------------------------------------------------------------
+# ---- swiglu, geglu -----------------------------------------------------------------------------------
 
 
-def _check_swiglu(x: Tensor) -> None:
-    check(x.dim() >= 2 and x.shape[-2] == 2, lambda: f"moec::swiglu: x must be [..., 2, F], not {list(x.shape)}")
-    check(x.is_floating_point(), lambda: f"moec::swiglu: x must be floating point, not {x.dtype}")
+def _define_gated(name: str) -> tuple[Any, Any]:
+    """The operator `moec::name`, x [..., 2, F] -> [..., F], and the one of its gradient."""
+
+    def check_forward(x: Tensor) -> None:
+        check(x.dim() >= 2 and x.shape[-2] == 2, lambda: f"moec::{name}: x must be [..., 2, F], not {list(x.shape)}")
+        check(x.is_floating_point(), lambda: f"moec::{name}: x must be floating point, not {x.dtype}")
+
+    def check_backward(grad: Tensor, x: Tensor) -> None:
+        check_forward(x)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        grad_x: Tensor = gated_backward(grad, x)
+        return grad_x
+
+    gated = define(f"{name}(Tensor x) -> Tensor", fake=_fake_gated, check=check_forward)
+    gated_backward = define(
+        f"{name}_backward(Tensor grad, Tensor x) -> Tensor", fake=_fake_gated_backward, check=check_backward
+    )
+    differentiate(gated, setup=setup, backward=backward)
+    return gated, gated_backward
 
 
-def _fake_swiglu(x: Tensor) -> Tensor:
+def _fake_gated(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
 
 
-def _check_swiglu_backward(grad: Tensor, x: Tensor) -> None:
-    _check_swiglu(x)
-
-
-def _fake_swiglu_backward(grad: Tensor, x: Tensor) -> Tensor:
+def _fake_gated_backward(grad: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-swiglu = define("swiglu(Tensor x) -> Tensor", fake=_fake_swiglu, check=_check_swiglu)
+swiglu, swiglu_backward = _define_gated("swiglu")
 """`silu(x[..., 0, :]) * x[..., 1, :]` (Shazeer 2020): x [..., 2, F] -> [..., F], computed in at least float32."""
-swiglu_backward = define(
-    "swiglu_backward(Tensor grad, Tensor x) -> Tensor",
-    fake=_fake_swiglu_backward,
-    check=_check_swiglu_backward,
-)
 
-
-def _setup_swiglu(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate_swiglu(ctx: Any, grad: Tensor) -> Tensor:
-    (x,) = ctx.saved_tensors
-    grad_x: Tensor = swiglu_backward(grad, x)
-    return grad_x
-
-
-differentiate(swiglu, setup=_setup_swiglu, backward=_differentiate_swiglu)
+geglu, geglu_backward = _define_gated("geglu")
+"""`gelu(x[..., 0, :]) * x[..., 1, :]` (ibid.) with the exact gelu: x [..., 2, F] -> [..., F], in at least float32."""

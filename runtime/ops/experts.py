@@ -8,7 +8,7 @@ from torch import Tensor
 
 from moec.runtime.ops.registry import check, define, differentiate
 
-FACTORS = {"swiglu": 2, "gelu": 1}
+FACTORS = {"swiglu": 2, "geglu": 2, "gelu": 1, "relu": 1, "relu2": 1}
 """G, the factor of F by which the up projection is wider, for each activation."""
 
 
@@ -55,8 +55,9 @@ expert_mlp = define(
 """`activation(row @ up[e]ᵀ) @ down[e]ᵀ` for the rows of each expert e.
 
 rows [R, D], counts [sources, E] int64, up [E, G, F, D] and down [E, D, F], all but counts of one floating dtype;
-activation "swiglu" (gate first, G = 2) or "gelu" (exact, G = 1), computed in at least float32. Rows lie source-major,
-then by expert, which is how an all-to-all delivers them; sources is 1 where there was none. Gives
+activation "swiglu" or "geglu" (gate first, G = 2), "gelu", "relu" or its square "relu2" (G = 1), gelu being the exact
+one, computed in at least float32. Rows lie source-major, then by expert, which is how an all-to-all delivers them;
+sources is 1 where there was none. Gives
   - out [R, D], in the rows' order;
   - hidden [R, G, F], the pre-activation, for backward: not differentiable, its rows in the backend's own order.
 Raises `RuntimeError` if the counts do not add up to R.

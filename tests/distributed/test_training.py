@@ -82,6 +82,17 @@ def test_other_gates_give_the_unsharded_curve_too(gloo: GlooPool, gate: str):
     require_same_curve(gloo.run(4, train_as_rank, {**options, "ranks": 4, "ep": 2}), unsharded(**options))
 
 
+def test_dense_paths_beside_experts_and_a_tied_embedding_give_the_unsharded_curve(gloo: GlooPool):
+    options = {
+        "batch": 8,
+        "expert": "geglu(16)",
+        "beside": "residual = gelu(8); shared = relu2(8, gated = true)",
+        "model": "norm = layer_norm; embedding = tokens(tied = true, positions = learned)",
+        "optimizer": "adamw(lr = 3e-3)",
+    }
+    require_same_curve(gloo.run(4, train_as_rank, {**options, "ranks": 4, "ep": 2}), unsharded(**options))
+
+
 def test_plain_backward_accumulates_as_it_does_without_ranks(gloo: GlooPool):
     options = {"ranks": 4, "ep": 2}
     results = gloo.run(4, backward_twice, options)

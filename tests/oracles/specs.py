@@ -15,11 +15,13 @@ def small_spec(
     depth: int = 2,
     norm: str = "rms(eps = 1e-5)",
     dtype: str = "fp32",
+    embedding: str = "tokens()",
 ) -> Spec:
     """A model for one rank whose `layers` blocks are `layers`."""
     return to_spec(f"""
         model "small" {{
           vocab = {VOCAB}; dim = {dim}; depth = {depth}; dtype = {dtype}; norm = {norm}
+          embedding = {embedding}
           {layers}
         }}
         cluster "here" {{ device = cpu; level "process" {{ size = 1 }} }}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
-from plain_moe import PlainModel, plain_state_dict
+from plain_moe import PlainModel
+from plain_weights import plain_state_dict
 from torch import Tensor
 
 import moec
@@ -17,9 +18,9 @@ MHA = "attention = mha(heads = 3)"
 GQA = "attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())"
 
 
-def moe(gate: str, *, body: str = "swiglu(20)", experts: int = 5, balance: str = "") -> str:
+def moe(gate: str, *, body: str = "swiglu(20)", experts: int = 5, balance: str = "", beside: str = "") -> str:
     terms = f"balance = [{balance}]" if balance else ""
-    return f"moe {{ experts = {experts} * {body}; gate = {gate}; {terms} }}"
+    return f"moe {{ experts = {experts} * {body}; gate = {gate}; {terms}; {beside} }}"
 
 
 def layers(attention: str, rest: str) -> str:
@@ -33,9 +34,17 @@ SPECS = {
     "gqa-rope": layers(GQA, "ffn = swiglu(32)"),
     "gqa-no-rope": layers("attention = gqa(heads = 6, kv_heads = 2)", "ffn = gelu(32)"),
     "gqa-one-kv-head": layers("attention = gqa(heads = 2, kv_heads = 1, head_dim = 16)", "ffn = gelu(8)"),
+    "qkv-bias": layers(
+        "attention = gqa(heads = 4, kv_heads = 2, rope = rope(), bias = qkv)", "ffn = gelu(8, bias = true)"
+    ),
+    "all-biases": layers("attention = mha(heads = 4, bias = all)", "ffn = swiglu(8, bias = true)"),
+    "shared-bias": layers(
+        MHA, moe("topk(2)", beside="shared = geglu(8, bias = true, gated = true); residual = relu(8, bias = true)")
+    ),
     "one-expert": layers(MHA, moe("topk(1)", experts=1, balance=BOTH)),
     "gelu-experts": layers(GQA, moe("topk(2)", body="gelu(20)", balance=BOTH)),
     "switch-loss": layers(GQA, moe("topk(2)", balance="switch_loss(0.3)")),
+    "switch": layers(GQA, moe("switch", balance="switch_loss(0.3)")),
     "z-loss": layers(GQA, moe("topk(2, score = sigmoid)", balance="z_loss(0.3)")),
     "no-balance": layers(GQA, moe("topk(3, normalize = true)")),
     "all-experts": layers(MHA, moe("topk(5, order = after)", balance=BOTH)),
@@ -44,6 +53,18 @@ SPECS = {
         layers 1..3 step 2 {{ {moe("topk(2)", balance=BOTH)} }}
         layers 3 {{ attention = mha(heads = 3); moe {{ gate = topk(1); experts = 4 * gelu(16) }} }}
     """,
+}
+BESIDE = {
+    "shared": "shared = swiglu(12)",
+    "shared-gated": "shared = gelu(12, gated = true)",
+    "residual": "residual = gelu(12)",
+    "shared-and-residual": "shared = geglu(12, gated = true); residual = relu(12)",
+}
+SPECS |= {name: layers(GQA, moe("topk(2)", balance=BOTH, beside=beside)) for name, beside in BESIDE.items()}
+SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2")}
+SPECS |= {
+    f"{word}-experts": layers(GQA, moe("topk(2)", body=f"{word}(20)", balance=BOTH))
+    for word in ("geglu", "relu", "relu2")
 }
 SPECS |= {
     f"topk-{k}-{score}-{order}-{'normalized' if normalize == 'true' else 'raw'}": layers(
@@ -102,6 +123,18 @@ def test_reference_equals_the_handwritten_model(name: str) -> None:
     require_equal(*pair(spec), *batch())
 
 
+@pytest.mark.parametrize("norm", ["layer_norm", "layer_norm(eps = 1e-3, bias = false)"])
+@pytest.mark.parametrize("embedding", ["tokens()", "tokens(tied = true)", "tokens(positions = learned, tied = true)"])
+def test_norms_and_embeddings(norm: str, embedding: str) -> None:
+    require_equal(*pair(small_spec(SPECS["switch-loss"], norm=norm, embedding=embedding)), *batch())
+
+
+def test_learned_positions_serve_shorter_sequences_too() -> None:
+    ours, plain = pair(small_spec(SPECS["mha"], embedding="tokens(positions = learned)"))
+    tokens, labels = (ids[:, :5].contiguous() for ids in batch())
+    require_equal(ours, plain, tokens, labels)
+
+
 def test_no_label_ignored() -> None:
     require_equal(*pair(small_spec(SPECS["switch-loss"])), *batch(ignored=0.0))
 
@@ -130,7 +163,10 @@ def test_an_expert_never_used() -> None:
     assert all((gradient == 0).all() for gradient in unused)
 
 
-@pytest.mark.parametrize("name", ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts"])
+@pytest.mark.parametrize(
+    "name",
+    ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts", "geglu-experts", "shared-gated", "residual"],
+)
 def test_bf16_is_as_close_to_float64_as_handwritten_bf16(name: str) -> None:
     """The two round in different places, so each is compared with the same weights in float64."""
     spec = small_spec(SPECS[name], dtype="bf16")

@@ -17,6 +17,21 @@ from moec.passes.ir.text import print_program
 from moec.passes.pipeline import compile_program
 from moec.runtime.verify import verify
 
+BESIDE = [
+    "",
+    "shared = swiglu(6)",
+    "shared = relu(6, gated = true)",
+    "residual = gelu(6, bias = true)",
+    "residual = geglu(6); shared = relu2(5, gated = true)",
+]
+
+MODELS = [
+    "",
+    "norm = layer_norm(eps = 1e-4)",
+    "norm = layer_norm(bias = false); embedding = tokens(tied = true)",
+    "embedding = tokens(tied = true, positions = learned)",
+]
+
 
 @st.composite
 def mixture(draw: st.DrawFn, ranks: int, experts: int) -> tuple[int, int | None]:
@@ -39,14 +54,19 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     score = draw(st.sampled_from(["softmax", "sigmoid"]))
     order = draw(st.sampled_from(["before", "after"]))
     normalize = draw(st.sampled_from(["true", "false"]))
+    topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
     return moe_spec(
         ranks=ranks,
         ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
         experts=experts,
-        expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)"])),
-        gate=f"topk({k}, score = {score}, order = {order}, normalize = {normalize})",
+        expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"])),
+        gate=draw(st.sampled_from([topk, topk, topk, "switch"])),
         balance=balance,
+        model=draw(st.sampled_from(MODELS)),
+        beside=draw(st.sampled_from(BESIDE)),
+        ffn=draw(st.sampled_from(["gelu(32)", "geglu(8)", "relu(8)", "relu2(8)", "swiglu(6, bias = true)"])),
+        bias=draw(st.sampled_from(["none", "qkv", "all"])),
         dim=draw(st.sampled_from([8, 16])),
         depth=draw(st.integers(2, 4)),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),

@@ -6,8 +6,11 @@ from moec.passes.ir.ops.dense import (
     ACTIVATION_PARTS,
     Activation,
     Add,
+    AddBias,
     Attention,
     Embed,
+    EmbedPositions,
+    LayerNorm,
     Linear,
     RmsNorm,
     Rope,
@@ -15,11 +18,13 @@ from moec.passes.ir.ops.dense import (
 )
 from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
 from moec.passes.ir.ops.moe import Combine, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
+from moec.passes.ir.ops.paths import Mix, SigmoidGate
 
 __all__ = [
     "ACTIVATION_PARTS",
     "Activation",
     "Add",
+    "AddBias",
     "AllReduce",
     "AllToAll",
     "Attention",
@@ -29,15 +34,19 @@ __all__ = [
     "CountLabels",
     "CrossEntropy",
     "Embed",
+    "EmbedPositions",
     "ExchangeCounts",
     "ExpertMlp",
+    "LayerNorm",
     "Linear",
     "Mean",
+    "Mix",
     "Permute",
     "RmsNorm",
     "Rope",
     "Route",
     "Router",
+    "SigmoidGate",
     "SwitchLoss",
     "WeightedSum",
     "ZLoss",

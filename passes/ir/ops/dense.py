@@ -30,6 +30,25 @@ class Embed(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedPositions(Op):
+    """The first rows of a table, for each sequence: ids `[batch, sequence]`, table `[context, dim]` → as `embed`."""
+
+    mnemonic: ClassVar[str] = "embed_positions"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        ids, table = operands
+        require(len(ids.shape) == 2 and len(table.shape) == 2, self, "wants ids and a [context, dim] table")
+        return (Type(shape=(*ids.shape, table.shape[1]), dtype=table.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        placing = follow_tokens(self, operands[:1], parameters=1)
+        if any(placement == Shard(1) for _, placement in placing.results[0].placements):
+            raise LayoutError("embed_positions has no rule for a sharded sequence")
+        return placing
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RmsNorm(Op):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dim, in at least fp32 (Zhang & Sennrich 2019)."""
 
@@ -43,6 +62,27 @@ class RmsNorm(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return follow_tokens(self, operands[:1], parameters=1)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorm(Op):
+    """`(x − mean) / sqrt(variance + eps) * weight + bias` over the last dim, in at least fp32 (Ba et al. 2016).
+
+    x, weight, and bias where there is one.
+    """
+
+    mnemonic: ClassVar[str] = "layer_norm"
+    eps: float
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, *vectors = operands
+        require(len(vectors) in (1, 2), self, "wants a weight, and at most a bias")
+        require(all(v.shape == x.shape[-1:] for v in vectors), self, "wants vectors as wide as the last dim")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=len(operands) - 1)
 
 
 @register
@@ -66,6 +106,22 @@ class Linear(Op):
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
         x, weight = operands
         return 2 * size_of(x.shape[: -self.contract], sizes) * size_of(weight.shape, sizes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddBias(Op):
+    """x `[batch, sequence, out…]`, bias `[out…]` → x + bias. No part of `linear`, whose result may be a partial sum."""
+
+    mnemonic: ClassVar[str] = "add_bias"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, bias = operands
+        require(x.shape[2:] == bias.shape and x.dtype == bias.dtype, self, "wants a bias for each output")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], parameters=1)
 
 
 @register
@@ -113,7 +169,11 @@ class Attention(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation(Op):
-    """`[…, parts, hidden]` → `[…, hidden]`: `swiglu` is silu(first) · second of two parts, `gelu` (erf) has one."""
+    """`[…, parts, hidden]` → `[…, hidden]`.
+
+    Of two parts, `swiglu` is silu(first) · second, `geglu` gelu(first) · second; `gelu` (erf), `relu` and its square
+    `relu2` have one.
+    """
 
     mnemonic: ClassVar[str] = "activation"
     kind: str
@@ -127,8 +187,8 @@ class Activation(Op):
         return follow_tokens(self, operands)
 
 
-ACTIVATION_PARTS = {"swiglu": 2, "gelu": 1}
-"""How many projections of the input an activation takes."""
+ACTIVATION_PARTS = {"swiglu": 2, "geglu": 2, "gelu": 1, "relu": 1, "relu2": 1}
+"""How many projections of the input an activation takes. Named as the language names the feed-forwards."""
 
 
 @register

@@ -30,18 +30,18 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"attention": "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = 4, value_dim = 4)"}, "`mla`", "gqa, mha"),
         ({"attention": "mha(heads = 4, window = 128)"}, "`window`", ""),
         ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),
-        ({"ffn": "ffn = geglu(4)"}, "`geglu`", "gelu, swiglu"),
-        ({"ffn": "ffn = gelu(4, bias = true)"}, "`bias`", ""),
-        ({"ffn": "moe { experts = 4 * relu2(8); gate = topk(2) }"}, "`relu2`", "gelu, swiglu"),
+        ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, swiglu"),
+        ({"ffn": "moe { experts = 4 * gelu(4, bias = true); gate = topk(2) }"}, "`bias` here", ""),
+        ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
-        ({"ffn": "moe { experts = 4 * gelu(8); gate = switch }"}, "`switch`", "topk"),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"}, "`gshard`", "switch, topk"),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = switch(jitter = 0.1) }"}, "`jitter`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = online()) }"}, "`bias`", ""),
         ({"ffn": MOE.format("group = batch")}, "`group = batch`", "sequence"),
         ({"ffn": MOE.format("capacity = factor(1.25)")}, "`factor`", "dropless"),
-        ({"ffn": MOE.format("shared = swiglu(8)")}, "`shared`", ""),
+        ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),
-        ({"model": "norm = layer_norm"}, "`layer_norm`", "rms"),
-        ({"model": "embedding = tokens(positions = learned)"}, "`positions = learned`", "none"),
+        ({"model": "embedding = tokens(multiplier = 2.0)"}, "`multiplier`", ""),
         ({"tail": "parallel { tp = 2 }"}, "`tp`", ""),
         ({"tail": "parallel { ep = auto }"}, "`ep = auto`", ""),
         ({"tail": "parallel { dp = [1, 2] }"}, "a list for `dp`", ""),
@@ -67,11 +67,11 @@ def test_what_is_written_as_its_default_is_not_refused() -> None:
 
 
 def test_layers_that_share_a_word_share_its_diagnostic() -> None:
-    assert len(refused(ffn="ffn = relu(8)")) == 1
+    assert len(refused(ffn="ffn = lora(8)")) == 1
 
 
 def test_compiling_refuses_it_too() -> None:
-    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = relu(8)", model="", tail="")
+    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = lora(8)", model="", tail="")
     with pytest.raises(DiagnosticError, match="MOE0202"):
         compile_source(text)
     with pytest.raises(DiagnosticError, match="MOE0202"):

@@ -42,3 +42,20 @@ def test_projections_into_the_residual_stream_start_smaller_with_depth():
 def test_norm_weights_do_not_decay_and_all_others_do():
     parameters = [p for block in lower(moe_spec()).blocks for p in block.parameters]
     assert {p.name for p in parameters if not p.decays} == {"attention_norm.weight", "ffn_norm.weight", "norm.weight"}
+
+
+def test_biases_start_as_zeros_and_do_not_decay_whatever_their_shape():
+    block = lower(moe_spec(bias="all", beside="shared = swiglu(4, bias = true)")).block("layers[1..2]")
+    biases = {p.name: p for p in block.parameters if p.name.endswith(".bias")}
+    assert biases.keys() == {f"attention.{part}.bias" for part in "qkvo"} | {
+        "moe.shared.up.bias",
+        "moe.shared.down.bias",
+    }
+    assert biases["attention.q.bias"].shape == (4, 4)
+    assert {(p.init.kind, p.decays) for p in biases.values()} == {("zeros", False)}
+
+
+def test_a_tied_head_has_no_parameter_of_its_own():
+    forward = lower(moe_spec(model="embedding = tokens(tied = true)")).block("forward")
+    assert [p.name for p in forward.parameters] == ["embedding.weight", "norm.weight"]
+    assert next(op for op in forward.ops if op.mnemonic == "linear").operands[1] == "@embedding.weight"

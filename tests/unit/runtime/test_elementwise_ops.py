@@ -1,4 +1,4 @@
-"""`rope` and `swiglu` against their definitions, written out."""
+"""`rope`, `swiglu` and `geglu` against their definitions, written out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from moec.runtime.backends import torch_rope
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE)
 ROPE = torch.ops.moec.rope_backward.default
-SWIGLU = torch.ops.moec.swiglu_backward.default
 
 
 def naive_rope(x: Tensor, theta: float) -> Tensor:
@@ -35,6 +34,15 @@ def naive_rope(x: Tensor, theta: float) -> Tensor:
 def naive_swiglu(x: Tensor) -> Tensor:
     gate, up = x.unbind(-2)
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def naive_geglu(x: Tensor) -> Tensor:
+    gate, up = x.unbind(-2)
+    return gate * 0.5 * (1 + torch.erf(gate / math.sqrt(2))) * up
+
+
+NAIVE = {"swiglu": naive_swiglu, "geglu": naive_geglu}
+gated = pytest.mark.parametrize("name", NAIVE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,10 +110,13 @@ def test_rope_refuses_an_odd_head_dim() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 2, 8), (2, 3, 2, 5), (2, 1), (0, 2, 4), (700, 2, 300)], ids=str)
-def test_swiglu_and_its_gradient_agree_with_the_definition(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@gated
+def test_gated_activations_and_their_gradients_agree_with_the_definition(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     exact = x.detach().double().requires_grad_()
-    out, expected = ops.swiglu(x), naive_swiglu(exact)
+    out, expected = getattr(ops, name)(x), NAIVE[name](exact)
     grad = torch.randn_like(out)
     out.backward(grad)
     expected.backward(grad.double())
@@ -115,20 +126,24 @@ def test_swiglu_and_its_gradient_agree_with_the_definition(shape: tuple[int, ...
     torch.testing.assert_close(x.grad.double(), exact.grad, **tolerance)
 
 
-def test_swiglu_rounds_bfloat16_once() -> None:
-    x = torch.randn(64, 2, 32, dtype=torch.bfloat16)
-    assert torch.equal(ops.swiglu(x), ops.swiglu(x.float()).bfloat16())
+@gated
+def test_gated_activations_round_bfloat16_once(name: str) -> None:
+    x, operator = torch.randn(64, 2, 32, dtype=torch.bfloat16), getattr(ops, name)
+    assert torch.equal(operator(x), operator(x.float()).bfloat16())
 
 
-def test_swiglu_gradients() -> None:
+@gated
+def test_gradients_of_gated_activations(name: str) -> None:
+    operator = getattr(ops, name)
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(ops.swiglu, (x,))
-    assert gradcheck(ops.swiglu, (torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True).mT[..., :2, :],))
+    assert gradcheck(operator, (x,))
+    assert gradcheck(operator, (torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True).mT[..., :2, :],))
 
 
-def test_swiglu_refuses_a_shape_without_two_halves() -> None:
-    with pytest.raises(RuntimeError, match=r"x must be \[\.\.\., 2, F\], not \[4, 3, 8\]"):
-        ops.swiglu(torch.randn(4, 3, 8))
+@gated
+def test_gated_activations_refuse_a_shape_without_two_halves(name: str) -> None:
+    with pytest.raises(RuntimeError, match=name + r": x must be \[\.\.\., 2, F\], not \[4, 3, 8\]"):
+        getattr(ops, name)(torch.randn(4, 3, 8))
 
 
 def test_operators_are_well_formed() -> None:
@@ -136,5 +151,6 @@ def test_operators_are_well_formed() -> None:
         x = torch.randn(2, 3, 2, 4, dtype=dtype)
         opcheck(ops.rope, (x.clone().requires_grad_(), 1e4))
         opcheck(ROPE, (x, 1e4))
-        opcheck(ops.swiglu, (x.clone().requires_grad_(),))
-        opcheck(SWIGLU, (x[..., 0, :], x))
+        for name in NAIVE:
+            opcheck(getattr(ops, name), (x.clone().requires_grad_(),))
+            opcheck(getattr(torch.ops.moec, f"{name}_backward").default, (x[..., 0, :], x))

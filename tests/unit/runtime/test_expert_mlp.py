@@ -29,12 +29,25 @@ COUNTS = {
     "two sources, an expert that neither uses": [[2, 0, 1], [1, 0, 2]],
 }
 loads = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-activations = pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+activations = pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu", "relu", "relu2"])
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1 + torch.erf(x / math.sqrt(2)))
+
+
+ACTIVE = {
+    "swiglu": lambda x: x / (1 + torch.exp(-x)),
+    "geglu": gelu,
+    "gelu": gelu,
+    "relu": lambda x: x * (x > 0),
+    "relu2": lambda x: x * x * (x > 0),
+}
 
 
 def inputs(counts: list[list[int]], activation: str, dtype: torch.dtype) -> list[Tensor]:
     """rows, up, down: D 6, F 5."""
-    num_experts, factor = len(counts[0]), {"swiglu": 2, "gelu": 1}[activation]
+    num_experts, factor = len(counts[0]), 2 if activation.endswith("glu") else 1
     shapes = [(sum(map(sum, counts)), 6), (num_experts, factor, 5, 6), (num_experts, 6, 5)]
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
@@ -44,10 +57,8 @@ def naive_expert_mlp(rows: Tensor, counts: list[list[int]], up: Tensor, down: Te
     out = []
     for row, expert in zip(rows, owners, strict=True):
         hidden = [half @ row for half in up[expert]]
-        if activation == "swiglu":
-            activated = hidden[0] / (1 + torch.exp(-hidden[0])) * hidden[1]
-        else:
-            activated = hidden[0] * 0.5 * (1 + torch.erf(hidden[0] / math.sqrt(2)))
+        active = ACTIVE[activation](hidden[0])
+        activated = active * hidden[1] if len(hidden) == 2 else active
         out.append(down[expert] @ activated)
     return torch.stack(out) if out else rows * up.sum() * down.sum()
 
@@ -132,8 +143,8 @@ def test_counts_that_do_not_add_up_are_refused() -> None:
 def test_arguments_that_do_not_fit_are_refused() -> None:
     rows, up, down = inputs([[2, 3]], "gelu", torch.float32)
     counts = torch.tensor([[2, 3]])
-    with pytest.raises(RuntimeError, match="activation must be one of swiglu, gelu, not 'relu'"):
-        ops.expert_mlp(rows, counts, up, down, "relu")
+    with pytest.raises(RuntimeError, match="activation must be one of swiglu, geglu, gelu, relu, relu2, not 'tanh'"):
+        ops.expert_mlp(rows, counts, up, down, "tanh")
     with pytest.raises(RuntimeError, match=r"up \[2, 1, 5, 6\] does not fit swiglu"):
         ops.expert_mlp(rows, counts, up, down, "swiglu")
     with pytest.raises(RuntimeError, match="must share a dtype"):

@@ -1,0 +1,52 @@
+"""Lowers feed-forwards that every token goes through: `ffn`, and what stands beside routed experts."""
+
+from __future__ import annotations
+
+from moec.grammar.spec import FeedForward, GeGLU, Gelu, Model, Moe, Relu, Relu2, SwiGLU
+from moec.passes.builder import Builder, normal, residual_init
+from moec.passes.ir import ops as o
+from moec.passes.ir.ops import ACTIVATION_PARTS
+
+Activated = SwiGLU | GeGLU | Gelu | Relu | Relu2
+"""Feed-forwards that are two projections with an activation between, which is called as they are."""
+
+
+def feed_forward(b: Builder, model: Model, body: FeedForward, prefix: str, h: str) -> str:
+    """`down(activation(up(h)))`, its parameters named under `prefix`; gives the result's name."""
+    assert isinstance(body, Activated)
+    parts, span = ACTIVATION_PARTS[body.word], body.span()
+    up = b.parameter(f"{prefix}.up.weight", (parts, body.hidden, model.dim), model.dtype, normal(), span)
+    down = b.parameter(f"{prefix}.down.weight", (model.dim, body.hidden), model.dtype, residual_init(model.depth), span)
+    hidden = b.one(o.Linear, h, up, to="hidden", span=span)
+    if body.bias:
+        hidden = b.biased(hidden, f"{prefix}.up.bias", body.span("bias"))
+    active = b.one(o.Activation, hidden, to="active", span=span, kind=body.word)
+    y = b.one(o.Linear, active, down, to="y", span=span)
+    return b.biased(y, f"{prefix}.down.bias", body.span("bias")) if body.bias else y
+
+
+def beside_experts(b: Builder, model: Model, moe: Moe, h: str, mixed: str) -> str:
+    """`mixed · c₀ + residual(h) · c₁ + shared(h)`, as far as the layer has them; gives the result's name."""
+    if moe.residual is not None:
+        mixed = b.one(
+            o.Mix,
+            mixed,
+            feed_forward(b, model, moe.residual, "moe.residual", h),
+            _logits(b, model, "moe.coefficient.weight", 2, moe.residual, h),
+            to="mixed",
+            span=moe.residual.span(),
+        )
+    if moe.shared is not None:
+        assert isinstance(moe.shared, Activated)
+        shared = feed_forward(b, model, moe.shared, "moe.shared", h)
+        if moe.shared.gated:
+            logits = _logits(b, model, "moe.shared_gate.weight", 1, moe.shared, h)
+            shared = b.one(o.SigmoidGate, shared, logits, to="shared", span=moe.shared.span("gated"))
+        mixed = b.one(o.Add, mixed, shared, to="mixed", span=moe.shared.span())
+    return mixed
+
+
+def _logits(b: Builder, model: Model, name: str, count: int, body: FeedForward, h: str) -> str:
+    """A few numbers per token, in the model's dtype as DeepSpeed and Qwen2 have them."""
+    weight = b.parameter(name, (count, model.dim), model.dtype, normal(), body.span())
+    return b.one(o.Linear, h, weight, to="shares", span=body.span())
