@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moec.codegen.operators import COLLECTIVES, GETITEM
+from moec.codegen.operators import CONVERSIONS, GETITEM
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout, Partial, Shard
 from moec.runtime.lockstep import LOSS, Lockstep, PerRank, Step, StepError
@@ -89,7 +89,7 @@ def _origins(steps: Sequence[Step]) -> Mapping[tuple[str, str], Origin]:
     origins: dict[tuple[str, str], Origin] = {}
     for step in steps:
         node = step.node
-        if node.target in COLLECTIVES:
+        if node.target in CONVERSIONS:
             moved = origins.get((step.path, node.refs()[0]))
             if moved:
                 origins[step.path, node.name] = moved

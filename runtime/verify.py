@@ -179,9 +179,9 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
             "parameter": max(largest(p) for p in model.parameters()),
         }
     )
-    shares = expected.logits.detach().chunk(plan.data_size)
+    whole_logits, layout, dense = expected.logits.detach(), plan.logits_layout, plan.meshes["dense"]
     for rank in range(plan.world_size):
-        share = shares[plan.data_rank(rank)]
+        share = whole_logits[local_slices(whole_logits.shape, layout, dense, rank)]
         errors.add("output", f"the logits of rank {rank}", logits[rank].detach(), share, expected.logits)
         errors.add("loss", f"rank {rank}", loss[rank].detach(), expected.loss.detach(), expected.loss)
     for layer, counts in model.expert_counts.items():
