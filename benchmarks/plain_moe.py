@@ -10,6 +10,7 @@ takes nothing from moec but the numbers of the Spec, and the fast way wherever p
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moec.grammar.spec import (
+    Factor,
     GeGLU,
     Gelu,
     Gqa,
@@ -196,6 +198,7 @@ class PlainMoe(nn.Module):
     def __init__(self, dim: int, moe: Moe) -> None:
         super().__init__()
         self.num_experts, self.terms = moe.experts.count, moe.balance
+        self.capacity, self.group = moe.capacity, moe.group
         self.topk = TopK(k=1) if isinstance(moe.gate, Switch) else moe.gate
         self.gate = nn.Linear(dim, self.num_experts, bias=False)
         self.experts = nn.ModuleList(feed_forward(dim, moe.experts.body) for _ in range(self.num_experts))
@@ -209,6 +212,9 @@ class PlainMoe(nn.Module):
         dtype = at_least_fp32(x.dtype)
         logits = F.linear(x.to(dtype), self.gate.weight.to(dtype))
         weights, chosen = choose(logits, self.topk)
+        if isinstance(self.capacity, Factor):
+            groups = chosen.shape[0] if self.group == "sequence" else 1
+            weights = weights * kept_choices(chosen, self.capacity, groups, self.num_experts)
         mixed = self.mix(x.flatten(0, 1), weights, chosen).view_as(x)
         return self.with_dense_paths(x, mixed), self.balance(logits, chosen)
 
@@ -241,7 +247,10 @@ class PlainMoe(nn.Module):
         total: Tensor | float = 0.0
         for term in self.terms:
             if isinstance(term, SwitchLoss):
-                value = switch_loss(probabilities(logits, self.topk.score), chosen)
+                scores = probabilities(logits, self.topk.score)
+                if self.group != "sequence":  # of one rank: its whole batch is one group
+                    scores, counted = scores.flatten(0, 1)[None], chosen.flatten(0, 1)[None]
+                value = switch_loss(scores, counted if self.group != "sequence" else chosen)
             else:
                 value = logits.logsumexp(-1).square().mean()
             total = total + term.weight * value
@@ -267,6 +276,21 @@ def probabilities(logits: Tensor, score: str) -> Tensor:
         return logits.softmax(-1)
     scores = logits.sigmoid()
     return scores / scores.sum(-1, keepdim=True)
+
+
+def kept_choices(chosen: Tensor, capacity: Factor, groups: int, num_experts: int) -> Tensor:
+    """Which of [batch, sequence, k] choices find a place, as 0 and 1, counted one by one (GShard, algorithm 1)."""
+    kept = torch.zeros_like(chosen)
+    for members in torch.arange(chosen.shape[0]).chunk(groups):
+        tokens = len(members) * chosen.shape[1]
+        places = max(capacity.min, math.ceil(capacity.factor * chosen.shape[2] * tokens / num_experts))
+        taken = [0] * num_experts
+        for choice in range(chosen.shape[2]):
+            for sequence in members.tolist():
+                for token, expert in enumerate(chosen[sequence, :, choice].tolist()):
+                    kept[sequence, token, choice] = taken[expert] < places
+                    taken[expert] += 1
+    return kept
 
 
 def switch_loss(scores: Tensor, chosen: Tensor) -> Tensor:

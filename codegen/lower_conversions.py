@@ -36,11 +36,17 @@ def _all_to_all(e: BlockEmitter, op: Op) -> None:
     e.result(op, "moec.all_to_all.default", e.ref(rows), e.ref(splits), e.group(op.axis), op.reverse)
 
 
+def _all_to_all_padded(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.AllToAllPadded)
+    e.result(op, "moec.all_to_all_padded.default", *e.refs(op), op.given, op.wanted, e.group(op.axis))
+
+
 CONVERSIONS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.AllGather: _along_dim,
     o.AllGatherAlike: _along_dim,
     o.AllReduce: _all_reduce,
     o.AllToAll: _all_to_all,
+    o.AllToAllPadded: _all_to_all_padded,
     o.CopyTo: _copy_to,
     o.ExchangeCounts: _exchange_counts,
     o.ReduceScatter: _along_dim,

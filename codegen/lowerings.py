@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moec.codegen.emitter import BlockEmitter, facts
-from moec.codegen.graph import DTypeLiteral, Graph, Node, Ref
+from moec.codegen.emitter import BlockEmitter
+from moec.codegen.graph import DTypeLiteral
 from moec.codegen.lower_conversions import CONVERSIONS
+from moec.codegen.lower_mixtures import MIXTURES
 from moec.codegen.lower_vocabulary import IGNORED_LABEL, VOCABULARY
-from moec.codegen.operators import GETITEM
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
@@ -112,47 +112,6 @@ def _router(e: BlockEmitter, op: Op) -> None:
     e.result(op, "aten.linear.default", x, weight)
 
 
-def _route(e: BlockEmitter, op: Op) -> None:
-    assert isinstance(op, o.Route)
-    e.results(op, "moec.route.default", *e.refs(op), op.k, op.score, op.order == "after", op.normalize)
-
-
-def _permute(e: BlockEmitter, op: Op) -> None:
-    assert isinstance(op, o.Permute)
-    e.results(op, "moec.permute.default", *e.refs(op), op.num_experts)
-
-
-def _expert_mlp(e: BlockEmitter, op: Op) -> None:
-    """The experts are a module of their own: their parameters shard over another mesh than the layer's."""
-    assert isinstance(op, o.ExpertMlp)
-    rows, counts, up, down = op.operands
-    prefix = up[1:].removesuffix(".up.weight")
-    inner = [e.block.scope[rows], e.block.scope[counts]]
-    placeholders = [
-        Node(name=name, op="placeholder", target=name, **facts(value))
-        for name, value in zip(("rows", "counts"), inner, strict=True)
-    ]
-    parameters = [Node(name=f"{part}_weight", op="get_attr", target=f"{part}.weight") for part in ("up", "down")]
-    assert (up, down) == (f"@{prefix}.up.weight", f"@{prefix}.down.weight")
-    args = (Ref(node="rows"), Ref(node="counts"), Ref(node="up_weight"), Ref(node="down_weight"), op.activation)
-    span = str(op.span) if op.span else None
-    body = [
-        Node(name="y_all", op="call_function", target="moec.expert_mlp.default", args=args, span=span),
-        Node(
-            name="y",
-            op="call_function",
-            target=GETITEM,
-            args=(Ref(node="y_all"), 0),
-            span=span,
-            **facts(op.results[0]),
-        ),
-        Node(name="output", op="output", target="output", args=(Ref(node="y"),)),
-    ]
-    name = f"{e.block.name}.experts"
-    e.nested.append(Graph(name=name, nodes=(*placeholders, *parameters, *body)))
-    e.call(op, prefix, name, [e.ref(rows), e.ref(counts)], num_results=1)
-
-
 def _sigmoid_gate(e: BlockEmitter, op: Op) -> None:
     x, logits = e.refs(op)
     e.result(op, "aten.mul.Tensor", x, e.step(op, "share", "aten.sigmoid.default", logits))
@@ -166,11 +125,6 @@ def _mix(e: BlockEmitter, op: Op) -> None:
         share = e.step(op, f"share_{index}", "aten.narrow.default", shares, -1, index, 1)
         terms.append(e.step(op, f"path_{index}", "aten.mul.Tensor", path, share))
     e.result(op, "aten.add.Tensor", *terms)
-
-
-def _count_choices(e: BlockEmitter, op: Op) -> None:
-    assert isinstance(op, o.CountChoices)
-    e.result(op, "moec.count_choices.default", *e.refs(op), op.num_experts)
 
 
 def _repeat_heads(e: BlockEmitter, op: Op) -> None:
@@ -226,30 +180,25 @@ def _call(e: BlockEmitter, op: Op) -> None:
 
 LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     **CONVERSIONS,
+    **MIXTURES,
     **VOCABULARY,
     o.Activation: _activation,
     o.Add: _add,
     o.AddBias: _simple("aten.add.Tensor"),
     o.Attention: _attention,
     o.Call: _call,
-    o.Combine: _simple("moec.combine.default"),
-    o.CountChoices: _count_choices,
     o.CountLabels: _count_labels,
     o.Embed: _embed,
     o.EmbedPositions: _embed_positions,
-    o.ExpertMlp: _expert_mlp,
     o.LayerNorm: _layer_norm,
     o.Linear: _linear,
     o.Mean: _mean,
     o.Mix: _mix,
-    o.Permute: _permute,
     o.RepeatHeads: _repeat_heads,
     o.RmsNorm: _rms_norm,
     o.Rope: _rope,
-    o.Route: _route,
     o.Router: _router,
     o.SigmoidGate: _sigmoid_gate,
-    o.SwitchLoss: _simple("moec.switch_loss.default"),
     o.WeightedSum: _weighted_sum,
     o.ZLoss: _z_loss,
 }

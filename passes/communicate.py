@@ -25,6 +25,7 @@ from moec.passes.ir.ops import (
     AllGatherAlike,
     AllReduce,
     AllToAll,
+    AllToAllPadded,
     Conversion,
     CopyTo,
     ExchangeCounts,
@@ -137,6 +138,8 @@ class _Connector:
                 return self._exchange(value, axis, consumer)
             case (Shard(dim=1), Shard(dim=0)) | (Shard(dim=0), Shard(dim=1)) if value.ragged is not None:
                 return self._all_to_all(value, axis, reverse=target == Shard(1), consumer=consumer)
+            case Shard(dim=given), Shard(dim=other) if value.ragged is None:
+                return self._move(value, consumer, AllToAllPadded, axis=axis, given=given, wanted=other)
         raise LayoutError(f"no conversion of %{name} from {axis}:{source} to {axis}:{target}")
 
     def _move(self, value: Value, consumer: Op, conversion: type[Conversion], **attributes: Any) -> str:

@@ -5,27 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import (
-    Attention,
-    Experts,
-    Gqa,
-    Layer,
-    Mha,
-    Model,
-    Moe,
-    RmsNorm,
-    Spec,
-    Switch,
-    SwitchLoss,
-    TopK,
-)
+from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Spec
 from moec.grammar.supported import unsupported
 from moec.passes.builder import Builder, normal, residual_init
-from moec.passes.feed_forward import Activated, beside_experts, feed_forward
+from moec.passes.feed_forward import feed_forward
 from moec.passes.ir import Block, Init, Program, Value
 from moec.passes.ir import ops as o
-from moec.passes.ir.ops import ACTIVATION_PARTS
 from moec.passes.layers import layer_set_name
+from moec.passes.mixture import mixture
+from moec.passes.stated import data_shares
 
 TOKENS = ("batch", "sequence")
 
@@ -39,7 +27,8 @@ def lower(spec: Spec) -> Program:
         raise DiagnosticError(refused)
     model = spec.model
     layers = _distinct_layers(model)
-    blocks = [_layer_block(model, layer, numbers) for layer, numbers in layers]
+    shares = data_shares(spec)
+    blocks = [_layer_block(model, layer, numbers, shares) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     loss = _loss_block(model, balanced="balance" in forward.outputs)
@@ -71,7 +60,7 @@ def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
     return b.one(o.LayerNorm, *operands, to=to, span=span, eps=norm.eps)
 
 
-def _layer_block(model: Model, layer: Layer, numbers: Sequence[int]) -> Block:
+def _layer_block(model: Model, layer: Layer, numbers: Sequence[int], shares: int) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype)
     b = Builder(f"layers{layer_set_name(numbers)}", [x], layer.span())
     attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
@@ -80,7 +69,7 @@ def _layer_block(model: Model, layer: Layer, numbers: Sequence[int]) -> Block:
     if layer.moe is None:
         assert layer.ffn is not None
         return b.block([b.one(o.Add, residual, feed_forward(b, model, layer.ffn, "ffn", h), to="x")])
-    mixed, balance, counts = _moe(b, model, layer.moe, h)
+    mixed, balance, counts = mixture(b, model, layer.moe, h, shares)
     out = b.one(o.Add, residual, mixed, to="x")
     return b.block([out, counts, *balance])
 
@@ -109,51 +98,6 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
     out = b.parameter("attention.o.weight", (model.dim, heads, width), model.dtype, residual_init(model.depth), span)
     y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
     return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
-
-
-def _moe(b: Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], str]:
-    """The mixed value, the layer's balance term where it has one, and the counts of rows per expert."""
-    gate, declared = moe.gate, moe.experts
-    if isinstance(gate, Switch):
-        gate = TopK(k=1).with_spans({"": span} if (span := gate.span()) else {})
-    assert isinstance(gate, TopK)
-    assert isinstance(declared, Experts)
-    experts, body = declared.count, declared.body
-    assert isinstance(body, Activated)
-    gate_weight = b.parameter("moe.gate.weight", (experts, model.dim), model.dtype, normal(), gate.span())
-    logits = b.one(o.Router, h, gate_weight, to="logits", span=gate.span())
-    p, w, e = b.add(
-        o.Route, logits, to="p w e", span=gate.span(),
-        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize,
-    )  # fmt: skip
-    rows, counts, positions = b.add(
-        o.Permute, h, e, to="rows counts positions", span=moe.span("capacity"), num_experts=experts
-    )
-    parts, hidden, span = ACTIVATION_PARTS[body.word], body.hidden, declared.span()
-    up = b.parameter("moe.experts.up.weight", (experts, parts, hidden, model.dim), model.dtype, normal(), span)
-    down = b.parameter(
-        "moe.experts.down.weight", (experts, model.dim, hidden), model.dtype, residual_init(model.depth), span
-    )
-    y = b.one(o.ExpertMlp, rows, counts, up, down, to="y", span=span, activation=body.word)
-    mixed = b.one(o.Combine, y, positions, w, to="mixed", span=moe.span("capacity"))
-    mixed = beside_experts(b, model, moe, h, mixed)
-    terms = [
-        b.one(
-            o.SwitchLoss,
-            p,
-            b.one(o.CountChoices, e, to="choices", span=term.span(), num_experts=experts),
-            to="switch_loss",
-            span=term.span(),
-        )
-        if isinstance(term, SwitchLoss)
-        else b.one(o.ZLoss, logits, to="z_loss", span=term.span())
-        for term in moe.balance
-    ]
-    if not terms:
-        return mixed, [], counts
-    weights = tuple(term.weight for term in moe.balance)
-    balance = b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)
-    return mixed, [balance], counts
 
 
 def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:

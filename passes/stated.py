@@ -23,6 +23,11 @@ def number_of(degree: object) -> int | None:
     return degree
 
 
+def data_shares(spec: Spec) -> int:
+    """Into how many shares the batch is cut: `dp`, stated or by default, where the degrees keep their rules."""
+    return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // (number_of(spec.parallel.tp) or 1))
+
+
 def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
     """Every `ep` of the file with the layers that it is said of, in an order in which the last one counts."""
     every, parallel = range(spec.model.depth), spec.parallel

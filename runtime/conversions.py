@@ -8,6 +8,7 @@
 | replicated → sharded | `slice` | all_gather |
 | sharded → replicated, consumed alike on every rank | `all_gather_alike` | slice |
 | sharded → replicated, for ops sharded on the axis | `all_gather` | reduce_scatter |
+| sharded(i) → sharded(j) | `all_to_all_padded` | all_to_all_padded |
 
 `passes/communicate.py` says which is inserted where; ragged rows are in `runtime/collectives.py`. Groups are named
 (`moec.runtime.groups`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for a sum that
@@ -26,7 +27,16 @@ from torch import Tensor
 from moec.runtime.groups import resolve
 from moec.runtime.ops.registry import check, define, differentiate
 
-__all__ = ["all_gather", "all_gather_alike", "all_reduce", "all_reduce_max", "copy_to", "reduce_scatter", "slice_"]
+__all__ = [
+    "all_gather",
+    "all_gather_alike",
+    "all_reduce",
+    "all_reduce_max",
+    "all_to_all_padded",
+    "copy_to",
+    "reduce_scatter",
+    "slice_",
+]
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -62,6 +72,14 @@ def _sliced(x: Tensor, dim: int, group: str) -> Tensor:
     return x.chunk(peers.size(), dim)[peers.rank()].clone(memory_format=torch.contiguous_format)
 
 
+def _exchanged(x: Tensor, given: int, wanted: int, group: str) -> Tensor:
+    peers = resolve(group)
+    pieces = torch.stack(x.chunk(peers.size(), wanted))
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=peers)
+    return torch.cat(received.unbind(0), given)
+
+
 # ---- checks and fakes ------------------------------------------------------------------------------------
 
 
@@ -93,6 +111,17 @@ def _fake_gathered(x: Tensor, dim: int, group: str) -> Tensor:
 
 def _fake_piece(x: Tensor, dim: int, group: str) -> Tensor:
     return x.new_empty((*x.shape[:dim], x.shape[dim] // resolve(group).size(), *x.shape[dim + 1 :]))
+
+
+def _check_exchanged(x: Tensor, given: int, wanted: int, group: str) -> None:
+    _check_dim(x, given, group)
+    _check_divides(x, wanted, group)
+
+
+def _fake_exchanged(x: Tensor, given: int, wanted: int, group: str) -> Tensor:
+    shape, size = list(x.shape), resolve(group).size()
+    shape[given], shape[wanted] = shape[given] * size, shape[wanted] // size
+    return x.new_empty(shape)
 
 
 # ---- the operators ---------------------------------------------------------------------------------------
@@ -138,6 +167,14 @@ all_gather_alike = define(
 )
 """Every rank's x side by side along `dim`, consumed alike on every rank. Backward: slice."""
 
+all_to_all_padded = define(
+    "all_to_all_padded(Tensor x, int given, int wanted, str group) -> Tensor",
+    fake=_fake_exchanged,
+    check=_check_exchanged,
+    kernel=_exchanged,
+)
+"""x, which the ranks have in pieces along `given`, in pieces along `wanted`; alike in shape on every rank."""
+
 
 # ---- and their backward ----------------------------------------------------------------------------------
 
@@ -160,3 +197,4 @@ _declare(reduce_scatter, all_gather)
 _declare(slice_, all_gather)
 _declare(all_gather, reduce_scatter)
 _declare(all_gather_alike, slice_)
+_declare(all_to_all_padded, lambda gradient, given, wanted, group: all_to_all_padded(gradient, wanted, given, group))

@@ -22,6 +22,7 @@ from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Layout, Shard
 from moec.passes.ir.mesh import group_name
 from moec.passes.lower import context_of
+from moec.passes.mixture import choices_per_token
 from moec.runtime import groups
 from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
@@ -161,6 +162,20 @@ class Job:
         sizes = [model.expert_counts[layer].numel() for layer in layers]
         return dict(zip(layers, torch.split(counts.cpu(), sizes), strict=True))
 
+    def drop_rates(self, model: PlanModule) -> dict[int, float]:
+        """The share of the last forward pass's choices that found their expert full, by layer; 0 where none can.
+
+        Over all ranks, as `expert_loads` is, and so a collective too.
+        """
+        loads = self.expert_loads(model)
+        tokens = torch.tensor(model.num_tokens)
+        if self.world_size > 1:
+            tokens = tokens.to(next(model.parameters()).device)
+            dist.all_reduce(tokens)
+        total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group read the same ones
+        kept = {layer: int(load.sum()) / choices_per_token(self.plan.spec, layer) for layer, load in loads.items()}
+        return {layer: 1 - rows / total if total else 0.0 for layer, rows in kept.items()}
+
     def save(self, path: str, model: PlanModule, optimizer: torch.optim.Optimizer) -> None:
         """Checkpoints are not supported yet."""
         raise JobError("MOE0700", "job.save: checkpoints come in a later version of moec")
@@ -169,15 +184,22 @@ class Job:
         mesh = None if data.mesh == "dense" else data.mesh
         return tuple(group_name(axis, mesh) for axis in Layout.parse(data.layout).sharded_axes())
 
-    def _agree(self, complaint: str | None, device: torch.device) -> str | None:
-        """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs."""
+    def _agree(self, complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
+        """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs.
+
+        The same reduction finds numbers of `alike` that differ between ranks: a complaint of none of them.
+        """
         if self.world_size == 1:
             return complaint
-        first = torch.tensor(self.rank if complaint else self.world_size, device=device)
-        dist.all_reduce(first, op=dist.ReduceOp.MIN)
-        speaker = int(first)
+        bounds = [bound for number in alike for bound in (number, -number)]
+        lowest = torch.tensor([self.rank if complaint else self.world_size, *bounds], device=device)
+        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+        speaker, *bounds = lowest.tolist()
         if speaker == self.world_size:
-            return None
+            least, most = bounds[::2], [-bound for bound in bounds[1::2]]
+            if least == most:
+                return None
+            return f"tokens have shapes from {least} to {most} on the ranks; experts with a capacity want one"
         return _broadcast_text(f"rank {speaker}: {complaint}" if speaker == self.rank else "", speaker, device)
 
 

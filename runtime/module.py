@@ -15,8 +15,8 @@ from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
 
 IGNORED_LABEL = -100
-Agree = Callable[[str | None, torch.device], str | None]
-"""Takes this rank's complaint, gives one that every rank gives, or None where no rank complains."""
+Agree = Callable[[str | None, tuple[int, ...], torch.device], str | None]
+"""Takes this rank's complaint and what must be alike on all ranks; gives one complaint on every rank, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ModelOutput:
     loss: Tensor | None = None
 
 
-def _alone(complaint: str | None, device: torch.device) -> str | None:
+def _alone(complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
     return complaint
 
 
@@ -60,7 +60,10 @@ class PlanModule(nn.Module):
         self.__dict__["_loss_graph"] = build_module(stage, "loss", make_parameter, float64=float64)
         self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
         self._agree = agree
+        self._padded = any(n.target == "moec.permute_padded.default" for g in stage.graphs for n in g.nodes)
         self.vocab, self.context, self.tensor_parallel = model.vocab, context, tensor_parallel
+        self.num_tokens = 0
+        """Tokens that the last forward pass was given."""
         self.expert_counts: dict[int, Tensor] = {}
         """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
 
@@ -69,9 +72,12 @@ class PlanModule(nn.Module):
 
         Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model.
         """
-        complaint = self._agree(self._complaint(tokens, labels), tokens.device)
+        # Padded rows have as many places as a rank has tokens, on every rank.
+        alike = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
+        complaint = self._agree(self._complaint(tokens, labels), alike, tokens.device)
         if complaint:
             raise JobError("MOE0702", complaint)
+        self.num_tokens = tokens.numel()
         graph: fx.GraphModule = self.__dict__["_forward_graph"]
         out = graph(tokens)
         results = dict(zip(self._results, out if isinstance(out, tuple) else (out,), strict=True))

@@ -114,6 +114,22 @@ def _all_to_all(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
     return list(declared(moving(out), moving(back), *rows))
 
 
+def _all_to_all_padded(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
+    """Forward: pieces along one dim for pieces along another. Backward: the other direction."""
+    _, given, wanted, _ = data.args
+    assert isinstance(given, int)
+    assert isinstance(wanted, int)
+
+    def moving(held: int, cut: int) -> Shuffle:
+        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
+            pieces = [tensor.chunk(len(tensors), cut) for tensor in tensors]
+            return [torch.cat([piece[rank] for piece in pieces], held) for rank in range(len(tensors))]
+
+        return move
+
+    return list(declared(moving(given, wanted), moving(wanted, given), *inputs[0]))
+
+
 # ---- what depends on a rank's place in its group, and communicates nothing ---------------------------
 
 
@@ -131,6 +147,7 @@ SHUFFLES: Mapping[str, Callable[[Node, list[list[Tensor]]], list[Any]]] = {
     "moec.all_reduce.default": _whole(_summed, _identity),
     "moec.all_reduce_max.default": _all_reduce_max,
     "moec.all_to_all.default": _all_to_all,
+    "moec.all_to_all_padded.default": _all_to_all_padded,
     "moec.copy_to.default": _whole(_identity, _summed),
     "moec.embed_part.default": _embed_part,
     "moec.exchange_counts.default": _exchange_counts,

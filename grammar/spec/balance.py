@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from moec.grammar.spec.base import Doc, Node, Positive, PositiveInt, at_least
+from moec.grammar.spec.base import Doc, Node, NotYet, Positive, PositiveInt, at_least
 
 # ---- auxiliary losses --------------------------------------------------------------------------------
 
@@ -87,10 +87,9 @@ class Factor(Node):
 
     word = "factor"
     source = "Lepikhin et al. 2020, arXiv 2006.16668; Fedus et al. 2021, arXiv 2101.03961, eq. 3"
-    implemented = False
     positional = ("factor",)
     factor: Annotated[Positive, Doc("places, as a multiple of an equal share")]
-    eval: Annotated[Positive | None, Doc("the same in evaluation; default: as in training")] = None
+    eval: Annotated[Positive | None, NotYet(), Doc("the same in evaluation; default: as in training")] = None
     min: Annotated[PositiveInt, Doc("places that there are at least")] = 1
 
 

@@ -56,7 +56,6 @@ class Moe(Node):
     balance: Annotated[tuple[Loss, ...], Doc("auxiliary losses, each with its weight")] = ()
     group: Annotated[
         Literal["sequence", "batch", "rank"],
-        NotYet(("batch", "rank")),
         Doc("tokens over which capacity and balance are counted: a sequence, a micro-batch, or a rank's part of it"),
     ] = "sequence"
 

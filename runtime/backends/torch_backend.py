@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from moec.runtime.backends.torch_experts import expert_mlp, expert_mlp_backward
 from moec.runtime.backends.torch_gated import geglu, geglu_backward, swiglu, swiglu_backward
+from moec.runtime.backends.torch_padded import (
+    combine_padded,
+    combine_padded_backward,
+    count_queues,
+    permute_padded,
+    permute_padded_backward,
+    queue_starts,
+)
 from moec.runtime.backends.torch_rope import rope, rope_backward
 from moec.runtime.backends.torch_routing import count_choices, route, route_backward, switch_loss, switch_loss_backward
 from moec.runtime.backends.torch_rows import combine, combine_backward, permute, permute_backward
@@ -15,13 +23,19 @@ from moec.runtime.backends.torch_rows import combine, combine_backward, permute,
 __all__ = [
     "combine",
     "combine_backward",
+    "combine_padded",
+    "combine_padded_backward",
     "count_choices",
+    "count_queues",
     "expert_mlp",
     "expert_mlp_backward",
     "geglu",
     "geglu_backward",
     "permute",
     "permute_backward",
+    "permute_padded",
+    "permute_padded_backward",
+    "queue_starts",
     "rope",
     "rope_backward",
     "route",

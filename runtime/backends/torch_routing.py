@@ -99,10 +99,11 @@ def _refuse_nan(chosen: Tensor) -> None:
         raise FloatingPointError(message)
 
 
-def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+def count_choices(experts: Tensor, num_experts: int, groups: int) -> Tensor:
     sequences, tokens, k = experts.shape
-    choices = experts.reshape(sequences, tokens * k)
-    counts = choices.new_zeros((sequences, num_experts))
+    groups = groups or sequences
+    choices = experts.reshape(groups, (sequences // groups if groups else 0) * tokens * k)
+    counts = choices.new_zeros((groups, num_experts))
     return counts.scatter_add_(1, choices, torch.ones_like(choices))
 
 
@@ -118,6 +119,7 @@ def switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -
 
 
 def _shares(probabilities: Tensor, choices: Tensor) -> Tensor:
-    """E times each expert's share of a sequence's choices: [B, E]."""
+    """E times each expert's share of the choices of a sequence's group: [B, E]."""
     total = choices.sum(dim=1, keepdim=True).clamp_min(1)
-    return choices.to(probabilities.dtype) * (choices.shape[1] / total.to(probabilities.dtype))
+    shares = choices.to(probabilities.dtype) * (choices.shape[1] / total.to(probabilities.dtype))
+    return shares.repeat_interleave(probabilities.shape[0] // max(choices.shape[0], 1), dim=0)

@@ -12,7 +12,22 @@ from __future__ import annotations
 from moec.runtime.ops.balance import count_choices, switch_loss
 from moec.runtime.ops.elementwise import geglu, rope, swiglu
 from moec.runtime.ops.experts import expert_mlp
+from moec.runtime.ops.padded import combine_padded, count_queues, permute_padded, queue_starts
 from moec.runtime.ops.routing import route
 from moec.runtime.ops.rows import combine, permute
 
-__all__ = ["combine", "count_choices", "expert_mlp", "geglu", "permute", "rope", "route", "swiglu", "switch_loss"]
+__all__ = [
+    "combine",
+    "combine_padded",
+    "count_choices",
+    "count_queues",
+    "expert_mlp",
+    "geglu",
+    "permute",
+    "permute_padded",
+    "queue_starts",
+    "rope",
+    "route",
+    "swiglu",
+    "switch_loss",
+]

@@ -12,30 +12,42 @@ from moec.runtime.ops.registry import check, define, differentiate
 # ---- count_choices -----------------------------------------------------------------------------------
 
 
-def _check_count_choices(experts: Tensor, num_experts: int) -> None:
+def _check_count_choices(experts: Tensor, num_experts: int, groups: int) -> None:
     check(
         experts.dim() == 3 and experts.dtype == torch.int64,
         lambda: f"moec::count_choices: experts must be int64 [B, S, k], not {experts.dtype} {list(experts.shape)}",
     )
+    check(
+        not groups or experts.shape[0] % groups == 0,
+        lambda: f"moec::count_choices: {experts.shape[0]} sequences are not {groups} equal shares",
+    )
 
 
-def _fake_count_choices(experts: Tensor, num_experts: int) -> Tensor:
-    return experts.new_empty((experts.shape[0], num_experts))
+def _fake_count_choices(experts: Tensor, num_experts: int, groups: int) -> Tensor:
+    return experts.new_empty((groups or experts.shape[0], num_experts))
 
 
 count_choices = define(
-    "count_choices(Tensor experts, int num_experts) -> Tensor", fake=_fake_count_choices, check=_check_count_choices
+    "count_choices(Tensor experts, int num_experts, int groups) -> Tensor",
+    fake=_fake_count_choices,
+    check=_check_count_choices,
 )
-"""How often each sequence's tokens chose each expert: experts [B, S, k] int64 -> [B, E] int64."""
+"""How often each group's tokens chose each expert: experts [B, S, k] int64 -> [G, E] int64.
+
+`groups` is 0 where every sequence is a group, else into how many equal shares these sequences are cut.
+"""
 
 # ---- switch_loss -------------------------------------------------------------------------------------
 
 
 def _check_switch_loss(probabilities: Tensor, choices: Tensor) -> None:
     check(
-        probabilities.dim() == 3 and choices.shape == (probabilities.shape[0], probabilities.shape[2]),
+        probabilities.dim() == 3
+        and choices.dim() == 2
+        and choices.shape[1] == probabilities.shape[2]
+        and probabilities.shape[0] % max(choices.shape[0], 1) == 0,
         lambda: (
-            "moec::switch_loss: probabilities must be [B, S, E] and choices [B, E], not "
+            "moec::switch_loss: probabilities must be [B, S, E] and choices [G, E], not "
             f"{list(probabilities.shape)} and {list(choices.shape)}"
         ),
     )
@@ -50,12 +62,12 @@ switch_loss = define(
     fake=_fake_switch_loss,
     check=_check_switch_loss,
 )
-"""Sum over sequences of S · E · Σᵢ fᵢ·Pᵢ (Fedus et al. 2021, eq. 4): a scalar in the probabilities' dtype.
+"""Sum over groups of S · E · Σᵢ fᵢ·Pᵢ (Fedus et al. 2021, eq. 4): a scalar in the probabilities' dtype.
 
-probabilities [B, S, E]; choices [B, E] int64, of the whole sequences (`count_choices`). fᵢ is the share of a sequence's
-choices that expert i got, Pᵢ its mean probability over the sequence. S · Pᵢ is a sum over tokens, so of a part of a
-sequence's tokens this gives that part's term. Divided by the global number of tokens it is the token-weighted mean over
-sequences, and 1 when balanced. 0 where there are no tokens.
+probabilities [B, S, E]; choices [G, E] int64, of whole groups (`count_choices`) of B / G sequences each. fᵢ is the
+share of a group's choices that expert i got, Pᵢ its mean probability over its S tokens. S · Pᵢ is a sum over tokens, so
+of a part of a group's tokens this gives that part's term. Divided by the global number of tokens it is the
+token-weighted mean over groups, and 1 when balanced. 0 where there are no tokens.
 """
 
 

@@ -194,7 +194,7 @@ def moe_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: str | No
         done, _ = ops.expert_mlp(arrived, received, up, down, "swiglu")
         out = collectives.all_to_all(done, splits, group, True)
     return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(
-        probabilities, ops.count_choices(experts, NUM_EXPERTS)
+        probabilities, ops.count_choices(experts, NUM_EXPERTS, 0)
     )
 
 

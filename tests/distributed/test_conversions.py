@@ -81,6 +81,20 @@ def test_what_moves_along_a_dim_does_as_declared(
 
 
 @pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("dims", [(1, 0), (0, 1)], ids=str)
+def test_pieces_along_one_dim_become_pieces_along_another(gloo: GlooPool, dims: tuple[int, int], ranks: int):
+    given, wanted = dims
+    inputs, shape = drawn(ranks, (4, 8, 3)), [4, 8, 3]
+    shape[given], shape[wanted] = shape[given] * ranks, shape[wanted] // ranks
+    grads = drawn(ranks, tuple(shape), seed=1)
+    expected = run_virtually("all_to_all_padded", [inputs], dims, grads)
+    for got, wanted_here in zip(
+        gloo.run(ranks, run_here, "all_to_all_padded", [inputs], dims, grads), expected, strict=True
+    ):
+        torch.testing.assert_close(got, wanted_here, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", ["all_reduce", "all_reduce_max", "copy_to"])
 def test_what_reduces_or_copies_does_as_declared(gloo: GlooPool, name: str, ranks: int):
     inputs = drawn(ranks, (2, 3))
@@ -117,6 +131,7 @@ def check_operators() -> None:
             conversions.slice_,
         ):
             opcheck(along, (x, 1, "tp"))
+        opcheck(conversions.all_to_all_padded, (x, 1, 0, "tp"))
         opcheck(conversions.copy_to, (x, "tp"))
         opcheck(conversions.all_reduce_max, (x.detach(), "tp"))
         ids = torch.randint(6, (2, 3), generator=torch.Generator().manual_seed(0))

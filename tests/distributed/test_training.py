@@ -91,6 +91,35 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
             torch.testing.assert_close(result["parameters"][parameter], whole[index], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "capacity"),
+    [
+        (2, {"ep": 2}, "factor(1.0); group = sequence"),
+        (4, {"ep": 4}, "factor(0.75, min = 2); group = batch"),
+        (4, {"ep": 2, "tp": 2}, "factor(1.25); group = sequence"),
+        (4, {"ep": 4, "tp": 2}, "factor(1.0); group = batch"),
+        (8, {"ep": 4, "tp": 2}, "factor(1.0); group = sequence"),
+    ],
+    ids=str,
+)
+def test_a_capacity_drops_the_same_choices_however_it_is_sharded(
+    gloo: GlooPool, ranks: int, degrees: dict[str, int], capacity: str
+):
+    options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "beside": f"capacity = {capacity}"}
+    results = gloo.run(ranks, train_as_rank, {**options, **degrees, "ranks": ranks}, timeout=120.0)
+    require_same_curve(results, unsharded(**options))
+    alone = gloo.run(1, train_as_rank, {**options, "ranks": 1, "ep": 1}, timeout=120.0)[0]
+    assert all(result["drops"] == alone["drops"] for result in results)
+    rates = [rate for step in alone["drops"] for rate in step.values()]
+    assert any(0 < rate < 0.9 for rate in rates), "nothing is dropped, so it proves nothing"
+
+
+def test_unequal_batches_with_a_capacity_are_refused_on_every_rank(gloo: GlooPool):
+    options = {"batch": 8, "beside": "capacity = factor(1.0)", "ranks": 2, "ep": 2}
+    with pytest.raises(RuntimeError, match=r"MOE0702.*shapes from \[2, 8\] to \[6, 8\]"):
+        gloo.run(2, train_as_rank, options, [2, 6])
+
+
 def test_a_degree_per_layer_gives_the_unsharded_loss_curve(gloo: GlooPool):
     mixtures = ((8, 2), (16, 4), (32, 1), (8, None))
     options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "mixtures": mixtures}

@@ -39,7 +39,7 @@ def train_as_rank(options: dict[str, Any], sizes: list[int] | None = None, steps
     torch.set_num_threads(1)
     plan = moe_plan(**options)
     spec = plan.spec
-    losses, norms, loads = [], [], []
+    losses, norms, loads, drops = [], [], [], []
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
@@ -49,11 +49,19 @@ def train_as_rank(options: dict[str, Any], sizes: list[int] | None = None, steps
             losses.append(job.step(model, *mine).item())
             norms.append(job.clip_grad_norm_(model, MAX_NORM).item())
             loads.append(job.expert_loads(model))
+            drops.append(job.drop_rates(model))
             optimizer.step()
             optimizer.zero_grad()
         logits = job.whole_logits(model(mine[0]))
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "loads": loads, "parameters": parameters, "logits": logits}
+    return {
+        "losses": losses,
+        "norms": norms,
+        "loads": loads,
+        "drops": drops,
+        "parameters": parameters,
+        "logits": logits,
+    }
 
 
 def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:

@@ -61,6 +61,20 @@ BESIDE = {
     "shared-and-residual": "shared = geglu(12, gated = true); residual = relu(12)",
 }
 SPECS |= {name: layers(GQA, moe("topk(2)", balance=BOTH, beside=beside)) for name, beside in BESIDE.items()}
+SPECS |= {
+    f"capacity-{factor}-{group}-top{k}": layers(
+        GQA,
+        moe(
+            f"topk({k}, normalize = true)",
+            experts=4,
+            balance=BOTH,
+            beside=f"capacity = factor({factor}); group = {group}",
+        ),
+    )
+    for factor in ("0.5", "1.0, min = 3", "1.25")
+    for group in ("sequence", "batch", "rank")
+    for k in (1, 2)
+}
 SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2")}
 SPECS |= {
     f"{word}-experts": layers(GQA, moe("topk(2)", body=f"{word}(20)", balance=BOTH))

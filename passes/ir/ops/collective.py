@@ -212,3 +212,21 @@ class AllToAll(Collective):
         if layout.get(self.axis) != source:
             raise LayoutError(f"all_to_all over {self.axis} of rows that are {layout}")
         return Placing((layout, layout_of(splits), layout_of(counts)), (layout.replace(self.axis, target),))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllToAllPadded(Conversion):
+    """Shard(given) → Shard(wanted), of what has the same shape on every rank. Backward: the other direction."""
+
+    mnemonic: ClassVar[str] = "all_to_all_padded"
+    backward: ClassVar[str] = "all_to_all_padded"
+    sends: ClassVar[tuple[int, int]] = (1, 1)
+    given: int
+    wanted: int
+
+    def source(self) -> Placement | None:
+        return Shard(self.given)
+
+    def target(self) -> Placement | None:
+        return Shard(self.wanted)

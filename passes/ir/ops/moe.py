@@ -44,9 +44,15 @@ class Route(Op):
         return own_tokens(self, 1, meshes)
 
 
-def _experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise: Placement) -> Layout:
+def experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise: Placement) -> Layout:
+    """The layout on the expert mesh that is `by_expert` on the axes that it names, and `otherwise` on the others."""
     assert meshes.experts is not None, "an op of a mixture stands in a block without an expert mesh"
     return Layout.of({axis: by_expert.get(axis, otherwise) for axis in meshes.experts.wide_axes()})
+
+
+def grouped(group: str, meshes: Meshes) -> Layout:
+    """Where what is counted over routing groups lies: whole on the axes over which a group is spread."""
+    return Layout.of((axis, p) for axis, p in meshes.own_tokens.placements if p == Shard(0) and group != "batch")
 
 
 @register
@@ -73,8 +79,8 @@ class Permute(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = own_tokens(self, 2, meshes).operands
-        own_rows = _experts_layout(meshes, {}, Shard(1))
-        own_counts = _experts_layout(meshes, {}, Shard(0))
+        own_rows = experts_layout(meshes, {}, Shard(1))
+        own_counts = experts_layout(meshes, {}, Shard(0))
         return Placing(tokens, (own_rows, own_counts, tokens[0]))
 
 
@@ -99,8 +105,8 @@ class ExpertMlp(Op):
         for axis, placement in held.placements:
             if placement != Shard(0):
                 raise LayoutError(f"expert_mlp has no rule for experts with {axis}:{placement}")
-        rows = _experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
-        counts = _experts_layout(meshes, dict.fromkeys(held.axes, Shard(1)), Shard(0))
+        rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
+        counts = experts_layout(meshes, dict.fromkeys(held.axes, Shard(1)), Shard(0))
         return Placing((rows, counts, held, held), (rows,))
 
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
@@ -123,51 +129,54 @@ class Combine(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = own_tokens(self, 2, meshes)
-        return Placing((_experts_layout(meshes, {}, Shard(1)), *tokens.operands), tokens.results)
+        return Placing((experts_layout(meshes, {}, Shard(1)), *tokens.operands), tokens.results)
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountChoices(Op):
-    """How often the tokens of each sequence chose each expert: experts `[batch, sequence, k]` → `[batch, experts]`.
+    """How often the tokens of a routing group chose each expert: experts `[batch, sequence, k]` → `[groups, experts]`.
 
-    Not differentiated.
+    A group is a `sequence`, the `batch` of all ranks, or one of `shares` equal shares of it (`rank`). Not
+    differentiated.
     """
 
     mnemonic: ClassVar[str] = "count_choices"
     num_experts: int
+    group: str
+    shares: int
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
         require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
-        return (Type(shape=(experts.shape[0], self.num_experts), dtype="int64"),)
+        groups = experts.shape[0] if self.group == "sequence" else self.shares
+        return (Type(shape=(groups, self.num_experts), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        tokens = meshes.own_tokens
-        counted = Layout.of((axis, p if p == Shard(0) else Partial()) for axis, p in tokens.placements)
+        tokens, whole = meshes.own_tokens, grouped(self.group, meshes)
+        counted = Layout.of((axis, whole.get(axis) or Partial()) for axis in tokens.axes)
         return Placing((tokens,), (counted,))
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchLoss(Op):
-    """Sum over sequences of `tokens · E · Σ fᵢ·Pᵢ` (Fedus et al. 2021, eq. 4): probabilities, choices → scalar.
+    """Sum over routing groups of `tokens · E · Σ fᵢ·Pᵢ` (Fedus et al. 2021, eq. 4): probabilities, choices → scalar.
 
-    fᵢ, from `choices` `[batch, experts]`, is of whole sequences; Pᵢ may be of a part, for the sum is linear in it.
+    fᵢ, from `choices` `[groups, experts]`, is of whole groups; Pᵢ may be of a part, for the sum is linear in it.
     """
 
     mnemonic: ClassVar[str] = "switch_loss"
+    group: str
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         probabilities, choices = operands
-        batch, _, experts = probabilities.shape
-        require(choices.shape == (batch, experts), self, "wants the choices of each sequence")
+        require(choices.shape[1] == probabilities.shape[2], self, "wants the choices of each group")
         return (Type(shape=(), dtype=probabilities.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        sequences = Layout.of((axis, p) for axis, p in tokens.placements if p == Shard(0))
-        return Placing((tokens, sequences), (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+        return Placing((tokens, grouped(self.group, meshes)), (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
 
 
 @register

@@ -13,7 +13,7 @@ from moec.runtime import ops
 
 def switch_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
     """Of whole sequences."""
-    return ops.switch_loss(probabilities, ops.count_choices(experts, probabilities.shape[2]))
+    return ops.switch_loss(probabilities, ops.count_choices(experts, probabilities.shape[2], 0))
 
 
 SWITCH_LOSS_BACKWARD = torch.ops.moec.switch_loss_backward.default
@@ -76,10 +76,10 @@ def test_no_tokens_cost_nothing_and_still_have_a_gradient(shape: tuple[int, int]
 
 def test_the_terms_of_parts_of_a_sequence_add_up() -> None:
     probabilities, _, experts = ops.route(torch.randn(2, 6, 4), 2, "softmax", False, True)
-    choices = ops.count_choices(experts, 4)
+    choices = ops.count_choices(experts, 4, 0)
     parts = [ops.switch_loss(part, choices) for part in probabilities.chunk(3, dim=1)]
     torch.testing.assert_close(torch.stack(parts).sum(), ops.switch_loss(probabilities, choices))
-    torch.testing.assert_close(sum(ops.count_choices(part, 4) for part in experts.chunk(3, dim=1)), choices)
+    torch.testing.assert_close(sum(ops.count_choices(part, 4, 0) for part in experts.chunk(3, dim=1)), choices)
 
 
 def test_shapes_that_disagree_are_refused() -> None:
@@ -89,7 +89,7 @@ def test_shapes_that_disagree_are_refused() -> None:
 
 def test_operators_are_well_formed() -> None:
     probabilities, experts = torch.rand(2, 3, 4, dtype=torch.float64), torch.randint(0, 4, (2, 3, 2))
-    choices = ops.count_choices(experts, 4)
-    opcheck(ops.count_choices, (experts, 4))
+    choices = ops.count_choices(experts, 4, 0)
+    opcheck(ops.count_choices, (experts, 4, 0))
     opcheck(ops.switch_loss, (probabilities.clone().requires_grad_(), choices))
     opcheck(SWITCH_LOSS_BACKWARD, (torch.tensor(2.0, dtype=torch.float64), probabilities, choices))

@@ -1,0 +1,131 @@
+"""What the ops of a mixture of experts are in operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from moec.codegen.emitter import BlockEmitter, facts
+from moec.codegen.graph import Graph, Node, Ref
+from moec.codegen.operators import GETITEM
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+
+
+def _route(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Route)
+    e.results(op, "moec.route.default", *e.refs(op), op.k, op.score, op.order == "after", op.normalize)
+
+
+def _permute(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.Permute)
+    e.results(op, "moec.permute.default", *e.refs(op), op.num_experts)
+
+
+def _combine(e: BlockEmitter, op: Op) -> None:
+    e.result(op, f"moec.{op.mnemonic}.default", *e.refs(op))
+
+
+def _expert_mlp(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.ExpertMlp)
+    rows, counts, up, down = op.operands
+    args = (Ref(node="rows"), Ref(node="counts"), Ref(node="up_weight"), Ref(node="down_weight"), op.activation)
+    span = str(op.span) if op.span else None
+    body = [
+        Node(name="y_all", op="call_function", target="moec.expert_mlp.default", args=args, span=span),
+        _result(op, GETITEM, Ref(node="y_all"), 0),
+    ]
+    _in_own_module(e, op, {"rows": rows, "counts": counts}, up, down, body)
+
+
+def _expert_mlp_padded(e: BlockEmitter, op: Op) -> None:
+    """All places of an expert are rows to it: those of zeros come out as zeros."""
+    assert isinstance(op, o.ExpertMlpPadded)
+    rows, up, down = op.operands
+    span = str(op.span) if op.span else None
+
+    def call(name: str, target: str, *args: Ref | int | str) -> Node:
+        return Node(name=name, op="call_function", target=target, args=args, span=span)
+
+    body = [
+        call("counts", "moec.even_counts.default", Ref(node="rows")),
+        call("flat", "aten.flatten.using_ints", Ref(node="rows"), 0, 1),
+        call(
+            "y_all", "moec.expert_mlp.default",
+            Ref(node="flat"), Ref(node="counts"), Ref(node="up_weight"), Ref(node="down_weight"), op.activation,
+        ),
+        call("y_flat", GETITEM, Ref(node="y_all"), 0),
+        _result(op, "aten.view_as.default", Ref(node="y_flat"), Ref(node="rows")),
+    ]  # fmt: skip
+    _in_own_module(e, op, {"rows": rows}, up, down, body)
+
+
+def _result(op: Op, target: str, *args: Ref | int) -> Node:
+    span = str(op.span) if op.span else None
+    return Node(name="y", op="call_function", target=target, args=args, span=span, **facts(op.results[0]))
+
+
+def _in_own_module(e: BlockEmitter, op: Op, inputs: dict[str, str], up: str, down: str, body: Sequence[Node]) -> None:
+    """The experts are a module of their own: their parameters shard over another mesh than the layer's."""
+    prefix = up[1:].removesuffix(".up.weight")
+    assert (up, down) == (f"@{prefix}.up.weight", f"@{prefix}.down.weight")
+    placeholders = [
+        Node(name=name, op="placeholder", target=name, **facts(e.block.scope[operand]))
+        for name, operand in inputs.items()
+    ]
+    parameters = [Node(name=f"{part}_weight", op="get_attr", target=f"{part}.weight") for part in ("up", "down")]
+    output = Node(name="output", op="output", target="output", args=(Ref(node="y"),))
+    name = f"{e.block.name}.experts"
+    e.nested.append(Graph(name=name, nodes=(*placeholders, *parameters, *body, output)))
+    e.call(op, prefix, name, [e.ref(operand) for operand in inputs.values()], num_results=1)
+
+
+def _groups(e: BlockEmitter, group: str, shares: int) -> int:
+    """The routing groups among a rank's sequences, as the operators count them: 0 where each sequence is one."""
+    if group == "sequence":
+        return 0
+    if group == "batch":
+        return 1
+    return shares // e.meshes.dense.size("dp") if e.meshes is not None else shares
+
+
+def _count_choices(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.CountChoices)
+    e.result(op, "moec.count_choices.default", *e.refs(op), op.num_experts, _groups(e, op.group, op.shares))
+
+
+def _switch_loss(e: BlockEmitter, op: Op) -> None:
+    e.result(op, "moec.switch_loss.default", *e.refs(op))
+
+
+def _count_queues(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.CountQueues)
+    e.result(op, "moec.count_queues.default", *e.refs(op), op.num_experts)
+
+
+def _queue_starts(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.QueueStarts)
+    e.result(op, "moec.queue_starts.default", *e.refs(op), _groups(e, op.group, op.shares))
+
+
+def _permute_padded(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.PermutePadded)
+    spread = 1
+    if e.meshes is not None:
+        spread = e.meshes.dense.size("tp") * (e.meshes.dense.size("dp") if op.group == "batch" else 1)
+    groups = _groups(e, op.group, op.shares)
+    e.results(op, "moec.permute_padded.default", *e.refs(op), groups, spread, op.parts, op.whole, op.least)
+
+
+MIXTURES: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
+    o.Combine: _combine,
+    o.CombinePadded: _combine,
+    o.CountChoices: _count_choices,
+    o.CountQueues: _count_queues,
+    o.ExpertMlp: _expert_mlp,
+    o.ExpertMlpPadded: _expert_mlp_padded,
+    o.Permute: _permute,
+    o.PermutePadded: _permute_padded,
+    o.QueueStarts: _queue_starts,
+    o.Route: _route,
+    o.SwitchLoss: _switch_loss,
+}

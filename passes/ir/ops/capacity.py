@@ -1,0 +1,138 @@
+"""Ops of a mixture with a capacity: queues of experts, padded rows, and what is done to them.
+
+A group's choices stand in its experts' queues, all first choices before all second ones, tokens in order (GShard,
+Lepikhin et al. 2020, section 3.1 and algorithm 1); who stands beyond the capacity is dropped. Groups are `sequence`,
+`batch` (of all ranks) or `rank` (one data-parallel rank's sequences, of which there are `shares`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moec.passes.ir.layout import Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
+from moec.passes.ir.ops.linear import ACTIVATION_PARTS
+from moec.passes.ir.ops.moe import experts_layout, grouped
+from moec.passes.ir.ops.tokens import Blocks, own_tokens
+from moec.passes.ir.value import Value
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountQueues(Op):
+    """How many j-th choices of a piece of a sequence are of each expert.
+
+    experts `[batch, sequence, k]` → `[batch, pieces, k, experts]`; a rank has one piece of each of its sequences.
+    """
+
+    mnemonic: ClassVar[str] = "count_queues"
+    num_experts: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        return (Type(shape=(experts.shape[0], "pieces", experts.shape[2], self.num_experts), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStarts(Op):
+    """Where each piece's choices start in the queues of its group: counts `[batch, pieces, k, experts]` → alike."""
+
+    mnemonic: ClassVar[str] = "queue_starts"
+    group: str
+    shares: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        return (Type(shape=operands[0].shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        return Placing((whole,), (whole,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermutePadded(Op):
+    """Rows in their places: x, experts, starts → rows `[experts, places, dim]`, counts `[sources, experts]`, positions.
+
+    Each expert takes at most `max(least, ⌈factor · k · tokens / experts⌉)` choices of a group; `factor` is the fraction
+    `parts / whole`. How many places a rank has follows from shapes alone; empty ones are zeros. The position of a
+    choice that was dropped is −1.
+    """
+
+    mnemonic: ClassVar[str] = "permute_padded"
+    moves: ClassVar[bool] = True
+    num_experts: int
+    group: str
+    shares: int
+    parts: int
+    whole: int
+    least: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, experts, starts = operands
+        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require(starts.shape[2:] == (experts.shape[2], self.num_experts), self, "wants starts in each queue")
+        return (
+            Type(shape=(self.num_experts, "places", x.shape[-1]), dtype=x.dtype),
+            Type(shape=("sources", self.num_experts), dtype="int64"),
+            Type(shape=experts.shape, dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        rows = experts_layout(meshes, {}, Shard(1))
+        counts = experts_layout(meshes, {}, Shard(0))
+        return Placing((tokens,) * 3, (rows, counts, tokens))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMlpPadded(Op):
+    """Each row through its expert: rows `[experts, places, dim]`, up `[experts, parts, hidden, dim]`, down."""
+
+    mnemonic: ClassVar[str] = "expert_mlp_padded"
+    activation: str
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        rows, up, down = operands
+        experts, parts, hidden, dim = up.shape
+        require(parts == ACTIVATION_PARTS[self.activation], self, f"{parts} parts")
+        require(down.shape == (experts, dim, hidden) and rows.shape[2] == dim, self, "widths differ")
+        return (Type(shape=rows.shape, dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        held = layout_of(operands[1])
+        for axis, placement in held.placements:
+            if placement != Shard(0):
+                raise LayoutError(f"expert_mlp_padded has no rule for experts with {axis}:{placement}")
+        rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
+        return Placing((rows, held, held), (rows,))
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        _, up, down = operands
+        return 2 * sizes["places"] * (size_of(up.shape, sizes) + size_of(down.shape, sizes))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombinePadded(Op):
+    """Each token's weighted sum of its rows, without those that were dropped: rows, positions, weights."""
+
+    mnemonic: ClassVar[str] = "combine_padded"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        rows, positions, weights = operands
+        require(positions.shape == weights.shape, self, "wants a weight for each position")
+        return (Type(shape=(*positions.shape[:-1], rows.shape[-1]), dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        return Placing((experts_layout(meshes, {}, Shard(1)), tokens, tokens), (tokens,))

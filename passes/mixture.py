@@ -1,0 +1,122 @@
+"""Lowers a mixture of experts: its gate, its experts and what they cost the balance."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+from moec.grammar.source import Span
+from moec.grammar.spec import Experts, Factor, Model, Moe, Spec, Switch, SwitchLoss, TopK
+from moec.passes.builder import Builder, normal, residual_init
+from moec.passes.feed_forward import Activated, beside_experts
+from moec.passes.ir import ops as o
+from moec.passes.ir.ops import ACTIVATION_PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """What the gate gives: the names of logits, probabilities, weights and experts, and how many there are of these."""
+
+    logits: str
+    p: str
+    w: str
+    e: str
+    experts: int
+    k: int
+
+
+def mixture(b: Builder, model: Model, moe: Moe, h: str, shares: int) -> tuple[str, list[str], str]:
+    """The mixed value, the layer's balance term where it has one, and the counts of rows per expert.
+
+    `shares` is how many data-parallel ranks there are: what the routing group `rank` counts over.
+    """
+    routed = _gate(b, model, moe, h)
+    run = _dropless if not isinstance(moe.capacity, Factor) else _padded
+    mixed, counts = run(b, model, moe, h, routed, shares)
+    mixed = beside_experts(b, model, moe, h, mixed)
+    return mixed, _balance(b, moe, routed, shares), counts
+
+
+def choices_per_token(spec: Spec, layer: int) -> int:
+    """How many experts a token of layer `layer`, a mixture, chooses."""
+    moe = spec.model.layers[layer].moe
+    assert moe is not None
+    return moe.gate.k if isinstance(moe.gate, TopK) else 1
+
+
+def _gate(b: Builder, model: Model, moe: Moe, h: str) -> _Routed:
+    gate, declared = moe.gate, moe.experts
+    if isinstance(gate, Switch):
+        gate = TopK(k=1).with_spans({"": span} if (span := gate.span()) else {})
+    assert isinstance(gate, TopK)
+    assert isinstance(declared, Experts)
+    weight = b.parameter("moe.gate.weight", (declared.count, model.dim), model.dtype, normal(), gate.span())
+    logits = b.one(o.Router, h, weight, to="logits", span=gate.span())
+    p, w, e = b.add(
+        o.Route, logits, to="p w e", span=gate.span(),
+        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize,
+    )  # fmt: skip
+    return _Routed(logits, p, w, e, declared.count, gate.k)
+
+
+def _expert_weights(b: Builder, model: Model, moe: Moe) -> tuple[str, str, str]:
+    """The names of the up and down weights, and the activation."""
+    declared = moe.experts
+    assert isinstance(declared, Experts)
+    body, span = declared.body, declared.span()
+    assert isinstance(body, Activated)
+    up_shape = (declared.count, ACTIVATION_PARTS[body.word], body.hidden, model.dim)
+    up = b.parameter("moe.experts.up.weight", up_shape, model.dtype, normal(), span)
+    down_shape = (declared.count, model.dim, body.hidden)
+    down = b.parameter("moe.experts.down.weight", down_shape, model.dtype, residual_init(model.depth), span)
+    return up, down, body.word
+
+
+def _dropless(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
+    span = moe.span("capacity")
+    rows, counts, positions = b.add(
+        o.Permute, h, routed.e, to="rows counts positions", span=span, num_experts=routed.experts
+    )
+    up, down, activation = _expert_weights(b, model, moe)
+    y = b.one(o.ExpertMlp, rows, counts, up, down, to="y", span=_declared(moe), activation=activation)
+    return b.one(o.Combine, y, positions, routed.w, to="mixed", span=span), counts
+
+
+def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
+    """Places for so many rows of each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
+    capacity, span = moe.capacity, moe.span("capacity")
+    assert isinstance(capacity, Factor)
+    factor = Fraction(str(capacity.factor))
+    group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
+    queues = b.one(o.CountQueues, routed.e, to="queues", span=span, num_experts=routed.experts)
+    starts = b.one(o.QueueStarts, queues, to="starts", span=span, **group)
+    rows, counts, positions = b.add(
+        o.PermutePadded, h, routed.e, starts, to="rows counts positions", span=span, num_experts=routed.experts,
+        **group, parts=factor.numerator, whole=factor.denominator, least=capacity.min,
+    )  # fmt: skip
+    up, down, activation = _expert_weights(b, model, moe)
+    y = b.one(o.ExpertMlpPadded, rows, up, down, to="y", span=_declared(moe), activation=activation)
+    return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts
+
+
+def _declared(moe: Moe) -> Span | None:
+    assert isinstance(moe.experts, Experts)
+    return moe.experts.span()
+
+
+def _balance(b: Builder, moe: Moe, routed: _Routed, shares: int) -> list[str]:
+    if not moe.balance:
+        return []
+    terms = []
+    for term in moe.balance:
+        if isinstance(term, SwitchLoss):
+            choices = b.one(
+                o.CountChoices, routed.e, to="choices", span=term.span(), num_experts=routed.experts,
+                group=moe.group, shares=shares if moe.group == "rank" else 1,
+            )  # fmt: skip
+            terms.append(b.one(o.SwitchLoss, routed.p, choices, to="switch_loss", span=term.span(), group=moe.group))
+        else:
+            terms.append(b.one(o.ZLoss, routed.logits, to="z_loss", span=term.span()))
+    weights = tuple(term.weight for term in moe.balance)
+    return [b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)]

@@ -1,0 +1,162 @@
+"""Experts with a capacity: queues, rows in their places, and their weighted sums.
+
+A group's choices stand in its experts' queues, all first choices before all second ones, tokens in order (GShard,
+Lepikhin et al. 2020, algorithm 1); a choice beyond the capacity is dropped. `groups` is 0 where every sequence is a
+group, else into how many equal shares these sequences are cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.runtime.backends.torch_padded import places_of
+from moec.runtime.ops.registry import check, define, differentiate
+
+# ---- queues ------------------------------------------------------------------------------------------
+
+
+def _check_count_queues(experts: Tensor, num_experts: int) -> None:
+    check(
+        experts.dim() == 3 and experts.dtype == torch.int64,
+        lambda: f"moec::count_queues: experts must be int64 [B, S, k], not {experts.dtype} {list(experts.shape)}",
+    )
+
+
+count_queues = define(
+    "count_queues(Tensor experts, int num_experts) -> Tensor",
+    fake=lambda experts, num_experts: experts.new_empty((experts.shape[0], 1, experts.shape[2], num_experts)),
+    check=_check_count_queues,
+)
+"""How many j-th choices of each sequence are of each expert: experts [B, S, k] int64 -> [B, 1, k, E] int64."""
+
+
+def _check_queue_starts(counts: Tensor, groups: int) -> None:
+    check(counts.dim() == 4, lambda: f"moec::queue_starts: counts must be [B, P, k, E], not {list(counts.shape)}")
+    check(
+        not groups or counts.shape[0] % groups == 0,
+        lambda: f"moec::queue_starts: {counts.shape[0]} sequences are not {groups} equal shares",
+    )
+
+
+queue_starts = define(
+    "queue_starts(Tensor counts, int groups) -> Tensor",
+    fake=lambda counts, groups: counts.new_empty(counts.shape),
+    check=_check_queue_starts,
+)
+"""Where the choices of each of a sequence's P pieces start in the queues of its group: [B, P, k, E] int64 -> alike."""
+
+# ---- permute_padded ----------------------------------------------------------------------------------
+
+
+def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> None:
+    check(
+        x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.dtype == torch.int64,
+        lambda: (
+            "moec::permute_padded: x must be [B, S, D] and experts int64 [B, S, k], not "
+            f"{list(x.shape)} and {experts.dtype} {list(experts.shape)}"
+        ),
+    )
+    check(
+        starts.dim() == 4 and starts.shape[:3] == (x.shape[0], 1, experts.shape[2]),
+        lambda: f"moec::permute_padded: starts must be [{x.shape[0]}, 1, {experts.shape[2]}, E], not {starts.shape}",
+    )
+    check(not how[0] or x.shape[0] % how[0] == 0, lambda: f"moec::permute_padded: {x.shape[0]} sequences")
+
+
+def _fake_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
+    num_experts = starts.shape[3]
+    _, places = places_of(x.shape[0], x.shape[1], experts.shape[2], num_experts, *how)
+    rows = x.new_empty((num_experts, places, x.shape[2]))
+    return rows, experts.new_empty((1, num_experts)), experts.new_empty(experts.shape)
+
+
+permute_padded = define(
+    "permute_padded(Tensor x, Tensor experts, Tensor starts, int groups, int spread, int parts, int whole, int least)"
+    " -> (Tensor rows, Tensor counts, Tensor positions)",
+    fake=_fake_permute_padded,
+    check=_check_permute_padded,
+)
+"""A copy of each token per choice that is not dropped, in the places of its expert.
+
+x [B, S, D], experts [B, S, k] int64, starts [B, 1, k, E] int64 (`queue_starts`) ->
+  - rows [E, N, D]: each expert's rows side by side, in token order, then zeros; N follows from shapes (`places_of`);
+  - counts [1, E] int64: how many of them are rows;
+  - positions [B, S, k] int64: the row (of E·N) that choice j of token t became, −1 where it was dropped.
+"""
+
+
+def _check_backward(grad: Tensor, positions: Tensor) -> None:
+    check(grad.dim() == 3, lambda: f"moec::permute_padded_backward: grad must be [E, N, D], not {list(grad.shape)}")
+
+
+permute_padded_backward = define(
+    "permute_padded_backward(Tensor grad, Tensor positions) -> Tensor",
+    fake=lambda grad, positions: grad.new_empty((*positions.shape[:2], grad.shape[2])),
+    check=_check_backward,
+)
+
+
+def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, counts, positions = output
+    ctx.mark_non_differentiable(counts, positions)
+    ctx.save_for_backward(positions)
+
+
+def _differentiate_permute(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    (positions,) = ctx.saved_tensors
+    return permute_padded_backward(grad, positions), *(None for _ in range(7))
+
+
+differentiate(permute_padded, setup=_setup_permute, backward=_differentiate_permute)
+
+even_counts = define(
+    "even_counts(Tensor rows) -> Tensor",
+    fake=lambda rows: rows.new_empty((1, rows.shape[0]), dtype=torch.int64),
+    check=lambda rows: None,
+    kernel=lambda rows: rows.new_full((1, rows.shape[0]), rows.shape[1], dtype=torch.int64),
+)
+"""The counts of padded rows, filled or not: rows [E, N, D] -> [1, E] int64, each N."""
+
+# ---- combine_padded ----------------------------------------------------------------------------------
+
+
+def _check_combine(rows: Tensor, positions: Tensor, weights: Tensor) -> None:
+    check(
+        rows.dim() == 3 and positions.dim() == 3 and positions.shape == weights.shape,
+        lambda: (
+            "moec::combine_padded: rows must be [E, N, D], positions and weights [B, S, k], not "
+            f"{list(rows.shape)}, {list(positions.shape)} and {list(weights.shape)}"
+        ),
+    )
+
+
+combine_padded = define(
+    "combine_padded(Tensor rows, Tensor positions, Tensor weights) -> Tensor",
+    fake=lambda rows, positions, weights: rows.new_empty((*positions.shape[:2], rows.shape[2])),
+    check=_check_combine,
+)
+"""Each token's weighted sum of its rows: rows [E, N, D], positions [B, S, k] int64, weights [B, S, k] -> [B, S, D].
+
+What was dropped (−1) adds nothing, and the other weights stay as they are.
+"""
+
+combine_padded_backward = define(
+    "combine_padded_backward(Tensor grad, Tensor rows, Tensor positions, Tensor weights) -> (Tensor, Tensor)",
+    fake=lambda grad, rows, positions, weights: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+    check=lambda grad, rows, positions, weights: _check_combine(rows, positions, weights),
+)
+
+
+def _setup_combine(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor]:
+    grad_rows, grad_weights = combine_padded_backward(grad, *ctx.saved_tensors)
+    return grad_rows, None, grad_weights
+
+
+differentiate(combine_padded, setup=_setup_combine, backward=_differentiate_combine)
