@@ -18,6 +18,7 @@ from moec.grammar.spec import (
     Switch,
     SwitchLoss,
     TopK,
+    distinct_layers,
 )
 from moec.grammar.supported import unsupported
 from moec.passes.builder import Builder, normal, residual_init
@@ -38,7 +39,7 @@ def lower(spec: Spec) -> Program:
     if refused := unsupported(spec):
         raise DiagnosticError(refused)
     model = spec.model
-    layers = _distinct_layers(model)
+    layers = distinct_layers(model.layers)
     blocks = [_layer_block(model, layer, numbers) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
@@ -51,14 +52,6 @@ def context_of(spec: Spec) -> int:
     context = spec.model.context or (spec.train.sequence if spec.train else None)
     assert context is not None, "the language requires a context or a train.sequence"
     return context
-
-
-def _distinct_layers(model: Model) -> list[tuple[Layer, list[int]]]:
-    """Layers that are one object share a body, and so keep their own `.moe` lines."""
-    found: dict[int, tuple[Layer, list[int]]] = {}
-    for number, layer in enumerate(model.layers):
-        found.setdefault(id(layer), (layer, []))[1].append(number)
-    return list(found.values())
 
 
 def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
