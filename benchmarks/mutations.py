@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from moec.codegen.graph import Arg, Graph, Node, Ref
-from moec.codegen.operators import COLLECTIVES, GETITEM
+from moec.codegen.operators import CONVERSIONS, GETITEM
 from moec.codegen.plan import Plan
 
 Change = tuple[str, Plan]
@@ -20,6 +20,10 @@ def mutate(plan: Plan, draw: random.Random) -> Change:
         change = kind(plan, draw)
         if change is not None and change[1] != plan:
             return change
+
+
+NEUTRAL = ("aten.clamp_min.default",)
+"""What changes no number where there is a label: a count of labels is at least 1."""
 
 
 def _in_graph(plan: Plan, graph: Graph, nodes: Sequence[Node]) -> Plan:
@@ -47,7 +51,7 @@ def another_constant(plan: Plan, draw: random.Random) -> Change | None:
         numbers = (i for i, arg in enumerate(node.args) if isinstance(arg, bool | int | float))
         return list(numbers) if node.op == "call_function" and node.target != GETITEM else []
 
-    place = _pick(plan, draw, lambda node: bool(constants(node)))
+    place = _pick(plan, draw, lambda node: bool(constants(node)) and node.target not in NEUTRAL)
     if place is None:
         return None
     graph, index = place
@@ -74,7 +78,9 @@ def another_operand(plan: Plan, draw: random.Random) -> Change | None:
 
 def a_node_less(plan: Plan, draw: random.Random) -> Change | None:
     """An operator is left out, its consumers take its first operand."""
-    place = _pick(plan, draw, lambda node: node.op == "call_function" and bool(node.refs()))
+    place = _pick(
+        plan, draw, lambda node: node.op == "call_function" and bool(node.refs()) and node.target not in NEUTRAL
+    )
     if place is None:
         return None
     graph, index = place
@@ -104,7 +110,7 @@ def another_parameter(plan: Plan, draw: random.Random) -> Change | None:
 
 def another_group(plan: Plan, draw: random.Random) -> Change | None:
     """A collective over other ranks."""
-    place = _pick(plan, draw, lambda node: node.target in COLLECTIVES)
+    place = _pick(plan, draw, lambda node: node.target in CONVERSIONS)
     if place is None:
         return None
     graph, index = place

@@ -6,7 +6,8 @@ from typing import TypedDict
 
 from moec.codegen.graph import Arg, Graph, Node, Ref
 from moec.codegen.operators import GETITEM, SIGNATURES
-from moec.passes.ir import Block, Op, Program, Value
+from moec.passes.ir import Block, Dim, Op, Program, Shard, Value
+from moec.passes.ir.mesh import group_name
 
 
 class BlockEmitter:
@@ -14,6 +15,7 @@ class BlockEmitter:
 
     def __init__(self, program: Program, block: Block) -> None:
         self.block = block
+        self.meshes = program.meshes_of(block) if program.meshes else None
         self.outputs_of = {b.name: len(b.outputs) for b in program.blocks}
         self.nodes: list[Node] = []
         self.nested: list[Graph] = []
@@ -50,6 +52,23 @@ class BlockEmitter:
     def refs(self, op: Op) -> list[Ref]:
         """An op's operands as arguments."""
         return [self.ref(name) for name in op.operands]
+
+    def shape(self, operand: str) -> tuple[Dim, ...]:
+        """An operand's shape on one rank."""
+        value = self.block.scope[operand]
+        if self.meshes is None or value.layout is None:
+            return value.shape
+        shape = list(value.shape)
+        for axis, placement in value.layout.placements:
+            if isinstance(placement, Shard):
+                size = shape[placement.dim]
+                if isinstance(size, int):
+                    shape[placement.dim] = size // self.meshes.size(axis)
+        return tuple(shape)
+
+    def group(self, axis: str) -> str:
+        """What the plan calls the communicators along `axis`."""
+        return group_name(axis, self.block.experts)
 
     def step(self, op: Op, suffix: str, target: str, *args: Arg, **kwargs: Arg) -> Ref:
         """A node on the way to an op's result."""

@@ -6,19 +6,21 @@ from collections.abc import Callable
 
 from moec.codegen.emitter import BlockEmitter, facts
 from moec.codegen.graph import DTypeLiteral, Graph, Node, Ref
+from moec.codegen.lower_conversions import CONVERSIONS
+from moec.codegen.lower_vocabulary import IGNORED_LABEL, VOCABULARY
 from moec.codegen.operators import GETITEM
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
-from moec.passes.ir.mesh import group_name
-
-IGNORED_LABEL = -100
-SUM = 2
-"""`reduction` of `aten.cross_entropy_loss`."""
 
 
 def _embed(e: BlockEmitter, op: Op) -> None:
     ids, table = e.refs(op)
-    e.result(op, "aten.embedding.default", table, ids)
+    layout = e.block.scope[op.operands[1]].layout
+    if layout is None or not layout.axes:
+        e.result(op, "aten.embedding.default", table, ids)
+    else:
+        (axis,) = layout.axes
+        e.result(op, "moec.embed_part.default", ids, table, e.group(axis))
 
 
 def _embed_positions(e: BlockEmitter, op: Op) -> None:
@@ -48,7 +50,7 @@ def _rms_norm(e: BlockEmitter, op: Op) -> None:
 def _linear(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.Linear)
     x, weight = e.refs(op)
-    weight_shape = e.block.scope[op.operands[1]].shape
+    weight_shape = e.shape(op.operands[1])
     rank, n = len(e.block.scope[op.operands[0]].shape), op.contract
     out = weight_shape[:-n]
     if n > 1:
@@ -166,6 +168,16 @@ def _mix(e: BlockEmitter, op: Op) -> None:
     e.result(op, "aten.add.Tensor", *terms)
 
 
+def _count_choices(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.CountChoices)
+    e.result(op, "moec.count_choices.default", *e.refs(op), op.num_experts)
+
+
+def _repeat_heads(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.RepeatHeads)
+    e.result(op, "aten.repeat_interleave.self_int", *e.refs(op), op.copies, 0)
+
+
 def _simple(target: str) -> Callable[[BlockEmitter, Op], None]:
     """An op that is one operator over its operands."""
 
@@ -192,16 +204,6 @@ def _weighted_sum(e: BlockEmitter, op: Op) -> None:
     e.result(op, "aten.add.Tensor", total, rest[-1])
 
 
-def _cross_entropy(e: BlockEmitter, op: Op) -> None:
-    logits, labels = e.refs(op)
-    flat = e.step(op, "logits", "aten.flatten.using_ints", logits, 0, 1)
-    if e.block.scope[op.operands[0]].dtype != op.results[0].dtype:
-        dtype = DTypeLiteral.model_validate({"dtype": op.results[0].dtype})
-        flat = e.step(op, "wide", "aten.to.dtype", flat, dtype)
-    targets = e.step(op, "labels", "aten.flatten.using_ints", labels, 0, 1)
-    e.result(op, "aten.cross_entropy_loss.default", flat, targets, None, SUM, IGNORED_LABEL, 0.0)
-
-
 def _count_labels(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.CountLabels)
     (labels,) = e.refs(op)
@@ -217,48 +219,31 @@ def _mean(e: BlockEmitter, op: Op) -> None:
     e.result(op, "aten.div.Tensor", total, e.step(op, "count", "aten.clamp_min.default", count, 1))
 
 
-def _all_reduce(e: BlockEmitter, op: Op) -> None:
-    assert isinstance(op, o.AllReduce)
-    e.result(op, "moec.all_reduce.default", *e.refs(op), group_name(op.axis, e.block.experts))
-
-
-def _exchange_counts(e: BlockEmitter, op: Op) -> None:
-    assert isinstance(op, o.ExchangeCounts)
-    e.results(op, "moec.exchange_counts.default", *e.refs(op), group_name(op.axis, e.block.experts))
-
-
-def _all_to_all(e: BlockEmitter, op: Op) -> None:
-    assert isinstance(op, o.AllToAll)
-    rows, splits, _ = op.operands
-    group = group_name(op.axis, e.block.experts)
-    e.result(op, "moec.all_to_all.default", e.ref(rows), e.ref(splits), group, op.reverse)
-
-
 def _call(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.Call)
     e.call(op, f"layers.{op.layer}", op.block, e.refs(op), e.outputs_of[op.block])
 
 
 LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
+    **CONVERSIONS,
+    **VOCABULARY,
     o.Activation: _activation,
     o.Add: _add,
     o.AddBias: _simple("aten.add.Tensor"),
-    o.AllReduce: _all_reduce,
-    o.AllToAll: _all_to_all,
     o.Attention: _attention,
     o.Call: _call,
     o.Combine: _simple("moec.combine.default"),
+    o.CountChoices: _count_choices,
     o.CountLabels: _count_labels,
-    o.CrossEntropy: _cross_entropy,
     o.Embed: _embed,
     o.EmbedPositions: _embed_positions,
-    o.ExchangeCounts: _exchange_counts,
     o.ExpertMlp: _expert_mlp,
     o.LayerNorm: _layer_norm,
     o.Linear: _linear,
     o.Mean: _mean,
     o.Mix: _mix,
     o.Permute: _permute,
+    o.RepeatHeads: _repeat_heads,
     o.RmsNorm: _rms_norm,
     o.Rope: _rope,
     o.Route: _route,

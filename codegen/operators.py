@@ -30,15 +30,19 @@ def _takes(positional: str, **keywords: str) -> Signature:
 
 ATEN = {
     "aten.add.Tensor": _takes("tensor tensor"),
+    "aten.amax.default": _takes("tensor ints"),
     "aten.clamp_min.default": _takes("tensor int"),
     "aten.cross_entropy_loss.default": _takes("tensor tensor none int int float"),
     "aten.cumsum.default": _takes("tensor int"),
+    "aten.detach.default": _takes("tensor"),
     "aten.div.Tensor": _takes("tensor tensor"),
     "aten.embedding.default": _takes("tensor tensor"),
+    "aten.exp.default": _takes("tensor"),
     "aten.flatten.using_ints": _takes("tensor int int"),
     "aten.gelu.default": _takes("tensor"),
     "aten.layer_norm.default": _takes("tensor ints tensor tensor_or_none float"),
     "aten.linear.default": _takes("tensor tensor"),
+    "aten.log.default": _takes("tensor"),
     "aten.logsumexp.default": _takes("tensor ints"),
     "aten.mul.Scalar": _takes("tensor float"),
     "aten.mul.Tensor": _takes("tensor tensor"),
@@ -46,6 +50,7 @@ ATEN = {
     "aten.ne.Scalar": _takes("tensor int"),
     "aten.ones_like.default": _takes("tensor"),
     "aten.relu.default": _takes("tensor"),
+    "aten.repeat_interleave.self_int": _takes("tensor int int"),
     "aten.rms_norm.default": _takes("tensor ints tensor float"),
     "aten.scaled_dot_product_attention.default": _takes("tensor tensor tensor none float bool", enable_gqa="bool"),
     "aten.sigmoid.default": _takes("tensor"),
@@ -53,14 +58,18 @@ ATEN = {
     "aten.square.default": _takes("tensor"),
     "aten.squeeze.dim": _takes("tensor int"),
     "aten.sub.Scalar": _takes("tensor int"),
+    "aten.sub.Tensor": _takes("tensor tensor"),
     "aten.sum.default": _takes("tensor"),
+    "aten.sum.dim_IntList": _takes("tensor ints"),
     "aten.to.dtype": _takes("tensor dtype"),
     "aten.transpose.int": _takes("tensor int int"),
     "aten.unflatten.int": _takes("tensor int ints"),
+    "aten.unsqueeze.default": _takes("tensor int"),
 }
 
 COMPUTE = {
     "moec.combine.default": _takes("tensor tensor tensor"),
+    "moec.count_choices.default": _takes("tensor int"),
     "moec.expert_mlp.default": _takes("tensor tensor tensor tensor activation"),
     "moec.geglu.default": _takes("tensor"),
     "moec.permute.default": _takes("tensor tensor int"),
@@ -70,13 +79,26 @@ COMPUTE = {
     "moec.switch_loss.default": _takes("tensor tensor"),
 }
 
-COLLECTIVES = {
+CONVERSIONS = {
+    "moec.all_gather.default": _takes("tensor int group"),
+    "moec.all_gather_alike.default": _takes("tensor int group"),
     "moec.all_reduce.default": _takes("tensor group"),
+    "moec.all_reduce_max.default": _takes("tensor group"),
     "moec.all_to_all.default": _takes("tensor tensor group bool"),
+    "moec.copy_to.default": _takes("tensor group"),
     "moec.exchange_counts.default": _takes("tensor group"),
+    "moec.reduce_scatter.default": _takes("tensor int group"),
+    "moec.slice.default": _takes("tensor int group"),
 }
+"""What takes its first operand to another layout; the value stays the same."""
 
-SIGNATURES: Mapping[str, Signature] = {**ATEN, **COMPUTE, **COLLECTIVES, GETITEM: _takes("tensor int")}
+POSITIONED = {
+    "moec.embed_part.default": _takes("tensor tensor group"),
+    "moec.label_logit.default": _takes("tensor tensor group"),
+}
+"""What depends on a rank's place in a group, and communicates nothing."""
+
+SIGNATURES: Mapping[str, Signature] = {**ATEN, **COMPUTE, **CONVERSIONS, **POSITIONED, GETITEM: _takes("tensor int")}
 
 WORDS = {"score": ("softmax", "sigmoid"), "activation": ("swiglu", "geglu", "gelu", "relu", "relu2")}
 """Arguments that are one of a few words."""

@@ -15,7 +15,7 @@ from moec.codegen.graph import Data, DottedName, Label, StageGraphs
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
-from moec.passes.ir import REPLICATED, Mesh, Parameter, Program
+from moec.passes.ir import REPLICATED, Layout, Mesh, Parameter, Program
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
 FORMAT = 1
@@ -121,6 +121,12 @@ class Plan:
     def data_size(self) -> int:
         """Into how many shares the batch is cut."""
         return self.meshes["dense"].size("dp")
+
+    @cached_property
+    def logits_layout(self) -> Layout:
+        """How the logits `[batch, sequence, vocab]` of a forward pass lie on the dense mesh."""
+        nodes = self.stages[-1].graph("forward").nodes
+        return Layout.parse(next(node.layout for node in nodes if node.name == "logits") or "replicate")
 
     def mesh_of_group(self, name: str) -> tuple[Mesh, str]:
         """The mesh and axis that a group's name stands for."""

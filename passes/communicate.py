@@ -2,20 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from moec.passes.ir import Block, Layout, LayoutError, Meshes, Op, Parameter, Partial, Program, Shard, Value
-from moec.passes.ir.op import layout_of
-from moec.passes.ir.ops import AllReduce, AllToAll, ExchangeCounts
+from moec.passes.ir import (
+    Block,
+    Layout,
+    LayoutError,
+    Meshes,
+    Op,
+    Parameter,
+    Partial,
+    Placement,
+    Program,
+    Shard,
+    Value,
+)
+from moec.passes.ir.op import gradient_sums, layout_of
+from moec.passes.ir.ops import (
+    AllGather,
+    AllGatherAlike,
+    AllReduce,
+    AllToAll,
+    Conversion,
+    CopyTo,
+    ExchangeCounts,
+    ReduceScatter,
+    Slice,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """One rule table, no special cases (`_CONVERSIONS`); every conversion is an op with a declared backward.
+    """One rule table, no special cases (`_Connector._insert`); every conversion is an op with a declared backward.
 
-    Also decides over which axes each parameter's gradient is summed, by the one rule: exactly those on which the
-    parameter is replicated and what it is applied to is not.
+    Also decides over which axes each parameter's gradient is summed, by the one rule (`gradient_sums`): exactly those
+    on which the parameter is replicated and what it is applied to is not.
     """
 
     def apply(self, program: Program) -> Program:
@@ -29,7 +52,7 @@ def _connect(program: Program, block: Block) -> Block:
     for op in block.ops:
         connector.append(op)
     outputs = tuple(connector.output(name) for name in block.outputs) if block.final else block.outputs
-    parameters = tuple(replace(p, sum_over=tuple(connector.sums.get(p.name, ()))) for p in block.parameters)
+    parameters = tuple(replace(p, sum_over=tuple(sorted(connector.sums.get(p.name, ())))) for p in block.parameters)
     return replace(block, ops=tuple(connector.ops), outputs=outputs, parameters=parameters)
 
 
@@ -42,8 +65,8 @@ class _Connector:
     blocks: Mapping[str, Block]
     ops: list[Op] = field(default_factory=list)
     scope: dict[str, Value] = field(default_factory=dict)
-    sums: dict[str, list[str]] = field(default_factory=dict)
-    converted: dict[tuple[str, str, str], str] = field(default_factory=dict)
+    sums: dict[str, set[str]] = field(default_factory=dict)
+    converted: dict[tuple[str, str, str, bool], str] = field(default_factory=dict)
     exchanges: dict[str, ExchangeCounts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,10 +76,15 @@ class _Connector:
     def append(self, op: Op) -> None:
         """Appends `op` with its operands converted, and its results typed and laid out anew."""
         given = [self.scope[name] for name in op.operands]
-        wanted = op.place(given, self.meshes, self.blocks).operands
-        names = self._convert_all(op, given, wanted)
-        self._note_gradient_sums(given, wanted)
-        self.emit(replace(op, operands=names))
+        placing = op.place(given, self.meshes, self.blocks)
+        sums = gradient_sums(op, given, placing)
+        # Counts before the rows that they count: a ragged conversion needs them.
+        names = list(op.operands)
+        for i in sorted(range(len(given)), key=lambda i: given[i].ragged is not None):
+            if isinstance(given[i], Parameter):
+                self.sums.setdefault(given[i].name, set()).update(sums[i])
+            names[i] = self._convert(op.operands[i], placing.operands[i], sums[i], op)
+        self.emit(replace(op, operands=tuple(names)))
 
     def emit(self, op: Op) -> None:
         """Appends `op` as it is; its operands lie as it wants them."""
@@ -74,44 +102,47 @@ class _Connector:
         """The name of `name` with its partial sums reduced."""
         layout = layout_of(self.scope[name])
         whole = Layout.of((axis, p) for axis, p in layout.placements if not isinstance(p, Partial))
-        return self._convert(name, whole, self.ops[-1])
+        return self._convert(name, whole, frozenset(), self.ops[-1])
 
-    def _convert_all(self, op: Op, given: Sequence[Value], wanted: Sequence[Layout]) -> tuple[str, ...]:
-        # Counts before the rows that they count: a ragged conversion needs them.
-        order = sorted(range(len(given)), key=lambda i: given[i].ragged is not None)
-        names = list(op.operands)
-        for i in order:
-            names[i] = self._convert(op.operands[i], wanted[i], op)
-        return tuple(names)
-
-    def _convert(self, name: str, wanted: Layout, consumer: Op) -> str:
-        layout = layout_of(self.scope[name])
-        for axis in sorted({*layout.axes, *wanted.axes}):
+    def _convert(self, name: str, wanted: Layout, summed: frozenset[str], consumer: Op) -> str:
+        """The name of `name` where it lies as `wanted`, its gradient a partial sum on the axes `summed`."""
+        layout, parameter = layout_of(self.scope[name]), isinstance(self.scope[name], Parameter)
+        for axis in sorted({*layout.axes, *wanted.axes, *(() if parameter else summed)}):
             source, target = layout.get(axis), wanted.get(axis)
-            if source == target:
+            if source == target and axis not in summed:
                 continue
-            key = (name, axis, str(target))
+            key = (name, axis, str(target), axis in summed)
             if key not in self.converted:
-                self.converted[key] = self._insert(name, axis, source, target, consumer)
+                self.converted[key] = self._insert(name, axis, source, target, axis in summed, consumer)
             name = self.converted[key]
         return name
 
-    def _insert(self, name: str, axis: str, source: object, target: object, consumer: Op) -> str:
-        """The rule table: one row per (from, to) on one axis."""
+    def _insert(
+        self, name: str, axis: str, source: Placement | None, target: Placement | None, summed: bool, consumer: Op
+    ) -> str:
+        """The rule table: one row per (from, to) on one axis, and whether ops sharded on the axis consume it."""
         value = self.scope[name]
         match source, target:
-            case Partial(), None:
-                return self._all_reduce(value, axis, consumer)
+            case Partial(reduce=reduce), None:
+                return self._move(value, consumer, AllReduce, axis=axis, reduce=reduce)
+            case Partial(reduce="sum"), Shard(dim=dim):
+                return self._move(value, consumer, ReduceScatter, axis=axis, dim=dim)
+            case None, None if summed:
+                return self._move(value, consumer, CopyTo, axis=axis)
+            case None, Shard(dim=dim):
+                return self._move(value, consumer, Slice, axis=axis, dim=dim)
+            case Shard(dim=dim), None:
+                return self._move(value, consumer, AllGather if summed else AllGatherAlike, axis=axis, dim=dim)
             case Shard(dim=0), Shard(dim=1) if value.ragged is None and value.dtype == "int64":
                 return self._exchange(value, axis, consumer)
             case (Shard(dim=1), Shard(dim=0)) | (Shard(dim=0), Shard(dim=1)) if value.ragged is not None:
                 return self._all_to_all(value, axis, reverse=target == Shard(1), consumer=consumer)
         raise LayoutError(f"no conversion of %{name} from {axis}:{source} to {axis}:{target}")
 
-    def _all_reduce(self, value: Value, axis: str, consumer: Op) -> str:
-        whole = self._fresh(value)
-        self.emit(AllReduce(operands=(value.name,), results=(whole,), span=consumer.span, axis=axis))
-        return whole.name
+    def _move(self, value: Value, consumer: Op, conversion: type[Conversion], **attributes: Any) -> str:
+        moved = self._fresh(value)
+        self.emit(conversion(operands=(value.name,), results=(moved,), span=consumer.span, **attributes))
+        return moved.name
 
     def _exchange(self, counts: Value, axis: str, consumer: Op) -> str:
         received, splits = self._fresh(counts), self._fresh(replace(counts, name="splits"))
@@ -140,15 +171,3 @@ class _Connector:
             number += 1
             name = f"{stem}.{number}"
         return replace(like, name=name)
-
-    def _note_gradient_sums(self, given: Sequence[Value], wanted: Sequence[Layout]) -> None:
-        varying = {
-            axis
-            for v, layout in zip(given, wanted, strict=True)
-            if not isinstance(v, Parameter)
-            for axis in layout.axes
-        }
-        for value in given:
-            if isinstance(value, Parameter):
-                sums = self.sums.setdefault(value.name, [])
-                sums += sorted(varying - set(layout_of(value).axes) - set(sums))

@@ -131,7 +131,13 @@ def _moe(b: Builder, model: Model, moe: Moe, h: str) -> tuple[str, list[str], st
     mixed = b.one(o.Combine, y, positions, w, to="mixed", span=moe.span("capacity"))
     mixed = beside_experts(b, model, moe, h, mixed)
     terms = [
-        b.one(o.SwitchLoss, p, e, to="switch_loss", span=term.span())
+        b.one(
+            o.SwitchLoss,
+            p,
+            b.one(o.CountChoices, e, to="choices", span=term.span(), num_experts=experts),
+            to="switch_loss",
+            span=term.span(),
+        )
         if isinstance(term, SwitchLoss)
         else b.one(o.ZLoss, logits, to="z_loss", span=term.span())
         for term in moe.balance

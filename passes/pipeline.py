@@ -15,6 +15,7 @@ from moec.passes.lower import lower
 from moec.passes.partition import Partition
 from moec.passes.place import Place
 from moec.passes.shard import ShardLayouts
+from moec.passes.tensor_parallel import TensorParallel
 
 
 class Pass(Protocol):
@@ -52,13 +53,14 @@ class Compilation:
     records: list[Record] = field(default_factory=list)
 
 
-PASS_NAMES = ("lower", "place", "shard", "communicate", "partition")
+PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "partition")
 
 
 def pipeline(spec: Spec) -> Sequence[Step]:
     """The passes after `lower`, in order."""
     return (
         Step("place", Place(spec).apply, (placed,)),
+        Step("tensor_parallel", TensorParallel().apply, ()),
         Step("shard", ShardLayouts().apply, (laid_out,)),
         Step("communicate", Communicate().apply, (connected,)),
         Step("partition", Partition().apply, (staged,)),

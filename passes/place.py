@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Spec
 from moec.passes.degrees import ExpertDegrees, choose_degrees
-from moec.passes.ir import Block, Mesh, Program
+from moec.passes.ir import Block, Mesh, Meshes, Program
 from moec.passes.ir.ops import Call
 from moec.passes.layers import layer_set_name
 
@@ -20,7 +20,7 @@ class Place:
     identical layers have different degrees, each mesh gets a block of its own.
 
     Defaults: `ep` is the largest degree that divides the ranks and the experts of every MoE layer without a stated one;
-    `dp = ranks`; `edp = ranks / ep`. Raises `DiagnosticError` with every rule that a stated degree breaks.
+    `tp = 1`; `dp = ranks / tp`; `edp = ranks / ep`. Raises `DiagnosticError` with every rule that a degree breaks.
     """
 
     spec: Spec
@@ -28,12 +28,14 @@ class Place:
     def apply(self, program: Program) -> Program:
         """The Program with its dense mesh, and an expert mesh for each degree of its MoE layers."""
         degrees = choose_degrees(self.spec)
-        dense = Mesh("dense", (("pp", 1), ("dp", degrees.dp), ("cp", 1), ("tp", 1)))
+        dense = Mesh("dense", (("pp", 1), ("dp", degrees.dp), ("cp", 1), ("tp", degrees.tp)))
         meshes = [_expert_mesh(experts) for experts in degrees.experts]
         mesh_of = {
             layer: mesh.name for mesh, experts in zip(meshes, degrees.experts, strict=True) for layer in experts.layers
         }
-        return replace(_on_expert_meshes(program, mesh_of), meshes=(dense, *meshes))
+        placed = replace(_on_expert_meshes(program, mesh_of), meshes=(dense, *meshes))
+        own = Meshes(dense).own_tokens
+        return replace(placed, tokens=own if self.spec.parallel.sequence_parallel else own.replace("tp", None))
 
 
 def _expert_mesh(experts: ExpertDegrees) -> Mesh:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from moec.codegen.operators import COLLECTIVES, GETITEM
+from moec.codegen.operators import CONVERSIONS, GETITEM
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout, Partial, Shard
 from moec.runtime.lockstep import LOSS, Lockstep, PerRank, Step, StepError
@@ -18,6 +19,9 @@ from moec.runtime.reference import reference_stage
 from moec.runtime.shards import local_slices
 from moec.runtime.verify import BOUND, Difference, Inputs, relative_error
 from moec.runtime.virtual import VirtualCluster
+
+PARTIAL_GRADIENTS = ("moec.all_gather.default", "moec.copy_to.default")
+"""What gives ops that are sharded on an axis a value that is whole on it: each rank's gradient is a term there."""
 
 Origin = tuple[str, str]
 """A value of the lowered Program: the path of the module, and the value's name there."""
@@ -36,8 +40,8 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     cluster = VirtualCluster(plan, parameters)
     losses, failure = _run(cluster, inputs)
     expected = {(s.path, s.node.value or ""): s.values[0] for s in whole.steps or () if s.node.value}
-    judge = _Judge(plan, expected)
     steps = cluster.lockstep.steps or []
+    judge = _Judge(plan, expected, steps)
     origins = _origins(steps)
     for step in steps:
         error = judge.error(step, origins.get((step.path, step.node.name)), gradient=False)
@@ -50,10 +54,11 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
         return _difference(steps[-1], steps, error, gradient=False)
     whole_loss[0].backward()
     cluster.backward(losses)
+    branches = _branches(steps)
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
         error = judge.error(step, origins.get((step.path, step.node.name)), gradient=True)
-        if error > BOUND:
+        if error > BOUND and (step.path, step.node.name) not in branches:
             # The value's gradient is wrong, its consumers' results have right ones: the consumer is at fault.
             users = (s for s in steps[index + 1 :] if s.path == step.path and step.node.name in s.node.refs())
             return _difference(next(users, step), steps, error, gradient=True, value=step.node.value)
@@ -89,7 +94,7 @@ def _origins(steps: Sequence[Step]) -> Mapping[tuple[str, str], Origin]:
     origins: dict[tuple[str, str], Origin] = {}
     for step in steps:
         node = step.node
-        if node.target in COLLECTIVES:
+        if node.target in CONVERSIONS:
             moved = origins.get((step.path, node.refs()[0]))
             if moved:
                 origins[step.path, node.name] = moved
@@ -98,12 +103,27 @@ def _origins(steps: Sequence[Step]) -> Mapping[tuple[str, str], Origin]:
     return origins
 
 
+def _branches(steps: Sequence[Step]) -> set[tuple[str, str]]:
+    """The conversions beside which others use the same value: the reference has the gradient of all uses only."""
+    users: Counter[tuple[str, str]] = Counter()
+    for step in steps:
+        users.update((step.path, name) for name in set(step.node.refs()))
+    found: set[tuple[str, str]] = set()
+    for step in steps:
+        if step.node.target in CONVERSIONS:
+            source = (step.path, step.node.refs()[0])
+            if users[source] > 1 or source in found:
+                found.add((step.path, step.node.name))
+    return found
+
+
 class _Judge:
     """Compares what ranks hold with the part of the reference's value that they should."""
 
-    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor]) -> None:
+    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor], steps: Sequence[Step]) -> None:
         self.plan = plan
         self.expected = expected
+        self.routed = {s.path: Layout.parse(s.node.layout or "replicate") for s in steps if s.node.value == "e"}
 
     def error(self, step: Step, origin: Origin | None, *, gradient: bool) -> float:
         """The largest error over ranks; 0 for what the reference does not have or cannot be compared."""
@@ -122,54 +142,68 @@ class _Judge:
             return 0.0  # counts and positions are a rank's own; where they are wrong, what they lead to is
         if step.node.ragged is not None:
             return self._ragged(origin, layout, got, whole)
-        if any(isinstance(p, Partial) for _, p in layout.placements):
-            return self._partial(layout, got, whole, gradient=gradient)
+        got = self._reduced(got, self._partial_axes(step, layout, gradient=gradient))
         mesh = self.plan.meshes["dense"]
         parts = (whole[local_slices(whole.shape, layout, mesh, rank)] for rank in range(mesh.ranks))
         return max(relative_error(g.double(), p.double(), whole, 0.0) for g, p in zip(got, parts, strict=True))
 
-    def _partial(self, layout: Layout, got: Sequence[Tensor], whole: Tensor, *, gradient: bool) -> float:
-        if gradient:  # every rank's term has the gradient of the sum
-            return max(relative_error(g, whole, whole, 0.0) for g in got)
-        totals = list(got)
-        for axis, placement in layout.placements:
-            if isinstance(placement, Partial):
-                for ranks in self.plan.meshes["dense"].groups(axis):
-                    total = torch.stack([totals[r] for r in ranks]).sum(0)
-                    for rank in ranks:
-                        totals[rank] = total
-        return max(relative_error(t, whole, whole, 0.0) for t in totals)
+    def _partial_axes(self, step: Step, layout: Layout, *, gradient: bool) -> list[str]:
+        """The axes on which ranks hold terms of the value; of its gradient, where ops sharded on the axis consume it.
+
+        Every term of a partial sum has the gradient of the sum.
+        """
+        if not gradient:
+            return [axis for axis, placement in layout.placements if isinstance(placement, Partial)]
+        if step.node.target not in PARTIAL_GRADIENTS:
+            return []
+        return [self.plan.mesh_of_group(arg)[1] for arg in step.node.args if isinstance(arg, str)]
+
+    def _reduced(self, terms: Sequence[Tensor], axes: Sequence[str]) -> Sequence[Tensor]:
+        totals = list(terms)
+        for axis in axes:
+            for ranks in self.plan.meshes["dense"].groups(axis):
+                total = torch.stack([totals[r] for r in ranks]).sum(0)
+                for rank in ranks:
+                    totals[rank] = total
+        return totals
 
     def _ragged(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
-        """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts."""
-        experts = self.expected[origin[0].removesuffix("moe.experts."), "e"]
-        count = self._num_experts(origin)
-        shares = experts.chunk(self.plan.data_size)
-        per_share = torch.stack([torch.bincount(share.flatten(), minlength=count) for share in shares])
-        starts = per_share.sum(0).cumsum(0) - per_share.sum(0) + per_share.cumsum(0) - per_share
+        """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts.
+
+        Where each choice of a token went in the reference, `positions` says; a rank's rows are those of its tokens in
+        the same order.
+        """
+        path = origin[0].removesuffix("moe.experts.")
+        experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
+        own = [
+            torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
+            for rank in range(self.plan.world_size)
+        ]
+        count = self.expected[path, "p"].shape[-1]
         worst = 0.0
         for rank, rows in enumerate(got):
             sources, held = self._held(origin, layout, rank, count)
-            pieces = [
-                whole[starts[source, expert] : starts[source, expert] + per_share[source, expert]]
-                for source in sources
-                for expert in held
-            ]
-            worst = max(worst, relative_error(rows, torch.cat(pieces), whole, 0.0))
+            pieces = []
+            for source in sources:
+                chosen, where = own[source]
+                mine = (chosen >= held.start) & (chosen < held.stop)
+                pieces.append(where[mine][chosen[mine].argsort(stable=True)])
+            worst = max(worst, relative_error(rows, whole[torch.cat(pieces)], whole, 0.0))
         return worst
 
-    def _num_experts(self, origin: Origin) -> int:
-        path = origin[0].removesuffix("moe.experts.")
-        return self.expected[path, "p"].shape[-1]
+    def _tokens_of(self, path: str, rank: int) -> tuple[slice, ...]:
+        """Which of the global batch's tokens `rank` routes."""
+        shape = self.expected[path, "e"].shape[:2]
+        return local_slices(shape, self.routed[path], self.plan.meshes["dense"], rank)
 
     def _held(self, origin: Origin, layout: Layout, rank: int, count: int) -> tuple[Sequence[int], range]:
-        """The data shares that `rank`'s rows come from, and the experts that they go to."""
+        """The ranks that `rank`'s rows come from, and the experts that they go to."""
         if layout.get("ep") != Shard(0):
-            return [self.plan.data_rank(rank)], range(count)
+            return [rank], range(count)
         mesh = self.plan.expert_meshes[_layer(origin)]
         group = next(ranks for ranks in mesh.groups("ep") if rank in ranks)
         each, position = count // len(group), mesh.coordinate(rank, "ep")
-        return [self.plan.data_rank(r) for r in group], range(position * each, (position + 1) * each)
+        return group, range(position * each, (position + 1) * each)
 
 
 def _layer(origin: Origin) -> int:

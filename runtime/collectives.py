@@ -1,7 +1,6 @@
-"""The collectives that compiled graphs call, registered as `torch.ops.moec.*` on import.
+"""Tokens to their experts and back: the counts, and the ragged all-to-all of rows, as operators.
 
-Groups are named (`moec.runtime.groups`). Each collective declares its own backward: PyTorch's differentiable
-`all_reduce` reduces again in backward, which is wrong for a sum that every rank goes on to use alike.
+Groups are named (`moec.runtime.groups`); the other collectives are in `moec.runtime.conversions`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch import Tensor
 from moec.runtime.groups import resolve
 from moec.runtime.ops.registry import check, define, differentiate
 
-__all__ = ["all_reduce", "all_to_all", "exchange_counts"]
+__all__ = ["all_to_all", "exchange_counts"]
 
 # ---- exchange_counts ---------------------------------------------------------------------------------
 
@@ -124,43 +123,3 @@ def _differentiate_all_to_all(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Non
 
 
 differentiate(all_to_all, setup=_setup_all_to_all, backward=_differentiate_all_to_all)
-
-# ---- all_reduce --------------------------------------------------------------------------------------
-
-
-def _check_all_reduce(x: Tensor, group: str) -> None:
-    resolve(group)
-
-
-def _all_reduce(x: Tensor, group: str) -> Tensor:
-    out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, group=resolve(group))
-    return out
-
-
-def _fake_all_reduce(x: Tensor, group: str) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-all_reduce = define(
-    "all_reduce(Tensor x, str group) -> Tensor",
-    fake=_fake_all_reduce,
-    check=_check_all_reduce,
-    kernel=_all_reduce,
-)
-"""The sum of every rank's x, on every rank; shape and dtype of x, which must be alike on all ranks.
-
-Backward is the identity: partial sums become a replicated value, and what follows is done, and differentiated, alike
-on every rank.
-"""
-
-
-def _setup_all_reduce(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    pass
-
-
-def _differentiate_all_reduce(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return grad, None
-
-
-differentiate(all_reduce, setup=_setup_all_reduce, backward=_differentiate_all_reduce)

@@ -19,10 +19,11 @@ from torch.optim import AdamW
 from moec.codegen.fx import DTYPES
 from moec.codegen.plan import ParameterData, Plan
 from moec.grammar.spec import AdamW as AdamWSpec
-from moec.passes.ir import Layout
+from moec.passes.ir import Layout, Shard
 from moec.passes.ir.mesh import group_name
 from moec.passes.lower import context_of
 from moec.runtime import groups
+from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import GradientSum, clip_gradient_norm
 from moec.runtime.module import ModelOutput, PlanModule
@@ -104,8 +105,8 @@ class Job:
             shard = initial_shard(name, data, mesh, self.rank, seed=seed, dtype=DTYPES[data.dtype])
             return nn.Parameter(shard.to(target))
 
-        spec = self.plan.spec
-        module = PlanModule(spec.model, context_of(spec), self.plan.stages[0], make, self._agree)
+        spec, tp = self.plan.spec, self.plan.meshes["dense"].size("tp")
+        module = PlanModule(spec.model, context_of(spec), self.plan.stages[0], make, self._agree, tensor_parallel=tp)
         sums = {name: self.plan.parameters[name].sum_over for name, _ in module.named_parameters()}
         gradient_sum = GradientSum(dict(module.named_parameters()), sums)
 
@@ -136,6 +137,15 @@ class Job:
         """Scales the gradients to a global norm of at most `max_norm`; gives the norm before, alike on every rank."""
         sharded = {name: self._sharded_over(self.plan.parameters[name]) for name, _ in model.named_parameters()}
         return clip_gradient_norm(dict(model.named_parameters()), sharded, max_norm)
+
+    def whole_logits(self, output: ModelOutput) -> Tensor:
+        """`output.logits` over the whole vocabulary and all tokens of this rank's sequences, detached.
+
+        A collective: every rank must call it, or none.
+        """
+        logits = output.logits.detach()
+        placement = self.plan.logits_layout.get("tp")
+        return all_gather_alike(logits, placement.dim, "tp") if isinstance(placement, Shard) else logits
 
     def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
         """Rows that each expert got in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.

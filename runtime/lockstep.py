@@ -1,13 +1,13 @@
 """Runs a stage's graphs for many ranks in one process, in lockstep, node by node.
 
 Compute nodes run once per rank. A collective shuffles the ranks' tensors, with the forward and the backward that the
-real operator declares (`moec.runtime.collectives`), so that a missing or doubled reduction gives the gradients here
+real operator declares (`moec.runtime.shuffles`), so that a missing or doubled reduction gives the gradients here
 that it would give on a cluster. tests/distributed holds each against gloo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -17,11 +17,10 @@ from torch import Tensor, fx, nn
 
 from moec.codegen.fx import build_module
 from moec.codegen.graph import Node, Ref, StageGraphs
-from moec.codegen.operators import COLLECTIVES
-from moec.runtime import collectives, ops  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime.shuffles import SHUFFLES
 
 PerRank = list[Any]
-Shuffle = Callable[[Sequence[Tensor]], list[Tensor]]
 LOSS = "loss."
 """The path of the steps of the loss graph; it has no parameters."""
 
@@ -151,7 +150,7 @@ class Lockstep:
             raise StepError(path, data, error) from error
 
     def _call(self, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
-        if data.target in COLLECTIVES:
+        if data.target in SHUFFLES:
             return self._collective(node, data, values)
         results = []
         for rank in self.ranks:
@@ -178,72 +177,9 @@ class Lockstep:
         results: PerRank = [None for _ in self.ranks]
         for ranks in self._groups[group]:
             inputs = [[operand[rank] for rank in ranks] for operand in operands]
-            for rank, result in zip(ranks, _COLLECTIVES[data.target](data, inputs), strict=True):
+            for rank, result in zip(ranks, SHUFFLES[data.target](data, inputs), strict=True):
                 results[rank] = result
         return results
-
-
-# ---- collectives: what each declares, on the tensors of one group's ranks ---------------------------
-
-
-class _Declared(torch.autograd.Function):
-    """A shuffle of one group's tensors with a declared backward, itself a shuffle."""
-
-    @staticmethod
-    def forward(ctx: Any, forward: Shuffle, backward: Shuffle, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.backward_shuffle = backward
-        return tuple(forward(inputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return (None, None, *ctx.backward_shuffle(gradients))
-
-
-def declared(forward: Shuffle, backward: Shuffle, *inputs: Tensor) -> Sequence[Tensor]:
-    """`forward` of the group's tensors, differentiated as `backward`."""
-    results: Sequence[Tensor] = _Declared.apply(forward, backward, *inputs)  # type: ignore[no-untyped-call]
-    return results
-
-
-def _all_reduce(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
-    """Forward: the sum. Backward: the identity."""
-
-    def forward(tensors: Sequence[Tensor]) -> list[Tensor]:
-        total = torch.stack(list(tensors)).sum(0)
-        return [total.clone() for _ in tensors]
-
-    return list(declared(forward, lambda gradients: list(gradients), *inputs[0]))
-
-
-def _exchange_counts(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
-    """Each rank's counts for each rank's experts; not differentiated."""
-    sent = [counts.reshape(len(inputs[0]), -1) for counts in inputs[0]]
-    received = [torch.stack([counts[rank] for counts in sent]) for rank in range(len(sent))]
-    return [(got, torch.stack([out.sum(1), got.sum(1)])) for out, got in zip(sent, received, strict=True)]
-
-
-def _all_to_all(data: Node, inputs: list[list[Tensor]]) -> list[Any]:
-    """Forward: rows to their peers. Backward: the other direction."""
-    rows, splits = inputs
-    out, back = [s[0].tolist() for s in splits], [s[1].tolist() for s in splits]
-    if data.args[-1] is True:
-        out, back = back, out
-
-    def moving(counts: list[list[int]]) -> Shuffle:
-        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
-            pieces = [torch.split(tensor, split) for tensor, split in zip(tensors, counts, strict=True)]
-            return [torch.cat([piece[rank] for piece in pieces]) for rank in range(len(pieces))]
-
-        return move
-
-    return list(declared(moving(out), moving(back), *rows))
-
-
-_COLLECTIVES: Mapping[str, Callable[[Node, list[list[Tensor]]], list[Any]]] = {
-    "moec.all_reduce.default": _all_reduce,
-    "moec.all_to_all.default": _all_to_all,
-    "moec.exchange_counts.default": _exchange_counts,
-}
 
 
 # ---- graphs, prepared ------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from moec.codegen.fx import MakeParameter, build_module
 from moec.codegen.graph import Ref, StageGraphs
 from moec.grammar.spec import Model
-from moec.runtime import collectives, ops  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
 
 IGNORED_LABEL = -100
@@ -23,6 +23,8 @@ Agree = Callable[[str | None, torch.device], str | None]
 class ModelOutput:
     """`logits` `[batch, sequence, vocab]` of this rank's tokens; `loss`, a scalar, where labels were given.
 
+    With tensor parallelism a rank has the logits of its own `vocab / tp` ids (where `tp` does not divide them all,
+    those of its own `sequence / tp` tokens); `Job.whole_logits` gathers them.
     The loss is that of the whole global batch, the same on every rank: cross-entropy over the global number of valid
     labels plus the weighted balance terms.
     """
@@ -46,6 +48,7 @@ class PlanModule(nn.Module):
         make_parameter: MakeParameter,
         agree: Agree = _alone,
         *,
+        tensor_parallel: int = 1,
         float64: bool = False,
     ) -> None:
         super().__init__()
@@ -57,7 +60,7 @@ class PlanModule(nn.Module):
         self.__dict__["_loss_graph"] = build_module(stage, "loss", make_parameter, float64=float64)
         self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
         self._agree = agree
-        self.vocab, self.context = model.vocab, context
+        self.vocab, self.context, self.tensor_parallel = model.vocab, context, tensor_parallel
         self.expert_counts: dict[int, Tensor] = {}
         """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
 
@@ -91,6 +94,8 @@ class PlanModule(nn.Module):
                 return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}"
             if ids.shape[1] > self.context:
                 return f"{name} are {ids.shape[1]} long, and the model's context is {self.context}"
+            if ids.shape[1] % self.tensor_parallel:
+                return f"{name} are {ids.shape[1]} long, which tp = {self.tensor_parallel} does not divide"
             valid = ids[ids != IGNORED_LABEL] if name == "labels" else ids
             if valid.numel():
                 low, high = (int(bound) for bound in valid.aminmax())

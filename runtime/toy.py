@@ -7,7 +7,7 @@ by compiling the plan's Spec twice, as it is and with toy widths: the two may di
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -68,7 +68,7 @@ def at_toy_widths(plan: Plan, *, fewer_experts: bool = False) -> ToyPlan:
     shrink = _Shrink(plan, fewer_experts)
     spec = shrink.spec()
     own, toy = (make_plan(s, compile_program(s).program, plan.manifest.moec) for s in (plan.spec, spec))
-    _require_same_but_for(own, toy, {(width.before, width.toy) for width in shrink.widths})
+    _require_same_but_for(own, toy, shrink.widths)
     pairs = {o.name: (o, t) for o, t in zip(own.stages[0].graphs, toy.stages[0].graphs, strict=True)}
     graphs = tuple(_graph_at(g, *pairs[g.name]) if g.name in pairs else g for g in plan.stages[0].graphs)
     bodies_of = {o.graph: (o, t) for o, t in zip(own.manifest.bodies, toy.manifest.bodies, strict=True)}
@@ -111,10 +111,11 @@ def _body_at(given: Body, own: Body, toy: Body) -> Body:
     return given.model_copy(update={"parameters": tuple(parameters)})
 
 
-def _require_same_but_for(own: Plan, toy: Plan, explained: set[tuple[int, int]]) -> None:
-    """Graphs, parameters, meshes and groups are alike, but for literals that the shrunk widths explain."""
+def _require_same_but_for(own: Plan, toy: Plan, widths: Sequence[Width]) -> None:
+    """Graphs, parameters, meshes and groups are alike, but for literals that are shrunk widths or a rank's part of one."""
     for before, after in _unequal(_facts(own), _facts(toy)):
-        if (before, after) not in explained:
+        numbers = isinstance(before, int) and isinstance(after, int)
+        if not numbers or not any(before * width.toy == after * width.before for width in widths):
             raise InternalError(f"{own.name}: at toy widths {before!r} of its graphs becomes {after!r}")
     if (own.manifest.meshes, own.manifest.groups) != (toy.manifest.meshes, toy.manifest.groups):
         raise InternalError(f"{own.name}: toy widths change its meshes")
@@ -214,9 +215,10 @@ class _Shrink:
         return SEQUENCE if self._ranks < MANY_RANKS else SHORT_SEQUENCE
 
     def _shrunk(self, name: str, width: int, wanted: int, pieces: int | None = None) -> int:
-        """The toy width: a multiple of what it is cut into."""
+        """The toy width: it divides over as many ranks as `width` does, and no more."""
         each = pieces or self._pieces
-        toy = min(width, each * -(-wanted // each))
+        shared = math.gcd(width, each)
+        toy = next((toy for toy in range(wanted, width) if math.gcd(toy, each) == shared), width)
         self._toys[name, width] = toy
         return toy
 

@@ -230,8 +230,7 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
             "parameter": max(largest(p) for p in model.parameters()),
         }
     )
-    whole_logits, dense = expected.logits.detach(), plan.meshes["dense"]
-    layout = _logits_layout(plan)
+    whole_logits, layout, dense = expected.logits.detach(), plan.logits_layout, plan.meshes["dense"]
     for rank in range(plan.world_size):
         share = whole_logits[local_slices(whole_logits.shape, layout, dense, rank)]
         errors.add("output", f"the logits of rank {rank}", logits[rank].detach(), share, expected.logits)
@@ -249,12 +248,6 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         after = parameter - LEARNING_RATE * gradient
         errors.add("parameter", f"{name} on rank {rank}", held - LEARNING_RATE * got, after[index], after)
     return errors
-
-
-def _logits_layout(plan: Plan) -> Layout:
-    """How the forward graph says that its logits lie."""
-    nodes = {node.name: node for node in plan.stages[0].graph("forward").nodes}
-    return Layout.parse(nodes["logits"].layout or "replicate")
 
 
 def _total(counts: Sequence[object]) -> object:

@@ -16,6 +16,8 @@ def moe_text(
     ranks: int = 4,
     ep: int | None = 2,
     dp: int | None = None,
+    tp: int | None = None,
+    sequence_parallel: bool = True,
     experts: int = 8,
     expert: str = "swiglu(16)",
     gate: str = GATE,
@@ -37,7 +39,10 @@ def moe_text(
     `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
     """
     depth = len(mixtures) + 1 if mixtures else depth
-    degrees = "".join(f"  {name} = {value}\n" for name, value in (("dp", dp), ("ep", ep)) if value is not None)
+    degrees = "".join(
+        f"  {name} = {value}\n" for name, value in (("dp", dp), ("tp", tp), ("ep", ep)) if value is not None
+    )
+    degrees += "" if sequence_parallel else "  sequence_parallel = false\n"
     others = ""
     for number, (count, degree) in enumerate(mixtures, start=1):
         others += f"  layers {number} {{ moe {{ experts = {count} * {expert} }} }}\n" if count != experts else ""

@@ -37,7 +37,9 @@ class Parallel(Node):
     ep: Annotated[
         Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and every layer's experts")
     ] = None
-    tp: Annotated[Degree, NotYet(), Doc("tensor parallel, of what is not experts; default 1")] = None
+    tp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("tensor parallel, of what is not experts; default 1")] = (
+        None
+    )
     pp: Annotated[Degree, NotYet(), Doc("pipeline parallel; default 1")] = None
     etp: Annotated[Degree, NotYet(), Doc("tensor parallel inside an expert; default 1")] = None
     cp: Annotated[Degree, NotYet(), Doc("context parallel; default 1")] = None
@@ -50,9 +52,9 @@ class Parallel(Node):
     recompute: Annotated[Recompute, NotYet(), Doc("what is computed again in the backward pass")] = "none"
     microbatches: Annotated[Degree, NotYet(), Doc("parts that a rank's sequences are worked through in")] = None
     schedule: Annotated[Schedule | None, NotYet(), Doc("order of a pipeline's micro-batches")] = None
-    sequence_parallel: Annotated[bool, NotYet(), Doc("split what tensor parallelism leaves whole over the tokens")] = (
-        False
-    )
+    sequence_parallel: Annotated[
+        bool, Doc("with `tp`, cut the tokens between the parts that it shards (Korthikanti et al. 2022, section 4.2.2)")
+    ] = True
     layers: Annotated[tuple[ParallelLayers, ...], Doc("other degrees for some layers")] = ()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 
 from moec.codegen.graph import Graph, Node
-from moec.codegen.operators import COLLECTIVES
+from moec.codegen.operators import CONVERSIONS
 from moec.codegen.plan import Body, ParameterData, Plan
 from moec.commands.summary import amount_of_bytes, count
 from moec.driver import load, run_passes
@@ -76,7 +76,7 @@ def _collectives(plan: Plan, program: Program, body: Body) -> Iterator[Row]:
     block = program.block(body.graph)
     ops = {value.name: op for op in block.ops if isinstance(op, Collective) for value in op.results}
     for node in plan.stages[0].graph(body.graph).nodes:
-        if node.target not in COLLECTIVES:
+        if node.target not in CONVERSIONS:
             continue
         group = next(arg for arg in node.args if isinstance(arg, str))
         name = node.value or node.name.removesuffix("_all").replace("_", ".")
@@ -172,7 +172,7 @@ def _nodes(graph: Graph, prefix: str, mermaid: bool) -> Iterator[str]:
     for node in graph.nodes:
         if node.name in parameters:
             continue
-        label, loud = _label(node), node.target in COLLECTIVES
+        label, loud = _label(node), node.target in CONVERSIONS
         name = f"{prefix}{node.name}"
         if mermaid:
             yield f'    {name}{"([" if loud else "["}"{label}"{"])" if loud else "]"}'

@@ -49,6 +49,8 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
 def _degrees(degrees: Degrees) -> list[str]:
     """`dp 8 (default), edp 2 (default), ep 4; every other 1`; where layers differ, a line for each of their meshes."""
     dense = f"dp {degrees.dp}{_default(degrees.dp_stated)}"
+    if degrees.tp > 1:
+        dense += f", tp {degrees.tp}"
     spread = [f"edp {e.edp}{_default(False)}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
     if len(spread) > 1:
         of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
 from moec.grammar.source import Span
-from moec.passes.ir.layout import Layout
-from moec.passes.ir.mesh import Mesh
+from moec.passes.ir.layout import REPLICATED, Layout, Shard
+from moec.passes.ir.mesh import EXPERT_AXES, Mesh
 from moec.passes.ir.value import Attribute, Dim, Value
 
 if TYPE_CHECKING:
@@ -25,12 +25,31 @@ class Type:
     ragged: str | None = None
 
 
+TOKEN_DIM_OF = {"dp": 0, "tp": 1}
+"""Which dim of `[batch, sequence]` an axis of the dense mesh shards."""
+
+
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The two factorisations of the ranks that a block's values lie on."""
+    """The two factorisations of the ranks that a block's values lie on, and how the residual stream lies.
+
+    `tokens` is the layout of `[batch, sequence, dim]` between the ops that tensor parallelism shards: with sequence
+    parallelism every rank has tokens of its own, without it the ranks of a tp group have the same ones.
+    """
 
     dense: Mesh
     experts: Mesh | None = None
+    tokens: Layout = REPLICATED
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis` of either mesh."""
+        mesh = self.experts if axis in EXPERT_AXES and self.experts is not None else self.dense
+        return mesh.size(axis)
+
+    @property
+    def own_tokens(self) -> Layout:
+        """Tokens of which no two ranks have one in common: sequences over `dp`, and parts of each over `tp`."""
+        return Layout.of({axis: Shard(TOKEN_DIM_OF[axis]) for axis in self.dense.wide_axes()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +70,10 @@ class Op(ABC):
 
     mnemonic: ClassVar[str]
     registry: ClassVar[dict[str, type[Op]]] = {}
+    constants: ClassVar[frozenset[int]] = frozenset()
+    """Positions of operands that no gradient flows to, whatever their dtype."""
+    moves: ClassVar[bool] = False
+    """Whether it takes values elsewhere, to another layout, mesh or block, and so does no part of a work on them."""
 
     operands: tuple[str, ...]
     results: tuple[Value, ...] = ()
@@ -105,6 +128,21 @@ def layout_of(value: Value) -> Layout:
     if value.layout is None:
         raise LayoutError(f"{value.name} has no layout yet")
     return value.layout
+
+
+def gradient_sums(op: Op, operands: Sequence[Value], placing: Placing) -> tuple[frozenset[str], ...]:
+    """For each operand, the axes on which its gradient is a partial sum: the one gradient rule.
+
+    They are the axes on which it is replicated while the op's other operands or results are not: there every rank does
+    a part of the work. What is not differentiated has none.
+    """
+    if op.moves:
+        return (frozenset(),) * len(operands)
+    working = {axis for layout in (*placing.operands, *placing.results) for axis in layout.axes}
+    return tuple(
+        frozenset(working.difference(layout.axes) if value.dtype != "int64" and i not in op.constants else ())
+        for i, (value, layout) in enumerate(zip(operands, placing.operands, strict=True))
+    )
 
 
 def size_of(shape: Sequence[Dim], sizes: Mapping[str, int]) -> int:

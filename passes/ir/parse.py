@@ -10,7 +10,7 @@ from typing import Any
 from lark import Lark, Transformer
 
 from moec.passes.ir import ops  # noqa: F401  (registers every op)
-from moec.passes.ir.layout import Layout, Partial, Placement, Shard
+from moec.passes.ir.layout import REPLICATED, Layout, Partial, Placement, Shard
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Op
 from moec.passes.ir.program import Block, Program, Stage
@@ -39,6 +39,7 @@ class _ToProgram(Transformer[Any, Any]):
         return Program(
             name=json.loads(name),
             meshes=tuple(c for c in rest if isinstance(c, Mesh)),
+            tokens=next((c for c in rest if isinstance(c, Layout)), REPLICATED),
             blocks=tuple(c for c in rest if isinstance(c, Block)),
             stages=tuple(c for c in rest if isinstance(c, Stage)),
         )
@@ -48,6 +49,11 @@ class _ToProgram(Transformer[Any, Any]):
 
     def axis(self, children: list[Any]) -> tuple[str, int]:
         return str(children[0]), int(children[1])
+
+    def tokens(self, children: list[Any]) -> Layout:
+        (layout,) = children
+        assert isinstance(layout, Layout)
+        return layout
 
     def stage(self, children: list[Any]) -> Stage:
         return Stage(index=int(children[0]), blocks=tuple(json.loads(name) for name in children[1:]))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from moec.grammar.source import Span
+from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
 from moec.passes.ir.value import Parameter, Value
@@ -57,10 +58,14 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Program:
-    """Blocks over meshes; `stages` once partitioned. Passes return new Programs."""
+    """Blocks over meshes; `stages` once partitioned. Passes return new Programs.
+
+    `tokens` is how the residual stream lies on the dense mesh (`Meshes.tokens`), once placed.
+    """
 
     name: str
     meshes: tuple[Mesh, ...] = ()
+    tokens: Layout = REPLICATED
     blocks: tuple[Block, ...]
     stages: tuple[Stage, ...] = ()
 
@@ -79,7 +84,7 @@ class Program:
 
     def meshes_of(self, block: Block) -> Meshes:
         """The dense mesh, and the expert mesh of this block."""
-        return Meshes(self.mesh("dense"), self.mesh(block.experts) if block.experts else None)
+        return Meshes(self.mesh("dense"), self.mesh(block.experts) if block.experts else None, self.tokens)
 
     @property
     def num_ops(self) -> int:

@@ -21,6 +21,8 @@ def print_program(program: Program, spans: bool = True) -> str:
     for mesh in program.meshes:
         axes = ", ".join(f"{axis} = {size}" for axis, size in mesh.axes)
         lines.append(f"  mesh {json.dumps(mesh.name)} {{{axes}}}")
+    if program.tokens.placements:
+        lines.append(f"  tokens @ {program.tokens}")
     for block in program.blocks:
         lines += ["", *(f"  {line}" for line in _block(block, spans))]
     lines += [f"  stage {s.index} {{{', '.join(json.dumps(name) for name in s.blocks)}}}" for s in program.stages]

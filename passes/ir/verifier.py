@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from moec.grammar.diagnostics import InternalError
-from moec.passes.ir.op import LayoutError, TypeRuleError
-from moec.passes.ir.ops import Call
+from moec.passes.ir.op import LayoutError, Op, TypeRuleError, gradient_sums
+from moec.passes.ir.ops import AllGather, Call, CopyTo
 from moec.passes.ir.program import Block, Program
+from moec.passes.ir.value import Parameter
 
 Invariant = Callable[[Program], None]
 
@@ -62,8 +63,15 @@ def _wide_axes(program: Program, block: Block) -> set[str]:
 
 
 def connected(program: Program) -> None:
-    """Every operand lies as its op wants it, every result as the rule gives it, every gradient sum is decided."""
+    """Every operand lies as its op wants it, every result as the rule gives it.
+
+    Every gradient that is a partial sum is summed: that of a parameter by the plan, that of a value by the conversion
+    that gave it.
+    """
     for block in program.blocks:
+        for parameter in block.parameters:
+            _check(parameter.sum_over is not None, block, f"@{parameter.name}: no gradient rule")
+        given = {v.name: op for op in block.ops for v in op.results}
         for op in block.ops:
             operands = block.operands(op)
             try:
@@ -74,8 +82,21 @@ def connected(program: Program) -> None:
                 _check(value.layout == layout, block, f"{op.mnemonic}: {value.name} is {value.layout}, not {layout}")
             for value, layout in zip(op.results, placing.results, strict=True):
                 _check(value.layout == layout, block, f"{op.mnemonic}: {value.name} is {value.layout}, not {layout}")
-        for parameter in block.parameters:
-            _check(parameter.sum_over is not None, block, f"@{parameter.name}: no gradient rule")
+            for name, sums in zip(op.operands, gradient_sums(op, operands, placing), strict=True):
+                value = block.scope[name]
+                if not op.moves:
+                    summed = set(value.sum_over or ()) if isinstance(value, Parameter) else _summed(name, given)
+                    complaint = f"{op.mnemonic}: the gradient of {name} is summed over {summed}, not {set(sums)}"
+                    _check(sums == summed, block, complaint)
+
+
+def _summed(name: str, given: Mapping[str, Op]) -> set[str]:
+    """The axes over which the conversions that gave a value sum its gradient."""
+    axes: set[str] = set()
+    while isinstance(op := given.get(name), CopyTo | AllGather):
+        axes.add(op.axis)
+        (name,) = op.operands
+    return axes
 
 
 def staged(program: Program) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from moec.runtime.backends.torch_experts import expert_mlp, expert_mlp_backward
 from moec.runtime.backends.torch_gated import geglu, geglu_backward, swiglu, swiglu_backward
 from moec.runtime.backends.torch_rope import rope, rope_backward
-from moec.runtime.backends.torch_routing import route, route_backward, switch_loss, switch_loss_backward
+from moec.runtime.backends.torch_routing import count_choices, route, route_backward, switch_loss, switch_loss_backward
 from moec.runtime.backends.torch_rows import combine, combine_backward, permute, permute_backward
 
 __all__ = [
     "combine",
     "combine_backward",
+    "count_choices",
     "expert_mlp",
     "expert_mlp_backward",
     "geglu",

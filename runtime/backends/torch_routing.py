@@ -99,21 +99,25 @@ def _refuse_nan(chosen: Tensor) -> None:
         raise FloatingPointError(message)
 
 
-def switch_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+def count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    sequences, tokens, k = experts.shape
+    choices = experts.reshape(sequences, tokens * k)
+    counts = choices.new_zeros((sequences, num_experts))
+    return counts.scatter_add_(1, choices, torch.ones_like(choices))
+
+
+def switch_loss(probabilities: Tensor, choices: Tensor) -> Tensor:
     # S · E · Σᵢ (countᵢ / kS) · (Σₛ probabilityₛᵢ / S) = E / kS · Σₛᵢ countᵢ · probabilityₛᵢ
     sums = probabilities.sum(dim=1)
-    return (_shares(probabilities, experts) * sums).sum()
+    return (_shares(probabilities, choices) * sums).sum()
 
 
-def switch_loss_backward(grad: Tensor, probabilities: Tensor, experts: Tensor) -> Tensor:
-    shares = _shares(probabilities, experts).mul_(grad)
+def switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -> Tensor:
+    shares = _shares(probabilities, choices).mul_(grad)
     return shares[:, None].expand(probabilities.shape).contiguous()
 
 
-def _shares(probabilities: Tensor, experts: Tensor) -> Tensor:
+def _shares(probabilities: Tensor, choices: Tensor) -> Tensor:
     """E times each expert's share of a sequence's choices: [B, E]."""
-    sequences, tokens, num_experts = probabilities.shape
-    choices = experts.reshape(sequences, tokens * experts.shape[2])
-    counts = choices.new_zeros((sequences, num_experts))
-    counts.scatter_add_(1, choices, torch.ones_like(choices))
-    return counts.to(probabilities.dtype).mul_(num_experts / max(choices.shape[1], 1))
+    total = choices.sum(dim=1, keepdim=True).clamp_min(1)
+    return choices.to(probabilities.dtype) * (choices.shape[1] / total.to(probabilities.dtype))

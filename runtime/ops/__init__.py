@@ -3,14 +3,16 @@
 Each has a fake (so that FX, `torch.compile` and export see through it), an autograd rule made of registered
 operators, and its arithmetic in a backend (`moec.runtime.backends`). None mutates or aliases its inputs. Letters in
 shapes: B sequences, S tokens each, D model dim, E experts, k choices, R rows, F hidden width, G 2 for swiglu and geglu,
-1 for other activations. The collectives, in `moec.runtime.collectives`, are operators of the same kind.
+1 for other activations. The collectives, in `moec.runtime.collectives` and
+`moec.runtime.conversions`, are operators of the same kind.
 """
 
 from __future__ import annotations
 
+from moec.runtime.ops.balance import count_choices, switch_loss
 from moec.runtime.ops.elementwise import geglu, rope, swiglu
 from moec.runtime.ops.experts import expert_mlp
-from moec.runtime.ops.routing import route, switch_loss
+from moec.runtime.ops.routing import route
 from moec.runtime.ops.rows import combine, permute
 
-__all__ = ["combine", "expert_mlp", "geglu", "permute", "rope", "route", "swiglu", "switch_loss"]
+__all__ = ["combine", "count_choices", "expert_mlp", "geglu", "permute", "rope", "route", "swiglu", "switch_loss"]

@@ -1,4 +1,4 @@
-"""`route`, from router logits to weighted choices, and `switch_loss`, which keeps the choices balanced."""
+"""`route`, from router logits to weighted choices."""
 
 from __future__ import annotations
 
@@ -95,59 +95,3 @@ def _differentiate_route(
 
 
 differentiate(route, setup=_setup_route, backward=_differentiate_route)
-
-# ---- switch_loss -------------------------------------------------------------------------------------
-
-
-def _check_switch_loss(probabilities: Tensor, experts: Tensor) -> None:
-    check(
-        probabilities.dim() == 3 and experts.dim() == 3 and probabilities.shape[:2] == experts.shape[:2],
-        lambda: (
-            "moec::switch_loss: probabilities must be [B, S, E] and experts [B, S, k], not "
-            f"{list(probabilities.shape)} and {list(experts.shape)}"
-        ),
-    )
-
-
-def _fake_switch_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
-    return probabilities.new_empty(())
-
-
-switch_loss = define(
-    "switch_loss(Tensor probabilities, Tensor experts) -> Tensor",
-    fake=_fake_switch_loss,
-    check=_check_switch_loss,
-)
-"""Sum over sequences of S · E · Σᵢ fᵢ·Pᵢ (Fedus et al. 2021, eq. 4): a scalar in the probabilities' dtype.
-
-probabilities [B, S, E], experts [B, S, k] int64. fᵢ is the share of a sequence's k·S choices that expert i got, Pᵢ its
-mean probability over the sequence. Divided by the global number of tokens it is the token-weighted mean over
-sequences, and 1 when balanced. 0 where there are no tokens.
-"""
-
-
-def _check_switch_loss_backward(grad: Tensor, probabilities: Tensor, experts: Tensor) -> None:
-    _check_switch_loss(probabilities, experts)
-
-
-def _fake_switch_loss_backward(grad: Tensor, probabilities: Tensor, experts: Tensor) -> Tensor:
-    return probabilities.new_empty(probabilities.shape)
-
-
-switch_loss_backward = define(
-    "switch_loss_backward(Tensor grad, Tensor probabilities, Tensor experts) -> Tensor",
-    fake=_fake_switch_loss_backward,
-    check=_check_switch_loss_backward,
-)
-
-
-def _setup_switch_loss(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
-def _differentiate_switch_loss(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    probabilities, experts = ctx.saved_tensors
-    return switch_loss_backward(grad, probabilities, experts), None
-
-
-differentiate(switch_loss, setup=_setup_switch_loss, backward=_differentiate_switch_loss)

@@ -11,7 +11,7 @@ from gloo_pool import GlooPool
 from torch import Tensor
 from torch.library import opcheck
 
-from moec.runtime import collectives, groups, ops
+from moec.runtime import collectives, conversions, groups, ops
 
 NUM_EXPERTS, DIM = 8, 3
 WORLD_SIZES = [1, 2, 4]
@@ -145,7 +145,7 @@ def reduce_and_differentiate(xs: list[Tensor], grad: Tensor) -> tuple[Tensor, Te
     x = xs[dist.get_rank()].requires_grad_()
     before = x.detach().clone()
     with world():
-        total = collectives.all_reduce(x, "ep")
+        total = conversions.all_reduce(x, "ep")
         total.backward(grad)
     assert torch.equal(x, before)
     assert x.grad is not None
@@ -176,7 +176,7 @@ def check_operators() -> None:
         opcheck(collectives.exchange_counts, (counts, "ep"))
         _, splits = collectives.exchange_counts(counts, "ep")
         opcheck(collectives.all_to_all, (rows.requires_grad_(), splits, "ep", False))
-        opcheck(collectives.all_reduce, (torch.randn(3, 2, requires_grad=True), "ep"))
+        opcheck(conversions.all_reduce, (torch.randn(3, 2, requires_grad=True), "ep"))
 
 
 def test_operators_are_well_formed(gloo: GlooPool) -> None:
@@ -193,7 +193,9 @@ def moe_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: str | No
         arrived = collectives.all_to_all(rows, splits, group, False)
         done, _ = ops.expert_mlp(arrived, received, up, down, "swiglu")
         out = collectives.all_to_all(done, splits, group, True)
-    return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(probabilities, experts)
+    return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(
+        probabilities, ops.count_choices(experts, NUM_EXPERTS)
+    )
 
 
 def share(t: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
@@ -210,7 +212,7 @@ def train_shard(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, compiled: boo
         out = layer(own_x, own_gate, own_up, own_down, "ep")
         out.square().sum().backward()
         assert own_gate.grad is not None
-        gate_grad = collectives.all_reduce(own_gate.grad, "ep")
+        gate_grad = conversions.all_reduce(own_gate.grad, "ep")
     return [out.detach(), own_x.grad, own_up.grad, own_down.grad, gate_grad]
 
 

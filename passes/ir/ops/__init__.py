@@ -1,52 +1,65 @@
 """Every op there is. Importing this package registers them all."""
 
-from moec.passes.ir.ops.collective import AllReduce, AllToAll, Collective, ExchangeCounts
-from moec.passes.ir.ops.control import Call
-from moec.passes.ir.ops.dense import (
-    ACTIVATION_PARTS,
-    Activation,
-    Add,
-    AddBias,
-    Attention,
-    Embed,
-    EmbedPositions,
-    LayerNorm,
-    Linear,
-    RmsNorm,
-    Rope,
-    Router,
+from moec.passes.ir.ops.attention import Attention, RepeatHeads, Rope
+from moec.passes.ir.ops.collective import (
+    AllGather,
+    AllGatherAlike,
+    AllReduce,
+    AllToAll,
+    Collective,
+    Conversion,
+    CopyTo,
+    ExchangeCounts,
+    ReduceScatter,
+    Slice,
 )
+from moec.passes.ir.ops.control import Call
+from moec.passes.ir.ops.embedding import Embed, EmbedPositions, LayerNorm, RmsNorm
+from moec.passes.ir.ops.linear import ACTIVATION_PARTS, Activation, Add, AddBias, Linear, Router
 from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
-from moec.passes.ir.ops.moe import Combine, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
+from moec.passes.ir.ops.moe import Combine, CountChoices, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.paths import Mix, SigmoidGate
+from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp
 
 __all__ = [
     "ACTIVATION_PARTS",
     "Activation",
     "Add",
     "AddBias",
+    "AllGather",
+    "AllGatherAlike",
     "AllReduce",
     "AllToAll",
     "Attention",
     "Call",
     "Collective",
     "Combine",
+    "Conversion",
+    "CopyTo",
+    "CountChoices",
     "CountLabels",
     "CrossEntropy",
+    "CrossEntropyOfSums",
     "Embed",
     "EmbedPositions",
     "ExchangeCounts",
     "ExpertMlp",
+    "LabelLogit",
     "LayerNorm",
     "Linear",
+    "LogitMax",
     "Mean",
     "Mix",
     "Permute",
+    "ReduceScatter",
+    "RepeatHeads",
     "RmsNorm",
     "Rope",
     "Route",
     "Router",
     "SigmoidGate",
+    "Slice",
+    "SumExp",
     "SwitchLoss",
     "WeightedSum",
     "ZLoss",

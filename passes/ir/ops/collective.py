@@ -6,11 +6,12 @@ means is resolved when the graph is written (the group `ep[4..31]`).
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.passes.ir.layout import Partial, Shard
+from moec.passes.ir.layout import Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.tokens import Blocks
 from moec.passes.ir.value import Value
@@ -20,25 +21,127 @@ from moec.passes.ir.value import Value
 class Collective(Op):
     """What every collective has: the axis it runs along."""
 
+    moves: ClassVar[bool] = True
     axis: str
 
 
-@register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AllReduce(Collective):
-    """Partial → Replicate. Forward: sum over the axis. Backward: identity."""
+class Conversion(Collective):
+    """Takes a value from one placement on the axis to another; its shape, which is the global one, stays."""
 
-    mnemonic: ClassVar[str] = "all_reduce"
+    @abstractmethod
+    def source(self) -> Placement | None:
+        """How the operand must lie on the axis; None is replicated."""
+
+    @abstractmethod
+    def target(self) -> Placement | None:
+        """How the result lies on the axis."""
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
+        require(x.ragged is None, self, "rows move by all_to_all")
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         layout = layout_of(operands[0])
-        if layout.get(self.axis) != Partial():
-            raise LayoutError(f"all_reduce over {self.axis} of a value that is {layout}")
-        return Placing((layout,), (layout.replace(self.axis, None),))
+        if layout.get(self.axis) != self.source():
+            raise LayoutError(f"{self.mnemonic} over {self.axis} of a value that is {layout}")
+        return Placing((layout,), (layout.replace(self.axis, self.target()),))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduce(Conversion):
+    """Partial → Replicate. Forward: reduce over the axis. Backward: identity.
+
+    `reduce` is `sum`, or `max` for values that are not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "all_reduce"
+    reduce: str = "sum"
+
+    def source(self) -> Placement | None:
+        return Partial(self.reduce)
+
+    def target(self) -> Placement | None:
+        return None
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceScatter(Conversion):
+    """Partial → Shard(dim). Forward: sum over the axis, each rank its piece. Backward: all_gather."""
+
+    mnemonic: ClassVar[str] = "reduce_scatter"
+    dim: int
+
+    def source(self) -> Placement | None:
+        return Partial()
+
+    def target(self) -> Placement | None:
+        return Shard(self.dim)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyTo(Conversion):
+    """Replicate → Replicate, for ops that are sharded on the axis. Forward: identity. Backward: all_reduce.
+
+    Megatron's f (Shoeybi et al. 2019, section 3): each rank goes on to do a part, so gradients are partial sums.
+    """
+
+    mnemonic: ClassVar[str] = "copy_to"
+
+    def source(self) -> Placement | None:
+        return None
+
+    def target(self) -> Placement | None:
+        return None
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice(Conversion):
+    """Replicate → Shard(dim). Forward: each rank its piece. Backward: all_gather."""
+
+    mnemonic: ClassVar[str] = "slice"
+    dim: int
+
+    def source(self) -> Placement | None:
+        return None
+
+    def target(self) -> Placement | None:
+        return Shard(self.dim)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGather(Conversion):
+    """Shard(dim) → Replicate, for ops that are sharded on the axis. Forward: all_gather. Backward: reduce_scatter."""
+
+    mnemonic: ClassVar[str] = "all_gather"
+    dim: int
+
+    def source(self) -> Placement | None:
+        return Shard(self.dim)
+
+    def target(self) -> Placement | None:
+        return None
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllGatherAlike(Conversion):
+    """Shard(dim) → Replicate, consumed alike on every rank. Forward: all_gather. Backward: slice."""
+
+    mnemonic: ClassVar[str] = "all_gather_alike"
+    dim: int
+
+    def source(self) -> Placement | None:
+        return Shard(self.dim)
+
+    def target(self) -> Placement | None:
+        return None
 
 
 @register

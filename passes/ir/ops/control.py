@@ -17,6 +17,7 @@ class Call(Op):
     """Runs a block with the parameters of layer `layer`: identical layers share one body."""
 
     mnemonic: ClassVar[str] = "call"
+    moves: ClassVar[bool] = True
     block: str
     layer: int
 

@@ -25,7 +25,7 @@ class CrossEntropy(Op):
         return (Type(shape=(), dtype=promoted(logits.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return sum_tokens(self, operands)
+        return sum_tokens(self, operands, meshes)
 
 
 @register
@@ -40,7 +40,7 @@ class CountLabels(Op):
         return (Type(shape=(), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return sum_tokens(self, operands)
+        return sum_tokens(self, operands, meshes)
 
 
 @register

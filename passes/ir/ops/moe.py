@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.passes.ir.layout import Layout, Placement, Shard
+from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
-from moec.passes.ir.ops.dense import ACTIVATION_PARTS
-from moec.passes.ir.ops.tokens import Blocks, follow_tokens, sum_tokens
+from moec.passes.ir.ops.linear import ACTIVATION_PARTS
+from moec.passes.ir.ops.tokens import Blocks, own_tokens, sum_tokens
 from moec.passes.ir.value import Value
 
 
@@ -41,7 +41,7 @@ class Route(Op):
         )
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return follow_tokens(self, operands)
+        return own_tokens(self, 1, meshes)
 
 
 def _experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise: Placement) -> Layout:
@@ -58,6 +58,7 @@ class Permute(Op):
     """
 
     mnemonic: ClassVar[str] = "permute"
+    moves: ClassVar[bool] = True
     num_experts: int
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -71,7 +72,7 @@ class Permute(Op):
         )
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        tokens = follow_tokens(self, operands).operands
+        tokens = own_tokens(self, 2, meshes).operands
         own_rows = _experts_layout(meshes, {}, Shard(1))
         own_counts = _experts_layout(meshes, {}, Shard(0))
         return Placing(tokens, (own_rows, own_counts, tokens[0]))
@@ -113,6 +114,7 @@ class Combine(Op):
     """Each token's weighted sum of its rows; back from the expert mesh to the dense one."""
 
     mnemonic: ClassVar[str] = "combine"
+    moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         rows, positions, weights = operands
@@ -120,26 +122,52 @@ class Combine(Op):
         return (Type(shape=(*positions.shape[:-1], rows.shape[-1]), dtype=rows.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        tokens = follow_tokens(self, operands[1:])
+        tokens = own_tokens(self, 2, meshes)
         return Placing((_experts_layout(meshes, {}, Shard(1)), *tokens.operands), tokens.results)
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountChoices(Op):
+    """How often the tokens of each sequence chose each expert: experts `[batch, sequence, k]` → `[batch, experts]`.
+
+    Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "count_choices"
+    num_experts: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        return (Type(shape=(experts.shape[0], self.num_experts), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        counted = Layout.of((axis, p if p == Shard(0) else Partial()) for axis, p in tokens.placements)
+        return Placing((tokens,), (counted,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchLoss(Op):
-    """Sum over sequences of `tokens · E · Σ fᵢ·Pᵢ` (Fedus et al. 2021, eq. 4): probabilities, experts → scalar."""
+    """Sum over sequences of `tokens · E · Σ fᵢ·Pᵢ` (Fedus et al. 2021, eq. 4): probabilities, choices → scalar.
+
+    fᵢ, from `choices` `[batch, experts]`, is of whole sequences; Pᵢ may be of a part, for the sum is linear in it.
+    """
 
     mnemonic: ClassVar[str] = "switch_loss"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        probabilities, experts = operands
-        require(probabilities.shape[:-1] == experts.shape[:-1], self, "tokens differ")
+        probabilities, choices = operands
+        batch, _, experts = probabilities.shape
+        require(choices.shape == (batch, experts), self, "wants the choices of each sequence")
         return (Type(shape=(), dtype=probabilities.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        if any(placement != Shard(0) for _, placement in layout_of(operands[0]).placements):
-            raise LayoutError("switch_loss counts over whole sequences; no rule for part of one")
-        return sum_tokens(self, operands)
+        tokens = meshes.own_tokens
+        sequences = Layout.of((axis, p) for axis, p in tokens.placements if p == Shard(0))
+        return Placing((tokens, sequences), (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
 
 
 @register
@@ -153,7 +181,7 @@ class ZLoss(Op):
         return (Type(shape=(), dtype=operands[0].dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return sum_tokens(self, operands)
+        return sum_tokens(self, operands, meshes)
 
 
 @register

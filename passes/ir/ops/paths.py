@@ -24,7 +24,7 @@ class SigmoidGate(Op):
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return follow_tokens(self, operands)
+        return follow_tokens(self, operands, meshes)
 
 
 @register
@@ -44,4 +44,4 @@ class Mix(Op):
         return (Type(shape=first.shape, dtype=first.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return follow_tokens(self, operands)
+        return follow_tokens(self, operands, meshes)

@@ -6,29 +6,45 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Op, Placing, layout_of
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, layout_of
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
     from moec.passes.ir.program import Block
 
 Blocks = Mapping[str, "Block"]
+TOKEN_DIMS = 2
 
 
-def follow_tokens(op: Op, activations: Sequence[Value], parameters: int = 0) -> Placing:
+def settled(value: Value, meshes: Meshes) -> Layout:
+    """The layout of `value` with its partial sums reduced: to where the residual stream's tokens lie."""
+    layout = layout_of(value)
+    for axis, placement in layout.placements:
+        if isinstance(placement, Partial):
+            layout = layout.replace(axis, meshes.tokens.get(axis) if value.shape else None)
+    return layout
+
+
+def follow_tokens(op: Op, activations: Sequence[Value], meshes: Meshes, parameters: int = 0) -> Placing:
     """The rule of an op that treats tokens alike: activations sharded over tokens stay so, parameters are whole.
 
     Every activation must be laid out like the first.
     """
-    layout = layout_of(activations[0])
+    layout = settled(activations[0], meshes)
     for axis, placement in layout.placements:
-        if not (isinstance(placement, Shard) and placement.dim < 2):
+        if not (isinstance(placement, Shard) and placement.dim < TOKEN_DIMS):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
     wanted = (layout,) * len(activations) + (REPLICATED,) * parameters
     return Placing(wanted, (layout,) * len(op.results))
 
 
-def sum_tokens(op: Op, activations: Sequence[Value]) -> Placing:
+def sum_tokens(op: Op, activations: Sequence[Value], meshes: Meshes) -> Placing:
     """The rule of an op that sums over tokens: its one result is a partial sum where the tokens are sharded."""
-    tokens = follow_tokens(op, activations).operands
+    tokens = follow_tokens(op, activations, meshes).operands
     return Placing(tokens, (Layout.of(dict.fromkeys(tokens[0].axes, Partial())),))
+
+
+def own_tokens(op: Op, activations: int, meshes: Meshes, parameters: int = 0) -> Placing:
+    """The rule of an op of a mixture: no two ranks have a token in common, so that none is sent twice."""
+    wanted = (meshes.own_tokens,) * activations + (REPLICATED,) * parameters
+    return Placing(wanted, (meshes.own_tokens,) * len(op.results))

@@ -9,7 +9,7 @@ import pytest
 import typer
 from models import moe_plan
 
-from moec.codegen.operators import COLLECTIVES
+from moec.codegen.operators import CONVERSIONS
 from moec.commands.inspect_plan import inspect_plan
 
 
@@ -61,7 +61,7 @@ def test_pictures_have_every_node_once_and_show_collectives(plan: Path, kind: st
     parameters = {(graph.name, node.name) for graph in stage.graphs for node in graph.nodes if node.op == "get_attr"}
     edges = sum((g.name, ref) not in parameters for g in stage.graphs for node in g.nodes for ref in node.refs())
     assert text.count(f" {arrow} ") == edges
-    assert text.count(loud) == sum(node.target in COLLECTIVES for node in drawn)
+    assert text.count(loud) == sum(node.target in CONVERSIONS for node in drawn)
     assert len(text.splitlines()) == edges + len(drawn) + len(stage.graphs) * (2 if kind == "mermaid" else 3) + (
         1 if kind == "mermaid" else 3
     )

@@ -82,7 +82,7 @@ CHECKS: dict[str, Check] = {
 # The same for the wrong and the corrected file: a later pass, or a command line.
 EVERY: dict[str, Check] = {
     "MOE0213": lambda text, folder: load_bytes(text.encode(), folder, expert="8"),
-    **dict.fromkeys(("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313"), with_degrees),
+    **dict.fromkeys(("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319"), with_degrees),
 }
 
 

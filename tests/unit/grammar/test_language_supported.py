@@ -42,7 +42,7 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),
         ({"model": "embedding = tokens(multiplier = 2.0)"}, "`multiplier`", ""),
-        ({"tail": "parallel { tp = 2 }"}, "`tp`", ""),
+        ({"tail": "parallel { tp = auto }"}, "`tp = auto`", ""),
         ({"tail": "parallel { ep = auto }"}, "`ep = auto`", ""),
         ({"tail": "parallel { dp = [1, 2] }"}, "a list for `dp`", ""),
         ({"tail": "parallel { layers 1..2 { ep = auto } }"}, "`ep = auto`", ""),

@@ -11,7 +11,7 @@ from models import moe_plan
 
 from moec.codegen.graph import Node, Ref
 from moec.codegen.plan import Plan
-from moec.runtime import lockstep
+from moec.runtime import shuffles
 from moec.runtime.verify import BOUND, relative_error, verify
 
 BODY = "layers[1..2]"
@@ -168,9 +168,9 @@ def test_a_gradient_summed_over_another_layers_replicas_is_named():
 
 def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
     def deaf(data: Node, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        return [rows * 0.5 + rows.detach() * 0.5 for rows in lockstep._all_to_all(data, inputs)]
+        return [rows * 0.5 + rows.detach() * 0.5 for rows in shuffles._all_to_all(data, inputs)]
 
-    monkeypatch.setitem(lockstep._COLLECTIVES, "moec.all_to_all.default", deaf)
+    monkeypatch.setitem(shuffles.SHUFFLES, "moec.all_to_all.default", deaf)
     report = verify(moe_plan())
     assert report.max_output_error < BOUND < report.max_gradient_error
     found = report.first_difference

@@ -25,7 +25,7 @@ class MoeLayer(nn.Module):
         probabilities, weights, experts = ops.route((x @ self.gate.to(x.dtype).t()).float(), 2, self.score, False, True)
         rows, counts, positions = ops.permute(x, experts, 5)
         out, _ = ops.expert_mlp(rows, counts, self.up, self.down, self.activation)
-        return ops.combine(out, positions, weights), ops.switch_loss(probabilities, experts)
+        return ops.combine(out, positions, weights), ops.switch_loss(probabilities, ops.count_choices(experts, 5))
 
 
 def train(layer: nn.Module, x: Tensor) -> list[Tensor]:

@@ -10,6 +10,12 @@ from torch.library import opcheck
 
 from moec.runtime import ops
 
+
+def switch_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
+    """Of whole sequences."""
+    return ops.switch_loss(probabilities, ops.count_choices(experts, probabilities.shape[2]))
+
+
 SWITCH_LOSS_BACKWARD = torch.ops.moec.switch_loss_backward.default
 
 
@@ -30,7 +36,7 @@ def test_switch_loss_and_its_gradient_agree_with_the_definition(num_experts: int
     probabilities, _, experts = ops.route(logits, k, "softmax", False, True)
     probabilities.requires_grad_()
     exact = probabilities.detach().double().requires_grad_()
-    loss, expected = ops.switch_loss(probabilities, experts), naive_switch_loss(exact, experts)
+    loss, expected = switch_loss(probabilities, experts), naive_switch_loss(exact, experts)
     assert loss.dtype == dtype
     torch.testing.assert_close(loss.double(), expected, rtol=1e-6, atol=0)
     (3 * loss).backward()
@@ -43,37 +49,47 @@ def test_switch_loss_and_its_gradient_agree_with_the_definition(num_experts: int
 def test_a_balanced_load_costs_one_per_token_for_any_k(k: int) -> None:
     experts = (torch.arange(8)[:, None] + torch.arange(k)).remainder(8)[None]
     probabilities = torch.full((1, 8, 8), 1 / 8)
-    torch.testing.assert_close(ops.switch_loss(probabilities, experts), torch.tensor(8.0))
+    torch.testing.assert_close(switch_loss(probabilities, experts), torch.tensor(8.0))
 
 
 def test_sequences_are_counted_apart() -> None:
     probabilities, _, experts = ops.route(torch.randn(3, 5, 4), 2, "softmax", False, True)
-    apart = [ops.switch_loss(p[None], e[None]) for p, e in zip(probabilities, experts, strict=True)]
-    torch.testing.assert_close(ops.switch_loss(probabilities, experts), torch.stack(apart).sum())
+    apart = [switch_loss(p[None], e[None]) for p, e in zip(probabilities, experts, strict=True)]
+    torch.testing.assert_close(switch_loss(probabilities, experts), torch.stack(apart).sum())
 
 
 def test_switch_loss_gradients() -> None:
     probabilities = torch.rand(2, 3, 4, dtype=torch.float64, requires_grad=True)
     experts = torch.randint(0, 4, (2, 3, 2))
-    assert gradcheck(lambda p: ops.switch_loss(p, experts), (probabilities,))
+    assert gradcheck(lambda p: switch_loss(p, experts), (probabilities,))
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (2, 0), (0, 0)])
 def test_no_tokens_cost_nothing_and_still_have_a_gradient(shape: tuple[int, int]) -> None:
     probabilities = torch.rand(*shape, 4, requires_grad=True)
-    loss = ops.switch_loss(probabilities, torch.zeros(*shape, 2, dtype=torch.int64))
+    loss = switch_loss(probabilities, torch.zeros(*shape, 2, dtype=torch.int64))
     assert loss.item() == 0
     loss.backward()
     assert probabilities.grad is not None
     assert probabilities.grad.shape == probabilities.shape
 
 
+def test_the_terms_of_parts_of_a_sequence_add_up() -> None:
+    probabilities, _, experts = ops.route(torch.randn(2, 6, 4), 2, "softmax", False, True)
+    choices = ops.count_choices(experts, 4)
+    parts = [ops.switch_loss(part, choices) for part in probabilities.chunk(3, dim=1)]
+    torch.testing.assert_close(torch.stack(parts).sum(), ops.switch_loss(probabilities, choices))
+    torch.testing.assert_close(sum(ops.count_choices(part, 4) for part in experts.chunk(3, dim=1)), choices)
+
+
 def test_shapes_that_disagree_are_refused() -> None:
-    with pytest.raises(RuntimeError, match=r"not \[2, 3, 4\] and \[2, 2, 1\]"):
-        ops.switch_loss(torch.rand(2, 3, 4), torch.zeros(2, 2, 1, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match=r"not \[2, 3, 4\] and \[2, 3\]"):
+        ops.switch_loss(torch.rand(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64))
 
 
 def test_operators_are_well_formed() -> None:
     probabilities, experts = torch.rand(2, 3, 4, dtype=torch.float64), torch.randint(0, 4, (2, 3, 2))
-    opcheck(ops.switch_loss, (probabilities.clone().requires_grad_(), experts))
-    opcheck(SWITCH_LOSS_BACKWARD, (torch.tensor(2.0, dtype=torch.float64), probabilities, experts))
+    choices = ops.count_choices(experts, 4)
+    opcheck(ops.count_choices, (experts, 4))
+    opcheck(ops.switch_loss, (probabilities.clone().requires_grad_(), choices))
+    opcheck(SWITCH_LOSS_BACKWARD, (torch.tensor(2.0, dtype=torch.float64), probabilities, choices))

@@ -1,0 +1,142 @@
+"""Ops of the dense parts: projections and what is done to each of their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moec.passes.ir.layout import Layout, Partial, Placement, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
+from moec.passes.ir.ops.tokens import TOKEN_DIMS, Blocks, own_tokens, settled
+from moec.passes.ir.value import Value, promoted
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear(Op):
+    """Contracts the last `contract` dims of x and weight: `[…, in]`, `[out…, in]` → `[…, out…]`."""
+
+    mnemonic: ClassVar[str] = "linear"
+    contract: int = 1
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        n = self.contract
+        require(x.shape[-n:] == weight.shape[-n:], self, f"{x.shape[-n:]} and {weight.shape[-n:]} do not contract")
+        require(x.dtype == weight.dtype, self, "wants one dtype")
+        return (Type(shape=(*x.shape[:-n], *weight.shape[:-n]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        x, weight = operands
+        kept, out = len(x.shape) - self.contract, len(weight.shape) - self.contract
+        held = layout_of(weight)
+        given = settled(x, meshes)
+        wanted: dict[str, Placement] = {}
+        result: dict[str, Placement] = {}
+        for axis in {*given.axes, *held.axes}:
+            match held.get(axis), given.get(axis):
+                case Shard(dim=dim), _ if dim < out:  # by columns: each rank its outputs
+                    result[axis] = Shard(kept + dim)
+                case Shard(dim=dim), _:  # by rows: each rank its terms
+                    wanted[axis], result[axis] = Shard(kept + dim - out), Partial()
+                case None, Shard(dim=dim) as placement if dim < kept:
+                    wanted[axis] = result[axis] = placement
+                case placements:
+                    raise LayoutError(f"linear has no rule for {axis}: weight and x are {placements}")
+        return Placing((Layout.of(wanted), held), (Layout.of(result),))
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        x, weight = operands
+        return 2 * size_of(x.shape[: -self.contract], sizes) * size_of(weight.shape, sizes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddBias(Op):
+    """x `[batch, sequence, out…]`, bias `[out…]` → x + bias. No part of `linear`, whose result may be a partial sum."""
+
+    mnemonic: ClassVar[str] = "add_bias"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, bias = operands
+        require(x.shape[2:] == bias.shape and x.dtype == bias.dtype, self, "wants a bias for each output")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        x = settled(operands[0], meshes)
+        outs = ((axis, p) for axis, p in x.placements if isinstance(p, Shard) and p.dim >= TOKEN_DIMS)
+        bias = Layout.of((axis, Shard(p.dim - TOKEN_DIMS)) for axis, p in outs)
+        return Placing((x, bias), (x,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation(Op):
+    """`[…, parts, hidden]` → `[…, hidden]`.
+
+    Of two parts, `swiglu` is silu(first) · second, `geglu` gelu(first) · second; `gelu` (erf), `relu` and its square
+    `relu2` have one.
+    """
+
+    mnemonic: ClassVar[str] = "activation"
+    kind: str
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        require(x.shape[-2] == ACTIVATION_PARTS[self.kind], self, f"{x.shape[-2]} parts")
+        return (Type(shape=(*x.shape[:-2], x.shape[-1]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        last = len(operands[0].shape) - 1
+        x = settled(operands[0], meshes)
+        if any(placement == Shard(last - 1) for _, placement in x.placements):
+            raise LayoutError("activation has no rule for parts on different ranks")
+        moved = ((axis, Shard(last - 1) if placement == Shard(last) else placement) for axis, placement in x.placements)
+        return Placing((x,), (Layout.of(moved),))
+
+
+ACTIVATION_PARTS = {"swiglu": 2, "geglu": 2, "gelu": 1, "relu": 1, "relu2": 1}
+"""How many projections of the input an activation takes. Named as the language names the feed-forwards."""
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add(Op):
+    """The sum of values of one type."""
+
+    mnemonic: ClassVar[str] = "add"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        first = operands[0]
+        require(all(v.shape == first.shape and v.dtype == first.dtype for v in operands), self, "types differ")
+        return (Type(shape=first.shape, dtype=first.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # Linear, so partial sums add to a partial sum; what lies in different ways meets where the tokens lie.
+        given = [layout_of(v) for v in operands]
+        layout = given[0]
+        for axis in {axis for other in given for axis in other.axes}:
+            if len({other.get(axis) for other in given}) > 1:
+                layout = layout.replace(axis, meshes.tokens.get(axis) if operands[0].shape else None)
+        return Placing((layout,) * len(operands), (layout,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router(Op):
+    """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`."""
+
+    mnemonic: ClassVar[str] = "router"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        require(x.shape[-1] == weight.shape[-1], self, "widths differ")
+        return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(x.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes, parameters=1)
+
+    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
+        x, weight = operands
+        return 2 * size_of(x.shape[:-1], sizes) * size_of(weight.shape, sizes)

@@ -1,0 +1,94 @@
+"""Cross-entropy taken apart, for logits whose vocabulary lies on several ranks (Shoeybi et al. 2019, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moec.passes.ir.layout import Layout, Partial, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.tokens import Blocks
+from moec.passes.ir.value import Value, promoted
+
+VOCABULARY = 2
+"""The dim of logits `[batch, sequence, vocab]` that the ops here contract."""
+
+
+def _per_token(op: Op, operands: Sequence[Value], reduce: str) -> Placing:
+    """Logits as they lie; every other operand, and the result, as their tokens do."""
+    logits = layout_of(operands[0])
+    tokens = Layout.of((axis, p) for axis, p in logits.placements if p != Shard(VOCABULARY))
+    if any(not isinstance(p, Shard) for _, p in logits.placements):
+        raise LayoutError(f"{op.mnemonic} has no rule for logits that are {logits}")
+    parts = ((axis, Partial(reduce)) for axis, p in logits.placements if p == Shard(VOCABULARY))
+    return Placing((logits, *(tokens for _ in operands[1:])), (Layout.of((*tokens.placements, *parts)),))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogitMax(Op):
+    """Each token's largest logit, `[batch, sequence]`, in at least fp32. Not differentiated."""
+
+    mnemonic: ClassVar[str] = "logit_max"
+    constants: ClassVar[frozenset[int]] = frozenset({0})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (logits,) = operands
+        return (Type(shape=logits.shape[:VOCABULARY], dtype=promoted(logits.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return _per_token(self, operands, "max")
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumExp(Op):
+    """`Σ exp(logit − largest)` over the vocabulary: logits, largest → `[batch, sequence]`."""
+
+    mnemonic: ClassVar[str] = "sum_exp"
+    constants: ClassVar[frozenset[int]] = frozenset({1})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, largest = operands
+        require(largest.shape == logits.shape[:VOCABULARY], self, "wants the largest logit of each token")
+        return (Type(shape=largest.shape, dtype=largest.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return _per_token(self, operands, "sum")
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LabelLogit(Op):
+    """The logit of each token's label, `[batch, sequence]`, in at least fp32; 0 where the label is ignored."""
+
+    mnemonic: ClassVar[str] = "label_logit"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, labels = operands
+        require(labels.dtype == "int64" and labels.shape == logits.shape[:VOCABULARY], self, "wants labels")
+        return (Type(shape=labels.shape, dtype=promoted(logits.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return _per_token(self, operands, "sum")
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropyOfSums(Op):
+    """Sum over valid labels of `log(sums) + largest − label's logit`: sums, largest, label's logit, labels → scalar."""
+
+    mnemonic: ClassVar[str] = "cross_entropy_of_sums"
+    constants: ClassVar[frozenset[int]] = frozenset({1})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        sums, *others = operands
+        require(all(v.shape == sums.shape for v in others), self, "wants one of each for each token")
+        return (Type(shape=(), dtype=sums.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # The sums of partial sums over the vocabulary are whole on every rank that has the tokens.
+        layout = layout_of(operands[0])
+        tokens = Layout.of((axis, p) for axis, p in layout.placements if not isinstance(p, Partial))
+        return Placing((tokens,) * len(operands), (Layout.of(dict.fromkeys(tokens.axes, Partial())),))

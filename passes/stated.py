@@ -1,0 +1,56 @@
+"""The degrees that a Spec states, and of which layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moec.grammar.source import Span
+from moec.grammar.spec import Moe, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """An `ep` that the file gives, and where."""
+
+    ep: int
+    span: Span | None
+
+
+def number_of(degree: object) -> int | None:
+    """A degree that the file gives, or None; lists and `auto` were refused before."""
+    assert degree is None or isinstance(degree, int)
+    return degree
+
+
+def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
+    """Every `ep` of the file with the layers that it is said of, in an order in which the last one counts."""
+    every, parallel = range(spec.model.depth), spec.parallel
+    given: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
+    given += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
+    return [(layers, Stated(ep, span)) for layers, degree, span in given if (ep := number_of(degree)) is not None]
+
+
+Mixtures = list[tuple[Moe, Stated | None, list[int]]]
+"""A mixture, the `ep` that the file gives it, and the layers that are so."""
+
+
+def mixtures_of(spec: Spec) -> Mixtures:
+    """Each distinct mixture with each `ep` that it is given, in the order of the layers."""
+    stated: list[Stated | None] = [None] * spec.model.depth
+    for layers, given in stated_eps(spec):
+        for number in layers:
+            stated[number] = given
+    found: dict[tuple[int, int], tuple[Moe, Stated | None, list[int]]] = {}
+    for number, layer in enumerate(spec.model.layers):
+        if layer.moe is not None:
+            given_here = stated[number]
+            key = (id(layer.moe), id(given_here))
+            found.setdefault(key, (layer.moe, given_here, []))[2].append(number)
+    return list(found.values())
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

@@ -1,0 +1,98 @@
+"""tensor_parallel: rewrite what tensor parallelism cannot shard as it stands into what it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from moec.passes.ir import Block, Op, Program, Value
+from moec.passes.ir import ops as o
+
+KV_PARAMETERS = ("@attention.k.weight", "@attention.v.weight", "@attention.k.bias", "@attention.v.bias")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Two rewrites, both exact, where `tp` asks for them.
+
+    Fewer kv heads than ranks: each is repeated, and every rank takes its copy before it projects. The cross-entropy of
+    logits whose vocabulary is sharded: a maximum, two sums and what is left of it, which reduce over `tp` between them.
+    """
+
+    def apply(self, program: Program) -> Program:
+        """The Program, which means what it meant."""
+        tp = program.mesh("dense").size("tp")
+        if tp == 1:
+            return program
+        blocks = tuple(_rewrite(program, block, tp) for block in program.blocks)
+        return replace(program, blocks=blocks)
+
+
+def _rewrite(program: Program, block: Block, tp: int) -> Block:
+    if block.name == "loss":
+        vocab = block.scope["logits"].shape[-1]
+        assert isinstance(vocab, int)
+        return block if vocab % tp else _Rewriter(program, block).run(_cross_entropy_in_parts)
+    kv = block.scope.get(KV_PARAMETERS[0])
+    heads = kv.shape[0] if kv is not None else tp
+    assert isinstance(heads, int)
+    if heads % tp == 0:
+        return block
+    return _Rewriter(program, block).run(lambda rewriter, op: _repeat_kv_heads(rewriter, op, tp // heads))
+
+
+class _Rewriter:
+    """Rebuilds a block; what an op's new operands change about its results is inferred anew."""
+
+    def __init__(self, program: Program, block: Block) -> None:
+        self.program, self.block = program, block
+        self.ops: list[Op] = []
+        self.scope: dict[str, Value] = {v.name: v for v in block.inputs}
+        self.scope.update({f"@{p.name}": p for p in block.parameters})
+        self.renamed: dict[str, str] = {}
+
+    def run(self, rule: Callable[[_Rewriter, Op], None]) -> Block:
+        """The block after `rule`, which appends what stands for an op, was asked for each."""
+        for op in self.block.ops:
+            rule(self, op)
+        return replace(self.block, ops=tuple(self.ops))
+
+    def append(self, op: Op) -> None:
+        """`op` over what its operands are called now; a result whose shape has changed gets another name."""
+        op = replace(op, operands=tuple(self.renamed.get(name, name) for name in op.operands))
+        types = op.infer([self.scope[name] for name in op.operands], self.program.block_map)
+        results = []
+        for value, t in zip(op.results, types, strict=True):
+            name = value.name
+            if value.shape and value.shape != t.shape:
+                name = self.renamed[value.name] = f"{value.name}_copies"
+            results.append(replace(value, name=name, shape=t.shape, dtype=t.dtype))
+        self.scope.update({v.name: v for v in results})
+        self.ops.append(op.with_results(results))
+
+    def one(self, kind: type[Op], operands: Sequence[str], to: str, like: Op, **attributes: object) -> str:
+        """Appends a new op with one result called `to`, where `like` stands; gives the name."""
+        unnamed = Value(name=to, shape=(), dtype="")
+        self.append(kind(operands=tuple(operands), results=(unnamed,), span=like.span, **attributes))
+        return to
+
+
+def _repeat_kv_heads(rewriter: _Rewriter, op: Op, copies: int) -> None:
+    operands = list(op.operands)
+    for i, operand in enumerate(operands):
+        if operand in KV_PARAMETERS:
+            stem = operand.removeprefix("@attention.").replace(".", "_")
+            repeated = rewriter.one(o.RepeatHeads, [operand], f"{stem}_copies", op, copies=copies)
+            operands[i] = rewriter.one(o.Slice, [repeated], f"{stem}_copy", op, axis="tp", dim=0)
+    rewriter.append(replace(op, operands=tuple(operands)))
+
+
+def _cross_entropy_in_parts(rewriter: _Rewriter, op: Op) -> None:
+    if not isinstance(op, o.CrossEntropy):
+        rewriter.append(op)
+        return
+    logits, labels = op.operands
+    largest = rewriter.one(o.LogitMax, [logits], "largest", op)
+    sums = rewriter.one(o.SumExp, [logits, largest], "sums", op)
+    label_logit = rewriter.one(o.LabelLogit, [logits, labels], "label_logit", op)
+    rewriter.one(o.CrossEntropyOfSums, [sums, largest, label_logit, labels], op.results[0].name, op)

@@ -1,0 +1,86 @@
+"""`count_choices` and `switch_loss`, which keep the choices of experts balanced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.runtime.ops.registry import check, define, differentiate
+
+# ---- count_choices -----------------------------------------------------------------------------------
+
+
+def _check_count_choices(experts: Tensor, num_experts: int) -> None:
+    check(
+        experts.dim() == 3 and experts.dtype == torch.int64,
+        lambda: f"moec::count_choices: experts must be int64 [B, S, k], not {experts.dtype} {list(experts.shape)}",
+    )
+
+
+def _fake_count_choices(experts: Tensor, num_experts: int) -> Tensor:
+    return experts.new_empty((experts.shape[0], num_experts))
+
+
+count_choices = define(
+    "count_choices(Tensor experts, int num_experts) -> Tensor", fake=_fake_count_choices, check=_check_count_choices
+)
+"""How often each sequence's tokens chose each expert: experts [B, S, k] int64 -> [B, E] int64."""
+
+# ---- switch_loss -------------------------------------------------------------------------------------
+
+
+def _check_switch_loss(probabilities: Tensor, choices: Tensor) -> None:
+    check(
+        probabilities.dim() == 3 and choices.shape == (probabilities.shape[0], probabilities.shape[2]),
+        lambda: (
+            "moec::switch_loss: probabilities must be [B, S, E] and choices [B, E], not "
+            f"{list(probabilities.shape)} and {list(choices.shape)}"
+        ),
+    )
+
+
+def _fake_switch_loss(probabilities: Tensor, choices: Tensor) -> Tensor:
+    return probabilities.new_empty(())
+
+
+switch_loss = define(
+    "switch_loss(Tensor probabilities, Tensor choices) -> Tensor",
+    fake=_fake_switch_loss,
+    check=_check_switch_loss,
+)
+"""Sum over sequences of S · E · Σᵢ fᵢ·Pᵢ (Fedus et al. 2021, eq. 4): a scalar in the probabilities' dtype.
+
+probabilities [B, S, E]; choices [B, E] int64, of the whole sequences (`count_choices`). fᵢ is the share of a sequence's
+choices that expert i got, Pᵢ its mean probability over the sequence. S · Pᵢ is a sum over tokens, so of a part of a
+sequence's tokens this gives that part's term. Divided by the global number of tokens it is the token-weighted mean over
+sequences, and 1 when balanced. 0 where there are no tokens.
+"""
+
+
+def _check_switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -> None:
+    _check_switch_loss(probabilities, choices)
+
+
+def _fake_switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -> Tensor:
+    return probabilities.new_empty(probabilities.shape)
+
+
+switch_loss_backward = define(
+    "switch_loss_backward(Tensor grad, Tensor probabilities, Tensor choices) -> Tensor",
+    fake=_fake_switch_loss_backward,
+    check=_check_switch_loss_backward,
+)
+
+
+def _setup_switch_loss(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate_switch_loss(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    probabilities, choices = ctx.saved_tensors
+    return switch_loss_backward(grad, probabilities, choices), None
+
+
+differentiate(switch_loss, setup=_setup_switch_loss, backward=_differentiate_switch_loss)
