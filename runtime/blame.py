@@ -23,6 +23,7 @@ from moec.runtime.virtual import VirtualCluster
 PARTIAL_GRADIENTS = ("moec.all_gather.default", "moec.copy_to.default")
 """What gives ops that are sharded on an axis a value that is whole on it: each rank's gradient is a term there."""
 
+Groups = Sequence[Sequence[int]]
 Origin = tuple[str, str]
 """A value of the lowered Program: the path of the module, and the value's name there."""
 
@@ -79,11 +80,15 @@ def _difference(
     op = step.node.target
     if op == GETITEM:  # one result of what?
         op = next(s.node.target for s in steps if s.path == step.path and s.node.name == step.node.refs()[0])
+    span = step.node.span
+    if step.node.op == "placeholder":  # what it is given, the call of its module says
+        calls = (s for s in steps if s.node.op == "call_module" and f"{s.path}{s.node.target}." == step.path)
+        span = next((s.node.span for s in calls), span)
     return Difference(
         layer=step.path.rstrip(".") or "forward",
         op=op,
         value=value or step.node.value or step.node.name,
-        span=step.node.span,
+        span=span,
         error=error,
         gradient=gradient,
     )
@@ -142,30 +147,24 @@ class _Judge:
             return 0.0  # counts and positions are a rank's own; where they are wrong, what they lead to is
         if step.node.ragged is not None:
             return self._ragged(origin, layout, got, whole)
-        got = self._reduced(got, self._partial_axes(step, layout, gradient=gradient))
+        for groups, reduce in self._partial(step, layout, gradient=gradient):
+            got = _reduced(got, groups, reduce)
         mesh = self.plan.meshes["dense"]
         parts = (whole[local_slices(whole.shape, layout, mesh, rank)] for rank in range(mesh.ranks))
         return max(relative_error(g.double(), p.double(), whole, 0.0) for g, p in zip(got, parts, strict=True))
 
-    def _partial_axes(self, step: Step, layout: Layout, *, gradient: bool) -> list[str]:
-        """The axes on which ranks hold terms of the value; of its gradient, where ops sharded on the axis consume it.
+    def _partial(self, step: Step, layout: Layout, *, gradient: bool) -> list[tuple[Groups, str]]:
+        """The groups over which ranks hold terms of the value, and how these reduce.
 
-        Every term of a partial sum has the gradient of the sum.
+        Of its gradient, where ops sharded on the axis consume it; every term of a partial sum has the sum's.
         """
         if not gradient:
-            return [axis for axis, placement in layout.placements if isinstance(placement, Partial)]
+            mesh = self.plan.meshes["dense"]
+            partial = [(axis, p.reduce) for axis, p in layout.placements if isinstance(p, Partial)]
+            return [(mesh.groups(axis), reduce) for axis, reduce in partial if axis in mesh.wide_axes()]
         if step.node.target not in PARTIAL_GRADIENTS:
             return []
-        return [self.plan.mesh_of_group(arg)[1] for arg in step.node.args if isinstance(arg, str)]
-
-    def _reduced(self, terms: Sequence[Tensor], axes: Sequence[str]) -> Sequence[Tensor]:
-        totals = list(terms)
-        for axis in axes:
-            for ranks in self.plan.meshes["dense"].groups(axis):
-                total = torch.stack([totals[r] for r in ranks]).sum(0)
-                for rank in ranks:
-                    totals[rank] = total
-        return totals
+        return [(self.plan.manifest.groups[arg], "sum") for arg in step.node.args if isinstance(arg, str)]
 
     def _ragged(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
         """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts.
@@ -204,6 +203,16 @@ class _Judge:
         group = next(ranks for ranks in mesh.groups("ep") if rank in ranks)
         each, position = count // len(group), mesh.coordinate(rank, "ep")
         return group, range(position * each, (position + 1) * each)
+
+
+def _reduced(terms: Sequence[Tensor], groups: Groups, reduce: str) -> Sequence[Tensor]:
+    totals = list(terms)
+    for ranks in groups:
+        group = torch.stack([terms[rank] for rank in ranks])
+        total = group.sum(0) if reduce == "sum" else group.amax(0)
+        for rank in ranks:
+            totals[rank] = total
+    return totals
 
 
 def _layer(origin: Origin) -> int:

@@ -7,7 +7,7 @@ that it would give on a cluster. tests/distributed holds each against gloo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any

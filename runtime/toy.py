@@ -112,7 +112,7 @@ def _body_at(given: Body, own: Body, toy: Body) -> Body:
 
 
 def _require_same_but_for(own: Plan, toy: Plan, widths: Sequence[Width]) -> None:
-    """Graphs, parameters, meshes and groups are alike, but for literals that are shrunk widths or a rank's part of one."""
+    """Graphs, parameters, meshes and groups are alike, but for shrunk widths and ranks' parts of them."""
     for before, after in _unequal(_facts(own), _facts(toy)):
         numbers = isinstance(before, int) and isinstance(after, int)
         if not numbers or not any(before * width.toy == after * width.before for width in widths):

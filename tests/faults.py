@@ -57,3 +57,25 @@ def swap_groups(plan: Plan) -> Plan:
     groups = dict(plan.manifest.groups)
     groups["ep[1..2]"], groups["edp[1..2]"] = groups["edp[1..2]"], groups["ep[1..2]"]
     return Plan(plan.manifest.model_copy(update={"groups": groups}), plan.stages)
+
+
+def insert_after(plan: Plan, graph: str, name: str, target: str, *arguments: object) -> Plan:
+    """Puts a node between `name` and its consumers: `target` of it and of `arguments`."""
+
+    def change(nodes: list[Node]) -> list[Node]:
+        added: list[Node] = []
+        for node in nodes:
+            args = tuple(Ref(node="planted") if a == Ref(node=name) else a for a in node.args)
+            added.append(node.model_copy(update={"args": args}))
+            if node.name == name:
+                planted = Node(name="planted", op="call_function", target=target, args=(Ref(node=name), *arguments))
+                added.append(planted.model_copy(update={"span": node.span}))
+        return added
+
+    return change_graph(plan, graph, change)
+
+
+def change_groups(plan: Plan, name: str, ranks: tuple[tuple[int, ...], ...]) -> Plan:
+    """A group that is another list of ranks."""
+    groups = {**plan.manifest.groups, name: ranks}
+    return Plan(plan.manifest.model_copy(update={"groups": groups}), plan.stages)
