@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moec.codegen.operators import CONVERSIONS, GETITEM
 from moec.codegen.plan import Plan
-from moec.passes.ir import Layout, Partial, Shard
+from moec.passes.ir import REPLICATED, Layout, Partial, Shard
 from moec.runtime.lockstep import LOSS, Lockstep, PerRank, Step, StepError
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
@@ -136,7 +137,7 @@ class _Judge:
             return 0.0
         whole = self.expected[origin]
         layout = Layout.parse(step.node.layout or "replicate")
-        got = step.values
+        got: Sequence[Any] = step.values
         if not all(isinstance(value, Tensor) for value in (whole, *got)):
             return math.inf if step.node.value else 0.0  # several results at once are taken apart by the nodes after
         if gradient:
@@ -147,6 +148,8 @@ class _Judge:
             return 0.0  # counts and positions are a rank's own; where they are wrong, what they lead to is
         if step.node.ragged is not None:
             return self._ragged(origin, layout, got, whole)
+        if any(isinstance(p, Shard) and p.dim >= whole.dim() for _, p in layout.placements):
+            return math.inf  # a conversion of something else
         for groups, reduce in self._partial(step, layout, gradient=gradient):
             got = _reduced(got, groups, reduce)
         mesh = self.plan.meshes["dense"]
@@ -174,6 +177,8 @@ class _Judge:
         """
         path = origin[0].removesuffix("moe.experts.")
         experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
+        if whole.dim() != 2 or len(whole) != positions.numel():
+            return math.inf  # a conversion of something else
         own = [
             torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
             for rank in range(self.plan.world_size)
@@ -193,7 +198,7 @@ class _Judge:
     def _tokens_of(self, path: str, rank: int) -> tuple[slice, ...]:
         """Which of the global batch's tokens `rank` routes."""
         shape = self.expected[path, "e"].shape[:2]
-        return local_slices(shape, self.routed[path], self.plan.meshes["dense"], rank)
+        return local_slices(shape, self.routed.get(path, REPLICATED), self.plan.meshes["dense"], rank)
 
     def _held(self, origin: Origin, layout: Layout, rank: int, count: int) -> tuple[Sequence[int], range]:
         """The ranks that `rank`'s rows come from, and the experts that they go to."""
@@ -208,6 +213,8 @@ class _Judge:
 def _reduced(terms: Sequence[Tensor], groups: Groups, reduce: str) -> Sequence[Tensor]:
     totals = list(terms)
     for ranks in groups:
+        if len({terms[rank].shape for rank in ranks}) > 1:
+            return terms  # no terms of one value, and wrong as they are
         group = torch.stack([terms[rank] for rank in ranks])
         total = group.sum(0) if reduce == "sum" else group.amax(0)
         for rank in ranks:

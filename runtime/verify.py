@@ -93,8 +93,8 @@ class Report:
         return {name: getattr(self, name) for name in names} | {"first_difference": first}
 
 
-def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None) -> Report:
-    """Compares `plan` with the reference of its own Spec in float64, and reports float32 beside it.
+def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: bool = True) -> Report:
+    """Compares `plan` with the reference of its own Spec in float64, and with `float32` reports that beside it.
 
     `scale` shrinks its widths to toy ones, by default where the plan is too large for this machine. Raises `JobError`
     for a plan that is too large even so, or as it is where `scale` is False.
@@ -106,7 +106,7 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None) -> Report:
     _require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
     with _threads_for(plan):
         double = _compare(plan, torch.float64, seed)
-        single = _compare(plan, torch.float32, seed)
+        single = _compare(plan, torch.float32, seed) if float32 else None
     return replace(double, float32=single)
 
 
@@ -186,7 +186,7 @@ def _compare(plan: Plan, dtype: torch.dtype, seed: int, *, blamed: bool = True) 
     _spread_vectors(model, seed)
     recompute = plan.world_size * plan.spec.model.depth >= MANY_LAYERS
     cluster = VirtualCluster(plan, dict(model.named_parameters()), recompute=recompute)
-    inputs = _inputs(plan, seed)
+    inputs = global_batch(plan, seed)
     try:
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
@@ -273,7 +273,7 @@ def _spread_vectors(model: PlanModule, seed: int) -> None:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
-def _inputs(plan: Plan, seed: int) -> Inputs:
+def global_batch(plan: Plan, seed: int) -> Inputs:
     """Random ids, one label in eight ignored; as many tokens to a sequence as the ranks that share it divide."""
     generator = torch.Generator().manual_seed(seed + 1)
     sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
