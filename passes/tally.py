@@ -11,7 +11,7 @@ from moec.grammar.spec import Spec, Zipf
 from moec.passes.ir import DTYPE_BYTES, Block, Mesh, Parameter, Program, Shard
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import size_of
-from moec.passes.ir.ops import AllReduce, AllToAll, Call, Collective, Permute, Route
+from moec.passes.ir.ops import AllToAll, Call, Collective, ExchangeCounts, Permute, Route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ def tally(program: Program, spec: Spec) -> Tally:
         tokens=tokens,
         flops_per_token=3 * flops / tokens,
         traffic=(
-            *_all_to_all_traffic(program, dict(runs), tokens // ranks, sequence),
+            *_collective_traffic(program, dict(runs), batch, sequence),
             *_gradient_traffic(program, dict(runs)),
         ),
         imbalance=max((_imbalance(program, program.block(name), spec) for name, _ in runs), default=1.0),
@@ -130,33 +130,48 @@ def _state_bytes(p: Parameter) -> int:
     return 2 * weight + 8 + (4 if weight < 4 else 0)
 
 
-def sent_bytes(program: Program, block: Block, op: Collective, tokens_per_rank: int, sequence: int) -> float:
-    """Bytes that one rank sends in one forward run of a collective, with every expert equally loaded.
+def sent_bytes(program: Program, block: Block, op: Collective, batch: int, sequence: int) -> tuple[float, float]:
+    """Bytes that one rank sends in one run of a collective, forward and backward, with every expert equally loaded.
 
-    (n−1)/n of what an all-to-all moves; a ring all-reduce sends 2(n−1)/n of what it sums.
+    `batch` counts the sequences of all ranks.
     """
-    ranks = _mesh_of(program, block, op.axis).size(op.axis)
     moved = block.operands(op)[0]
-    sizes = _sizes(block, tokens_per_rank // sequence, sequence) | {"sources": 1}
-    # A ragged value's rows are counted over all its experts; the rank's tokens make up all of its own.
-    shape = moved.shape[1:] if moved.ragged else moved.shape
-    volume = size_of(shape, sizes) * DTYPE_BYTES[moved.dtype] * (ranks - 1) / ranks
-    return 2 * volume if isinstance(op, AllReduce) else volume
+    meshes = program.meshes_of(block)
+    ranks = meshes.size(op.axis)
+    sizes = _sizes(block, batch, sequence)
+    assert moved.layout is not None
+    if moved.ragged:
+        # Rows are counted over all experts and all ranks, and every rank has as many.
+        volume = size_of(moved.shape[1:], sizes) / meshes.dense.ranks
+    elif "sources" in moved.shape:
+        volume = size_of(moved.shape, {"sources": 1})
+    else:
+        others = (axis for axis in moved.layout.sharded_axes() if axis != op.axis)
+        volume = size_of(moved.shape, sizes) / math.prod(meshes.size(axis) for axis in others)
+    part = volume * DTYPE_BYTES[moved.dtype] * (ranks - 1) / ranks
+    forward, backward = op.sends
+    return forward * part, 0 if moved.dtype == "int64" else backward * part
 
 
-def _all_to_all_traffic(
-    program: Program, runs: Mapping[str, int], tokens_per_rank: int, sequence: int
-) -> list[Traffic]:
-    """Rows there and back, forward and backward."""
-    sent: dict[tuple[str, int], float] = {}
+def _collective_traffic(program: Program, runs: Mapping[str, int], batch: int, sequence: int) -> list[Traffic]:
+    """What the graphs move, forward and backward; what is a thousandth of the most (counts, scalars) is left out."""
+    sent: dict[tuple[str, int, str], float] = {}
     for name, count in runs.items():
         block = program.block(name)
         for op in block.ops:
-            if isinstance(op, AllToAll):
-                group = (group_name(op.axis, block.experts), _mesh_of(program, block, op.axis).size(op.axis))
-                volume = 2 * count * sent_bytes(program, block, op, tokens_per_rank, sequence)
-                sent[group] = sent.get(group, 0.0) + volume
-    return [Traffic(group=g, ranks=n, purpose="all_to_all of rows", bytes=b) for (g, n), b in sent.items()]
+            if isinstance(op, Collective):
+                ranks = program.meshes_of(block).size(op.axis)
+                key = (group_name(op.axis, block.experts), ranks, _purpose(op))
+                sent[key] = sent.get(key, 0.0) + count * sum(sent_bytes(program, block, op, batch, sequence))
+    most = max(sent.values(), default=0.0)
+    flows = [Traffic(group=g, ranks=n, purpose=what, bytes=b) for (g, n, what), b in sent.items()]
+    return [flow for flow in flows if flow.bytes > most / 1000]
+
+
+def _purpose(op: Collective) -> str:
+    if isinstance(op, AllToAll):
+        return "all_to_all of rows"
+    return "counts" if isinstance(op, ExchangeCounts) else "activations"
 
 
 def _gradient_traffic(program: Program, runs: Mapping[str, int]) -> list[Traffic]:

@@ -28,6 +28,10 @@ from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["all_gather", "all_gather_alike", "all_reduce", "all_reduce_max", "copy_to", "reduce_scatter", "slice_"]
 
+# Renamed in torch 2.13, where the old names warn.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 # ---- what each does with one rank's tensor -------------------------------------------------------------
 
 
@@ -41,7 +45,7 @@ def _gathered(x: Tensor, dim: int, group: str) -> Tensor:
     peers = resolve(group)
     pieces = x.new_empty((peers.size(), *x.shape))
     # Flat: gloo wants the output as long as all inputs together along dim 0, and a scalar has none.
-    dist.all_gather_into_tensor(pieces.view(-1), x.contiguous().view(-1), group=peers)
+    _all_gather_single(pieces.view(-1), x.contiguous().view(-1), group=peers)
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
 
 
@@ -49,7 +53,7 @@ def _scattered(x: Tensor, dim: int, group: str) -> Tensor:
     peers = resolve(group)
     pieces = torch.stack(x.chunk(peers.size(), dim))
     out = torch.empty_like(pieces[0])
-    dist.reduce_scatter_tensor(out.view(-1), pieces.view(-1), group=peers)
+    _reduce_scatter_single(out.view(-1), pieces.view(-1), group=peers)
     return out
 
 

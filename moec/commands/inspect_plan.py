@@ -21,12 +21,14 @@ from moec.passes.tally import sent_bytes
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One collective of a body: over which group, how much a rank sends in one forward run, and for which line."""
+    """One collective of a body: over which group, what a rank sends, forward and backward, and for which line."""
 
     what: str
     group: str
     ranks: int
-    bytes: float
+    forward: float
+    backward: str
+    backward_bytes: float
     span: str
 
 
@@ -72,7 +74,6 @@ def _collectives(plan: Plan, program: Program, body: Body) -> Iterator[Row]:
     sequence = (spec.train.sequence if spec.train else None) or spec.model.context
     assert sequence is not None
     batch = spec.train.batch if spec.train else plan.data_size
-    tokens = batch // plan.data_size * sequence
     block = program.block(body.graph)
     ops = {value.name: op for op in block.ops if isinstance(op, Collective) for value in op.results}
     for node in plan.stages[0].graph(body.graph).nodes:
@@ -81,10 +82,11 @@ def _collectives(plan: Plan, program: Program, body: Body) -> Iterator[Row]:
         group = next(arg for arg in node.args if isinstance(arg, str))
         name = node.value or node.name.removesuffix("_all").replace("_", ".")
         op = ops.get(name)
-        sent = sent_bytes(program, block, op, tokens, sequence) if op else math.nan
+        forward, backward = sent_bytes(program, block, op, batch, sequence) if op else (math.nan, math.nan)
         ranks = len(plan.manifest.groups[group][0])
         back = " back" if node.args[-1] is True else ""
-        yield Row(f"{node.target.split('.')[1]}{back} %{name}", group, ranks, sent, node.span or "")
+        what = f"{node.target.split('.')[1]}{back} %{name}"
+        yield Row(what, group, ranks, forward, op.backward if op else "?", backward, node.span or "")
 
 
 def _gradients(plan: Plan, body: Body) -> Iterator[Row]:
@@ -95,18 +97,24 @@ def _gradients(plan: Plan, body: Body) -> Iterator[Row]:
             sums[group] = sums.get(group, 0.0) + _local_elements(plan, parameter) * DTYPE_BYTES[parameter.dtype]
     for group, size in sums.items():
         ranks = len(plan.manifest.groups[group][0])
-        yield Row("all_reduce of gradients", group, ranks, 2 * size * (ranks - 1) / ranks, "")
+        yield Row("gradients", group, ranks, 0, "all_reduce", 2 * size * (ranks - 1) / ranks, "")
 
 
 def _table(rows: list[Row]) -> Iterator[str]:
     if not rows:
         yield "  nothing is communicated"
         return
-    cells = [(r.what, r.group, f"{r.ranks}", amount_of_bytes(r.bytes), r.span) for r in rows]
-    head = ("collective", "group", "ranks", "sent per rank", "serves")
+    cells = [
+        (r.what, r.group, f"{r.ranks}", _amount(r.forward), r.backward, _amount(r.backward_bytes), r.span) for r in rows
+    ]
+    head = ("forward", "group", "ranks", "sent per rank", "backward", "sent per rank", "serves")
     widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
     for row in (head, *cells):
         yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
+
+
+def _amount(number: float) -> str:
+    return amount_of_bytes(number) if number else "-"
 
 
 # ---- one rank --------------------------------------------------------------------------------------

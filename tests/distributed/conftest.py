@@ -11,6 +11,6 @@ from gloo_pool import GlooPool
 @pytest.fixture(scope="session")
 def gloo() -> Iterator[GlooPool]:
     """`gloo.run(world_size, function, *arguments)`: what `function` returned on every rank."""
-    pool = GlooPool()
+    pool = GlooPool(size=8)
     yield pool
     pool.close()

@@ -50,6 +50,47 @@ def test_any_ranks_and_ep_give_the_unsharded_loss_curve(gloo: GlooPool, ranks: i
             )
 
 
+FOLDED = {
+    "tp 2": (2, {"tp": 2, "ep": 1}),
+    "tp 2, ep 2": (2, {"tp": 2, "ep": 2}),
+    "dp 2, tp 2, ep 1": (4, {"tp": 2, "ep": 1}),
+    "dp 2, tp 2, ep 2": (4, {"tp": 2, "ep": 2}),
+    "dp 2, tp 2, ep 4": (4, {"tp": 2, "ep": 4}),
+    "tp 4, ep 2": (4, {"tp": 4, "ep": 2}),
+    "tp 4, ep 4, tokens whole": (4, {"tp": 4, "ep": 4, "sequence_parallel": False}),
+    "tp 2, ep 4, tokens whole": (4, {"tp": 2, "ep": 4, "sequence_parallel": False}),
+    "tp 2, shared, biases": (2, {"tp": 2, "ep": 2, "beside": "shared = swiglu(8, gated = true)", "bias": "all"}),
+    "tp 4, residual, tied": (
+        4, {"tp": 4, "ep": 2, "beside": "residual = gelu(8)", "model": "embedding = tokens(tied = true)"}
+    ),
+    "tp 2, layer norm, positions": (
+        4, {"tp": 2, "ep": 4, "model": "norm = layer_norm(); embedding = tokens(positions = learned)"}
+    ),
+    "dp 4, tp 2, ep 8": (8, {"tp": 2, "ep": 8}),
+    "dp 2, tp 4, ep 2": (8, {"tp": 4, "ep": 2}),
+    "dp 2, tp 4, ep 4, a degree per layer": (8, {"tp": 4, "ep": 4, "mixtures": ((8, 2), (16, 8), (8, None))}),
+}  # fmt: skip
+"""Ranks and degrees; the dense parts' dp and the experts' edp follow."""
+
+
+@pytest.mark.parametrize("name", FOLDED)
+def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(gloo: GlooPool, name: str):
+    ranks, degrees = FOLDED[name]
+    model = {key: value for key, value in degrees.items() if key not in ("tp", "ep", "sequence_parallel")}
+    options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", **model}
+    results = gloo.run(ranks, train_as_rank, {**options, **degrees, "ranks": ranks}, timeout=120.0)
+    expected = unsharded(**options)
+    require_same_curve(results, expected)
+    plan = moe_plan(**{**options, **degrees}, ranks=ranks)
+    logits = expected["logits"].chunk(plan.data_size)
+    for rank, result in enumerate(results):
+        torch.testing.assert_close(result["logits"], logits[plan.data_rank(rank)], rtol=1e-2, atol=1e-3)
+        for parameter, data in plan.parameters.items():
+            index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+            whole = expected["parameters"][parameter]
+            torch.testing.assert_close(result["parameters"][parameter], whole[index], rtol=1e-2, atol=1e-3)
+
+
 def test_a_degree_per_layer_gives_the_unsharded_loss_curve(gloo: GlooPool):
     mixtures = ((8, 2), (16, 4), (32, 1), (8, None))
     options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "mixtures": mixtures}

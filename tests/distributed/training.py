@@ -35,7 +35,7 @@ def share(tensor: Tensor, sizes: list[int] | None, rank: int, ranks: int) -> Ten
 
 
 def train_as_rank(options: dict[str, Any], sizes: list[int] | None = None, steps: int = STEPS) -> dict[str, Any]:
-    """Trains as this process's rank of a plan; gives the curve, gradient norms, loads and final parameters."""
+    """Trains as this process's rank of a plan; gives the curve, gradient norms, loads, final parameters and logits."""
     torch.set_num_threads(1)
     plan = moe_plan(**options)
     spec = plan.spec
@@ -51,8 +51,9 @@ def train_as_rank(options: dict[str, Any], sizes: list[int] | None = None, steps
             loads.append(job.expert_loads(model))
             optimizer.step()
             optimizer.zero_grad()
+        logits = job.whole_logits(model(mine[0]))
     parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "loads": loads, "parameters": parameters}
+    return {"losses": losses, "norms": norms, "loads": loads, "parameters": parameters, "logits": logits}
 
 
 def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
@@ -60,10 +61,10 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
     spec = moe_spec(**options)
     assert spec.train is not None
     model = reference(spec, seed=1)
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    undecayed = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = make_optimizer(spec.train.optimizer, decayed, undecayed)
     named = dict(model.named_parameters())
+    undecayed = [p for name, p in named.items() if p.dim() == 1 or name.endswith(".bias")]
+    decayed = [p for p in named.values() if all(p is not other for other in undecayed)]
+    optimizer = make_optimizer(spec.train.optimizer, decayed, undecayed)
     losses, norms = [], []
     for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, steps):
         loss = model(tokens, labels).loss
@@ -72,7 +73,8 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
         norms.append(clip_gradient_norm(named, dict.fromkeys(named, ()), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "parameters": {n: p.detach() for n, p in named.items()}}
+    parameters = {n: p.detach() for n, p in named.items()}
+    return {"losses": losses, "norms": norms, "parameters": parameters, "logits": model(tokens).logits.detach()}
 
 
 def backward_twice(options: dict[str, Any]) -> dict[str, Tensor]:

@@ -19,9 +19,15 @@ from moec.passes.ir.value import Value
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective(Op):
-    """What every collective has: the axis it runs along."""
+    """What every collective has: the axis it runs along, and what its backward is.
+
+    `sends` says how much a rank sends forward and backward, in parts of (n−1)/n of the whole value (whole on the axis):
+    one for a ring all-gather, a ring reduce-scatter or an all-to-all, two for an all-reduce, which is both.
+    """
 
     moves: ClassVar[bool] = True
+    backward: ClassVar[str] = "none"
+    sends: ClassVar[tuple[int, int]] = (1, 1)
     axis: str
 
 
@@ -58,6 +64,8 @@ class AllReduce(Conversion):
     """
 
     mnemonic: ClassVar[str] = "all_reduce"
+    backward: ClassVar[str] = "identity"
+    sends: ClassVar[tuple[int, int]] = (2, 0)
     reduce: str = "sum"
 
     def source(self) -> Placement | None:
@@ -73,6 +81,8 @@ class ReduceScatter(Conversion):
     """Partial → Shard(dim). Forward: sum over the axis, each rank its piece. Backward: all_gather."""
 
     mnemonic: ClassVar[str] = "reduce_scatter"
+    backward: ClassVar[str] = "all_gather"
+    sends: ClassVar[tuple[int, int]] = (1, 1)
     dim: int
 
     def source(self) -> Placement | None:
@@ -91,6 +101,8 @@ class CopyTo(Conversion):
     """
 
     mnemonic: ClassVar[str] = "copy_to"
+    backward: ClassVar[str] = "all_reduce"
+    sends: ClassVar[tuple[int, int]] = (0, 2)
 
     def source(self) -> Placement | None:
         return None
@@ -105,6 +117,8 @@ class Slice(Conversion):
     """Replicate → Shard(dim). Forward: each rank its piece. Backward: all_gather."""
 
     mnemonic: ClassVar[str] = "slice"
+    backward: ClassVar[str] = "all_gather"
+    sends: ClassVar[tuple[int, int]] = (0, 1)
     dim: int
 
     def source(self) -> Placement | None:
@@ -120,6 +134,8 @@ class AllGather(Conversion):
     """Shard(dim) → Replicate, for ops that are sharded on the axis. Forward: all_gather. Backward: reduce_scatter."""
 
     mnemonic: ClassVar[str] = "all_gather"
+    backward: ClassVar[str] = "reduce_scatter"
+    sends: ClassVar[tuple[int, int]] = (1, 1)
     dim: int
 
     def source(self) -> Placement | None:
@@ -135,6 +151,8 @@ class AllGatherAlike(Conversion):
     """Shard(dim) → Replicate, consumed alike on every rank. Forward: all_gather. Backward: slice."""
 
     mnemonic: ClassVar[str] = "all_gather_alike"
+    backward: ClassVar[str] = "slice"
+    sends: ClassVar[tuple[int, int]] = (1, 0)
     dim: int
 
     def source(self) -> Placement | None:
@@ -153,6 +171,8 @@ class ExchangeCounts(Collective):
     """
 
     mnemonic: ClassVar[str] = "exchange_counts"
+    backward: ClassVar[str] = "none"
+    sends: ClassVar[tuple[int, int]] = (1, 0)
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (counts,) = operands
@@ -176,6 +196,8 @@ class AllToAll(Collective):
     """
 
     mnemonic: ClassVar[str] = "all_to_all"
+    backward: ClassVar[str] = "all_to_all"
+    sends: ClassVar[tuple[int, int]] = (1, 1)
     reverse: bool
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -24,14 +24,25 @@ def test_every_collective_of_a_layer_is_listed_with_group_bytes_and_line(plan: P
     rows = [re.split(r"  +", line.strip()) for line in layer.splitlines()[2:]]
     # 16 tokens a rank, 2 choices each, 16 wide in fp32; half of the rows stay.
     assert rows == [
-        ["exchange_counts %counts.1", "ep[1..2]", "2", "32 B", "tiny.moe:10"],
-        ["all_to_all %rows.1", "ep[1..2]", "2", "1.02 kB", "tiny.moe:10"],
-        ["all_to_all back %y.1", "ep[1..2]", "2", "1.02 kB", "tiny.moe:9"],
-        ["all_reduce of gradients", "dp", "4", "5.57 kB"],
-        ["all_reduce of gradients", "edp[1..2]", "2", "12.3 kB"],
+        ["exchange_counts %counts.1", "ep[1..2]", "2", "32 B", "none", "-", "tiny.moe:10"],
+        ["all_to_all %rows.1", "ep[1..2]", "2", "1.02 kB", "all_to_all", "1.02 kB", "tiny.moe:10"],
+        ["all_to_all back %y.1", "ep[1..2]", "2", "1.02 kB", "all_to_all", "1.02 kB", "tiny.moe:9"],
+        ["gradients", "dp", "4", "-", "all_reduce", "5.57 kB"],
+        ["gradients", "edp[1..2]", "2", "-", "all_reduce", "12.3 kB"],
     ]
     assert "layers[0], 1 layer" in text
     assert "group ep[1..2]: 2 communicators of 2: [0, 1], [2, 3]" in text
+
+
+def test_conversions_of_tensor_parallelism_name_their_backward(tmp_path):
+    text = inspect_plan(moe_plan(ranks=8, tp=4, ep=4, batch=8).save(tmp_path / "tp.plan"), None, None)
+    layer = text[text.index("layers[0], 1 layer") :].split("\n\n")[0]
+    rows = [re.split(r"  +", line.strip()) for line in layer.splitlines()[2:]]
+    # 4 sequences of 8 tokens for each tp group, 16 wide in fp32: a rank has a quarter of it, or sends three.
+    assert rows[:2] == [
+        ["all_gather %h.2", "tp", "4", "1.54 kB", "reduce_scatter", "1.54 kB", "tiny.moe:6"],
+        ["reduce_scatter %o.1", "tp", "4", "1.54 kB", "all_gather", "1.54 kB", "tiny.moe:6"],
+    ]
 
 
 def test_one_rank_cannot_send(tmp_path):

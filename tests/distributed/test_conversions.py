@@ -1,0 +1,138 @@
+"""The conversion table over gloo against the virtual cluster's: the same numbers, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+from torch import Tensor
+from torch.library import opcheck
+
+from moec.codegen.graph import Node, Ref
+from moec.codegen.operators import CONVERSIONS, POSITIONED
+from moec.runtime import conversions, groups, vocabulary
+from moec.runtime.shuffles import SHUFFLES
+
+VOCAB, RANKS = 12, (1, 2, 4)
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.moec, name).default
+
+
+def run_here(name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...], grads: list[Tensor]) -> list[Any]:
+    """One rank's result, and the gradients of its inputs."""
+    rank = dist.get_rank()
+    own = [tensors[rank].requires_grad_(tensors[rank].is_floating_point()) for tensors in inputs]
+    before = [tensor.detach().clone() for tensor in own]
+    with groups.use({"tp": dist.group.WORLD}):
+        result = operator(name)(*own, *attributes, "tp")
+        if result.requires_grad:
+            result.backward(grads[rank])
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(own, before, strict=True)), "an input was written"
+    return [result.detach(), *(tensor.grad for tensor in own)]
+
+
+def run_virtually(name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...], grads: list[Tensor]) -> list[Any]:
+    own = [[t.clone().requires_grad_(t.is_floating_point()) for t in tensors] for tensors in inputs]
+    refs = tuple(Ref(node=f"x{i}") for i in range(len(inputs)))
+    node = Node(name="y", op="call_function", target=f"moec.{name}.default", args=(*refs, *attributes, "tp"))
+    results = SHUFFLES[node.target](node, own)
+    if results[0].requires_grad:
+        torch.autograd.backward(results, grads)
+    return [[result.detach(), *(tensors[rank].grad for tensors in own)] for rank, result in enumerate(results)]
+
+
+def drawn(ranks: int, shape: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(ranks)]
+
+
+def require_equal(gloo: GlooPool, name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...]) -> None:
+    ranks = len(inputs[0])
+    out = {"all_gather": ranks, "all_gather_alike": ranks, "reduce_scatter": 1 / ranks, "slice": 1 / ranks}.get(name, 1)
+    shape = list(inputs[0][0].shape)
+    if attributes:
+        shape[attributes[0]] = int(shape[attributes[0]] * out)
+    if name == "embed_part":
+        shape = [*shape, inputs[1][0].shape[1]]
+    if name == "label_logit":
+        shape = shape[:-1]
+    grads = drawn(ranks, tuple(shape), seed=1)
+    expected = run_virtually(name, inputs, attributes, grads)
+    for got, wanted in zip(gloo.run(ranks, run_here, name, inputs, attributes, grads), expected, strict=True):
+        for one, other in zip(got, wanted, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("shape", [(4, 8, 3), (0, 4, 4)], ids=str)
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", ["all_gather", "all_gather_alike", "reduce_scatter", "slice"])
+def test_what_moves_along_a_dim_does_as_declared(
+    gloo: GlooPool, name: str, dim: int, shape: tuple[int, ...], ranks: int
+):
+    require_equal(gloo, name, [drawn(ranks, shape)], (dim,))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_max", "copy_to"])
+def test_what_reduces_or_copies_does_as_declared(gloo: GlooPool, name: str, ranks: int):
+    inputs = drawn(ranks, (2, 3))
+    if name == "all_reduce_max":
+        inputs = [x.detach().to(torch.int64) for x in inputs]  # not differentiated
+    require_equal(gloo, name, [inputs], ())
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_sharded_vocabulary_is_looked_up_in_parts(gloo: GlooPool, ranks: int):
+    ids = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
+    tables = list(drawn(1, (VOCAB, 3))[0].chunk(ranks))
+    require_equal(gloo, "embed_part", [[ids] * ranks, tables], ())
+    whole = torch.cat(tables)[ids]
+    parts = [vocabulary.embed_rows(ids, table, rank) for rank, table in enumerate(tables)]
+    torch.testing.assert_close(torch.stack(parts).sum(0), whole)
+    labels = ids.clone()
+    labels[0, 2] = -100
+    logits = list(drawn(1, (2, 5, VOCAB))[0].chunk(ranks, -1))
+    require_equal(gloo, "label_logit", [logits, [labels] * ranks], ())
+
+
+def test_every_conversion_has_a_rule_on_the_virtual_cluster():
+    assert set(SHUFFLES) == {*CONVERSIONS, *POSITIONED}
+
+
+def check_operators() -> None:
+    with groups.use({"tp": dist.group.WORLD}):
+        x = torch.randn(4, 4, 3, requires_grad=True)
+        for along in (
+            conversions.all_gather,
+            conversions.all_gather_alike,
+            conversions.reduce_scatter,
+            conversions.slice_,
+        ):
+            opcheck(along, (x, 1, "tp"))
+        opcheck(conversions.copy_to, (x, "tp"))
+        opcheck(conversions.all_reduce_max, (x.detach(), "tp"))
+        ids = torch.randint(6, (2, 3), generator=torch.Generator().manual_seed(0))
+        opcheck(vocabulary.embed_part, (ids, torch.randn(3, 4, requires_grad=True), "tp"))
+        opcheck(vocabulary.label_logit, (torch.randn(2, 3, 3, requires_grad=True), ids, "tp"))
+
+
+def test_operators_are_well_formed(gloo: GlooPool):
+    gloo.run(2, check_operators)
+
+
+def cut_what_does_not_divide() -> str:
+    with groups.use({"tp": dist.group.WORLD}), pytest.raises(RuntimeError) as caught:
+        conversions.reduce_scatter(torch.ones(2, 3), 1, "tp")
+    return str(caught.value)
+
+
+def test_what_does_not_divide_is_refused(gloo: GlooPool):
+    assert all('does not divide over the 2 ranks of "tp"' in text for text in gloo.run(2, cut_what_does_not_divide))

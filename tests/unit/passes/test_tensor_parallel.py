@@ -1,0 +1,113 @@
+"""Tensor parallelism: what is sharded, which conversions that needs, and what it refuses."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from models import moe_plan, moe_spec, moe_text
+
+from moec.grammar import load_text
+from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.degrees import choose_degrees
+from moec.passes.ir import Layout, Shard
+from moec.passes.pipeline import compile_program
+from moec.runtime.verify import verify
+
+
+def program(**options):
+    return compile_program(moe_spec(**{"ranks": 8, "tp": 4, "ep": 4, "batch": 8, **options})).program
+
+
+def ops(block):
+    return Counter(op.mnemonic for op in block.ops)
+
+
+def layout(block, name):
+    return str(block.scope[name].layout)
+
+
+def test_heads_hidden_widths_and_the_vocabulary_are_sharded_over_tp():
+    dense, forward = program().block("layers[0]"), program().block("forward")
+    for name in ("attention.q.weight", "attention.k.weight", "attention.v.weight"):
+        assert layout(dense, f"@{name}") == "tp:shard(0)"
+    assert layout(dense, "@attention.o.weight") == "tp:shard(1)"
+    assert layout(dense, "@ffn.up.weight") == layout(dense, "@ffn.down.weight") == "tp:shard(1)"
+    assert layout(forward, "@embedding.weight") == layout(forward, "@head.weight") == "tp:shard(0)"
+
+
+def test_a_dense_layer_gathers_twice_and_scatters_twice():
+    counted = ops(program().block("layers[0]"))
+    assert (counted["all_gather"], counted["reduce_scatter"]) == (2, 2)
+    assert not counted["all_reduce"]
+    assert not counted["copy_to"]
+    assert not counted["slice"]
+
+
+def test_without_sequence_parallelism_it_copies_and_reduces():
+    counted = ops(program(sequence_parallel=False).block("layers[0]"))
+    assert (counted["copy_to"], counted["all_reduce"]) == (2, 2)
+    assert not counted["all_gather"]
+    assert not counted["reduce_scatter"]
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_no_two_ranks_send_the_same_token_to_its_experts(sequence_parallel: bool):
+    block = program(sequence_parallel=sequence_parallel).block("layers[1..2]")
+    permute = next(op for op in block.ops if op.mnemonic == "permute")
+    tokens = Layout.of({"dp": Shard(0), "tp": Shard(1)})
+    assert all(value.layout == tokens for value in block.operands(permute))
+    assert ops(block)["all_gather_alike"] == (0 if sequence_parallel else 1)  # after combine
+
+
+def test_every_gradient_sum_follows_from_the_layouts():
+    block = program().block("layers[1..2]")
+    sums = {p.name: p.sum_over for p in block.parameters}
+    assert sums["attention.q.weight"] == ("dp",)
+    assert sums["moe.gate.weight"] == sums["ffn_norm.weight"] == ("dp", "tp")
+    assert sums["moe.experts.up.weight"] == ("edp",)
+
+
+def test_fewer_kv_heads_than_ranks_are_repeated_and_sharded():
+    block = program().block("layers[1..2]")  # 2 kv heads, tp 4
+    copies = block.scope["k_copies"]
+    assert copies.shape == ("batch", "sequence", 4, 4)
+    assert str(copies.layout) == "dp:shard(0) tp:shard(2)"
+    assert verify(moe_plan(ranks=8, tp=4, ep=4, batch=8, bias="all")).ok
+
+
+def test_a_vocabulary_that_tp_does_not_divide_stays_whole():
+    text = moe_text(ranks=4, tp=2, ep=4).replace("vocab = 32", "vocab = 31")
+    forward = compile_program(load_text(text).unwrap()).program.block("forward")
+    assert layout(forward, "@embedding.weight") == "replicate"
+    assert layout(forward, "logits") == "dp:shard(0) tp:shard(1)"
+
+
+def test_identical_ranks_fold_both_ways():
+    spec = moe_spec(ranks=8, tp=2, ep=8, batch=8)
+    degrees = choose_degrees(spec)
+    assert (degrees.dp, degrees.tp, degrees.experts[0].edp, degrees.experts[0].ep) == (4, 2, 1, 8)
+    assert not degrees.dp_stated
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        ({"tp": 3}, "MOE0312", "8 / 3 is not whole"),
+        ({"tp": 2, "dp": 8}, "MOE0310", "dp = 8, tp = 2"),
+        ({"tp": 8}, "MOE0318", "4 / 8 is not whole"),
+        ({"tp": 4, "ffn": "gelu(30)"}, "MOE0318", "30 / 4 is not whole"),
+        ({"tp": 4, "beside": "shared = swiglu(6)"}, "MOE0318", "6 / 4 is not whole"),
+        ({"tp": 4, "beside": "residual = gelu(6)"}, "MOE0318", "6 / 4 is not whole"),
+        ({"tp": 4, "sequence": 6}, "MOE0319", "6 tokens over 4 ranks"),
+        ({"tp": 2, "batch": 6}, "MOE0313", "6 sequences over 4 data-parallel ranks"),
+    ],
+)
+def test_what_does_not_divide_is_refused_with_both_places(change, code, words):
+    with pytest.raises(DiagnosticError) as caught:
+        choose_degrees(moe_spec(**{"ranks": 8, "ep": 2, "batch": 8, **change}))
+    found = next(d for d in caught.value.diagnostics if d.code == code)
+    assert words in found.message
+    assert found.span
+    assert found.labels
+    assert found.help
