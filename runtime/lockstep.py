@@ -146,7 +146,7 @@ class Lockstep:
     def _attempt(self, path: str, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
         try:
             return self._call(node, data, values)
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
             raise StepError(path, data, error) from error
 
     def _call(self, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
