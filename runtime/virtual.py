@@ -43,7 +43,9 @@ class VirtualCluster:
         for parts in self.parameters.values():
             for leaf in parts:
                 leaf.grad = None
-        torch.autograd.backward(loss, [torch.ones_like(value) for value in loss])
+        # A wrong plan's loss may depend on nothing; then nothing has a gradient.
+        live = [value for value in loss if value.requires_grad]
+        torch.autograd.backward(live, [torch.ones_like(value) for value in live])
         return self.gradients()
 
     def gradients(self) -> dict[str, list[Tensor]]:
