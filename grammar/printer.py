@@ -1,7 +1,7 @@
 """A Spec to its canonical text: one way to write it, self-contained, and reading back as an equal Spec.
 
 What equals its default is left out. There is no `use` and no `let`: the cluster and its device are written whole.
-Equal layers share one `layers` block, so the text grows with the distinct layers only.
+Layers that are one share one `layers` block, so the text grows with the distinct layers only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 from moec.grammar.diagnostics.model import InternalError
 from moec.grammar.rules import ranges
 from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, TextKind, WordKind, fields
-from moec.grammar.spec import Layer, ParallelLayers, Spec
+from moec.grammar.spec import Layer, ParallelLayers, Spec, distinct_layers
 from moec.grammar.spec.base import Node
 from moec.grammar.units import written
 
@@ -61,22 +61,16 @@ def _blocks(value: Node | tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
     if isinstance(value, Node):
         yield value, ""
     elif all(isinstance(node, Layer) for node in value):
-        yield from _layers(value)
+        yield from _layers(value)  # type: ignore[arg-type]
     else:
         for node in value:
             yield node, selector(list(node.layers)) if isinstance(node, ParallelLayers) and node.layers else ""
 
 
-def _layers(layers: tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
-    """Each distinct layer with the selector of all that equal it, so that they are one object when read back."""
-    by_identity: dict[int, list[int]] = {}
-    for index, layer in enumerate(layers):
-        by_identity.setdefault(id(layer), []).append(index)
-    equal: dict[Node, list[int]] = {}
-    for indices in by_identity.values():
-        equal.setdefault(layers[indices[0]], []).extend(indices)
-    for layer, indices in equal.items():
-        yield layer, "" if len(indices) == len(layers) else selector(sorted(indices))
+def _layers(layers: tuple[Layer, ...]) -> Iterator[tuple[Node, str]]:
+    """Each distinct layer with the selector of all that it is, so that they are one object when read back."""
+    for layer, indices in distinct_layers(layers):
+        yield layer, "" if len(indices) == len(layers) else selector(indices)
 
 
 def selector(indices: list[int]) -> str:

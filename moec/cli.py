@@ -130,13 +130,16 @@ def verify(
     trust_nothing: Annotated[
         bool, typer.Option("--trust-nothing", help="Compile the Spec inside the plan again and compare first.")
     ] = False,
+    scale: Annotated[
+        bool, typer.Option("--scale", help="At toy widths; the default only for plans too large for this machine.")
+    ] = False,
 ) -> None:
     """Prove a plan equal to the unsharded model: every rank in this process, forward, gradients and one step."""
     from moec.commands.verify import print_report
     from moec.driver import load
     from moec.driver import verify as run
 
-    report = run(load(plan, trust_nothing=trust_nothing))
+    report = run(load(plan, trust_nothing=trust_nothing), scale=scale or None)
     if as_json:
         print(json.dumps(report.to_json()))
     else:

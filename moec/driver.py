@@ -57,11 +57,14 @@ def reference(source: Source, *, seed: int = 0) -> PlanModule:
     return build(to_spec(source), seed=seed)
 
 
-def verify(plan: Plan | str | Path) -> Report:
-    """Compares a plan with the unsharded model on a virtual cluster, forward and gradients, in float64."""
+def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
+    """Compares a plan with the unsharded model on a virtual cluster, forward and gradients, in float64.
+
+    `scale` does so at toy widths, by default only for a plan too large for this machine.
+    """
     from moec.runtime.verify import verify as run
 
-    return run(_plan(plan))
+    return run(_plan(plan), scale=scale)
 
 
 def launch(plan: Plan | str | Path, *, device: str | None = None) -> Job:

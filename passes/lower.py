@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Spec
+from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Spec, distinct_layers
 from moec.grammar.supported import unsupported
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.feed_forward import feed_forward
@@ -26,7 +26,7 @@ def lower(spec: Spec) -> Program:
     if refused := unsupported(spec):
         raise DiagnosticError(refused)
     model = spec.model
-    layers = _distinct_layers(model)
+    layers = distinct_layers(model.layers)
     shares = data_shares(spec)
     blocks = [_layer_block(model, layer, numbers, shares) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
@@ -40,14 +40,6 @@ def context_of(spec: Spec) -> int:
     context = spec.model.context or (spec.train.sequence if spec.train else None)
     assert context is not None, "the language requires a context or a train.sequence"
     return context
-
-
-def _distinct_layers(model: Model) -> list[tuple[Layer, list[int]]]:
-    """Layers that are one object share a body, and so keep their own `.moe` lines."""
-    found: dict[int, tuple[Layer, list[int]]] = {}
-    for number, layer in enumerate(model.layers):
-        found.setdefault(id(layer), (layer, []))[1].append(number)
-    return list(found.values())
 
 
 def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:

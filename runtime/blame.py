@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moec.codegen.operators import CONVERSIONS, GETITEM
 from moec.codegen.plan import Plan
-from moec.passes.ir import Layout, Partial, Shard
+from moec.passes.ir import REPLICATED, Layout, Partial, Shard
+from moec.passes.ir.mesh import EXPERT_AXES
 from moec.runtime.lockstep import LOSS, Lockstep, PerRank, Step, StepError
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
@@ -19,6 +22,10 @@ from moec.runtime.shards import local_slices
 from moec.runtime.verify import BOUND, Difference, Inputs, relative_error
 from moec.runtime.virtual import VirtualCluster
 
+PARTIAL_GRADIENTS = ("moec.all_gather.default", "moec.copy_to.default")
+"""What gives ops that are sharded on an axis a value that is whole on it: each rank's gradient is a term there."""
+
+Groups = Sequence[Sequence[int]]
 Origin = tuple[str, str]
 """A value of the lowered Program: the path of the module, and the value's name there."""
 
@@ -36,8 +43,8 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     cluster = VirtualCluster(plan, parameters)
     losses, failure = _run(cluster, inputs)
     expected = {(s.path, s.node.value or ""): s.values[0] for s in whole.steps or () if s.node.value}
-    judge = _Judge(plan, expected)
     steps = cluster.lockstep.steps or []
+    judge = _Judge(plan, expected, steps)
     origins = _origins(steps)
     for step in steps:
         error = judge.error(step, origins.get((step.path, step.node.name)), gradient=False)
@@ -50,10 +57,11 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
         return _difference(steps[-1], steps, error, gradient=False)
     whole_loss[0].backward()
     cluster.backward(losses)
+    branches = _branches(steps)
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
         error = judge.error(step, origins.get((step.path, step.node.name)), gradient=True)
-        if error > BOUND:
+        if error > BOUND and (step.path, step.node.name) not in branches:
             # The value's gradient is wrong, its consumers' results have right ones: the consumer is at fault.
             users = (s for s in steps[index + 1 :] if s.path == step.path and step.node.name in s.node.refs())
             return _difference(next(users, step), steps, error, gradient=True, value=step.node.value)
@@ -74,11 +82,15 @@ def _difference(
     op = step.node.target
     if op == GETITEM:  # one result of what?
         op = next(s.node.target for s in steps if s.path == step.path and s.node.name == step.node.refs()[0])
+    span = step.node.span
+    if step.node.op == "placeholder":  # what it is given, the call of its module says
+        calls = (s for s in steps if s.node.op == "call_module" and f"{s.path}{s.node.target}." == step.path)
+        span = next((s.node.span for s in calls), span)
     return Difference(
         layer=step.path.rstrip(".") or "forward",
         op=op,
         value=value or step.node.value or step.node.name,
-        span=step.node.span,
+        span=span,
         error=error,
         gradient=gradient,
     )
@@ -98,12 +110,27 @@ def _origins(steps: Sequence[Step]) -> Mapping[tuple[str, str], Origin]:
     return origins
 
 
+def _branches(steps: Sequence[Step]) -> set[tuple[str, str]]:
+    """The conversions beside which others use the same value: the reference has the gradient of all uses only."""
+    users: Counter[tuple[str, str]] = Counter()
+    for step in steps:
+        users.update((step.path, name) for name in set(step.node.refs()))
+    found: set[tuple[str, str]] = set()
+    for step in steps:
+        if step.node.target in CONVERSIONS:
+            source = (step.path, step.node.refs()[0])
+            if users[source] > 1 or source in found:
+                found.add((step.path, step.node.name))
+    return found
+
+
 class _Judge:
     """Compares what ranks hold with the part of the reference's value that they should."""
 
-    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor]) -> None:
+    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor], steps: Sequence[Step]) -> None:
         self.plan = plan
         self.expected = expected
+        self.routed = {s.path: Layout.parse(s.node.layout or "replicate") for s in steps if s.node.value == "e"}
 
     def error(self, step: Step, origin: Origin | None, *, gradient: bool) -> float:
         """The largest error over ranks; 0 for what the reference does not have or cannot be compared."""
@@ -111,7 +138,7 @@ class _Judge:
             return 0.0
         whole = self.expected[origin]
         layout = Layout.parse(step.node.layout or "replicate")
-        got = step.values
+        got: Sequence[Any] = step.values
         if not all(isinstance(value, Tensor) for value in (whole, *got)):
             return math.inf if step.node.value else 0.0  # several results at once are taken apart by the nodes after
         if gradient:
@@ -122,54 +149,101 @@ class _Judge:
             return 0.0  # counts and positions are a rank's own; where they are wrong, what they lead to is
         if step.node.ragged is not None:
             return self._ragged(origin, layout, got, whole)
-        if any(isinstance(p, Partial) for _, p in layout.placements):
-            return self._partial(layout, got, whole, gradient=gradient)
+        if not set(EXPERT_AXES).isdisjoint(layout.axes):
+            return self._padded(origin, layout, got, whole)
+        if any(isinstance(p, Shard) and p.dim >= whole.dim() for _, p in layout.placements):
+            return math.inf  # a conversion of something else
+        for groups, reduce in self._partial(step, layout, gradient=gradient):
+            got = _reduced(got, groups, reduce)
         mesh = self.plan.meshes["dense"]
         parts = (whole[local_slices(whole.shape, layout, mesh, rank)] for rank in range(mesh.ranks))
         return max(relative_error(g.double(), p.double(), whole, 0.0) for g, p in zip(got, parts, strict=True))
 
-    def _partial(self, layout: Layout, got: Sequence[Tensor], whole: Tensor, *, gradient: bool) -> float:
-        if gradient:  # every rank's term has the gradient of the sum
-            return max(relative_error(g, whole, whole, 0.0) for g in got)
-        totals = list(got)
-        for axis, placement in layout.placements:
-            if isinstance(placement, Partial):
-                for ranks in self.plan.meshes["dense"].groups(axis):
-                    total = torch.stack([totals[r] for r in ranks]).sum(0)
-                    for rank in ranks:
-                        totals[rank] = total
-        return max(relative_error(t, whole, whole, 0.0) for t in totals)
+    def _partial(self, step: Step, layout: Layout, *, gradient: bool) -> list[tuple[Groups, str]]:
+        """The groups over which ranks hold terms of the value, and how these reduce.
+
+        Of its gradient, where ops sharded on the axis consume it; every term of a partial sum has the sum's.
+        """
+        if not gradient:
+            mesh = self.plan.meshes["dense"]
+            partial = [(axis, p.reduce) for axis, p in layout.placements if isinstance(p, Partial)]
+            return [(mesh.groups(axis), reduce) for axis, reduce in partial if axis in mesh.wide_axes()]
+        if step.node.target not in PARTIAL_GRADIENTS:
+            return []
+        return [(self.plan.manifest.groups[arg], "sum") for arg in step.node.args if isinstance(arg, str)]
 
     def _ragged(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
-        """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts."""
-        experts = self.expected[origin[0].removesuffix("moe.experts."), "e"]
-        count = self._num_experts(origin)
-        shares = experts.chunk(self.plan.data_size)
-        per_share = torch.stack([torch.bincount(share.flatten(), minlength=count) for share in shares])
-        starts = per_share.sum(0).cumsum(0) - per_share.sum(0) + per_share.cumsum(0) - per_share
+        """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts.
+
+        Where each choice of a token went in the reference, `positions` says; a rank's rows are those of its tokens in
+        the same order.
+        """
+        path = origin[0].removesuffix("moe.experts.")
+        experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
+        if whole.dim() != 2 or len(whole) != positions.numel():
+            return math.inf  # a conversion of something else
+        own = [
+            torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
+            for rank in range(self.plan.world_size)
+        ]
+        count = self.expected[path, "p"].shape[-1]
         worst = 0.0
         for rank, rows in enumerate(got):
             sources, held = self._held(origin, layout, rank, count)
-            pieces = [
-                whole[starts[source, expert] : starts[source, expert] + per_share[source, expert]]
-                for source in sources
-                for expert in held
-            ]
-            worst = max(worst, relative_error(rows, torch.cat(pieces), whole, 0.0))
+            pieces = []
+            for source in sources:
+                chosen, where = own[source]
+                mine = (chosen >= held.start) & (chosen < held.stop)
+                pieces.append(where[mine][chosen[mine].argsort(stable=True)])
+            worst = max(worst, relative_error(rows, whole[torch.cat(pieces)], whole, 0.0))
         return worst
 
-    def _num_experts(self, origin: Origin) -> int:
+    def _padded(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
+        """Rows in the places of their experts: source by source, each in the order of its tokens, then zeros."""
         path = origin[0].removesuffix("moe.experts.")
-        return self.expected[path, "p"].shape[-1]
+        experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
+        if whole.dim() != 3:
+            return math.inf  # a conversion of something else
+        reference, worst = whole.flatten(0, 1), 0.0
+        for rank, rows in enumerate(got):
+            sources, held = self._held(origin, layout, rank, len(whole))
+            if rows.dim() != 3 or len(rows) != len(held) or rows.shape[1] % len(sources):
+                return math.inf
+            expected, each = torch.zeros_like(rows), rows.shape[1] // len(sources)
+            for index, source in enumerate(sources):
+                chosen, where = (ids[self._tokens_of(path, source)].flatten() for ids in (experts, positions))
+                for expert in held:
+                    mine = where[(chosen == expert) & (where >= 0)]
+                    start = index * each
+                    expected[expert - held.start, start : start + len(mine)] = reference[mine]
+            worst = max(worst, relative_error(rows, expected, whole, 0.0))
+        return worst
+
+    def _tokens_of(self, path: str, rank: int) -> tuple[slice, ...]:
+        """Which of the global batch's tokens `rank` routes."""
+        shape = self.expected[path, "e"].shape[:2]
+        return local_slices(shape, self.routed.get(path, REPLICATED), self.plan.meshes["dense"], rank)
 
     def _held(self, origin: Origin, layout: Layout, rank: int, count: int) -> tuple[Sequence[int], range]:
-        """The data shares that `rank`'s rows come from, and the experts that they go to."""
+        """The ranks that `rank`'s rows come from, and the experts that they go to."""
         if layout.get("ep") != Shard(0):
-            return [self.plan.data_rank(rank)], range(count)
+            return [rank], range(count)
         mesh = self.plan.expert_meshes[_layer(origin)]
         group = next(ranks for ranks in mesh.groups("ep") if rank in ranks)
         each, position = count // len(group), mesh.coordinate(rank, "ep")
-        return [self.plan.data_rank(r) for r in group], range(position * each, (position + 1) * each)
+        return group, range(position * each, (position + 1) * each)
+
+
+def _reduced(terms: Sequence[Tensor], groups: Groups, reduce: str) -> Sequence[Tensor]:
+    totals = list(terms)
+    for ranks in groups:
+        if len({terms[rank].shape for rank in ranks}) > 1:
+            return terms  # no terms of one value, and wrong as they are
+        group = torch.stack([terms[rank] for rank in ranks])
+        total = group.sum(0) if reduce == "sum" else group.amax(0)
+        for rank in ranks:
+            totals[rank] = total
+    return totals
 
 
 def _layer(origin: Origin) -> int:

@@ -7,8 +7,9 @@ that it would give on a cluster. tests/distributed holds each against gloo.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,8 +42,31 @@ class StepError(Exception):
         self.path, self.node = path, node
 
 
+class _Recomputed(torch.autograd.Function):
+    """A layer on all ranks, of which only what goes into it is kept; backward runs it again."""
+
+    @staticmethod
+    def forward(ctx: Any, layer: Callable[[Sequence[Tensor]], list[Any]], *given: Tensor) -> tuple[Any, ...]:
+        ctx.layer = layer
+        ctx.save_for_backward(*given)
+        return tuple(layer(given))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        given = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            results = ctx.layer(given)
+        pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if isinstance(r, Tensor) and r.requires_grad]
+        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        return (None, *(x.grad for x in given))
+
+
 class Lockstep:
-    """A stage on ranks `0 … world_size - 1`, each with its own `parameters` (full name → tensor of each rank)."""
+    """A stage on ranks `0 … world_size - 1`, each with its own `parameters` (full name → tensor of each rank).
+
+    `recompute` keeps of each layer what goes into it, and runs it again for its gradients: for clusters whose
+    activations would not fit.
+    """
 
     def __init__(
         self,
@@ -52,6 +76,7 @@ class Lockstep:
         parameters: Mapping[str, Sequence[Tensor]],
         *,
         float64: bool,
+        recompute: bool = False,
     ) -> None:
         self.ranks = range(world_size)
         self.steps: list[Step] | None = None
@@ -59,6 +84,7 @@ class Lockstep:
         """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
         self._groups = groups
         self._parameters = parameters
+        self._recompute = recompute
         self._graphs = Graphs(stage, float64=float64)
 
     def run(
@@ -94,7 +120,7 @@ class Lockstep:
                 case "call_module":
                     assert data.graph is not None
                     arguments = [values[arg.name] for arg in node.args]
-                    results = self._run(self._graphs[data.graph], f"{path}{data.target}.", arguments)
+                    results = self._call_module(self._graphs[data.graph], f"{path}{data.target}.", arguments)
                     values[node.name] = (
                         results[0] if len(results) == 1 else [list(r) for r in zip(*results, strict=True)]
                     )
@@ -105,10 +131,22 @@ class Lockstep:
                 del values[dead]
         raise AssertionError("a graph without an output")
 
+    def _call_module(self, graph: PreparedGraph, path: str, arguments: Sequence[PerRank]) -> list[PerRank]:
+        if not self._recompute or self.steps is not None or path.count(".") != 2:
+            return self._run(graph, path, arguments)
+        flat = list(_Recomputed.apply(lambda given: self._flat(graph, path, given), *chain(*arguments)))  # type: ignore[no-untyped-call]
+        return [flat[start : start + len(self.ranks)] for start in range(0, len(flat), len(self.ranks))]
+
+    def _flat(self, graph: PreparedGraph, path: str, given: Sequence[Tensor]) -> list[Any]:
+        """The results of a layer, one rank after the other, of arguments that lie so too."""
+        size = len(self.ranks)
+        arguments = [list(given[start : start + size]) for start in range(0, len(given), size)]
+        return [*chain(*self._run(graph, path, arguments))]
+
     def _attempt(self, path: str, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
         try:
             return self._call(node, data, values)
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
             raise StepError(path, data, error) from error
 
     def _call(self, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:

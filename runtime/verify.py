@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from moec.runtime.lockstep import StepError
 from moec.runtime.module import IGNORED_LABEL, PlanModule
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
+from moec.runtime.toy import Width, at_toy_widths
 from moec.runtime.virtual import VirtualCluster
 
 BOUND = 1e-9
@@ -34,6 +36,12 @@ MAX_SEQUENCE = 16
 MAX_BYTES = 8 * 1024**3
 LEARNING_RATE = 0.1
 
+SMALL = 1 << 20
+"""Elements of the largest parameter of a model whose ops are too small to share between threads."""
+
+MANY_LAYERS = 1024
+"""Layers times ranks from which activations are computed again rather than kept: 16,000 of them took 8 GB."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
@@ -45,8 +53,13 @@ class Difference:
     span: str | None
     error: float
     gradient: bool
+    unlike: bool = False
+    """Whether it is no number that differs, but the graph from the one that moec compiles the plan's Spec to."""
 
     def __str__(self) -> str:
+        if self.unlike:
+            place = f" ({self.span})" if self.span else ""
+            return f"{self.layer}: {self.op}{place}: {self.value} is not what moec compiles the Spec in the plan to"
         what = "the gradient of " if self.gradient else ""
         place = f" ({self.span})" if self.span else ""
         return f"{self.layer}: {self.op}{place}: {what}%{self.value} is off by {self.error:.1e}"
@@ -59,7 +72,8 @@ class Report:
     Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits, losses
     and experts' loads (`output`), of gradients and of parameters after one SGD step (`gradient`). `worst` names the
     tensor that is furthest off. `float32` is a second report, in single precision and to a looser bound; near-ties may
-    flip a route there, and it decides nothing.
+    flip a route there, and it decides nothing. A plan that was too large is `scaled`, its `widths` shrunk to toy ones;
+    then its graphs must also be those that moec compiles, and there is no second report.
     """
 
     ok: bool
@@ -69,6 +83,7 @@ class Report:
     max_gradient_error: float
     first_difference: Difference | None
     worst: str
+    widths: tuple[Width, ...] = ()
     float32: Report | None = None
 
     def to_json(self) -> dict[str, object]:
@@ -78,15 +93,50 @@ class Report:
         return {name: getattr(self, name) for name in names} | {"first_difference": first}
 
 
-def verify(plan: Plan, *, seed: int = 0) -> Report:
-    """Compares `plan` with the reference of its own Spec in float64, and reports float32 beside it.
+def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: bool = True) -> Report:
+    """Compares `plan` with the reference of its own Spec in float64, and with `float32` reports that beside it.
 
-    Raises `JobError` for a plan too large for this machine: toy widths (`--scale`) are not supported yet.
+    `scale` shrinks its widths to toy ones, by default where the plan is too large for this machine. Raises `JobError`
+    for a plan that is too large even so, or as it is where `scale` is False.
     """
-    _require_memory(plan)
-    double = _compare(plan, torch.float64, seed)
-    single = _compare(plan, torch.float32, seed)
-    return Report(**{name: getattr(double, name) for name in Report.__slots__ if name != "float32"}, float32=single)
+    if scale is None:
+        scale = _bytes_needed(plan) > MAX_BYTES
+    if scale:
+        return _verify_scaled(plan, seed)
+    _require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
+    with _threads_for(plan):
+        double = _compare(plan, torch.float64, seed)
+        single = _compare(plan, torch.float32, seed) if float32 else None
+    return replace(double, float32=single)
+
+
+def _verify_scaled(plan: Plan, seed: int) -> Report:
+    toy = at_toy_widths(plan)
+    if _bytes_needed(toy.plan) > MAX_BYTES:
+        toy = at_toy_widths(plan, fewer_experts=True)
+    _require_memory(toy.plan, "its widths are toy ones already; verify a copy of the file with fewer layers or ranks")
+    with _threads_for(toy.plan):
+        found = _compare(toy.plan, torch.float64, seed, blamed=toy.unlike is None)
+    first = found.first_difference
+    if toy.unlike is not None:
+        at = toy.unlike
+        first = Difference(
+            layer=at.layer, op=at.op, value=at.value, span=at.span, error=math.inf, gradient=False, unlike=True
+        )
+    ok = found.ok and toy.unlike is None
+    return replace(found, ok=ok, scaled=True, widths=toy.widths, first_difference=first)
+
+
+@contextmanager
+def _threads_for(plan: Plan) -> Iterator[None]:
+    """One thread while a small model runs: more wait for each other longer than they work (60 s against 3 s)."""
+    before = torch.get_num_threads()
+    largest_parameter = max((math.prod(p.shape) for p in plan.parameters.values()), default=0)
+    torch.set_num_threads(1 if largest_parameter < SMALL else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(slots=True)
@@ -131,11 +181,12 @@ class Inputs:
     rank_labels: Sequence[Tensor]
 
 
-def _compare(plan: Plan, dtype: torch.dtype, seed: int) -> Report:
+def _compare(plan: Plan, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
     model = reference(plan.spec, seed=seed, dtype=dtype)
     _spread_vectors(model, seed)
-    cluster = VirtualCluster(plan, dict(model.named_parameters()))
-    inputs = _inputs(plan, seed)
+    recompute = plan.world_size * plan.spec.model.depth >= MANY_LAYERS
+    cluster = VirtualCluster(plan, dict(model.named_parameters()), recompute=recompute)
+    inputs = global_batch(plan, seed)
     try:
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
@@ -144,7 +195,7 @@ def _compare(plan: Plan, dtype: torch.dtype, seed: int) -> Report:
     ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
     worst = max(errors.largest.items(), key=lambda item: item[1][0])
     first = None
-    if not ok and dtype == torch.float64:
+    if blamed and not ok and dtype == torch.float64:
         from moec.runtime.blame import first_difference
 
         # Where every value is right, a wrong one of them was given.
@@ -222,10 +273,12 @@ def _spread_vectors(model: PlanModule, seed: int) -> None:
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
-def _inputs(plan: Plan, seed: int) -> Inputs:
-    """Random ids, one label in eight ignored."""
+def global_batch(plan: Plan, seed: int) -> Inputs:
+    """Random ids, one label in eight ignored; as many tokens to a sequence as the ranks that share it divide."""
     generator = torch.Generator().manual_seed(seed + 1)
-    shape = (plan.data_size * SEQUENCES_PER_RANK, min(context_of(plan.spec), MAX_SEQUENCE))
+    sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
+    length = max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
+    shape = (plan.data_size * SEQUENCES_PER_RANK, length)
     tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
@@ -234,7 +287,7 @@ def _inputs(plan: Plan, seed: int) -> Inputs:
     return Inputs(tokens, labels, [share[0] for share in of_rank], [share[1] for share in of_rank])
 
 
-def _require_memory(plan: Plan) -> None:
+def _bytes_needed(plan: Plan) -> int:
     """Whole parameters and their gradients once, and each rank's gradients of what it holds, in float64."""
     total = held = 0
     for parameter in plan.parameters.values():
@@ -242,11 +295,14 @@ def _require_memory(plan: Plan) -> None:
         shards = math.prod(mesh.size(axis) for axis in Layout.parse(parameter.layout).sharded_axes())
         total += elements
         held += elements * plan.world_size // shards
-    needed = 8 * (3 * total + 2 * held)
+    return 8 * (3 * total + 2 * held)
+
+
+def _require_memory(plan: Plan, help: str) -> None:
+    needed = _bytes_needed(plan)
     if needed > MAX_BYTES:
         raise JobError(
             "MOE0703",
             f"{plan.name}: about {needed / 1e9:.0f} GB in float64, the limit is {MAX_BYTES / 1e9:.0f} GB",
-            "toy widths (`--scale`) are not supported yet; verify a copy of the file with a small `dim`, `vocab` and "
-            "hidden widths: layers, degrees and groups stay the same",
+            help,
         )

@@ -16,7 +16,7 @@ from moec.runtime.shards import local_slices
 class VirtualCluster:
     """All ranks of `plan`, with the parts of `parameters` (full name → whole tensor) that each would hold."""
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], *, recompute: bool = False) -> None:
         self.plan = plan
         self.parameters: dict[str, list[Tensor]] = {
             name: [self._part(name, whole, rank) for rank in range(plan.world_size)]
@@ -24,7 +24,12 @@ class VirtualCluster:
         }
         float64 = next(iter(parameters.values())).dtype == torch.float64
         self.lockstep = Lockstep(
-            plan.stages[0], plan.world_size, plan.manifest.groups, self.parameters, float64=float64
+            plan.stages[0],
+            plan.world_size,
+            plan.manifest.groups,
+            self.parameters,
+            float64=float64,
+            recompute=recompute,
         )
 
     def _part(self, name: str, whole: Tensor, rank: int) -> Tensor:
@@ -38,7 +43,9 @@ class VirtualCluster:
         for parts in self.parameters.values():
             for leaf in parts:
                 leaf.grad = None
-        torch.autograd.backward(loss, [torch.ones_like(value) for value in loss])
+        # A wrong plan's loss may depend on nothing; then nothing has a gradient.
+        live = [value for value in loss if value.requires_grad]
+        torch.autograd.backward(live, [torch.ones_like(value) for value in live])
         return self.gradients()
 
     def gradients(self) -> dict[str, list[Tensor]]:

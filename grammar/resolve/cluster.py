@@ -20,12 +20,12 @@ assert {_BASE, _NODES, _DEVICE, _LEVEL} == set(fields(ClusterText))
 class Machines:
     """The clusters and devices of all files read, by name in the order read.
 
-    `built_in` gives a device of the library by its name; `library_devices` and `library_clusters` name what it has.
+    `built_in` gives a device of the library by its name; `shipped_devices` and `shipped_clusters` name what it has.
     """
 
     built_in: Callable[[str], Part | None]
-    library_devices: list[str]
-    library_clusters: list[str]
+    shipped_devices: list[str]
+    shipped_clusters: list[str]
     clusters: dict[str, Part] = field(default_factory=dict)
     devices: dict[str, Part] = field(default_factory=dict)
 
@@ -73,7 +73,7 @@ def _base(scope: Scope, machines: Machines, part: Part) -> str | None:
     if given.value in machines.clusters:
         return given.value
     help = advice(given.value, machines.clusters)
-    if given.value in machines.library_clusters:
+    if given.value in machines.shipped_clusters:
         help = f'it is in the library: add `use "clusters/{given.value}"`'
     instead = _written(nearest(given.value, machines.clusters))
     scope.error("MOE0201", given.span, f"no cluster `{given.value}` is declared", help=help, instead=instead)
@@ -130,7 +130,7 @@ def _device(scope: Scope, machines: Machines, given: Given) -> Device | Broken:
         return BROKEN
     part = machines.devices.get(given.value) or machines.built_in(given.value)
     if part is None:
-        allowed = [*machines.devices, *machines.library_devices]
+        allowed = [*machines.devices, *machines.shipped_devices]
         help = advice(given.value, allowed)
         instead = _written(nearest(given.value, allowed))
         return scope.error("MOE0201", given.span, f"no device `{given.value}` is known", help=help, instead=instead)

@@ -107,7 +107,7 @@ class _Top:
 
     def _built_in(self, name: str) -> Part | None:
         """A device of the library."""
-        return self._library(f"devices/{name}", Device) if name in self.machines.library_devices else None
+        return self._library(f"devices/{name}", Device) if name in self.machines.shipped_devices else None
 
     def default_cluster(self) -> None:
         """Where no cluster is declared, one rank is."""

@@ -63,7 +63,7 @@ from moec.grammar.spec.gates import (
     TopK,
     Topology,
 )
-from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, TokenEmbedding
+from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, TokenEmbedding, distinct_layers
 from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
 from moec.grammar.spec.training import AdamW, Trace, Train, Uniform, Zipf
 
@@ -169,4 +169,5 @@ __all__ = [
     "Yarn",
     "ZLoss",
     "Zipf",
+    "distinct_layers",
 ]

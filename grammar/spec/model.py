@@ -1,5 +1,6 @@
 """`model { … }`: what the network is."""
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -111,3 +112,16 @@ class Model(Node):
     embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
     residual_multiplier: Annotated[Positive, NotYet(), Doc("factor on what a layer adds (Granite: 0.22)")] = 1.0
     layers: Annotated[tuple[Layer, ...], Doc("one entry a layer; equal neighbours are one object")]
+
+
+def distinct_layers(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:
+    """Each distinct layer with the numbers of all that it is, in the order of their first.
+
+    Two are one if they are one object, or equal and made in Python, with no lines of a file to tell apart. Whoever
+    prints layers and whoever compiles them ask here, so that what is compiled survives being printed and read again.
+    """
+    found: dict[object, tuple[Layer, list[int]]] = {}
+    for number, layer in enumerate(layers):
+        key = layer if layer.span() is None else id(layer)
+        found.setdefault(key, (layer, []))[1].append(number)
+    return list(found.values())

@@ -13,6 +13,8 @@ def print_report(path: Path, report: Report) -> None:
     verdict = "equals" if report.ok else "DOES NOT equal"
     ranks = count(report.world_size, "rank")
     print(f"{path}: {ranks}, verified on a virtual cluster: the plan {verdict} the unsharded model")
+    if report.scaled:
+        print(f"verified at toy widths: {', '.join(map(str, report.widths)) or 'they were as small already'}")
     print()
     print("            logits and loss   gradients and one step   bound")
     print(f"  float64   {report.max_output_error:15.1e}   {report.max_gradient_error:22.1e}   {BOUND:.0e}")

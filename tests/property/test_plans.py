@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import moe_spec
@@ -15,15 +16,22 @@ from moec.grammar.spec import Spec
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.pipeline import compile_program
-from moec.runtime.verify import verify
+from moec.runtime.blame import first_difference
+from moec.runtime.reference import reference
+from moec.runtime.verify import global_batch, verify
+
+SLOW_EXAMPLES = 2000
 
 BESIDE = [
     "",
-    "shared = swiglu(6)",
-    "shared = relu(6, gated = true)",
-    "residual = gelu(6, bias = true)",
-    "residual = geglu(6); shared = relu2(5, gated = true)",
+    "shared = swiglu({0})",
+    "shared = relu({0}, gated = true)",
+    "residual = gelu({0}, bias = true)",
+    "residual = geglu({0}); shared = relu2({1}, gated = true)",
 ]
+"""With the hidden widths left open: `tp` divides them."""
+
+FFNS = ["gelu({2})", "geglu({0})", "relu({1})", "relu2({0})", "swiglu({1}, bias = true)"]
 
 MODELS = [
     "",
@@ -54,40 +62,64 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     score = draw(st.sampled_from(["softmax", "sigmoid"]))
     order = draw(st.sampled_from(["before", "after"]))
     normalize = draw(st.sampled_from(["true", "false"]))
+    tp = draw(st.sampled_from([degree for degree in (1, 1, 2, 4) if ranks % degree == 0]))
+    sequence_parallel = draw(st.booleans())
+    hidden = (6, 5, 32) if tp == 1 else (2 * tp, 4, 8)
     topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
     return moe_spec(
         ranks=ranks,
+        tp=tp if tp > 1 else None,
+        sequence_parallel=sequence_parallel,
         ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
         experts=experts,
         expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"])),
         gate=draw(st.sampled_from([topk, topk, topk, "switch"])),
         balance=balance,
         model=draw(st.sampled_from(MODELS)),
-        beside=draw(st.sampled_from(BESIDE)),
-        ffn=draw(st.sampled_from(["gelu(32)", "geglu(8)", "relu(8)", "relu2(8)", "swiglu(6, bias = true)"])),
+        beside=draw(st.sampled_from(BESIDE)).format(*hidden),
+        ffn=draw(st.sampled_from(FFNS)).format(*hidden),
         bias=draw(st.sampled_from(["none", "qkv", "all"])),
         dim=draw(st.sampled_from([8, 16])),
         depth=draw(st.integers(2, 4)),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),
         batch=ranks * draw(st.integers(1, 2)),
-        sequence=draw(st.integers(1, 9)),
+        sequence=tp * draw(st.integers(1, 9 // tp)),
         mixtures=tuple(mixtures),
     )
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(specs())
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(specs(max_ranks=64))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
-    report = verify(compile_source(spec))
+    report = verify(compile_source(spec), float32=False)
     assert report.ok, report
 
 
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(specs())
+def test_every_plan_equals_the_unsharded_model_at_toy_widths(spec: Spec):
+    report = verify(compile_source(spec), scale=True)
+    assert report.ok, report
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(specs())
+def test_nothing_is_blamed_in_a_right_plan(spec: Spec):
+    plan = compile_source(spec)
+    model = reference(spec, dtype=torch.float64)
+    inputs = global_batch(plan, seed=0)
+    loss = model(inputs.tokens, inputs.labels).loss
+    assert loss is not None
+    loss.backward()
+    assert first_difference(plan, model, inputs) is None
+
+
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=SLOW_EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(specs(max_ranks=64))
 def test_every_plan_equals_the_unsharded_model_at_length(spec: Spec):
-    report = verify(compile_source(spec))
+    report = verify(compile_source(spec), float32=False)
     assert report.ok, report
 
 

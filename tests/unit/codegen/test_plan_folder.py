@@ -8,6 +8,7 @@ from models import moe_plan, moe_text
 from moec.codegen.folder import PlanError, plan_files
 from moec.codegen.reading import read_plan
 from moec.driver import compile as compile_source
+from moec.driver import load
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -19,6 +20,16 @@ def test_a_plan_reads_back_as_itself(tmp_path):
     loaded = read_plan(plan.save(tmp_path / "tiny.plan"))
     assert (loaded.manifest, loaded.stages) == (plan.manifest, plan.stages)
     assert loaded.spec == plan.spec
+
+
+def test_equal_layers_in_blocks_of_their_own_survive_being_printed(tmp_path):
+    text = moe_text(depth=3)
+    body = text[text.index("  layers 1..2 {") : text.index('}\ncluster "here"')]
+    apart = text.replace(body, body.replace("1..2", "1") + body.replace("1..2", "2"))
+    plan = compile_source(apart)
+    assert [b.graph for b in plan.manifest.bodies][1:3] == ["layers[1]", "layers[2]"]
+    assert load(plan.save(tmp_path / "apart.plan"), trust_nothing=True) == plan
+    assert compile_source(plan.spec).manifest == plan.manifest
 
 
 def test_two_compilations_of_one_file_give_identical_bytes_wherever_it_lies(tmp_path):

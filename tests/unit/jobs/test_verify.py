@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from faults import bypass, change_node, change_sums, swap_groups
 from models import moe_plan
 
-from moec.codegen.graph import Graph, Node, Ref
+from moec.codegen.graph import Node, Ref
 from moec.codegen.plan import Plan
 from moec.runtime import shuffles
-from moec.runtime.errors import JobError
 from moec.runtime.verify import BOUND, relative_error, verify
 
 BODY = "layers[1..2]"
@@ -48,58 +48,6 @@ def test_bf16_models_are_verified_in_float64_to_the_last_literal():
 # ---- planted faults --------------------------------------------------------------------------------
 
 
-def change_graph(plan: Plan, name: str, change: Callable[[list[Node]], list[Node]]) -> Plan:
-    stage = plan.stages[0]
-    graphs = tuple(
-        Graph(name=g.name, nodes=tuple(change(list(g.nodes)))) if g.name == name else g for g in stage.graphs
-    )
-    return Plan(plan.manifest, (stage.model_copy(update={"graphs": graphs}),))
-
-
-def change_node(plan: Plan, graph: str, name: str, **update: object) -> Plan:
-    def change(nodes: list[Node]) -> list[Node]:
-        assert any(node.name == name for node in nodes)
-        return [node.model_copy(update=update) if node.name == name else node for node in nodes]
-
-    return change_graph(plan, graph, change)
-
-
-def bypass(plan: Plan, graph: str, name: str) -> Plan:
-    """Takes a node out and gives its consumers its first operand."""
-
-    def change(nodes: list[Node]) -> list[Node]:
-        source = next(node for node in nodes if node.name == name).refs()[0]
-        swapped = [
-            node.model_copy(update={"args": tuple(Ref(node=source) if a == Ref(node=name) else a for a in node.args)})
-            for node in nodes
-        ]
-        return [node for node in swapped if node.name != name]
-
-    return change_graph(plan, graph, change)
-
-
-def change_sums(plan: Plan, suffix: str, sum_over: tuple[str, ...]) -> Plan:
-    bodies = tuple(
-        body.model_copy(
-            update={
-                "parameters": tuple(
-                    p.model_copy(update={"sum_over": sum_over}) if p.name.endswith(suffix) else p
-                    for p in body.parameters
-                )
-            }
-        )
-        for body in plan.manifest.bodies
-    )
-    return Plan(plan.manifest.model_copy(update={"bodies": bodies}), plan.stages)
-
-
-def swap_groups(plan: Plan) -> Plan:
-    groups = dict(plan.manifest.groups)
-    groups["ep[1..2]"], groups["edp[1..2]"] = groups["edp[1..2]"], groups["ep[1..2]"]
-    return Plan(plan.manifest.model_copy(update={"groups": groups}), plan.stages)
-
-
-REF = Ref
 FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "the loss is not reduced": (lambda p: bypass(p, "loss", "loss_2"), "logits and loss"),
     "labels are counted on one rank only": (lambda p: bypass(p, "loss", "valid_1"), "mean"),
@@ -228,12 +176,6 @@ def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
     found = report.first_difference
     assert found is not None
     assert (found.layer, found.op, found.value, found.gradient) == ("layers.2", "moec.all_to_all.default", "y", True)
-
-
-def test_a_plan_too_large_for_the_machine_says_so():
-    with pytest.raises(JobError, match=r"MOE0703.*about \d+ GB") as refused:
-        verify(moe_plan(dim=4096, expert="swiglu(14336)", experts=64))
-    assert "not supported yet" in refused.value.diagnostics[0].help
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,136 @@
+"""moec verify at toy widths: the plan's own graphs, only smaller, and nothing else in them may differ."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faults import bypass, change_graph, change_node, change_sums
+from models import moe_plan
+
+from moec.codegen.graph import Node
+from moec.codegen.plan import Plan
+from moec.runtime.errors import JobError
+from moec.runtime.toy import at_toy_widths
+from moec.runtime.verify import BOUND, Report, verify
+
+LARGE = {"dim": 4096, "expert": "swiglu(14336)", "experts": 16, "ffn": "swiglu(8192)"}
+BODY = "layers[1..2]"
+
+
+def widths(report: Report) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for width in report.widths:
+        found.setdefault(width.name, []).append(width.before)
+    return found
+
+
+def test_a_plan_too_large_is_verified_at_toy_widths_and_says_which():
+    report = verify(moe_plan(**LARGE))
+    assert report.ok
+    assert report.scaled
+    assert max(report.max_output_error, report.max_gradient_error) < BOUND
+    assert widths(report) == {"dim": [4096], "head_dim": [1024], "hidden": [8192, 14336]}
+    assert str(report.widths[0]) == "dim 4096 -> 16"
+
+
+def test_scaling_can_be_asked_for():
+    plan = moe_plan(dim=64)
+    assert not verify(plan).scaled
+    assert verify(plan, scale=True).scaled
+
+
+def test_a_plan_too_large_at_its_own_widths_is_refused_where_scaling_is_not_wanted():
+    with pytest.raises(JobError, match=r"MOE0703.*about \d+ GB"):
+        verify(moe_plan(**LARGE), scale=False)
+
+
+@pytest.mark.parametrize("beside", ["", "shared = swiglu(4096)", "residual = gelu(4096); shared = relu2(2048)"])
+@pytest.mark.parametrize("model", ["norm = layer_norm()", "embedding = tokens(tied = true, positions = learned)"])
+def test_every_kind_of_layer_shrinks(beside: str, model: str):
+    report = verify(moe_plan(ranks=8, ep=4, beside=beside, model=model, **LARGE))
+    assert report.ok, report
+    assert report.scaled
+
+
+def test_experts_become_fewer_only_where_memory_wants_it():
+    plan = moe_plan(experts=4096, ep=4)
+    assert plan.spec.model.layers[1].moe.num_experts == 4096
+    few = at_toy_widths(plan, fewer_experts=True)
+    assert few.unlike is None
+    assert few.plan.spec.model.layers[1].moe.num_experts == 4
+    assert few.plan.spec.model.layers[1].moe.gate.k == 2
+    assert verify(few.plan).ok
+
+
+def test_the_toy_plan_runs_the_graphs_that_were_given():
+    plan = change_node(moe_plan(**LARGE), BODY, "q_1", args=(*refs(moe_plan(**LARGE), "q_1"), 20_000.0))
+    toy = at_toy_widths(plan)
+    (q,) = (node for node in toy.plan.stages[0].graph(BODY).nodes if node.name == "q_1")
+    assert q.args[1] == 20_000.0
+    assert (toy.unlike.layer, toy.unlike.value) == (BODY, "q.1")
+
+
+def refs(plan: Plan, name: str) -> tuple[object, ...]:
+    (node,) = (node for node in plan.stages[0].graph(BODY).nodes if node.name == name)
+    return node.args[:1]
+
+
+def width_of_norm(plan: Plan, width: int) -> Plan:
+    def change(nodes: list[Node]) -> list[Node]:
+        return [
+            node.model_copy(update={"args": (node.args[0], (width,), *node.args[2:])})
+            if node.target == "aten.rms_norm.default"
+            else node
+            for node in nodes
+        ]
+
+    return change_graph(plan, "forward", change)
+
+
+@pytest.mark.parametrize("width", [16, 17, 4097])
+def test_a_width_that_somebody_changed_is_found_even_where_it_is_the_toy_one(width: int):
+    report = verify(width_of_norm(moe_plan(**LARGE), width))
+    assert not report.ok
+    assert report.scaled
+    assert report.first_difference.op == "aten.rms_norm.default"
+    assert report.first_difference.unlike
+    assert "is not what moec compiles" in str(report.first_difference)
+
+
+@pytest.mark.parametrize(
+    ("plant", "value"),
+    [
+        (lambda p: bypass(p, BODY, "x_2"), "x.2"),
+        (lambda p: change_sums(p, "experts.up.weight", ()), "@moe.experts.up.weight"),
+        (lambda p: bypass(p, "loss", "loss_2"), "loss.2"),
+    ],
+)
+def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(plant, value: str):
+    report = verify(plant(moe_plan(**LARGE)))
+    assert max(report.max_output_error, report.max_gradient_error) > 1e-6
+    assert not report.ok
+    assert report.first_difference.value == value
+
+
+def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatch):
+    monkeypatch.setattr("moec.runtime.verify.MANY_LAYERS", 1)
+    report = verify(moe_plan(ranks=4, ep=2))
+    assert report.ok, report
+
+
+@pytest.mark.parametrize(("dim", "threads"), [(16, 1), (256, 3)])
+def test_small_models_run_on_one_thread_and_the_number_is_restored(dim: int, threads: int, monkeypatch):
+    seen: list[int] = []
+    from moec.runtime import verify as module
+
+    compare = module._compare
+    monkeypatch.setattr(module, "SMALL", 100_000)
+    monkeypatch.setattr(module, "_compare", lambda *a, **k: (seen.append(torch.get_num_threads()), compare(*a, **k))[1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        verify(moe_plan(dim=dim, expert=f"swiglu({dim})"))
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {threads}
