@@ -97,11 +97,6 @@ def _switch_loss(e: BlockEmitter, op: Op) -> None:
     e.result(op, "moec.switch_loss.default", *e.refs(op))
 
 
-def _count_queues(e: BlockEmitter, op: Op) -> None:
-    assert isinstance(op, o.CountQueues)
-    e.result(op, "moec.count_queues.default", *e.refs(op), op.num_experts)
-
-
 def _queue_starts(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.QueueStarts)
     e.result(op, "moec.queue_starts.default", *e.refs(op), _groups(e, op.group, op.shares))
@@ -116,14 +111,26 @@ def _permute_padded(e: BlockEmitter, op: Op) -> None:
     e.results(op, "moec.permute_padded.default", *e.refs(op), groups, spread, op.parts, op.whole, op.least)
 
 
+def _counting(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.CountQueues | o.LargestLoad)
+    e.result(op, f"moec.{op.mnemonic}.default", *e.refs(op), op.num_experts)
+
+
+def _permute_dynamic(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.PermuteDynamic)
+    e.results(op, "moec.permute_dynamic.default", *e.refs(op), op.num_experts)
+
+
 MIXTURES: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.Combine: _combine,
     o.CombinePadded: _combine,
     o.CountChoices: _count_choices,
-    o.CountQueues: _count_queues,
+    o.CountQueues: _counting,
     o.ExpertMlp: _expert_mlp,
     o.ExpertMlpPadded: _expert_mlp_padded,
+    o.LargestLoad: _counting,
     o.Permute: _permute,
+    o.PermuteDynamic: _permute_dynamic,
     o.PermutePadded: _permute_padded,
     o.QueueStarts: _queue_starts,
     o.Route: _route,

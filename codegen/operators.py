@@ -77,6 +77,8 @@ COMPUTE = {
     "moec.expert_mlp.default": _takes("tensor tensor tensor tensor activation"),
     "moec.geglu.default": _takes("tensor"),
     "moec.permute.default": _takes("tensor tensor int"),
+    "moec.largest_load.default": _takes("tensor int"),
+    "moec.permute_dynamic.default": _takes("tensor tensor tensor int"),
     "moec.permute_padded.default": _takes("tensor tensor tensor int int int int int"),
     "moec.queue_starts.default": _takes("tensor int"),
     "moec.rope.default": _takes("tensor float"),

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from moec.grammar.source import Span
-from moec.grammar.spec import Experts, Factor, Model, Moe, Spec, Switch, SwitchLoss, TopK
+from moec.grammar.spec import Dropless, Experts, Factor, Model, Moe, Spec, Switch, SwitchLoss, TopK
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.feed_forward import Activated, beside_experts
 from moec.passes.ir import ops as o
@@ -32,7 +32,7 @@ def mixture(b: Builder, model: Model, moe: Moe, h: str, shares: int) -> tuple[st
     `shares` is how many data-parallel ranks there are: what the routing group `rank` counts over.
     """
     routed = _gate(b, model, moe, h)
-    run = _dropless if not isinstance(moe.capacity, Factor) else _padded
+    run = _dropless if isinstance(moe.capacity, Dropless) else _padded
     mixed, counts = run(b, model, moe, h, routed, shares)
     mixed = beside_experts(b, model, moe, h, mixed)
     return mixed, _balance(b, moe, routed, shares), counts
@@ -85,16 +85,21 @@ def _dropless(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, share
 
 def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
     """Places for so many rows of each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
-    capacity, span = moe.capacity, moe.span("capacity")
-    assert isinstance(capacity, Factor)
-    factor = Fraction(str(capacity.factor))
-    group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
-    queues = b.one(o.CountQueues, routed.e, to="queues", span=span, num_experts=routed.experts)
-    starts = b.one(o.QueueStarts, queues, to="starts", span=span, **group)
-    rows, counts, positions = b.add(
-        o.PermutePadded, h, routed.e, starts, to="rows counts positions", span=span, num_experts=routed.experts,
-        **group, parts=factor.numerator, whole=factor.denominator, least=capacity.min,
-    )  # fmt: skip
+    capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
+    if isinstance(capacity, Factor):
+        factor = Fraction(str(capacity.factor))
+        group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
+        queues = b.one(o.CountQueues, routed.e, to="queues", span=span, num_experts=experts)
+        starts = b.one(o.QueueStarts, queues, to="starts", span=span, **group)
+        rows, counts, positions = b.add(
+            o.PermutePadded, h, routed.e, starts, to="rows counts positions", span=span, num_experts=experts,
+            **group, parts=factor.numerator, whole=factor.denominator, least=capacity.min,
+        )  # fmt: skip
+    else:
+        places = b.one(o.LargestLoad, routed.e, to="places", span=span, num_experts=experts)
+        rows, counts, positions = b.add(
+            o.PermuteDynamic, h, routed.e, places, to="rows counts positions", span=span, num_experts=experts
+        )
     up, down, activation = _expert_weights(b, model, moe)
     y = b.one(o.ExpertMlpPadded, rows, up, down, to="y", span=_declared(moe), activation=activation)
     return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts

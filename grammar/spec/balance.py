@@ -98,8 +98,7 @@ class Dynamic(Node):
 
     word = "dynamic"
     source = "Tutel, Hwang et al. 2022, arXiv 2206.03382, section 3.3"
-    implemented = False
-    max: Annotated[Positive | None, Doc("factor that it never exceeds; default: none")] = None
+    max: Annotated[Positive | None, NotYet(), Doc("factor that it never exceeds; default: none")] = None
 
 
 Capacity = Dropless | Factor | Dynamic

@@ -43,7 +43,20 @@ def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tup
     joined = experts + torch.arange(batch * k, device=x.device).view(batch, 1, k) * num_experts
     first = starts.reshape(-1)
     waiting = first[joined] + _rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
-    kept = waiting < capacity
+    return _placed(x, experts, waiting < capacity, num_experts, places)
+
+
+def largest_load(experts: Tensor, num_experts: int) -> Tensor:
+    return torch.bincount(experts.reshape(-1), minlength=num_experts).max()
+
+
+def permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _placed(x, experts, torch.ones_like(experts, dtype=torch.bool), num_experts, int(places))
+
+
+def _placed(x: Tensor, experts: Tensor, kept: Tensor, num_experts: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The kept choices' rows in the places of their experts, in the order of their tokens."""
+    k = experts.shape[2]
     bucket = experts.where(kept, num_experts).reshape(-1)
     place = _rank_within(bucket)
     positions = torch.where(kept, experts * places + place.view(experts.shape), -1)

@@ -12,7 +12,14 @@ from __future__ import annotations
 from moec.runtime.ops.balance import count_choices, switch_loss
 from moec.runtime.ops.elementwise import geglu, rope, swiglu
 from moec.runtime.ops.experts import expert_mlp
-from moec.runtime.ops.padded import combine_padded, count_queues, permute_padded, queue_starts
+from moec.runtime.ops.padded import (
+    combine_padded,
+    count_queues,
+    largest_load,
+    permute_dynamic,
+    permute_padded,
+    queue_starts,
+)
 from moec.runtime.ops.routing import route
 from moec.runtime.ops.rows import combine, permute
 
@@ -23,7 +30,9 @@ __all__ = [
     "count_queues",
     "expert_mlp",
     "geglu",
+    "largest_load",
     "permute",
+    "permute_dynamic",
     "permute_padded",
     "queue_starts",
     "rope",

@@ -112,6 +112,51 @@ def _differentiate_permute(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | No
 
 differentiate(permute_padded, setup=_setup_permute, backward=_differentiate_permute)
 
+largest_load = define(
+    "largest_load(Tensor experts, int num_experts) -> Tensor",
+    fake=lambda experts, num_experts: experts.new_empty(()),
+    check=_check_count_queues,
+)
+"""The rows of the busiest expert: experts [B, S, k] int64 -> int64 scalar."""
+
+
+def _check_permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int) -> None:
+    check(
+        x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.dtype == torch.int64,
+        lambda: (
+            "moec::permute_dynamic: x must be [B, S, D] and experts int64 [B, S, k], not "
+            f"{list(x.shape)} and {experts.dtype} {list(experts.shape)}"
+        ),
+    )
+    check(places.dim() == 0, lambda: f"moec::permute_dynamic: places must be a scalar, not {list(places.shape)}")
+
+
+def _fake_permute_dynamic(
+    x: Tensor, experts: Tensor, places: Tensor, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = x.new_empty((num_experts, torch.library.get_ctx().new_dynamic_size(), x.shape[2]))
+    return rows, experts.new_empty((1, num_experts)), experts.new_empty(experts.shape)
+
+
+permute_dynamic = define(
+    "permute_dynamic(Tensor x, Tensor experts, Tensor places, int num_experts)"
+    " -> (Tensor rows, Tensor counts, Tensor positions)",
+    fake=_fake_permute_dynamic,
+    check=_check_permute_dynamic,
+)
+"""As `permute_padded`, with `places` for each expert (int64 scalar, `largest_load` of all ranks): nothing is dropped.
+
+Copies one number to the host.
+"""
+
+
+def _differentiate_dynamic(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    (positions,) = ctx.saved_tensors
+    return permute_padded_backward(grad, positions), None, None, None
+
+
+differentiate(permute_dynamic, setup=_setup_permute, backward=_differentiate_dynamic)
+
 even_counts = define(
     "even_counts(Tensor rows) -> Tensor",
     fake=lambda rows: rows.new_empty((1, rows.shape[0]), dtype=torch.int64),

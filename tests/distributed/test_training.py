@@ -91,6 +91,14 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
             torch.testing.assert_close(result["parameters"][parameter], whole[index], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("sizes", [None, [2, 2, 3, 1]], ids=str)
+def test_a_dynamic_capacity_drops_nothing_whatever_each_rank_has(gloo: GlooPool, sizes: list[int] | None):
+    options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "beside": "capacity = dynamic()"}
+    results = gloo.run(4, train_as_rank, {**options, "ranks": 4, "ep": 2}, sizes)
+    require_same_curve(results, unsharded(**options))
+    assert all(rate == 0 for step in results[0]["drops"] for rate in step.values())
+
+
 @pytest.mark.parametrize(
     ("ranks", "degrees", "capacity"),
     [

@@ -75,6 +75,7 @@ SPECS |= {
     for group in ("sequence", "batch", "rank")
     for k in (1, 2)
 }
+SPECS["capacity-dynamic"] = layers(GQA, moe("topk(2)", balance=BOTH, beside="capacity = dynamic()"))
 SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2")}
 SPECS |= {
     f"{word}-experts": layers(GQA, moe("topk(2)", body=f"{word}(20)", balance=BOTH))

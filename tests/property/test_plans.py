@@ -31,6 +31,18 @@ BESIDE = [
 ]
 """With the hidden widths left open: `tp` divides them."""
 
+CAPACITIES = [
+    "",
+    "",
+    "capacity = factor(1.0)",
+    "capacity = factor(0.6, min = 2); group = sequence",
+    "capacity = factor(1.25); group = batch",
+    "capacity = factor(0.75); group = rank",
+    "capacity = dynamic()",
+    "group = batch",
+    "group = rank",
+]
+
 FFNS = ["gelu({2})", "geglu({0})", "relu({1})", "relu2({0})", "swiglu({1}, bias = true)"]
 
 MODELS = [
@@ -77,7 +89,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         gate=draw(st.sampled_from([topk, topk, topk, "switch"])),
         balance=balance,
         model=draw(st.sampled_from(MODELS)),
-        beside=draw(st.sampled_from(BESIDE)).format(*hidden),
+        beside="; ".join([draw(st.sampled_from(BESIDE)).format(*hidden), draw(st.sampled_from(CAPACITIES))]),
         ffn=draw(st.sampled_from(FFNS)).format(*hidden),
         bias=draw(st.sampled_from(["none", "qkv", "all"])),
         dim=draw(st.sampled_from([8, 16])),

@@ -1,7 +1,15 @@
 """Every op there is. Importing this package registers them all."""
 
 from moec.passes.ir.ops.attention import Attention, RepeatHeads, Rope
-from moec.passes.ir.ops.capacity import CombinePadded, CountQueues, ExpertMlpPadded, PermutePadded, QueueStarts
+from moec.passes.ir.ops.capacity import (
+    CombinePadded,
+    CountQueues,
+    ExpertMlpPadded,
+    LargestLoad,
+    PermuteDynamic,
+    PermutePadded,
+    QueueStarts,
+)
 from moec.passes.ir.ops.collective import (
     AllGather,
     AllGatherAlike,
@@ -51,12 +59,14 @@ __all__ = [
     "ExpertMlp",
     "ExpertMlpPadded",
     "LabelLogit",
+    "LargestLoad",
     "LayerNorm",
     "Linear",
     "LogitMax",
     "Mean",
     "Mix",
     "Permute",
+    "PermuteDynamic",
     "PermutePadded",
     "QueueStarts",
     "ReduceScatter",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.passes.ir.layout import Shard
+from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS
 from moec.passes.ir.ops.moe import experts_layout, grouped
@@ -90,6 +90,51 @@ class PermutePadded(Op):
         rows = experts_layout(meshes, {}, Shard(1))
         counts = experts_layout(meshes, {}, Shard(0))
         return Placing((tokens,) * 3, (rows, counts, tokens))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestLoad(Op):
+    """The rows of the busiest expert of a rank: experts `[batch, sequence, k]` → scalar. Not differentiated."""
+
+    mnemonic: ClassVar[str] = "largest_load"
+    num_experts: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        return (Type(shape=(), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        return Placing((tokens,), (Layout.of(dict.fromkeys(tokens.axes, Partial("max"))),))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermuteDynamic(Op):
+    """As `permute_padded`, with as many places for each expert as the busiest has rows: x, experts, places.
+
+    Nothing is dropped (Tutel, Hwang et al. 2022, section 3.3).
+    """
+
+    mnemonic: ClassVar[str] = "permute_dynamic"
+    moves: ClassVar[bool] = True
+    num_experts: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, experts, places = operands
+        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require(places.shape == () and places.dtype == "int64", self, "wants a number of places")
+        return (
+            Type(shape=(self.num_experts, "places", x.shape[-1]), dtype=x.dtype),
+            Type(shape=("sources", self.num_experts), dtype="int64"),
+            Type(shape=experts.shape, dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        rows = experts_layout(meshes, {}, Shard(1))
+        counts = experts_layout(meshes, {}, Shard(0))
+        return Placing((tokens, tokens, REPLICATED), (rows, counts, tokens))
 
 
 @register

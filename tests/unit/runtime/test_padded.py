@@ -71,6 +71,16 @@ def test_pieces_of_a_sequence_stand_in_one_queue():
     assert torch.equal(torch.cat(cut, 1) >= 0, whole >= 0)
 
 
+def test_dynamic_places_are_as_many_as_the_busiest_expert_has_rows():
+    experts, x = chosen(), torch.randn(3, 5, 6)
+    largest = ops.largest_load(experts, EXPERTS)
+    assert largest == torch.bincount(experts.flatten(), minlength=EXPERTS).max()
+    rows, counts, positions = ops.permute_dynamic(x, experts, largest, EXPERTS)
+    assert rows.shape == (EXPERTS, int(largest), 6)
+    assert torch.equal(counts[0], torch.bincount(experts.flatten(), minlength=EXPERTS))
+    assert torch.equal(rows.flatten(0, 1)[positions], x[:, :, None].expand(3, 5, 2, 6))
+
+
 def test_what_is_dropped_adds_nothing_and_other_weights_stay():
     experts, x = chosen(), torch.randn(3, 5, 6)
     rows, _, positions = permuted(x, experts, 0, 1, 2)
@@ -110,6 +120,8 @@ def test_operators_are_well_formed():
     opcheck(ops.queue_starts, (queues, 0))
     starts = ops.queue_starts(queues, 0)
     opcheck(ops.permute_padded, (x, experts, starts, 0, 1, 5, 4, 1))
+    opcheck(ops.largest_load, (experts, EXPERTS))
+    opcheck(ops.permute_dynamic, (x, experts, ops.largest_load(experts, EXPERTS), EXPERTS))
     rows, _, positions = ops.permute_padded(x.detach(), experts, starts, 0, 1, 5, 4, 1)
     weights = torch.rand(3, 5, 2, dtype=torch.float64, requires_grad=True)
     opcheck(ops.combine_padded, (rows.requires_grad_(), positions, weights))
