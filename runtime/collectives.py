@@ -36,7 +36,29 @@ def _exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
     sent = counts.reshape(peers.size(), -1)
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=peers)
-    return received, torch.stack((sent.sum(dim=1), received.sum(dim=1))).cpu()
+    # What is below 0 travels with the sums, in the same copy; a sum alone can hide it.
+    totals = torch.stack([of(counts) for of in (_rows, _below_zero) for counts in (sent, received)]).cpu()
+    for row, way in ((2, "to"), (3, "from")):
+        _check_not_negative("exchange_counts", totals[row].tolist(), way, group)
+    return received, totals[:2].clone()
+
+
+def _rows(counts: Tensor) -> Tensor:
+    return counts.sum(dim=1)
+
+
+def _below_zero(counts: Tensor) -> Tensor:
+    return counts.clamp(max=0).sum(dim=1)
+
+
+def _check_not_negative(name: str, counts: list[int], way: str, group: str) -> None:
+    """Raises `RuntimeError` that names both ranks, by their numbers in the job; `way` is "to" or "from"."""
+    for place, count in enumerate(counts):
+        if count < 0:
+            peer = dist.get_global_rank(resolve(group), place)
+            raise RuntimeError(
+                f'moec::{name}: rank {dist.get_rank()} counts {count} rows {way} rank {peer} over "{group}"'
+            )
 
 
 def _fake_exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
@@ -55,7 +77,7 @@ exchange_counts = define(
 counts [1, E] int64, this rank's rows for each expert ->
   - received [n, E/n] int64: the rows that each source sends for each of this rank's experts;
   - splits [2, n] int64 on CPU: the rows to send to, and to receive from, each peer. The layer's one copy from device
-    to host.
+    to host. Raises `RuntimeError` on the ranks concerned for counts below 0.
 """
 
 # ---- all_to_all --------------------------------------------------------------------------------------
@@ -77,10 +99,15 @@ def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -> Tens
     send, receive = splits.tolist()
     if reverse:
         send, receive = receive, send
+    _check_not_negative("all_to_all", send, "to", group)
+    _check_not_negative("all_to_all", receive, "from", group)
     # gloo moves what it is told and notices nothing: a wrong split is wrong numbers, or a hang.
     check(
         rows.shape[0] == sum(send),
-        lambda: f'moec::all_to_all: {rows.shape[0]} rows, but the splits send {sum(send)} over "{group}"',
+        lambda: (
+            f"moec::all_to_all: rank {dist.get_rank()} has {rows.shape[0]} rows, "
+            f'but the splits send {sum(send)} over "{group}"'
+        ),
     )
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
     dist.all_to_all_single(out, rows.contiguous(), receive, send, group=resolve(group))
@@ -101,7 +128,7 @@ all_to_all = define(
 
 rows [R, ...], in the order of the peers they go to -> [R', ...] of the same dtype. `reverse` swaps what is sent and
 received, and so brings rows back; it is also what backward does. R and R' may be 0. Raises `RuntimeError` before
-anything moves if R is not what the splits send.
+anything moves if R is not what the splits send, or a split is below 0.
 """
 
 

@@ -29,6 +29,7 @@ from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import GradientSum, clip_gradient_norm
 from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.optimizer import make_optimizer
+from moec.runtime.replicas import check_replicas
 from moec.runtime.shards import initial_shard
 
 TIMEOUT = timedelta(seconds=100)
@@ -42,13 +43,16 @@ class Job:
     entering did. `rank`, `world_size`: this process among all; `data_rank`, `data_size`: its share of the batch.
     """
 
-    def __init__(self, plan: Plan, device: str | None = None) -> None:
+    def __init__(self, plan: Plan, device: str | None = None, check_replicas: int = 0) -> None:
+        if check_replicas < 0:
+            raise ValueError(f"check_replicas is a number of steps, or 0 for never, not {check_replicas}")
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.data_rank = plan.data_rank(self.rank) if self.rank < plan.world_size else 0
         self.data_size = plan.data_size
         self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._check_every, self._steps = check_replicas, 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -128,11 +132,24 @@ class Job:
         return make_optimizer(spec, decayed, undecayed)
 
     def step(self, model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Forward, backward and gradient sums over this rank's share of the batch; gives the global loss, detached."""
+        """Forward, backward and gradient sums over this rank's share of the batch; gives the global loss, detached.
+
+        Before every N-th, with `check_replicas=N`, replicas are compared.
+        """
+        self._steps += 1
+        if self._check_every and self._steps % self._check_every == 0:
+            self.check_replicas(model)
         loss = model(tokens, labels).loss
         loss.backward()
         detached: Tensor = loss.detach()
         return detached
+
+    def check_replicas(self, model: PlanModule) -> None:
+        """Raises `JobError`, alike on every rank, unless ranks with the same part of a parameter have the same bits.
+
+        A collective: every rank must call it, or none.
+        """
+        check_replicas(self.plan, dict(model.named_parameters()), self.world_size)
 
     def clip_grad_norm_(self, model: PlanModule, max_norm: float) -> Tensor:
         """Scales the gradients to a global norm of at most `max_norm`; gives the norm before, alike on every rank."""

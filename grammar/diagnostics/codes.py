@@ -87,6 +87,7 @@ CODES: dict[str, str] = {
     "MOE0701": "the number of processes is not the plan's number of ranks",
     "MOE0702": "the model cannot take this batch",
     "MOE0703": "this plan is too large to verify",
+    "MOE0704": "replicas of a parameter have drifted apart",
 }
 
 

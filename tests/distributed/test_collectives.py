@@ -128,13 +128,46 @@ def test_backward_of_the_way_home_is_the_way_there(gloo: GlooPool, world_size: i
         assert torch.equal(grad, expected)
 
 
+def refused_counts(counts: Tensor) -> str:
+    """What this rank says to its counts, in a group of its own that is not the first ranks'."""
+    rank = dist.get_rank()
+    peers = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    with groups.use({"ep": peers}):
+        try:
+            collectives.exchange_counts(counts[rank][None], "ep")
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_counts_below_0_are_refused_by_both_ranks_that_they_concern(gloo: GlooPool) -> None:
+    counts = torch.ones(4, 4, dtype=torch.int64)
+    counts[3, 0] = -1  # The sum, 0, does not show it.
+    assert gloo.run(4, refused_counts, counts) == [
+        "nothing",
+        "nothing",
+        'moec::exchange_counts: rank 2 counts -1 rows from rank 3 over "ep"',
+        'moec::exchange_counts: rank 3 counts -1 rows to rank 2 over "ep"',
+    ]
+
+
+def send_below_zero() -> None:
+    with world():
+        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[4, -1], [2, 2]]), "ep", False)
+
+
+def test_splits_below_0_are_refused_before_anything_moves(gloo: GlooPool) -> None:
+    with pytest.raises(RuntimeError, match=r'all_to_all: rank [01] counts -1 rows to rank 1 over "ep"'):
+        gloo.run(2, send_below_zero)
+
+
 def send_too_few() -> None:
     with world():
         collectives.all_to_all(torch.randn(3, 2), torch.tensor([[2, 2], [2, 2]]), "ep", False)
 
 
 def test_rows_that_do_not_match_the_splits_are_refused_before_anything_moves(gloo: GlooPool) -> None:
-    with pytest.raises(RuntimeError, match='3 rows, but the splits send 4 over "ep"'):
+    with pytest.raises(RuntimeError, match=r'rank [01] has 3 rows, but the splits send 4 over "ep"'):
         gloo.run(2, send_too_few)
 
 

@@ -90,6 +90,12 @@ def too_large_to_verify() -> Sequence[Diagnostic]:
     return raised(lambda: verify(moe_plan(dim=8192, expert="swiglu(65_536)"), scale=False))
 
 
+def drifted() -> Sequence[Diagnostic]:
+    from moec.runtime.replicas import require_alike
+
+    return raised(lambda: require_alike(moe_plan(), {"layers.0.attention.q.weight": [(1, 1), (1, 1), (1, 1), (2, 1)]}))
+
+
 def starter_over_a_file() -> Sequence[Diagnostic]:
     from moec.commands.init import run
 
@@ -122,4 +128,5 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0701": too_few_processes,
     "MOE0702": token_out_of_range,
     "MOE0703": too_large_to_verify,
+    "MOE0704": drifted,
 }
