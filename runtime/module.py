@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from moec.codegen.fx import MakeParameter, build_module
+from moec.codegen.fx import MakeParameter, build_module, parameter_sites
 from moec.codegen.graph import Ref, StageGraphs
 from moec.grammar.spec import Model
 from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
@@ -87,6 +87,10 @@ class PlanModule(nn.Module):
             return ModelOutput(logits)
         inputs = (logits, labels) if balance is None else (logits, labels, balance)
         return ModelOutput(logits, self.__dict__["_loss_graph"](*inputs))
+
+    def parameter_sites(self) -> dict[str, str]:
+        """What of the model uses each parameter, in words; by the parameter's name."""
+        return parameter_sites(self.__dict__["_forward_graph"])
 
     def _complaint(self, tokens: Tensor, labels: Tensor | None) -> str | None:
         for name, ids in (("tokens", tokens), ("labels", labels)):

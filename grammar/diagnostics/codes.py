@@ -88,6 +88,7 @@ CODES: dict[str, str] = {
     "MOE0702": "the model cannot take this batch",
     "MOE0703": "this plan is too large to verify",
     "MOE0704": "replicas of a parameter have drifted apart",
+    "MOE0705": "a rank has died or stalled",
 }
 
 
