@@ -58,7 +58,8 @@ def test_a_rank_that_raised_has_said_so_itself():
 def test_a_rank_that_left_early():
     words: dict[int, Word] = {rank: inside(STEP, rank) for rank in (0, 1, 3)}
     assert text({**words, 2: Left()}, overdue=False) == (
-        "rank 2 left the job before the others; rank 3 waits for it in all_reduce over all ranks, start of a forward pass"
+        "rank 2 left the job before the others; "
+        "rank 3 waits for it in all_reduce over all ranks, start of a forward pass"
     )
 
 
@@ -118,7 +119,8 @@ def test_a_ring_of_waiting_ranks():
 def test_a_network_that_does_not_get_through():
     words = {0: inside(ROWS, 9, rows=4), 1: inside(ROWS, 8, rows=4), 2: outside(STEP, 1), 3: outside(STEP, 1)}
     assert text(words) == (
-        "ranks 0, 1 are all in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5), rank 0 for 9.0 s: it does not get through"
+        "ranks 0, 1 are all in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5), rank 0 for 9.0 s: "
+        "it does not get through"
     )
 
 
