@@ -37,6 +37,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "capacity of a sequence": {"ranks": 4, "ep": 2, "beside": "capacity = factor(1.0)"},
     "capacity of a batch": {"ranks": 8, "tp": 2, "ep": 4, "beside": "capacity = factor(1.0); group = batch"},
     "capacity of the busiest": {"ranks": 4, "ep": 4, "beside": "capacity = dynamic()"},
+    "capacity of the busiest, up to one": {"ranks": 4, "ep": 2, "tp": 2, "beside": "capacity = dynamic(max = 1.0)"},
 }
 
 
@@ -51,9 +52,9 @@ def run_both(plan: Plan) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor
     return {"logits": logits, "loss": loss, **gradients}, virtual
 
 
-def unsharded(plan: Plan) -> dict[str, list[Tensor]]:
+def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
     """What each rank should have."""
-    model = reference(plan.spec, seed=0, dtype=torch.float64)
+    model = reference(plan.spec, seed=0, dtype=torch.float64).train(training)
     inputs = global_batch(plan, 0)
     out = model(inputs.tokens, inputs.labels)
     assert out.loss is not None
@@ -83,6 +84,14 @@ def test_torchs_own_ranks_give_what_the_virtual_cluster_and_the_unsharded_model_
     torchs, virtual = run_both(plan)
     assert distance(torchs, virtual) < BOUND
     assert distance(torchs, unsharded(plan)) < BOUND
+
+
+def test_evaluation_has_its_own_capacity_there_too():
+    plan = moe_plan(ranks=4, ep=2, tp=2, batch=8, beside="capacity = factor(0.5, eval = 1.5); group = batch")
+    torchs, virtual = run_both(plan.in_evaluation())
+    assert distance(torchs, virtual) < BOUND
+    assert distance(torchs, unsharded(plan, training=False)) < BOUND
+    assert distance(torchs, unsharded(plan)) > WRONG
 
 
 def test_every_conversion_is_among_these_plans():

@@ -39,6 +39,9 @@ CAPACITIES = [
     "capacity = factor(1.25); group = batch",
     "capacity = factor(0.75); group = rank",
     "capacity = dynamic()",
+    "capacity = factor(0.5, eval = 1.5); group = sequence",
+    "capacity = dynamic(max = 0.8); group = sequence",
+    "capacity = dynamic(max = 1.1); group = batch",
     "group = batch",
     "group = rank",
 ]

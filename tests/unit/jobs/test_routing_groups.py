@@ -47,9 +47,11 @@ def batch(vocab: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def outcome(group: str, dp: int = 1, ep: int = 1, tp: int = 1, micro_batches: int = 1) -> Outcome:
+def outcome(
+    group: str, dp: int = 1, ep: int = 1, tp: int = 1, micro_batches: int = 1, capacity: str = "factor(1.0)"
+) -> Outcome:
     """A step in float64, its gradients those of the mean of its micro-batches' losses."""
-    beside = f"capacity = factor(1.0); group = {group}"
+    beside = f"capacity = {capacity}; group = {group}"
     plan = moe_plan(ranks=dp * tp, tp=tp, ep=ep, batch=BATCH, sequence=SEQUENCE, beside=beside)
     model = reference(plan.spec, seed=2, dtype=torch.float64)
     cluster = VirtualCluster(plan, dict(model.named_parameters()))
@@ -111,6 +113,14 @@ def test_a_batch_keeps_the_same_choices_on_any_ranks(dp: int, ep: int, tp: int):
     found = outcome("batch", dp, ep, tp)
     assert found.drops == alone.drops
     assert distance(found, alone) < BOUND
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch"])
+@pytest.mark.parametrize(("dp", "ep", "tp"), [(1, 1, 1), (2, 4, 2), (4, 2, 1)])
+def test_a_dynamic_capacity_up_to_a_factor_keeps_what_the_factor_keeps(group: str, dp: int, ep: int, tp: int):
+    found = outcome(group, dp, ep, tp, capacity="dynamic(max = 1.0)")
+    assert found.drops == outcome(group).drops
+    assert distance(found, outcome(group)) < BOUND
 
 
 def test_a_batch_in_micro_batches_is_another_one():
