@@ -25,9 +25,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from moec.codegen.fx import build_module, parameter_sites
 from moec.codegen.operators import CONVERSIONS
 from moec.codegen.plan import Plan
+from moec.passes.ir import Layout
 from moec.runtime import groups
 from moec.runtime.gradients import GradientSum
-from moec.runtime.verify import Inputs
+from moec.runtime.reference import reference
+from moec.runtime.shards import local_slices
+from moec.runtime.verify import Inputs, global_batch
+from moec.runtime.virtual import VirtualCluster
 
 COLLECTIVES = CONVERSIONS.keys() - {"moec.slice.default"}
 
@@ -129,3 +133,43 @@ def run_all_ranks(
 
 def _listed(tensor: LocalTensor) -> list[Tensor]:
     return [tensor._local_tensors[rank] for rank in sorted(tensor._local_tensors)]
+
+
+# ---- three answers, and how far they are apart --------------------------------------------------------
+
+
+def run_both(plan: Plan) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+    """Every rank's logits, loss and gradients in float64: by torch's mode, and on the virtual cluster."""
+    model = reference(plan.spec, seed=0, dtype=torch.float64)
+    cluster = VirtualCluster(plan, dict(model.named_parameters()))
+    inputs = global_batch(plan, 0)
+    logits, loss, gradients = run_all_ranks(plan, cluster.parameters, inputs)
+    virtual_logits, virtual_loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
+    virtual = {"logits": virtual_logits, "loss": virtual_loss, **cluster.backward(virtual_loss)}
+    return {"logits": logits, "loss": loss, **gradients}, virtual
+
+
+def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
+    """What each rank should have."""
+    model = reference(plan.spec, seed=0, dtype=torch.float64).train(training)
+    inputs = global_batch(plan, 0)
+    out = model(inputs.tokens, inputs.labels)
+    assert out.loss is not None
+    out.loss.backward()
+    dense, ranks = plan.meshes["dense"], range(plan.world_size)
+    logits = [out.logits[local_slices(out.logits.shape, plan.logits_layout, dense, rank)] for rank in ranks]
+    found = {"logits": logits, "loss": [out.loss for _ in ranks]}
+    for name, parameter in model.named_parameters():
+        data = plan.parameters[name]
+        layout, mesh = Layout.parse(data.layout), plan.meshes[data.mesh]
+        assert parameter.grad is not None
+        found[name] = [parameter.grad[local_slices(data.shape, layout, mesh, rank)] for rank in ranks]
+    return found
+
+
+def distance(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> float:
+    """The largest difference on any rank."""
+    assert one.keys() == other.keys()
+    pairs = [pair for name in one for pair in zip(one[name], other[name], strict=True)]
+    assert all(a.shape == b.shape for a, b in pairs)
+    return max(float((a.detach() - b.detach()).abs().max()) for a, b in pairs)
