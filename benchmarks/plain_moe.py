@@ -204,7 +204,7 @@ class PlainMoe(nn.Module):
         self.gate = nn.Linear(dim, self.num_experts, bias=False)
         self.experts = nn.ModuleList(feed_forward(dim, moe.experts.body) for _ in range(self.num_experts))
         self.residual = feed_forward(dim, moe.residual) if moe.residual else None
-        self.coefficient = nn.Linear(dim, 2, bias=False) if moe.residual else None
+        self.coefficient = nn.Linear(dim, 2) if moe.residual else None
         self.shared = feed_forward(dim, moe.shared) if moe.shared else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if moe.shared and moe.shared.gated else None
 

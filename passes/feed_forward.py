@@ -28,14 +28,11 @@ def feed_forward(b: Builder, model: Model, body: FeedForward, prefix: str, h: st
 def beside_experts(b: Builder, model: Model, moe: Moe, h: str, mixed: str) -> str:
     """`mixed · c₀ + residual(h) · c₁ + shared(h)`, as far as the layer has them; gives the result's name."""
     if moe.residual is not None:
-        mixed = b.one(
-            o.Mix,
-            mixed,
-            feed_forward(b, model, moe.residual, "moe.residual", h),
-            _logits(b, model, "moe.coefficient.weight", 2, moe.residual, h),
-            to="mixed",
-            span=moe.residual.span(),
-        )
+        span = moe.residual.span()
+        beside = feed_forward(b, model, moe.residual, "moe.residual", h)
+        # DeepSpeed's coefficients have a bias (deepspeed/moe/layer.py, 0.19.8).
+        shares = b.biased(_logits(b, model, "moe.coefficient.weight", 2, moe.residual, h), "moe.coefficient.bias", span)
+        mixed = b.one(o.Mix, mixed, beside, shares, to="mixed", span=span)
     if moe.shared is not None:
         assert isinstance(moe.shared, Activated)
         shared = feed_forward(b, model, moe.shared, "moe.shared", h)
