@@ -27,7 +27,7 @@ def test_an_implementation_agrees_with_the_float64_layer_until_a_weight_changes(
     assert all(parameter.grad is not None for parameter in layer.parameters)
     with torch.no_grad():
         layer.parameters[-1].mul_(1.2)
-    with pytest.raises(SystemExit, match="its (output|input gradient) is wrong"):
+    with pytest.raises(SystemExit, match=r"its (output|input gradient) is wrong"):
         check(impl, Contender(layer), problem, x, exact)
 
 
