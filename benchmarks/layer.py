@@ -191,21 +191,20 @@ def machine(device: str, threads: int, clock: Clock) -> dict[str, Any]:
 
 
 def show(rows: Sequence[Row], skipped: Sequence[Skipped], of: Mapping[str, Any]) -> None:
+    """One shape's table."""
     console = Console(width=None if os.isatty(1) else 110)
-    for shape, dtype in dict.fromkeys((row.shape, row.dtype) for row in rows):
-        title = f"{shape}, {dtype}: {of['device']}, {of['threads']} threads, {of['clock']}, load {of['load']:.0f}"
-        table = Table(title=title, title_justify="left")
-        for name in ("", "forward", "backward", "sum / dense", "peak", "TFLOP/s"):
-            table.add_column(name, justify="right" if name else "left")
-        for row in rows:
-            if (row.shape, row.dtype) == (shape, dtype):
-                spent = row.forward_ms + row.backward_ms
-                speed = 3 * Shape.parse(shape).flops / spent / 1e9
-                times = (f"{row.forward_ms:.1f} ms", f"{row.backward_ms:.1f} ms", f"{row.ratio_to_dense:.2f}")
-                table.add_row(row.impl, *times, f"{row.peak_mb:.0f} MB", f"{speed:.2g}")
-        console.print(table)
-    for reason in dict.fromkeys((one.impl, one.dtype, one.shape, one.why) for one in skipped):
-        console.print(" ".join(reason[:3]) + ": not run, " + reason[3], highlight=False)
+    how = f"threads {of['threads']}, {of['clock']}, load {of['load']:.0f}"
+    title = f"{rows[0].shape}, {rows[0].dtype}: {of['device']}, {how}"
+    table = Table(title=title, title_justify="left")
+    for name in ("", "forward", "backward", "sum / dense", "peak", "TFLOP/s"):
+        table.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        speed = 3 * Shape.parse(row.shape).flops / (row.forward_ms + row.backward_ms) / 1e9
+        times = (f"{row.forward_ms:.1f} ms", f"{row.backward_ms:.1f} ms", f"{row.ratio_to_dense:.2f}")
+        table.add_row(row.impl, *times, f"{row.peak_mb:.0f} MB", f"{speed:.2g}")
+    console.print(table)
+    for one in skipped:
+        console.print(f"{one.impl}: not run, {one.why}", highlight=False)
 
 
 def main() -> None:
@@ -214,7 +213,7 @@ def main() -> None:
     options.add_argument("--shapes", nargs="+", type=Shape.parse, help=f"such as {CPU_SHAPES[0]}")
     options.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     options.add_argument("--load", choices=LOADS, default="uniform", help="how tokens spread over experts")
-    options.add_argument("--impl", nargs="+", help="only these, and dense")
+    options.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS["cuda"], help="only these, and dense")
     options.add_argument("--rounds", type=int, default=20)
     options.add_argument("--threads", type=int, default=os.cpu_count())
     options.add_argument("--svg", type=Path, metavar="FILE", help="draw the ratios")
@@ -230,11 +229,11 @@ def main() -> None:
     for shape in chosen.shapes or (CPU_SHAPES if chosen.device == "cpu" else CUDA_SHAPES):
         for dtype in chosen.dtype:
             measured = measure(shape, dtype, chosen.load, chosen.device, impls, chosen.rounds, clock)
+            show(*measured, machine(chosen.device, chosen.threads, clock))
             rows += measured[0]
             skipped += measured[1]
-    of = machine(chosen.device, chosen.threads, clock)
-    show(rows, skipped, of)
     if chosen.json:
+        of = machine(chosen.device, chosen.threads, clock)
         content = {"machine": of, "rows": [asdict(row) for row in rows], "not_run": [asdict(one) for one in skipped]}
         chosen.json.write_text(json.dumps(content, indent=1) + "\n")
     if chosen.svg:
