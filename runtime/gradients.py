@@ -31,8 +31,22 @@ class _Bucket:
     flat: Tensor | None = None
     running: tuple[str, dist.Work] | None = None
 
+    def begin(self, group: str) -> None:
+        """Starts the sum over a group, of what `fill` put together and other groups have summed."""
+        self.wait()
+        with collective("all_reduce", group, self.site) as peers:
+            work = dist.all_reduce(self.flat, group=peers, async_op=True)
+        assert work is not None
+        self.running = group, work
+
+    def fill(self) -> None:
+        """Puts the gradients together; one that this backward pass did not reach is zeros."""
+        with torch.no_grad():
+            pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            self.flat = torch.cat([piece.reshape(-1) for piece in pieces])
+
     def wait(self) -> None:
-        """Until what was launched is done."""
+        """Until what was begun is done."""
         if self.running is not None:
             group, work = self.running
             with collective("all_reduce", group, self.site, begins=False):
@@ -89,20 +103,17 @@ class GradientSum:
             self._next += 1
 
     def _launch(self, bucket: _Bucket) -> None:
-        with torch.no_grad():
-            pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
-            bucket.flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        for group in bucket.groups:
-            bucket.wait()
-            with collective("all_reduce", group, bucket.site) as peers:
-                work = dist.all_reduce(bucket.flat, group=peers, async_op=True)
-            assert work is not None
-            bucket.running = group, work
+        bucket.fill()
+        bucket.begin(bucket.groups[0])
 
     def _finish(self) -> None:
         # A parameter that this pass did not reach still takes part: the others' ranks wait for it.
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
+        # Only now what must wait for a first group: in the middle of backward it would wait for other ranks' backward.
+        for bucket in self._buckets:
+            for group in bucket.groups[1:]:
+                bucket.begin(group)
         for bucket in self._buckets:
             bucket.wait()
             assert bucket.flat is not None

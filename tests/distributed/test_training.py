@@ -13,7 +13,7 @@ import torch
 from gloo_pool import GlooPool
 from models import moe_plan
 from torch import Tensor
-from training import backward_twice, batches, complain, train_as_rank, train_unsharded
+from training import accumulate, backward_twice, batches, complain, train_as_rank, train_unsharded
 
 import moec
 from moec.passes.ir import Layout
@@ -124,6 +124,29 @@ def test_a_capacity_drops_the_same_choices_however_it_is_sharded(
     assert all(result["drops"] == alone["drops"] for result in results)
     rates = [rate for step in alone["drops"] for rate in step.values()]
     assert any(0 < rate < 0.9 for rate in rates), "nothing is dropped, so it proves nothing"
+
+
+@pytest.mark.parametrize(("ranks", "ep", "micro_batches"), [(1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2)])
+def test_sequences_drop_the_same_choices_on_any_ranks_and_in_micro_batches(
+    gloo: GlooPool, ranks: int, ep: int, micro_batches: int
+):
+    options = {"batch": 8, "beside": "capacity = factor(1.0); group = sequence"}
+    (alone,) = gloo.run(1, accumulate, {**options, "ranks": 1, "ep": 1}, 1)
+    assert any(rate > 0.05 for rate in alone["drops"].values()), "nothing is dropped, so it proves nothing"
+    plan = moe_plan(**options, ranks=ranks, ep=ep)
+    for rank, found in enumerate(gloo.run(ranks, accumulate, {**options, "ranks": ranks, "ep": ep}, micro_batches)):
+        assert found["drops"] == pytest.approx(alone["drops"], abs=1e-12)
+        assert found["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+        for name, gradient in found["gradients"].items():
+            data = plan.parameters[name]
+            index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+            torch.testing.assert_close(gradient, alone["gradients"][name][index], rtol=1e-4, atol=1e-6)
+
+
+def test_a_rank_drops_other_choices_where_there_are_more(gloo: GlooPool):
+    options = {"batch": 8, "beside": "capacity = factor(1.0); group = rank"}
+    alone, spread = (gloo.run(ranks, accumulate, {**options, "ranks": ranks, "ep": 1}, 1)[0] for ranks in (1, 4))
+    assert alone["drops"] != pytest.approx(spread["drops"], abs=1e-3)
 
 
 def evaluated_as_rank(options: dict[str, Any]) -> list[Tensor]:
