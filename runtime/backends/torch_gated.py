@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 2**18
-"""Elements of a block. Smaller ones spend their time starting threads, larger ones fall out of cache (measured)."""
+from moec.runtime.backends.torch_blocks import blocks
 
 _OF_GATE: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]] = {
     "swiglu": (F.silu, torch.ops.aten.silu_backward.grad_input),
@@ -51,7 +50,7 @@ def gated_into(out: Tensor, x: Tensor, kind: str) -> None:
     """out [N, F] = f(x[:, 0]) · x[:, 1], for x [N, 2, F]; f is silu for `swiglu`, the exact gelu for `geglu`."""
     activate, _ = _OF_GATE[kind]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    for block in _blocks(out):
+    for block in blocks(out):
         gate, up = x[block].to(dtype).unbind(1)
         torch.mul(activate(gate), up, out=out[block])
 
@@ -63,7 +62,7 @@ def gated_backward_into(grad_x: Tensor, out: Tensor | None, grad: Tensor, x: Ten
     """
     activate, differentiate = _OF_GATE[kind]
     dtype = torch.promote_types(x.dtype, torch.float32)
-    for block in _blocks(grad):
+    for block in blocks(grad):
         gate, up = x[block].to(dtype).unbind(1)
         grad_out = grad[block].to(dtype)
         active = activate(gate)
@@ -74,10 +73,3 @@ def gated_backward_into(grad_x: Tensor, out: Tensor | None, grad: Tensor, x: Ten
         differentiate(grad_out * up, gate, grad_input=exact[:, 0])
         if exact.dtype != grad_x.dtype:
             grad_x[block] = exact
-
-
-def _blocks(x: Tensor) -> Iterator[slice]:
-    """Row ranges of x [N, F]."""
-    step = max(1, BLOCK // max(1, x.shape[1]))
-    for start in range(0, x.shape[0], step):
-        yield slice(start, start + step)

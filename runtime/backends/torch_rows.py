@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moec.runtime.backends.torch_blocks import blocks
+
 
 def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     choices = experts.reshape(-1)
@@ -27,10 +29,13 @@ def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
     if k == 1:
         return grad.index_select(0, chosen[:, 0]).view(*tokens, grad.shape[1])
     dtype = torch.promote_types(grad.dtype, torch.float32)
-    total = grad.index_select(0, chosen[:, 0]).to(dtype)
-    for choice in range(1, k):
-        total += grad.index_select(0, chosen[:, choice])
-    return total.to(grad.dtype).view(*tokens, grad.shape[1])
+    out = grad.new_empty((chosen.shape[0], grad.shape[1]))
+    for block in blocks(out):
+        total = grad.index_select(0, chosen[block, 0]).to(dtype)
+        for choice in range(1, k):
+            total += grad.index_select(0, chosen[block, choice])
+        out[block] = total
+    return out.view(*tokens, grad.shape[1])
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
@@ -40,24 +45,28 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     *tokens, k = positions.shape
     chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k, 1)
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    total = torch.zeros((chosen.shape[0], rows.shape[1]), dtype=dtype, device=rows.device)
-    for choice in range(k):
-        total.addcmul_(rows.index_select(0, chosen[:, choice]).to(dtype), scale[:, choice].to(dtype))
-    return total.to(rows.dtype).view(*tokens, rows.shape[1])
+    scale, out = scale.to(dtype), rows.new_empty((chosen.shape[0], rows.shape[1]))
+    for block in blocks(out):
+        total = rows.index_select(0, chosen[block, 0]).to(dtype).mul_(scale[block, 0])
+        for choice in range(1, k):
+            total.addcmul_(rows.index_select(0, chosen[block, choice]).to(dtype), scale[block, choice])
+        out[block] = total
+    return out.view(*tokens, rows.shape[1])
 
 
 def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    k = positions.shape[2]
-    chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k, 1)
     dtype = torch.promote_types(rows.dtype, torch.float32)
-    grad = grad.reshape(-1, rows.shape[1]).to(dtype)
-    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-    by_choice = grad_weights.view(-1, k)
-    for choice in range(k):
-        where = chosen[:, choice]
-        grad_rows.index_copy_(0, where, (grad * scale[:, choice].to(dtype)).to(rows.dtype))
-        by_choice[:, choice] = (rows.index_select(0, where).to(dtype) * grad).sum(dim=-1)
-    return grad_rows, grad_weights
+    grad = grad.reshape(-1, rows.shape[1])
+    # By rows rather than by choices: each is written once, in order.
+    choices = _inverse(positions.reshape(-1))
+    tokens = choices.div(positions.shape[2], rounding_mode="floor")
+    scale = weights.reshape(-1).index_select(0, choices).to(dtype)[:, None]
+    grad_rows, by_row = torch.empty_like(rows), weights.new_empty(rows.shape[0])
+    for block in blocks(rows):
+        gathered = grad.index_select(0, tokens[block]).to(dtype)
+        torch.mul(gathered, scale[block], out=grad_rows[block])
+        by_row[block] = gathered.mul_(rows[block]).sum(dim=-1)
+    return grad_rows, by_row[positions]
 
 
 def _stable_order(choices: Tensor, num_experts: int) -> Tensor:

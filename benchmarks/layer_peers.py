@@ -1,0 +1,225 @@
+"""One MoE layer, as moec and as others compute it: logits, the k best of a softmax, normalised, SwiGLU experts.
+
+Each function takes a `Problem` and gives the layer, or raises `NotRun` with the reason. All hold their own copy of the
+weights and train them, the router's too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from layer_problem import Problem
+from torch import Tensor, nn
+
+from moec.runtime import ops
+
+GIGABYTE = 2**30
+
+
+class NotRun(Exception):  # noqa: N818 - the reason why there is no figure, not an error
+    """The implementation is not here, or cannot do this shape."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    run: Callable[[Tensor], Tensor]
+    parameters: Sequence[Tensor]
+
+
+def _needs(module: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise NotRun("not installed" if error.name == module.partition(".")[0] else f"import: {error}") from error
+
+
+def _weights(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+    gate, up, down = (w.clone().requires_grad_() for w in (problem.gate, problem.up, problem.down))
+    return gate, up, down
+
+
+def _choose(x: Tensor, gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    scores, experts = F.linear(x, gate).softmax(-1, dtype=torch.float32).topk(k)
+    return scores / scores.sum(-1, keepdim=True), experts
+
+
+def moec(problem: Problem) -> Layer:
+    gate, up, down = _weights(problem)
+    experts, hidden, dim = problem.shape.experts, problem.shape.hidden, problem.shape.dim
+
+    def run(x: Tensor) -> Tensor:
+        logits = F.linear(x, gate).float()[None]
+        _, weights, chosen = ops.route(logits, problem.shape.k, "softmax", False, True)
+        rows, counts, positions = ops.permute(x[None], chosen, experts)
+        out, _ = ops.expert_mlp(rows, counts, up.view(experts, 2, hidden, dim), down, "swiglu")
+        return ops.combine(out, positions, weights)[0]
+
+    return Layer(run, (gate, up, down))
+
+
+def dense(problem: Problem) -> Layer:
+    """A SwiGLU of the same FLOPs, k · F wide: what the layer would cost without a router."""
+    wide = problem.shape.k * problem.shape.hidden
+    up = problem.up.new_empty(2 * wide, problem.shape.dim).normal_(std=problem.shape.dim**-0.5).requires_grad_()
+    down = problem.down.new_empty(problem.shape.dim, wide).normal_(std=wide**-0.5).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        gate, value = F.linear(x, up).chunk(2, -1)
+        return F.linear(F.silu(gate) * value, down)
+
+    return Layer(run, (up, down))
+
+
+def plain(problem: Problem) -> Layer:
+    """Plain torch: sort, index_select, two products for each expert, unsort, weighted sum."""
+    gate, up, down = _weights(problem)
+    k, num_experts = problem.shape.k, problem.shape.experts
+
+    def run(x: Tensor) -> Tensor:
+        weights, experts = _choose(x, gate, k)
+        order = experts.flatten().argsort(stable=True)
+        counts = experts.flatten().bincount(minlength=num_experts).tolist()
+        outs = []
+        for own_up, own_down, rows in zip(up, down, x.index_select(0, order // k).split(counts), strict=True):
+            first, second = F.linear(rows, own_up).chunk(2, -1)
+            outs.append(F.linear(F.silu(first) * second, own_down))
+        rows = torch.cat(outs).index_select(0, order.argsort()).view(-1, k, x.shape[1])
+        return (rows * weights[..., None]).sum(1).to(x.dtype)
+
+    return Layer(run, (gate, up, down))
+
+
+def grouped_mm(problem: Problem) -> Layer:
+    """`F.grouped_mm` over gathered rows."""
+    if problem.x.dtype != torch.bfloat16:
+        raise NotRun("bfloat16 only")
+    gate, up, down = _weights(problem)
+    k, num_experts = problem.shape.k, problem.shape.experts
+
+    def run(x: Tensor) -> Tensor:
+        weights, experts = _choose(x, gate, k)
+        order = experts.flatten().argsort(stable=True)
+        ends = experts.flatten().bincount(minlength=num_experts).cumsum(0).int()
+        hidden = F.grouped_mm(x.index_select(0, order // k), up.mT, offs=ends)
+        first, second = hidden.chunk(2, -1)
+        rows = F.grouped_mm(F.silu(first) * second, down.mT, offs=ends)
+        rows = rows.index_select(0, order.argsort()).view(-1, k, x.shape[1])
+        return (rows * weights[..., None]).sum(1).to(x.dtype)
+
+    return Layer(run, (gate, up, down))
+
+
+def _transformers(implementation: str) -> Callable[[Problem], Layer]:
+    def make(problem: Problem) -> Layer:
+        _needs("transformers")
+        from transformers import Qwen3MoeConfig
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+        shape = problem.shape
+        if implementation == "batched_mm":
+            # It gathers each choice's weights, and backward their gradients.
+            gathered = 2 * problem.x.element_size() * shape.tokens * shape.k * 3 * shape.hidden * shape.dim
+            if gathered > 2 * GIGABYTE:
+                raise NotRun(f"would gather {gathered / GIGABYTE:.0f} GB of weights")
+        config = Qwen3MoeConfig(
+            hidden_size=shape.dim,
+            moe_intermediate_size=shape.hidden,
+            num_experts=shape.experts,
+            num_experts_per_tok=shape.k,
+            norm_topk_prob=True,
+            hidden_act="silu",
+        )
+        config._experts_implementation = implementation
+        block = Qwen3MoeSparseMoeBlock(config).to(device=problem.x.device, dtype=problem.x.dtype)
+        with torch.no_grad():
+            block.gate.weight.copy_(problem.gate)
+            block.experts.gate_up_proj.copy_(problem.up)
+            block.experts.down_proj.copy_(problem.down)
+        return Layer(lambda x: block(x[None])[0], list(block.parameters()))
+
+    return make
+
+
+class _Expert(nn.Module):
+    def __init__(self, up: Tensor, down: Tensor) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(up.clone()), nn.Parameter(down.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = F.linear(x, self.up).chunk(2, -1)
+        return F.linear(F.silu(first) * second, self.down)
+
+
+def deepspeed(problem: Problem) -> Layer:
+    """DeepSpeed's MoE layer with its own gate, every token kept (`drop_tokens=False`), in a group of one process."""
+    _needs("deepspeed")
+    import deepspeed as ds
+    from deepspeed.moe.layer import MoE
+
+    shape = problem.shape
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        backend = "gloo" if problem.x.device.type == "cpu" else "nccl"
+        torch.distributed.init_process_group(backend, store=store, rank=0, world_size=1)
+    ds.init_distributed(dist_init_required=False, verbose=False)
+    how: dict[str, Any] = {"k": shape.k, "drop_tokens": False, "use_rts": False, "top2_2nd_expert_sampling": False}
+    layer = MoE(shape.dim, _Expert(problem.up[0], problem.down[0]), num_experts=shape.experts, **how)
+    layer.set_deepspeed_parallelism()
+    layer = layer.to(device=problem.x.device, dtype=problem.x.dtype)
+    inner = layer.deepspeed_moe
+    with torch.no_grad():
+        inner.gate.wg.weight.copy_(problem.gate)
+        for expert, up, down in zip(inner.experts.deepspeed_experts, problem.up, problem.down, strict=True):
+            expert.up.copy_(up)
+            expert.down.copy_(down)
+    return Layer(lambda x: layer(x[None])[0][0], list(layer.parameters()))
+
+
+def liger(problem: Problem) -> Layer:
+    function = _needs("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    gate, up, down = _weights(problem)
+
+    def run(x: Tensor) -> Tensor:
+        weights, experts = _choose(x, gate, problem.shape.k)
+        return function.apply(x, up, down, experts.int(), weights)
+
+    return Layer(run, (gate, up, down))
+
+
+def scattermoe(problem: Problem) -> Layer:
+    mlp = _needs("scattermoe.mlp")
+    shape = problem.shape
+    gate = problem.gate.clone().requires_grad_()
+    experts = mlp.GLUMLP(shape.dim, shape.hidden, shape.experts, shape.k, activation=nn.SiLU())
+    experts = experts.to(device=problem.x.device, dtype=problem.x.dtype)
+    with torch.no_grad():
+        # Its activation is on the second half.
+        experts.experts.weight.copy_(problem.up.roll(shape.hidden, 1))
+        experts.output_experts.weight.copy_(problem.down)
+
+    def run(x: Tensor) -> Tensor:
+        weights, chosen = _choose(x, gate, shape.k)
+        return experts(x, weights.to(x.dtype), chosen)
+
+    return Layer(run, (gate, *experts.parameters()))
+
+
+_EVERYWHERE: Mapping[str, Callable[[Problem], Layer]] = {
+    "dense": dense,
+    "moec": moec,
+    "plain torch": plain,
+    "transformers eager": _transformers("eager"),
+    "transformers grouped_mm": _transformers("grouped_mm"),
+    "transformers batched_mm": _transformers("batched_mm"),
+    "DeepSpeed": deepspeed,
+}
+IMPLEMENTATIONS: Mapping[str, Mapping[str, Callable[[Problem], Layer]]] = {
+    "cpu": _EVERYWHERE,
+    "cuda": {**_EVERYWHERE, "F.grouped_mm": grouped_mm, "Liger": liger, "ScatterMoE": scattermoe},
+}

@@ -1,0 +1,116 @@
+"""What every implementation of one MoE layer is given, and the float64 layer that it must agree with."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Largest error of any token's vector, relative to the mean length of them all."""
+
+LOADS = ("uniform", "zipf")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Tokens, model dim, hidden dim of an expert, experts, choices per token."""
+
+    tokens: int
+    dim: int
+    hidden: int
+    experts: int
+    k: int
+
+    def __str__(self) -> str:
+        return f"T{self.tokens}-D{self.dim}-F{self.hidden}-E{self.experts}-k{self.k}"
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Reads what `str` writes. Raises `ValueError`."""
+        match = re.fullmatch(r"T(\d+)-D(\d+)-F(\d+)-E(\d+)-k(\d+)", text)
+        if match is None:
+            raise ValueError(f"a shape is written as {CPU_SHAPES[0]}, not {text}")
+        return cls(*map(int, match.groups()))
+
+    @property
+    def flops(self) -> int:
+        """Of the forward pass; the backward pass takes twice as many."""
+        return 6 * self.tokens * self.k * self.dim * self.hidden
+
+
+CPU_SHAPES = (Shape(2048, 512, 1024, 16, 2), Shape(2048, 512, 256, 64, 8), Shape(256, 512, 1024, 16, 2))
+CUDA_SHAPES = tuple(
+    Shape(tokens, *layer)
+    for layer in (
+        (4096, 14336, 8, 2),  # Mixtral 8x7B
+        (2048, 768, 128, 8),  # Qwen3-30B-A3B
+        (2048, 1024, 64, 8),  # OLMoE
+        (7168, 2048, 256, 8),  # DeepSeek-V3
+        (2880, 2880, 128, 4),  # gpt-oss-120b
+        (4096, 1024, 64, 4),  # SonicMoE's 7B
+        (2048, 2048, 2, 2),  # Tutel's layer
+    )
+    for tokens in (1024, 8192, 32768)
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """x and grad [T, D]; gate [E, D], up [E, 2F, D] (gate first), down [E, D, F]; all of one dtype."""
+
+    shape: Shape
+    x: Tensor
+    grad: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+
+
+def make_problem(shape: Shape, dtype: torch.dtype, device: str, load: str = "uniform") -> Problem:
+    """Random weights and tokens; expert e gets a share of 1/E, or with `zipf` in proportion to 1 / (e + 1)^1.1.
+
+    Router row e reads coordinate e of a token. Those are a token's own order of E numbers that bfloat16 holds exactly,
+    so every implementation finds the same logits and chooses the same experts, however it rounds.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(*size: int, scale: float) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=dtype, device=device).mul_(scale)
+
+    experts, dim, hidden = shape.experts, shape.dim, shape.hidden
+    x, grad = normal(shape.tokens, dim, scale=1), normal(shape.tokens, dim, scale=1)
+    gate = torch.eye(experts, dim, dtype=dtype, device=device)
+    # The order of log-shares plus Gumbel noise is a draw without replacement in proportion to the shares.
+    noise = -torch.empty(shape.tokens, experts, device=device).exponential_(generator=generator).log()
+    if load == "zipf":
+        noise -= 1.1 * torch.arange(1, experts + 1, device=device).log()
+    x[:, :experts] = ((noise.argsort().argsort() - experts / 2) / 32).to(dtype)
+    up, down = normal(experts, 2 * hidden, dim, scale=dim**-0.5), normal(experts, dim, hidden, scale=hidden**-0.5)
+    return Problem(shape, x, grad, gate, up, down)
+
+
+def reference(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Output and input gradient of the layer in float64, one expert at a time."""
+    x, grad = problem.x.double().requires_grad_(), problem.grad.double()
+    scores, chosen = (x @ problem.gate.double().t()).softmax(-1).topk(problem.shape.k)
+    weights = scores / scores.sum(-1, keepdim=True)
+    shares = weights.detach().requires_grad_()
+    out = torch.zeros_like(grad)
+    for expert in range(problem.shape.experts):
+        tokens, choice = (chosen == expert).nonzero(as_tuple=True)
+        gate, up = (x[tokens] @ problem.up[expert].double().t()).chunk(2, -1)
+        rows = (F.silu(gate) * up) @ problem.down[expert].double().t() * shares[tokens, choice, None]
+        rows.backward(grad[tokens])
+        out.index_add_(0, tokens, rows.detach())
+    weights.backward(shares.grad)
+    assert x.grad is not None
+    return out, x.grad
+
+
+def worst_error(ours: Tensor, exact: Tensor) -> float:
+    """The largest error of any token's vector, relative to the mean length of them all."""
+    return float((ours.double() - exact).norm(dim=-1).max() / exact.norm(dim=-1).mean())
