@@ -1,0 +1,143 @@
+"""Layer shapes → Triton source: one template per family of kernels, every number of the layer a constant in it.
+
+Pure text: nothing here imports torch or triton. The text of a shape is a function of the shape alone, so that what a
+plan stores can be rendered again and compared, and what runs is only ever what this moec rendered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache, lru_cache
+from typing import Any, ClassVar
+
+DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""What Triton calls the dtypes that kernels compute in."""
+
+GATED = ("swiglu", "geglu")
+
+MOST_EXPERTS = 2048
+"""A row of logits, or of a histogram, is held by one program."""
+
+MOST_ELEMENTS = 2**31
+"""Offsets inside one expert's matrix are 32 bits wide; those of experts and rows are 64 bits wide, once a tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelShape:
+    """What a family of kernels is rendered for."""
+
+    template: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """An identifier that says all of the shape: `route_experts8_k2_scoresoftmax_…`."""
+        said = (f"{field.name}{_short(getattr(self, field.name))}" for field in fields(self))
+        return "_".join((self.template, *said))
+
+    def constants(self) -> dict[str, Any]:
+        """What the template needs beside the fields."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteShape(KernelShape):
+    """`route` and its backward: logits [T, E] of fp32 or fp64."""
+
+    template: ClassVar[str] = "route"
+    experts: int
+    k: int
+    score: str
+    after: bool
+    normalize: bool
+    dtype: str
+
+    def constants(self) -> dict[str, Any]:
+        """Blocks of about 4,096 scores."""
+        width = power_of_two(self.experts)
+        lowest = "-1.7976931348623157e308" if self.dtype == "fp64" else "-3.4028234663852886e38"
+        return {"EP": width, "KP": power_of_two(self.k), "BLOCK": max(1, min(64, 4096 // width)), "lowest": lowest}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermuteShape(KernelShape):
+    """`permute` and its backward: the places of T·k choices, by counting, and the rows moved to them."""
+
+    template: ClassVar[str] = "permute"
+    experts: int
+    k: int
+    dim: int
+    dtype: str
+
+    def constants(self) -> dict[str, Any]:
+        """Blocks of about 8,192 comparisons; of at most 2,048 columns."""
+        width = power_of_two(self.experts)
+        block = max(1, min(256, 8192 // width))
+        return {"EP": width, "BLOCK": block, "SCAN": 1024, "BLOCK_D": min(2048, power_of_two(self.dim))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombineShape(KernelShape):
+    """`combine` and its backward: each token's weighted sum of its k rows."""
+
+    template: ClassVar[str] = "combine"
+    k: int
+    dim: int
+    dtype: str
+    weights: str
+
+    def constants(self) -> dict[str, Any]:
+        """At most 2,048 columns at a time."""
+        return {"BLOCK_D": min(2048, power_of_two(self.dim))}
+
+
+SHAPES: tuple[type[KernelShape], ...] = (RouteShape, PermuteShape, CombineShape)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype of sums: float32, or float64 where that is what is summed."""
+    return "fp64" if dtype == "fp64" else "fp32"
+
+
+@cache
+def render(shape: KernelShape) -> str:
+    """The source of a shape's kernels: a Python module that imports triton and defines jitted functions.
+
+    Raises `ValueError` for a shape that kernels do not support.
+    """
+    _check(shape)
+    own = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    dtype = own["dtype"]
+    own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]} if dtype in DTYPES else {}
+    text = _environment().get_template(f"{shape.template}.py.j2").render(**own, **shape.constants())
+    return f"{text}\n"
+
+
+def _check(shape: KernelShape) -> None:
+    experts = getattr(shape, "experts", 1)
+    if experts > MOST_EXPERTS:
+        raise ValueError(f"kernels are for at most {MOST_EXPERTS} experts, not {experts}")
+
+
+def _short(value: object) -> str:
+    return str(value).lower()
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    # Imported here: a plan is read by commands that print no kernel.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("moec.codegen", "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        line_statement_prefix=None,
+        autoescape=False,
+    )

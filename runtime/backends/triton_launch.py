@@ -1,0 +1,69 @@
+"""From a shape to launches of its kernels."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.codegen.kernels import MOST_EXPERTS, KernelShape
+from moec.runtime.backends.triton_modules import module_of
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def dtype_name(x: Tensor) -> str:
+    """What shapes of kernels call a tensor's dtype."""
+    return _NAMES[x.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of one shape on one device."""
+
+    module: ModuleType
+    device: torch.device
+
+    def launch(self, kernel: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Run `kernel` on the current stream; a grid without programs runs nothing."""
+        if all(grid):
+            with _on(self.device):
+                getattr(self.module, kernel)[grid](*arguments, **options)
+
+    def blocks(self, number: int, constant: str = "BLOCK") -> tuple[int]:
+        """The grid for `number` of what a program does `BLOCK` of."""
+        return (-(-number // getattr(self.module, constant).value),)
+
+
+@cache
+def _kernels(shape: KernelShape, device: torch.device) -> Kernels:
+    return Kernels(module_of(shape), device)
+
+
+def kernels_of(shape: KernelShape, x: Tensor) -> Kernels:
+    """The kernels of a shape for the device that `x` is on."""
+    return _kernels(shape, x.device)
+
+
+@cache
+def too_many(num_experts: int) -> bool:
+    """Whether plain torch must serve so many experts; warns of it, once."""
+    if num_experts <= MOST_EXPERTS:
+        return False
+    warnings.warn(
+        f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", stacklevel=3
+    )
+    return True
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    # Triton launches on the current device, whatever device the tensors are on. In the interpreter exp(1000) is inf, as
+    # on a device, and NumPy would warn of it.
+    return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
