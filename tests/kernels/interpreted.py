@@ -1,4 +1,4 @@
-"""Every operator of the Triton backend against the plain-torch one. Run by `test_interpreted.py`, in a process of its own.
+"""Every operator of the Triton backend against the plain-torch one. `test_interpreted.py` runs it, in its own process.
 
 float32 and float64: the interpreter's bf16 matrix product is wrong, and it truncates where devices round.
 """
