@@ -6,6 +6,7 @@ plan stores can be rendered again and compared, and what runs is only ever what 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
@@ -91,7 +92,53 @@ class CombineShape(KernelShape):
         return {"BLOCK_D": min(2048, power_of_two(self.dim))}
 
 
-SHAPES: tuple[type[KernelShape], ...] = (RouteShape, PermuteShape, CombineShape)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesShape(KernelShape):
+    """Which expert each tile of a grouped product is of."""
+
+    template: ClassVar[str] = "tiles"
+    experts: int
+    rows: int
+
+    def constants(self) -> dict[str, Any]:
+        """Blocks of about 8,192 comparisons."""
+        width = power_of_two(self.experts)
+        return {"EP": width, "BLOCK": max(1, min(128, 8192 // width))}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductShape(KernelShape):
+    """A grouped product. `gathered`: rows lie elsewhere than in the experts' order."""
+
+    experts: int
+    dim: int
+    hidden: int
+    activation: str
+    dtype: str
+    gathered: bool
+    tile: Tile
+
+    def constants(self) -> dict[str, Any]:
+        """Whether an offset inside one expert's matrices needs 64 bits."""
+        parts = 2 if self.activation in GATED else 1
+        return {
+            "G": parts,
+            "GROUP": 8,
+            "weights_tile": min(128, self.tile.columns),
+            "wide": parts * self.hidden * self.dim >= MOST_ELEMENTS,
+        }
+
+
+class UpShape(ProductShape):
+    """The up projection, and its gradients."""
+
+    template: ClassVar[str] = "up"
+
+
+class DownShape(ProductShape):
+    """The down projection, and its gradients."""
+
+    template: ClassVar[str] = "down"
 
 
 def power_of_two(number: int) -> int:
@@ -112,10 +159,10 @@ def render(shape: KernelShape) -> str:
     """
     _check(shape)
     own = {field.name: getattr(shape, field.name) for field in fields(shape)}
-    dtype = own["dtype"]
+    dtype = own.get("dtype")
     own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]} if dtype in DTYPES else {}
     text = _environment().get_template(f"{shape.template}.py.j2").render(**own, **shape.constants())
-    return f"{text}\n"
+    return re.sub(r"\n+@triton\.jit\n", "\n\n\n@triton.jit\n", text).strip() + "\n"
 
 
 def _check(shape: KernelShape) -> None:

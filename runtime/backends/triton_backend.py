@@ -10,8 +10,6 @@ from moec.runtime.backends.torch_backend import (
     combine_padded_backward,
     count_choices,
     count_queues,
-    expert_mlp,
-    expert_mlp_backward,
     geglu,
     geglu_backward,
     largest_load,
@@ -26,6 +24,7 @@ from moec.runtime.backends.torch_backend import (
     switch_loss,
     switch_loss_backward,
 )
+from moec.runtime.backends.triton_experts import expert_mlp, expert_mlp_backward
 from moec.runtime.backends.triton_routing import route, route_backward
 from moec.runtime.backends.triton_rows import combine, combine_backward, permute, permute_backward
 

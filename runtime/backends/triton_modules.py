@@ -7,10 +7,11 @@ on a disk is read. Triton asks for a kernel's source through `inspect`, which as
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import sys
 from functools import cache
 from importlib.abc import InspectLoader
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from moec.codegen.kernels import KernelShape, render
 
@@ -23,20 +24,23 @@ class _Rendered(InspectLoader):
 
     def __init__(self, shape: KernelShape) -> None:
         self.text = render(shape)
+        self.path = f"<moec>/{shape.name}.py"  # on no disk; profiles and tracebacks show it
 
     def get_source(self, fullname: str) -> str:
         return self.text
+
+    def get_code(self, fullname: str) -> CodeType:
+        linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
+        return self.source_to_code(self.text, self.path)
 
 
 @cache
 def module_of(shape: KernelShape) -> ModuleType:
     """The module with a shape's kernels, as `triton.jit` gives them. Raises `ValueError` as `render` does."""
-    name = f"{PACKAGE}.{shape.name}"
-    spec = importlib.util.spec_from_loader(name, _Rendered(shape), origin=f"<{shape.name}>")
+    name, loader = f"{PACKAGE}.{shape.name}", _Rendered(shape)
+    spec = importlib.util.spec_from_loader(name, loader, origin=loader.path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    module.__file__ = f"<{shape.name}>"
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    loader.exec_module(module)
     return module

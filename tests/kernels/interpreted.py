@@ -120,3 +120,67 @@ def test_random_loads() -> None:
         x, skew = torch.randn(1, tokens, dim), torch.randn(num_experts) * draw.choice([0, 1, 5])
         experts = (torch.rand(1, tokens, num_experts) + skew).argsort(-1)[..., :k]
         close(triton_backend.permute(x, experts, num_experts), torch_backend.permute(x, experts, num_experts))
+
+
+# ---- expert_mlp --------------------------------------------------------------------------------------
+
+# Rows each source sends for each expert.
+COUNTS = {
+    "uneven": [[3, 1, 4]],
+    "more than one tile": [[70, 0, 33, 65]],
+    "all to one": [[0, 130, 0, 0]],
+    "one row": [[0, 1]],
+    "no rows": [[0, 0, 0]],
+    "one expert": [[5]],
+    "four sources": [[3, 1, 2], [0, 2, 0], [0, 0, 0], [1, 70, 1]],
+    "two sources, no rows": [[0, 0], [0, 0]],
+    "two sources, an expert that neither uses": [[2, 0, 1], [1, 0, 2]],
+}
+# dim, hidden: below a tile, multiples of it, and beyond it by a little.
+WIDTHS = [(6, 5), (64, 32), (70, 40)]
+ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu", "relu2")
+
+
+def agree_on_experts(counts: list[list[int]], dim: int, hidden: int, activation: str, dtype: torch.dtype) -> None:
+    """Forward and backward, on random numbers of unit variance throughout."""
+    of_experts = torch.tensor(counts)
+    num_experts, parts = of_experts.shape[1], 2 if activation in ("swiglu", "geglu") else 1
+    rows = torch.randn(int(of_experts.sum()), dim, dtype=dtype)
+    up = torch.randn(num_experts, parts, hidden, dim, dtype=dtype) / dim**0.5
+    down = torch.randn(num_experts, dim, hidden, dtype=dtype) / hidden**0.5
+    out, saved = triton_backend.expert_mlp(rows, of_experts, up, down, activation)
+    exact, exact_saved = torch_backend.expert_mlp(rows, of_experts, up, down, activation)
+    close(out, exact)
+    grad = torch.randn_like(out)
+    close(
+        triton_backend.expert_mlp_backward(grad, rows, saved, of_experts, up, down, activation),
+        torch_backend.expert_mlp_backward(grad, rows, exact_saved, of_experts, up, down, activation),
+    )
+
+
+@both_dtypes
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+def test_experts_under_every_load(counts: list[list[int]], dtype: torch.dtype) -> None:
+    agree_on_experts(counts, 70, 40, "swiglu", dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("dim", "hidden"), WIDTHS)
+def test_experts_of_every_activation_and_width(dim: int, hidden: int, activation: str) -> None:
+    agree_on_experts([[3, 1, 40]], dim, hidden, activation, torch.float32)
+    agree_on_experts([[3, 1], [2, 5]], dim, hidden, activation, torch.float64)
+
+
+def test_experts_under_random_loads() -> None:
+    draw = random.Random(0)
+    for _ in range(10):
+        num_experts, sources = draw.randint(1, 9), draw.choice([1, 1, 3])
+        most = draw.choice([1, 5, 90])
+        counts = [[draw.randint(0, most) for _ in range(num_experts)] for _ in range(sources)]
+        agree_on_experts(counts, draw.randint(1, 80), draw.randint(1, 80), draw.choice(ACTIVATIONS), torch.float32)
+
+
+def test_counts_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="the counts add up to 6, but there are 5 rows"):
+        agree = torch.randn(5, 4), torch.tensor([[2, 4]]), torch.randn(2, 1, 3, 4), torch.randn(2, 4, 3), "gelu"
+        triton_backend.expert_mlp(*agree)
