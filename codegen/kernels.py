@@ -12,6 +12,8 @@ from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from typing import Any, ClassVar
 
+from moec.codegen.tiles import Tile
+
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """What Triton calls the dtypes that kernels compute in."""
 
@@ -40,6 +42,10 @@ class KernelShape:
         """What the template needs beside the fields."""
         return {}
 
+    def pointers(self) -> dict[str, str]:
+        """The dtypes of tensors, by the names of their arguments, that are not of the shape's own dtype."""
+        return {}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteShape(KernelShape):
@@ -59,6 +65,10 @@ class RouteShape(KernelShape):
         lowest = "-1.7976931348623157e308" if self.dtype == "fp64" else "-3.4028234663852886e38"
         return {"EP": width, "KP": power_of_two(self.k), "BLOCK": max(1, min(64, 4096 // width)), "lowest": lowest}
 
+    def pointers(self) -> dict[str, str]:
+        """Choices."""
+        return {"experts_ptr": "i64"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PermuteShape(KernelShape):
@@ -76,6 +86,10 @@ class PermuteShape(KernelShape):
         block = max(1, min(256, 8192 // width))
         return {"EP": width, "BLOCK": block, "SCAN": 1024, "BLOCK_D": min(2048, power_of_two(self.dim))}
 
+    def pointers(self) -> dict[str, str]:
+        """Choices, counts within blocks, and places."""
+        return {"experts_ptr": "i64", "counts_ptr": "i32", "totals_ptr": "i64", "positions_ptr": "i64"}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CombineShape(KernelShape):
@@ -91,6 +105,14 @@ class CombineShape(KernelShape):
         """At most 2,048 columns at a time."""
         return {"BLOCK_D": min(2048, power_of_two(self.dim))}
 
+    def pointers(self) -> dict[str, str]:
+        """Places, and weights in the router's dtype."""
+        return {"positions_ptr": "i64", "weights_ptr": self.weights, "grad_weights_ptr": self.weights}
+
+
+TABLES = ("offsets_ptr", "experts_ptr", "starts_ptr", "order_ptr")
+"""Arguments that hold which rows and tiles are of which expert."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesShape(KernelShape):
@@ -104,6 +126,10 @@ class TilesShape(KernelShape):
         """Blocks of about 8,192 comparisons."""
         width = power_of_two(self.experts)
         return {"EP": width, "BLOCK": max(1, min(128, 8192 // width))}
+
+    def pointers(self) -> dict[str, str]:
+        """The operators' counts; the table itself is 32 bits wide."""
+        return {"counts_ptr": "i64", **dict.fromkeys(TABLES, "i32")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +153,10 @@ class ProductShape(KernelShape):
             "weights_tile": min(128, self.tile.columns),
             "wide": parts * self.hidden * self.dim >= MOST_ELEMENTS,
         }
+
+    def pointers(self) -> dict[str, str]:
+        """The table of tiles."""
+        return dict.fromkeys(TABLES, "i32")
 
 
 class UpShape(ProductShape):
@@ -159,8 +189,8 @@ def render(shape: KernelShape) -> str:
     """
     _check(shape)
     own = {field.name: getattr(shape, field.name) for field in fields(shape)}
-    dtype = own.get("dtype")
-    own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]} if dtype in DTYPES else {}
+    dtype = getattr(shape, "dtype", "fp32")
+    own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]}
     text = _environment().get_template(f"{shape.template}.py.j2").render(**own, **shape.constants())
     return re.sub(r"\n+@triton\.jit\n", "\n\n\n@triton.jit\n", text).strip() + "\n"
 

@@ -1,7 +1,7 @@
 """How the grouped matrix products are cut into tiles: defaults by device, dtype and rows per expert.
 
-Rows per expert say which class a product is in: `few` (decoding, or very many experts), `some`, or `many`. The seeds for
-Hopper are those of the published Triton kernels; nothing is tuned at run time.
+Rows per expert say which class a product is in: `few` (decoding, or very many experts), `some`, or `many`. Hopper's are
+near those of published Triton kernels; nothing is tuned at run time.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ and scattered where they are written.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,13 @@ class _Work:
             places.launch("order", (experts, sources), counts, offsets, *order, sources, num_rows)
 
         table = _Table(offsets, of_tiles, starts)
-        known = {"experts": experts, "dim": dim, "hidden": hidden, "activation": activation, "dtype": dtype}
+        known: dict[str, Any] = {
+            "experts": experts,
+            "dim": dim,
+            "hidden": hidden,
+            "activation": activation,
+            "dtype": dtype,
+        }
         up_shape = UpShape(**known, gathered=gathered, tile=tiles.up)
         down_shape = DownShape(**known, gathered=gathered, tile=tiles.down)
         return cls(

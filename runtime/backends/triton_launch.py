@@ -45,7 +45,7 @@ class Kernels:
         """Run `kernel` on the current stream; a grid without programs runs nothing."""
         if all(grid):
             with _on(self.device):
-                getattr(self.module, kernel)[grid](*arguments, **options)
+                getattr(self.module, kernel)[grid](*arguments, enable_fp_fusion=True, **options)
 
     def blocks(self, number: int, constant: str = "BLOCK") -> tuple[int]:
         """The grid for `number` of what a program does `BLOCK` of."""

@@ -181,6 +181,6 @@ def test_experts_under_random_loads() -> None:
 
 
 def test_counts_that_do_not_add_up_are_refused() -> None:
+    rows, up, down = torch.randn(5, 4), torch.randn(2, 1, 3, 4), torch.randn(2, 4, 3)
     with pytest.raises(RuntimeError, match="the counts add up to 6, but there are 5 rows"):
-        agree = torch.randn(5, 4), torch.tensor([[2, 4]]), torch.randn(2, 1, 3, 4), torch.randn(2, 4, 3), "gelu"
-        triton_backend.expert_mlp(*agree)
+        triton_backend.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, "gelu")
