@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache, lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from moec.codegen.tiles import Tile
 
@@ -144,6 +144,19 @@ class ProductShape(KernelShape):
     gathered: bool
     tile: Tile
 
+    @classmethod
+    def of(cls, experts: int, dim: int, hidden: int, activation: str, dtype: str, gathered: bool, tile: Tile) -> Self:
+        """The shape of these, in order."""
+        return cls(
+            experts=experts,
+            dim=dim,
+            hidden=hidden,
+            activation=activation,
+            dtype=dtype,
+            gathered=gathered,
+            tile=tile,
+        )
+
     def constants(self) -> dict[str, Any]:
         """Whether an offset inside one expert's matrices needs 64 bits."""
         parts = 2 if self.activation in GATED else 1
@@ -153,6 +166,10 @@ class ProductShape(KernelShape):
             "weights_tile": min(128, self.tile.columns),
             "wide": parts * self.hidden * self.dim >= MOST_ELEMENTS,
         }
+
+    def warps(self, kernel: str) -> int:
+        """A gradient of weights has a tile of its own, square."""
+        return self.tile.warps if not kernel.endswith("_weights") else 8 if self.tile.columns >= 128 else 4
 
     def pointers(self) -> dict[str, str]:
         """The table of tiles."""

@@ -44,7 +44,7 @@ HALF: Mapping[str, Mapping[str, Tiles]] = {
     "ampere": {
         "few": Tiles(Tile(16, 64, 64, 4, 4), Tile(16, 128, 64, 4, 4)),
         "some": Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-        "many": Tiles(Tile(128, 64, 64, 4, 3), Tile(128, 128, 64, 8, 3)),
+        "many": Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
     },
     "cdna": {
         "few": Tiles(Tile(16, 64, 64, 4, 2), Tile(16, 64, 64, 4, 2)),

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Protocol
 
@@ -15,6 +18,9 @@ from torch import Tensor
 
 VARIABLE = "MOEC_BACKEND"
 NAMES = ("torch", "triton")
+
+
+_plain: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
 
 class BackendError(RuntimeError):
@@ -113,7 +119,20 @@ def select(device: str) -> Backend:
     Triton needs its interpreter (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain
     torch does the work, and one warning says so. Raises `BackendError` where what is forced cannot be had.
     """
-    return _select(os.environ.get(VARIABLE), device)
+    return _select("torch" if _plain.get() else os.environ.get(VARIABLE), device)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Within it, this thread's operators are the plain-torch ones, the definition, whatever is forced or fits.
+
+    The reference of `moec verify` runs so, or else a wrong kernel would be compared with itself.
+    """
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
 
 
 @lru_cache

@@ -39,10 +39,11 @@ class Compiled:
 
 def compile_kernels(shape: KernelShape, target: str) -> Iterator[Compiled]:
     """Compiles every kernel of a shape for a target of `TARGETS`, as the backend launches it on aligned tensors."""
-    tile = shape.tile if isinstance(shape, ProductShape) else None
-    options = {"num_warps": tile.warps, "num_stages": tile.stages} if tile else {}
     for name, function in vars(module_of(shape)).items():
         if isinstance(function, triton.JITFunction) and not name.startswith("_"):
+            options = {}
+            if isinstance(shape, ProductShape):
+                options = {"num_warps": shape.warps(name), "num_stages": shape.tile.stages}
             yield _compile(shape, function, target, options)
 
 

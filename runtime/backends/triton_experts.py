@@ -8,13 +8,12 @@ and scattered where they are written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels import DownShape, TilesShape, UpShape
-from moec.codegen.tiles import Tile, tiles_for
+from moec.codegen.kernels import DownShape, ProductShape, TilesShape, UpShape
+from moec.codegen.tiles import tiles_for
 from moec.runtime.backends import torch_experts
 from moec.runtime.backends.triton_launch import Kernels, dtype_name, family_of, kernels_of, too_many
 
@@ -69,23 +68,25 @@ class _Table:
 class _Products:
     """The kernels of one projection, and the table that they go by."""
 
+    shape: ProductShape
     kernels: Kernels
-    tile: Tile
     table: _Table
 
     def product(self, kernel: str, width: int, *arguments: Tensor) -> None:
         """A product of all rows with a matrix of `width` columns."""
         table = self.table
-        grid = (table.num_tiles * -(-width // self.tile.columns),)
+        grid = (table.num_tiles * -(-width // self.shape.tile.columns),)
         tables = (table.offsets, table.experts, table.starts, table.num_tiles)
-        self.kernels.launch(kernel, grid, *arguments, *tables, num_warps=self.tile.warps, num_stages=self.tile.stages)
+        self.kernels.launch(kernel, grid, *arguments, *tables, **self._options(kernel))
 
     def weights(self, kernel: str, shape: tuple[int, int], *arguments: Tensor) -> None:
         """The gradient [E, *shape] of a projection's weights."""
         m, n = (self.kernels.blocks(size, "BW")[0] for size in shape)
         grid = (m * n, self.table.offsets.shape[0] - 1)
-        options = {"num_warps": self.tile.warps, "num_stages": self.tile.stages}
-        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **options)
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
+
+    def _options(self, kernel: str) -> dict[str, int]:
+        return {"num_warps": self.shape.warps(kernel), "num_stages": self.shape.tile.stages}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +120,11 @@ class _Work:
             places.launch("order", (experts, sources), counts, offsets, *order, sources, num_rows)
 
         table = _Table(offsets, of_tiles, starts)
-        known: dict[str, Any] = {
-            "experts": experts,
-            "dim": dim,
-            "hidden": hidden,
-            "activation": activation,
-            "dtype": dtype,
-        }
-        up_shape = UpShape(**known, gathered=gathered, tile=tiles.up)
-        down_shape = DownShape(**known, gathered=gathered, tile=tiles.down)
+        known = (experts, dim, hidden, activation, dtype, gathered)
+        up_shape, down_shape = UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
         return cls(
-            _Products(kernels_of(up_shape, rows), tiles.up, table),
-            _Products(kernels_of(down_shape, rows), tiles.down, table),
+            _Products(up_shape, kernels_of(up_shape, rows), table),
+            _Products(down_shape, kernels_of(down_shape, rows), table),
             order,
         )
 

@@ -9,11 +9,13 @@ import itertools
 import os
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+import moec
 from moec.runtime.backends import torch_backend, triton_backend
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -184,3 +186,27 @@ def test_counts_that_do_not_add_up_are_refused() -> None:
     rows, up, down = torch.randn(5, 4), torch.randn(2, 1, 3, 4), torch.randn(2, 4, 3)
     with pytest.raises(RuntimeError, match="the counts add up to 6, but there are 5 rows"):
         triton_backend.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, "gelu")
+
+
+# ---- whole plans -------------------------------------------------------------------------------------
+
+TINY = Path(__file__).parents[2] / "examples" / "tiny.moe"
+
+
+def test_verify_proves_the_kernels_against_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(TINY)
+    report = moec.verify(plan, scale=True)
+    assert report.ok
+    assert report.max_gradient_error > 0  # kernels and definition round differently, so that both have run
+
+    def slightly_off(*arguments: Tensor) -> tuple[Tensor, Tensor]:
+        grad_rows, grad_weights = exact(*arguments)
+        return grad_rows * (1 + 1e-6), grad_weights
+
+    exact = triton_backend.combine_backward
+    monkeypatch.setattr(triton_backend, "combine_backward", slightly_off)
+    report = moec.verify(plan, scale=True)
+    assert not report.ok
+    assert report.first_difference is not None
+    assert report.first_difference.op == "moec.combine.default"
+    assert report.first_difference.span == "tiny.moe:15"
