@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
@@ -18,6 +18,8 @@ DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "flo
 """What Triton calls the dtypes that kernels compute in."""
 
 GATED = ("swiglu", "geglu")
+ACTIVATIONS = (*GATED, "gelu", "relu", "relu2")
+SCORES = ("softmax", "sigmoid")
 
 MOST_EXPERTS = 2048
 """A row of logits, or of a histogram, is held by one program."""
@@ -204,7 +206,9 @@ def render(shape: KernelShape) -> str:
 
     Raises `ValueError` for a shape that kernels do not support.
     """
-    _check(shape)
+    unfit = complaint(shape)
+    if unfit is not None:
+        raise ValueError(unfit)
     own = {field.name: getattr(shape, field.name) for field in fields(shape)}
     dtype = getattr(shape, "dtype", "fp32")
     own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]}
@@ -212,10 +216,17 @@ def render(shape: KernelShape) -> str:
     return re.sub(r"\n+@triton\.jit\n", "\n\n\n@triton.jit\n", text).strip() + "\n"
 
 
-def _check(shape: KernelShape) -> None:
-    experts = getattr(shape, "experts", 1)
+def complaint(shape: KernelShape) -> str | None:
+    """Why no kernels are rendered for a shape; None if they are. Then plain torch does the work, or refuses to."""
+    experts, score = getattr(shape, "experts", 1), getattr(shape, "score", SCORES[0])
+    activation = getattr(shape, "activation", ACTIVATIONS[0])
     if experts > MOST_EXPERTS:
-        raise ValueError(f"kernels are for at most {MOST_EXPERTS} experts, not {experts}")
+        return f"kernels are for at most {MOST_EXPERTS} experts, not {experts}"
+    if score not in SCORES or activation not in ACTIVATIONS:
+        return f"there are no kernels for {score} scores and {activation}"
+    if any(isinstance(size, int) and size < 0 for size in astuple(shape)):
+        return "there are no kernels for a negative size"
+    return None
 
 
 def _short(value: object) -> str:

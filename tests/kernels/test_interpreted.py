@@ -17,7 +17,6 @@ def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter() -> None:
         sys.executable,
         "-m",
         "pytest",
-        "-q",
         "-p",
         "no:cacheprovider",
         str(Path(__file__).parent / "interpreted.py"),
