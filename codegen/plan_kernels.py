@@ -32,10 +32,11 @@ FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 
 @dataclass(frozen=True, slots=True)
 class PlanKernel:
-    """A shape, the body that asks for it, and the `.moe` line."""
+    """A shape, the body that asks for it, its choices a token, and the `.moe` line."""
 
     shape: KernelShape
     body: str
+    k: int
     span: str | None
 
 
@@ -85,7 +86,7 @@ def _of_body(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator[Pl
     assert isinstance(score, str)
 
     def kernel(shape: KernelShape, node: Node) -> PlanKernel:
-        return PlanKernel(shape, body.graph, node.span)
+        return PlanKernel(shape, body.graph, k, node.span)
 
     # Logits and weights are float32 whatever the model's dtype is.
     yield kernel(
@@ -104,7 +105,7 @@ def _of_body(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator[Pl
 
 def _products(plan: Plan, up: ParameterData, activation: str, k: int, sources: int) -> Iterator[KernelShape]:
     experts, _, hidden, dim = _local_shape(plan, up)
-    rows = max(1, _tokens(plan) * k // plan.world_size)
+    rows = rows_per_rank(plan, k)
     device = plan.spec.cluster.device
     family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
     tiles = tiles_for(up.dtype, rows, experts, (dim, hidden), family)
@@ -114,10 +115,16 @@ def _products(plan: Plan, up: ParameterData, activation: str, k: int, sources: i
     yield DownShape.of(*known, tiles.down)
 
 
-def _tokens(plan: Plan) -> int:
-    """Tokens of a batch, over all ranks; of one sequence a rank, where the file trains nothing."""
+def tokens_per_rank(plan: Plan) -> int:
+    """Of a batch, or of one sequence for each of its shares where the file trains nothing; at least 1."""
     train, context = plan.spec.train, plan.spec.model.context or 1
-    return train.batch * (train.sequence or context) if train else plan.data_size * context
+    tokens = train.batch * (train.sequence or context) if train else plan.data_size * context
+    return max(1, tokens // plan.world_size)
+
+
+def rows_per_rank(plan: Plan, k: int) -> int:
+    """Rows that a rank's experts get of so many tokens, were all of them equally busy."""
+    return tokens_per_rank(plan) * k
 
 
 def _sources(nodes: tuple[Node, ...], plan: Plan) -> int:
