@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moec.codegen.kernels import GATED, CombineShape, KernelShape, PermuteShape, ProductShape, RouteShape
+from moec.codegen.kernels import GATED, CombineShape, GatedShape, KernelShape, PermuteShape, ProductShape, RouteShape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 INDEX = 8
@@ -40,6 +40,8 @@ def work_of(shape: KernelShape, kernel: str, tokens: int, rows: int) -> Work | N
             return _of_rows(shape, kernel, tokens)
         case ProductShape():
             return _of_products(shape, kernel, rows)
+        case GatedShape():
+            return Work(0, (5 if kernel == "gated_backward" else 3) * tokens * shape.hidden * BYTES[shape.dtype])
     return None
 
 

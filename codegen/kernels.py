@@ -112,6 +112,20 @@ class CombineShape(KernelShape):
         return {"positions_ptr": "i64", "weights_ptr": self.weights, "grad_weights_ptr": self.weights}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedShape(KernelShape):
+    """The gated activation of a dense feed-forward, and its gradient."""
+
+    template: ClassVar[str] = "gated"
+    hidden: int
+    activation: str
+    dtype: str
+
+    def constants(self) -> dict[str, Any]:
+        """At most 1,024 columns of a program."""
+        return {"BLOCK": min(1024, power_of_two(self.hidden))}
+
+
 TABLES = ("offsets_ptr", "experts_ptr", "starts_ptr", "order_ptr")
 """Arguments that hold which rows and tiles are of which expert."""
 

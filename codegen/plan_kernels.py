@@ -14,6 +14,7 @@ from moec.codegen.graph import Graph, Node
 from moec.codegen.kernels import (
     CombineShape,
     DownShape,
+    GatedShape,
     KernelShape,
     PermuteShape,
     RouteShape,
@@ -64,13 +65,13 @@ def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
         kernel
         for stage in plan.stages
         for body in plan.manifest.bodies
-        if body.experts and body.graph in stage.by_name()
-        for kernel in _of_body(plan, body, stage.by_name())
+        if body.graph in stage.by_name()
+        for kernel in (*_of_mixture(plan, body, stage.by_name()), *_of_dense(plan, stage.graph(body.graph)))
         if complaint(kernel.shape) is None
     )
 
 
-def _of_body(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator[PlanKernel]:
+def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator[PlanKernel]:
     nodes = graphs[body.graph].nodes
     parameters = {parameter.name: parameter for parameter in body.parameters}
     calls = [node for node in nodes if node.op == "call_module" and f"{node.target}.up.weight" in parameters]
@@ -101,6 +102,20 @@ def _of_body(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator[Pl
         if node.target == "moec.expert_mlp.default":
             for shape in _products(plan, up, str(node.args[-1]), k, _sources(nodes, plan)):
                 yield kernel(shape, node)
+
+
+def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
+    """The gated activations between two dense projections: their width is what the first was unflattened to."""
+    nodes = {node.name: node for node in graph.nodes}
+    for node in graph.nodes:
+        if node.target in ("moec.swiglu.default", "moec.geglu.default"):
+            source = node
+            while source.target != "aten.unflatten.int" and source.refs():
+                source = nodes[source.refs()[0]]
+            if source.args and isinstance(source.args[-1], tuple):
+                activation, width = node.target.split(".")[1], source.args[-1][-1]
+                shape = GatedShape(hidden=width, activation=activation, dtype=plan.spec.model.dtype.value)
+                yield PlanKernel(shape, graph.name, 1, node.span)
 
 
 def _products(plan: Plan, up: ParameterData, activation: str, k: int, sources: int) -> Iterator[KernelShape]:

@@ -10,8 +10,6 @@ from moec.runtime.backends.torch_backend import (
     combine_padded_backward,
     count_choices,
     count_queues,
-    geglu,
-    geglu_backward,
     largest_load,
     permute_dynamic,
     permute_padded,
@@ -19,12 +17,11 @@ from moec.runtime.backends.torch_backend import (
     queue_starts,
     rope,
     rope_backward,
-    swiglu,
-    swiglu_backward,
     switch_loss,
     switch_loss_backward,
 )
 from moec.runtime.backends.triton_experts import expert_mlp, expert_mlp_backward
+from moec.runtime.backends.triton_gated import geglu, geglu_backward, swiglu, swiglu_backward
 from moec.runtime.backends.triton_routing import route, route_backward
 from moec.runtime.backends.triton_rows import combine, combine_backward, permute, permute_backward
 

@@ -199,6 +199,21 @@ def test_counts_that_do_not_add_up_are_refused() -> None:
         triton_backend.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, "gelu")
 
 
+# ---- dense feed-forwards -----------------------------------------------------------------------------
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", ["swiglu", "geglu"])
+def test_gated_activations(name: str, dtype: torch.dtype) -> None:
+    for shape in ((2, 3, 2, 5), (1, 1, 2, 1100), (0, 4, 2, 8), (7, 2, 64)):
+        x = torch.randn(shape, dtype=dtype) * 3
+        exact = getattr(torch_backend, name)(x)
+        close(getattr(triton_backend, name)(x), exact)
+        grad = torch.randn_like(exact)
+        backward = f"{name}_backward"
+        close(getattr(triton_backend, backward)(grad, x), getattr(torch_backend, backward)(grad, x))
+
+
 # ---- whole plans -------------------------------------------------------------------------------------
 
 TINY = """

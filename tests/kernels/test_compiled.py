@@ -6,7 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from moec.codegen.kernels import CombineShape, DownShape, KernelShape, PermuteShape, RouteShape, TilesShape, UpShape
+from moec.codegen.kernels import (
+    CombineShape,
+    DownShape,
+    GatedShape,
+    KernelShape,
+    PermuteShape,
+    RouteShape,
+    TilesShape,
+    UpShape,
+)
 from moec.codegen.tiles import tiles_for
 from moec.runtime.backends.triton_compile import TARGETS, compile_kernels
 
@@ -37,6 +46,7 @@ def shapes(
     dim, _, experts, k = layer
     yield PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype)
     yield CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32")
+    yield GatedShape(hidden=dim, activation="geglu", dtype=dtype)
     yield from products(layer, dtype, activation, tokens, gathered, target)
 
 

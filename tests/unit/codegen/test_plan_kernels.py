@@ -13,7 +13,7 @@ import pytest
 from models import moe_text
 
 from moec.codegen.folder import PlanError, canonical
-from moec.codegen.kernels import MOST_EXPERTS, RouteShape, complaint, render
+from moec.codegen.kernels import MOST_EXPERTS, GatedShape, RouteShape, complaint, render
 from moec.codegen.plan import Plan
 from moec.codegen.plan_kernels import kernel_files, kernels_of
 from moec.driver import compile as compile_source
@@ -44,6 +44,23 @@ def test_shapes_are_those_of_one_rank(plan: Plan) -> None:
     (up,) = (kernel.shape for kernel in kernels_of(plan) if kernel.shape.template == "up")
     # 8 experts over ep 8, whose ranks each send rows.
     assert (up.experts, up.dim, up.hidden, up.gathered, up.dtype) == (1, 4096, 14336, True, "bf16")
+
+
+def test_dense_layers_have_the_kernels_of_their_activation_as_wide_as_on_one_rank() -> None:
+    dense = """
+    model "dense" {
+      vocab = 64
+      dim   = 64
+      depth = 1
+      layers { attention = mha(heads = 4); ffn = geglu(96) }
+    }
+    use "devices/h100"
+    cluster "two" { device = "h100"; level "gpu" { size = 2 } }
+    train { batch = 2; sequence = 64; optimizer = adamw(lr = 1e-2) }
+    parallel { tp = 2 }
+    """
+    (kernel,) = kernels_of(compile_source(dense))
+    assert kernel.shape == GatedShape(hidden=48, activation="geglu", dtype="bf16")
 
 
 def test_a_plan_for_processors_holds_none() -> None:
