@@ -15,11 +15,11 @@ from torch import Tensor
 from moec.codegen.kernels import DownShape, ProductShape, TilesShape, UpShape
 from moec.codegen.tiles import tiles_for
 from moec.runtime.backends import torch_experts
-from moec.runtime.backends.triton_launch import Kernels, dtype_name, family_of, kernels_of, too_many
+from moec.runtime.backends.triton_launch import Kernels, dtype_name, family_of, kernels_of, no_fp64, too_many
 
 
 def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    if too_many(counts.shape[1]):
+    if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
         return torch_experts.expert_mlp(rows, counts, up, down, activation)
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
     out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
@@ -34,7 +34,7 @@ def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activatio
 def expert_mlp_backward(
     grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if too_many(counts.shape[1]):
+    if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
         return torch_experts.expert_mlp_backward(grad, rows, hidden, counts, up, down, activation)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
     grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)

@@ -73,6 +73,15 @@ def too_many(num_experts: int) -> bool:
     return True
 
 
+@cache
+def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether plain torch must multiply float64 matrices: Triton 3.6 compiles no such product for AMD. Warns once."""
+    if dtype != torch.float64 or device.type != "cuda" or torch.version.hip is None:
+        return False
+    warnings.warn("moec has no float64 products for AMD devices; they run in plain torch", stacklevel=3)
+    return True
+
+
 def _on(device: torch.device) -> AbstractContextManager[Any]:
     # Triton launches on the current device, whatever device the tensors are on. In the interpreter exp(1000) is inf, as
     # on a device, and NumPy would warn of it.

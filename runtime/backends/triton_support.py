@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 
+import numpy as np
 import torch
 
 OLDEST, NEWEST = (3, 6), (3, 9)
@@ -21,17 +22,23 @@ def complaint(device: str) -> str | None:
         return "Triton is not installed"
     import triton
 
-    version = tuple(int(part) for part in re.findall(r"[0-9]+", triton.__version__)[:2])
+    version = _version(triton.__version__)
     if not OLDEST <= version <= NEWEST:
         return f"the kernels are for Triton {_dotted(OLDEST)} to {_dotted(NEWEST)}, this is {triton.__version__}"
-    if device == "cpu":
-        return None if _interpreting() else "on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"
+    if device == "cpu" and not _interpreting():
+        return "on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"
+    if device == "cpu" and version < (3, 7) and _version(np.__version__) >= (2, 4):
+        return f"the interpreter of Triton {triton.__version__} does not work with NumPy 2.4 or newer"
     if torch.cuda.is_available() and torch.version.hip is None:
         capability = torch.cuda.get_device_capability()
         if capability < OLDEST_CAPABILITY:
             have, need = _dotted(capability), _dotted(OLDEST_CAPABILITY)
             return f"the kernels need compute capability {need}, {torch.cuda.get_device_name()} has {have}"
     return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", text)[:2])
 
 
 def _interpreting() -> bool:
