@@ -14,13 +14,19 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels import MOST_EXPERTS, KernelShape
+from moec.runtime.backends import BackendError
 from moec.runtime.backends.triton_modules import module_of
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
 def dtype_name(x: Tensor) -> str:
-    """What shapes of kernels call a tensor's dtype."""
+    """What shapes of kernels call a tensor's dtype. Raises `BackendError` for bf16 in the interpreter.
+
+    There its matrix product is wrong, and what devices round is cut off (Triton 3.6 to 3.9).
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        raise BackendError("Triton's interpreter computes bf16 wrongly: use fp32 or fp64, or MOEC_BACKEND=torch")
     return _NAMES[x.dtype]
 
 

@@ -17,7 +17,14 @@ from torch import Tensor
 import moec
 from moec.codegen.kernels import KernelShape
 from moec.codegen.plan_kernels import kernels_of
-from moec.runtime.backends import torch_backend, triton_backend, triton_experts, triton_routing, triton_rows
+from moec.runtime.backends import (
+    BackendError,
+    torch_backend,
+    triton_backend,
+    triton_experts,
+    triton_routing,
+    triton_rows,
+)
 from moec.runtime.backends.triton_launch import Kernels
 from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
 
@@ -197,6 +204,12 @@ def test_counts_that_do_not_add_up_are_refused() -> None:
     rows, up, down = torch.randn(5, 4), torch.randn(2, 1, 3, 4), torch.randn(2, 4, 3)
     with pytest.raises(RuntimeError, match="the counts add up to 6, but there are 5 rows"):
         triton_backend.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, "gelu")
+
+
+def test_bf16_is_refused_in_the_interpreter_which_computes_it_wrongly() -> None:
+    x = torch.randn(1, 2, 8).bfloat16()
+    with pytest.raises(BackendError, match="interpreter computes bf16 wrongly"):
+        triton_backend.permute(x, torch.zeros(1, 2, 1, dtype=torch.int64), 2)
 
 
 # ---- dense feed-forwards -----------------------------------------------------------------------------
