@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moec.grammar.spec import (
+    Dynamic,
     Factor,
     GeGLU,
     Gelu,
@@ -212,11 +213,19 @@ class PlainMoe(nn.Module):
         dtype = at_least_fp32(x.dtype)
         logits = F.linear(x.to(dtype), self.gate.weight.to(dtype))
         weights, chosen = choose(logits, self.topk)
-        if isinstance(self.capacity, Factor):
+        factor, least = self.places()
+        if factor is not None:
             groups = chosen.shape[0] if self.group == "sequence" else 1
-            weights = weights * kept_choices(chosen, self.capacity, groups, self.num_experts)
+            weights = weights * kept_choices(chosen, factor, least, groups, self.num_experts)
         mixed = self.mix(x.flatten(0, 1), weights, chosen).view_as(x)
         return self.with_dense_paths(x, mixed), self.balance(logits, chosen)
+
+    def places(self) -> tuple[float | None, int]:
+        """The capacity factor that drops choices, if one does, and the places that there are at least."""
+        if isinstance(self.capacity, Factor):
+            evaluated = None if self.training else self.capacity.eval
+            return evaluated or self.capacity.factor, self.capacity.min
+        return (self.capacity.max, 1) if isinstance(self.capacity, Dynamic) else (None, 1)
 
     def with_dense_paths(self, x: Tensor, mixed: Tensor) -> Tensor:
         """As DeepSpeed's `MoE.forward` mixes its residual path in, and Qwen2-MoE adds its shared expert."""
@@ -278,12 +287,12 @@ def probabilities(logits: Tensor, score: str) -> Tensor:
     return scores / scores.sum(-1, keepdim=True)
 
 
-def kept_choices(chosen: Tensor, capacity: Factor, groups: int, num_experts: int) -> Tensor:
+def kept_choices(chosen: Tensor, factor: float, least: int, groups: int, num_experts: int) -> Tensor:
     """Which of [batch, sequence, k] choices find a place, as 0 and 1, counted one by one (GShard, algorithm 1)."""
     kept = torch.zeros_like(chosen)
     for members in torch.arange(chosen.shape[0]).chunk(groups):
         tokens = len(members) * chosen.shape[1]
-        places = max(capacity.min, math.ceil(capacity.factor * chosen.shape[2] * tokens / num_experts))
+        places = max(least, math.ceil(factor * chosen.shape[2] * tokens / num_experts))
         taken = [0] * num_experts
         for choice in range(chosen.shape[2]):
             for sequence in members.tolist():

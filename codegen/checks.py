@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moec.codegen.folder import MANIFEST, PlanError
-from moec.codegen.graph import Node, Ref, StageGraphs
+from moec.codegen.graph import Arg, Node, Ref, StageGraphs
 from moec.codegen.operators import argument_complaint
 from moec.codegen.plan import Body, ParameterData, Plan, groups_of
 from moec.grammar.diagnostics import DiagnosticError
@@ -153,8 +153,14 @@ def _complaint(node: Node, seen: set[str], callable_graphs: Mapping[str, int], g
         return "is defined twice"
     if not seen.issuperset(node.refs()):
         return "uses a node before it is defined"
+    if node.evaluation is not None and (node.op != "call_function" or _refs(node.evaluation) != _refs(node.args)):
+        return "has other operands in evaluation"
     if node.op == "call_function":
-        return argument_complaint(node.target, node.args, node.kwargs, groups)
+        in_evaluation = (node.evaluation,) if node.evaluation is not None else ()
+        complaints = (
+            argument_complaint(node.target, args, node.kwargs, groups) for args in (node.args, *in_evaluation)
+        )
+        return next(filter(None, complaints), None)
     if node.op == "call_module" and node.graph not in callable_graphs:
         return f"calls {node.graph!r}, which is no graph before it"
     if node.op != "call_module" and node.graph is not None:
@@ -166,3 +172,7 @@ def _complaint(node: Node, seen: set[str], callable_graphs: Mapping[str, int], g
     if node.op in ("placeholder", "get_attr") and node.args:
         return "is given arguments, and takes none"
     return None
+
+
+def _refs(args: tuple[Arg, ...]) -> list[tuple[int, Arg]]:
+    return [(place, arg) for place, arg in enumerate(args) if isinstance(arg, Ref | str)]

@@ -81,9 +81,11 @@ class BlockEmitter:
         (value,) = op.results
         self._append(op, self._name(value), target, args, kwargs, value)
 
-    def results(self, op: Op, target: str, *args: Arg) -> None:
-        """The nodes that give an op's several results."""
+    def results(self, op: Op, target: str, *args: Arg, evaluation: tuple[Arg, ...] | None = None) -> None:
+        """The nodes that give an op's several results; `evaluation`: its arguments in evaluation, if others."""
         whole = self.step(op, "all", target, *args)
+        if evaluation is not None:
+            self.nodes[-1] = self.nodes[-1].model_copy(update={"evaluation": evaluation})
         for index, value in enumerate(op.results):
             self._append(op, self._name(value), GETITEM, (whole, index), {}, value)
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from moec.codegen.graph import Arg, DTypeLiteral, Graph, Node, Ref, StageGraphs
-from moec.codegen.operators import GETITEM, SIGNATURES, argument_complaint
+from moec.codegen.operators import CONVERSIONS, GETITEM, SIGNATURES, argument_complaint
 from moec.codegen.python import TORCH_DTYPES
 from moec.grammar.diagnostics import InternalError
 
@@ -41,6 +41,20 @@ def build_module(
     return _build(graphs, graphs[graph], "", make_parameter, float64)
 
 
+def parameter_sites(module: fx.GraphModule, prefix: str = "") -> dict[str, str]:
+    """What first uses each parameter of a module that `build_module` built, by the parameter's full name."""
+    sites: dict[str, str] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.users:
+            user: Node = next(iter(node.users)).meta["moec"]
+            sites.setdefault(prefix + node.target, _site(user, prefix))
+        elif node.op == "call_module":
+            body = module.get_submodule(node.target)
+            assert isinstance(body, fx.GraphModule)
+            sites |= parameter_sites(body, f"{prefix}{node.target}.")
+    return sites
+
+
 def _build(graphs: Mapping[str, Graph], data: Graph, prefix: str, make: MakeParameter, float64: bool) -> fx.GraphModule:
     root = nn.Module()
     graph = fx.Graph()
@@ -53,11 +67,11 @@ def _build(graphs: Mapping[str, Graph], data: Graph, prefix: str, make: MakePara
                 assert node.graph is not None
                 body = _build(graphs, graphs[node.graph], f"{prefix}{node.target}.", make, float64)
                 _attach(root, node.target, body)
-        nodes[node.name] = _add_node(graph, node, nodes, float64)
+        nodes[node.name] = _add_node(graph, node, nodes, prefix, float64)
     return fx.GraphModule(root, graph, class_name="".join(c for c in data.name.title() if c.isalnum()))
 
 
-def _add_node(graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], float64: bool) -> fx.Node:
+def _add_node(graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], prefix: str, float64: bool) -> fx.Node:
     args = tuple(_argument(arg, nodes, float64) for arg in node.args)
     kwargs = {name: _argument(arg, nodes, float64) for name, arg in node.kwargs.items()}
     target: Any = node.target
@@ -68,12 +82,21 @@ def _add_node(graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], float64
         if complaint:
             raise GraphError(f"{node.name} {complaint}")
         target = resolve(node.target)
+        if node.target in CONVERSIONS:
+            kwargs["site"] = _site(node, prefix)
     elif node.op == "output":
         # One result is given bare.
         args = args if len(args) == 1 else (args,)
     made = graph.create_node(node.op, target, args, kwargs, name=node.name)
     made.meta["moec"] = node
     return made
+
+
+def _site(node: Node, prefix: str) -> str:
+    """What of the model a node serves, in words that a message can end with: "layer 3 (mixtral.moe:14:5)"."""
+    layer = prefix.split(".")[1] if prefix.startswith("layers.") else None
+    what = f"layer {layer}" if layer else f"the model's {node.value or node.name}"
+    return f"{what} ({node.span})" if node.span else what
 
 
 def _argument(arg: Arg, nodes: Mapping[str, fx.Node], float64: bool) -> Any:

@@ -43,7 +43,7 @@ class Node(Data):
 
     `target` is an operator of `operators.ALLOWED`, a parameter or submodule path, or an input's name; `graph` is the
     body that a `call_module` runs. `value`, `layout` and `ragged` are what the Program calls the result and how it lies
-    on the mesh; `span` is the `.moe` line it serves.
+    on the mesh; `span` is the `.moe` line it serves. `evaluation` are the arguments in evaluation, where they differ.
     """
 
     name: Identifier
@@ -51,6 +51,7 @@ class Node(Data):
     target: DottedName | Annotated[str, Field(pattern=r"^(aten|moec)\.[a-z_]+\.[A-Za-z_]+$")]
     args: tuple[Arg, ...] = ()
     kwargs: dict[Identifier, Arg] = {}
+    evaluation: tuple[Arg, ...] | None = None
     graph: Label | None = None
     value: str | None = Field(default=None, pattern=r"^[a-z][a-z0-9_.]{0,99}$")
     layout: str | None = Field(default=None, pattern=r"^[a-z0-9_:() ]{0,200}$")
@@ -90,6 +91,20 @@ class StageGraphs(Data):
         """The graphs by name. Not cached: `model_copy` would carry the cache over to a stage of other graphs."""
         return {graph.name: graph for graph in self.graphs}
 
+    def in_evaluation(self) -> StageGraphs:
+        """The graphs as they run in evaluation; the stage itself where nothing differs."""
+        if not any(node.evaluation for graph in self.graphs for node in graph.nodes):
+            return self
+        return self.model_copy(update={"graphs": tuple(_in_evaluation(graph) for graph in self.graphs)})
+
     def to_json(self) -> dict[str, Any]:
         """What the file holds; defaults are left out."""
         return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _in_evaluation(graph: Graph) -> Graph:
+    nodes = (
+        node.model_copy(update={"args": node.evaluation, "evaluation": None}) if node.evaluation else node
+        for node in graph.nodes
+    )
+    return graph.model_copy(update={"nodes": tuple(nodes)})

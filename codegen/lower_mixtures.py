@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from moec.codegen.emitter import BlockEmitter, facts
-from moec.codegen.graph import Graph, Node, Ref
+from moec.codegen.graph import Arg, Graph, Node, Ref
 from moec.codegen.operators import GETITEM
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
@@ -104,11 +104,23 @@ def _queue_starts(e: BlockEmitter, op: Op) -> None:
 
 def _permute_padded(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.PermutePadded)
-    spread = 1
-    if e.meshes is not None:
-        spread = e.meshes.dense.size("tp") * (e.meshes.dense.size("dp") if op.group == "batch" else 1)
-    groups = _groups(e, op.group, op.shares)
-    e.results(op, "moec.permute_padded.default", *e.refs(op), groups, spread, op.parts, op.whole, op.least)
+    counted: tuple[Arg, ...] = (*e.refs(op), _groups(e, op.group, op.shares), _spread(e, op.group))
+    args = (*counted, op.parts, op.whole, op.least)
+    evaluation = (*counted, op.eval_parts, op.eval_whole, op.least)
+    e.results(op, "moec.permute_padded.default", *args, evaluation=evaluation if evaluation != args else None)
+
+
+def _spread(e: BlockEmitter, group: str) -> int:
+    """How many times a rank's tokens of a routing group the whole group is."""
+    if e.meshes is None:
+        return 1
+    return e.meshes.dense.size("tp") * (e.meshes.dense.size("dp") if group == "batch" else 1)
+
+
+def _keep_choices(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.KeepChoices)
+    groups, spread = _groups(e, op.group, op.shares), _spread(e, op.group)
+    e.result(op, "moec.keep_choices.default", *e.refs(op), groups, spread, op.parts, op.whole)
 
 
 def _counting(e: BlockEmitter, op: Op) -> None:
@@ -128,6 +140,7 @@ MIXTURES: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.CountQueues: _counting,
     o.ExpertMlp: _expert_mlp,
     o.ExpertMlpPadded: _expert_mlp_padded,
+    o.KeepChoices: _keep_choices,
     o.LargestLoad: _counting,
     o.Permute: _permute,
     o.PermuteDynamic: _permute_dynamic,

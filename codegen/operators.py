@@ -76,6 +76,7 @@ COMPUTE = {
     "moec.even_counts.default": _takes("tensor"),
     "moec.expert_mlp.default": _takes("tensor tensor tensor tensor activation"),
     "moec.geglu.default": _takes("tensor"),
+    "moec.keep_choices.default": _takes("tensor tensor int int int int"),
     "moec.permute.default": _takes("tensor tensor int"),
     "moec.largest_load.default": _takes("tensor int"),
     "moec.permute_dynamic.default": _takes("tensor tensor tensor int"),

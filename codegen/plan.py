@@ -134,6 +134,11 @@ class Plan:
         mesh = "experts" + name.removeprefix(axis) if axis in EXPERT_AXES else "dense"
         return self.meshes[mesh], axis
 
+    def in_evaluation(self) -> Plan:
+        """The plan as it runs in evaluation; itself where nothing differs."""
+        stages = tuple(stage.in_evaluation() for stage in self.stages)
+        return self if stages == self.stages else Plan(self.manifest, stages)
+
     def save(self, path: str | Path) -> Path:
         """Writes the plan folder, to a temporary name first. Replaces a plan, never anything else."""
         from moec.codegen.folder import write_plan

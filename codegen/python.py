@@ -32,7 +32,8 @@ def _line(node: Node) -> str:
         case _:
             call = f"{args[0]}[{args[1]}]" if node.target == GETITEM else f"torch.ops.{node.target}({', '.join(args)})"
             text = f"{node.name} = {call}"
-    notes = [note for note in (node.layout, node.span) if note]
+    evaluated = f"in evaluation ({', '.join(_arg(a) for a in node.evaluation)})" if node.evaluation else None
+    notes = [note for note in (node.layout, evaluated, node.span) if note]
     return f"{text}  # {', '.join(notes)}" if notes else text
 
 

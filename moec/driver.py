@@ -67,15 +67,18 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
     return run(_plan(plan), scale=scale)
 
 
-def launch(plan: Plan | str | Path, *, device: str | None = None, check_replicas: int = 0) -> Job:
+def launch(
+    plan: Plan | str | Path, *, device: str | None = None, check_replicas: int = 0, timeout: float = 100.0
+) -> Job:
     """This process as one rank of a plan: `with moec.launch(plan) as job`. Reads torchrun's environment.
 
     `device` is "cuda" or "cpu"; by default the first of these that torch has. `check_replicas=N` compares
-    replicated parameters at the start of every N-th step (0: never).
+    replicated parameters at the start of every N-th step (0: never). `timeout`: seconds that a collective may take
+    before the job ends with MOE0705, which names the rank that holds it up.
     """
     from moec.runtime.job import Job
 
-    return Job(_plan(plan), device, check_replicas)
+    return Job(_plan(plan), device, check_replicas, timeout)
 
 
 def to_spec(source: Source, **lets: float | str) -> Spec:

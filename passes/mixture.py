@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 from moec.grammar.source import Span
-from moec.grammar.spec import Dropless, Experts, Factor, Model, Moe, Spec, Switch, SwitchLoss, TopK
+from moec.grammar.spec import Dropless, Dynamic, Experts, Factor, Model, Moe, Spec, Switch, SwitchLoss, TopK
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.feed_forward import Activated, beside_experts
 from moec.passes.ir import ops as o
@@ -86,23 +86,40 @@ def _dropless(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, share
 def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
     """Places for so many rows of each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
     capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
-    if isinstance(capacity, Factor):
-        factor = Fraction(str(capacity.factor))
-        group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
+    group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
+
+    def starts() -> str:
         queues = b.one(o.CountQueues, routed.e, to="queues", span=span, num_experts=experts)
-        starts = b.one(o.QueueStarts, queues, to="starts", span=span, **group)
+        return b.one(o.QueueStarts, queues, to="starts", span=span, **group)
+
+    if isinstance(capacity, Factor):
+        factor, in_evaluation = _fraction(capacity.factor), _fraction(capacity.eval or capacity.factor)
         rows, counts, positions = b.add(
-            o.PermutePadded, h, routed.e, starts, to="rows counts positions", span=span, num_experts=experts,
-            **group, parts=factor.numerator, whole=factor.denominator, least=capacity.min,
+            o.PermutePadded, h, routed.e, starts(), to="rows counts positions", span=span, num_experts=experts, **group,
+            parts=factor.numerator, whole=factor.denominator,
+            eval_parts=in_evaluation.numerator, eval_whole=in_evaluation.denominator, least=capacity.min,
         )  # fmt: skip
     else:
-        places = b.one(o.LargestLoad, routed.e, to="places", span=span, num_experts=experts)
+        assert isinstance(capacity, Dynamic)
+        chosen = routed.e
+        if capacity.max is not None:
+            most = _fraction(capacity.max)
+            chosen = b.one(
+                o.KeepChoices, chosen, starts(), to="kept", span=span, **group,
+                parts=most.numerator, whole=most.denominator,
+            )  # fmt: skip
+        places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=experts)
         rows, counts, positions = b.add(
-            o.PermuteDynamic, h, routed.e, places, to="rows counts positions", span=span, num_experts=experts
+            o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts
         )
     up, down, activation = _expert_weights(b, model, moe)
     y = b.one(o.ExpertMlpPadded, rows, up, down, to="y", span=_declared(moe), activation=activation)
     return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts
+
+
+def _fraction(factor: float) -> Fraction:
+    """The decimal fraction that was written, not the binary one nearest to it."""
+    return Fraction(str(factor))
 
 
 def _declared(moe: Moe) -> Span | None:

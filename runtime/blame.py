@@ -38,6 +38,7 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     """
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     stage, _ = reference_stage(plan.spec)
+    stage = stage if model.training else stage.in_evaluation()
     leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
     whole = Lockstep(stage, 1, {}, leaves, float64=True)
     with plain_torch():
@@ -218,6 +219,8 @@ class _Judge:
                 for expert in held:
                     mine = where[(chosen == expert) & (where >= 0)]
                     start = index * each
+                    if len(mine) > each:
+                        return math.inf
                     expected[expert - held.start, start : start + len(mine)] = reference[mine]
             worst = max(worst, relative_error(rows, expected, whole, 0.0))
         return worst

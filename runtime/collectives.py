@@ -13,13 +13,14 @@ from torch import Tensor
 
 from moec.runtime.groups import resolve
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.watch import backward_of, collective
 
 __all__ = ["all_to_all", "exchange_counts"]
 
 # ---- exchange_counts ---------------------------------------------------------------------------------
 
 
-def _check_exchange_counts(counts: Tensor, group: str) -> None:
+def _check_exchange_counts(counts: Tensor, group: str, site: str = "") -> None:
     check(
         counts.dim() == 2 and counts.shape[0] == 1 and counts.dtype == torch.int64,
         lambda: f"moec::exchange_counts: counts must be int64 [1, E], not {counts.dtype} {list(counts.shape)}",
@@ -31,15 +32,15 @@ def _check_exchange_counts(counts: Tensor, group: str) -> None:
     )
 
 
-def _exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    peers = resolve(group)
-    sent = counts.reshape(peers.size(), -1)
+def _exchange_counts(counts: Tensor, group: str, site: str = "") -> tuple[Tensor, Tensor]:
+    sent = counts.reshape(resolve(group).size(), -1)
     received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=peers)
+    with collective("exchange_counts", group, site) as peers:
+        dist.all_to_all_single(received, sent, group=peers)
     # What is below 0 travels with the sums, in the same copy; a sum alone can hide it.
     totals = torch.stack([of(counts) for of in (_rows, _below_zero) for counts in (sent, received)]).cpu()
     for row, way in ((2, "to"), (3, "from")):
-        _check_not_negative("exchange_counts", totals[row].tolist(), way, group)
+        _check_not_negative("exchange_counts", totals[row].tolist(), way, group, site)
     return received, totals[:2].clone()
 
 
@@ -51,23 +52,27 @@ def _below_zero(counts: Tensor) -> Tensor:
     return counts.clamp(max=0).sum(dim=1)
 
 
-def _check_not_negative(name: str, counts: list[int], way: str, group: str) -> None:
+def _check_not_negative(name: str, counts: list[int], way: str, group: str, site: str) -> None:
     """Raises `RuntimeError` that names both ranks, by their numbers in the job; `way` is "to" or "from"."""
     for place, count in enumerate(counts):
         if count < 0:
             peer = dist.get_global_rank(resolve(group), place)
             raise RuntimeError(
-                f'moec::{name}: rank {dist.get_rank()} counts {count} rows {way} rank {peer} over "{group}"'
+                f"moec::{name}: rank {dist.get_rank()} counts {count} rows {way} rank {peer} over {_where(group, site)}"
             )
 
 
-def _fake_exchange_counts(counts: Tensor, group: str) -> tuple[Tensor, Tensor]:
+def _where(group: str, site: str) -> str:
+    return f'"{group}" in {site}' if site else f'"{group}"'
+
+
+def _fake_exchange_counts(counts: Tensor, group: str, site: str = "") -> tuple[Tensor, Tensor]:
     size = resolve(group).size()
     return counts.new_empty((size, counts.shape[1] // size)), counts.new_empty((2, size), device="cpu")
 
 
 exchange_counts = define(
-    "exchange_counts(Tensor counts, str group) -> (Tensor received, Tensor splits)",
+    "exchange_counts(Tensor counts, str group, str site='') -> (Tensor received, Tensor splits)",
     fake=_fake_exchange_counts,
     check=_check_exchange_counts,
     kernel=_exchange_counts,
@@ -83,7 +88,7 @@ counts [1, E] int64, this rank's rows for each expert ->
 # ---- all_to_all --------------------------------------------------------------------------------------
 
 
-def _check_all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -> None:
+def _check_all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, site: str = "") -> None:
     size = resolve(group).size()
     check(
         splits.shape == (2, size) and splits.dtype == torch.int64,
@@ -95,31 +100,33 @@ def _check_all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -
     check(rows.dim() >= 1, lambda: "moec::all_to_all: rows must be [R, ...], not a scalar")
 
 
-def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -> Tensor:
+def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, site: str = "") -> Tensor:
     send, receive = splits.tolist()
     if reverse:
         send, receive = receive, send
-    _check_not_negative("all_to_all", send, "to", group)
-    _check_not_negative("all_to_all", receive, "from", group)
+    _check_not_negative("all_to_all", send, "to", group, site)
+    _check_not_negative("all_to_all", receive, "from", group, site)
     # gloo moves what it is told and notices nothing: a wrong split is wrong numbers, or a hang.
     check(
         rows.shape[0] == sum(send),
         lambda: (
             f"moec::all_to_all: rank {dist.get_rank()} has {rows.shape[0]} rows, "
-            f'but the splits send {sum(send)} over "{group}"'
+            f"but the splits send {sum(send)} over {_where(group, site)}"
         ),
     )
     out = rows.new_empty((sum(receive), *rows.shape[1:]))
-    dist.all_to_all_single(out, rows.contiguous(), receive, send, group=resolve(group))
+    rows = rows.contiguous()
+    with collective("all_to_all", group, site) as peers:
+        dist.all_to_all_single(out, rows, receive, send, group=peers)
     return out
 
 
-def _fake_all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool) -> Tensor:
+def _fake_all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, site: str = "") -> Tensor:
     return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[1:]))
 
 
 all_to_all = define(
-    "all_to_all(Tensor rows, Tensor splits, str group, bool reverse) -> Tensor",
+    "all_to_all(Tensor rows, Tensor splits, str group, bool reverse, str site='') -> Tensor",
     fake=_fake_all_to_all,
     check=_check_all_to_all,
     kernel=_all_to_all,
@@ -133,20 +140,20 @@ anything moves if R is not what the splits send, or a split is below 0.
 
 
 def _setup_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, splits, ctx.group, ctx.reverse = inputs
+    rows, splits, ctx.group, ctx.reverse, ctx.site = inputs
     ctx.num_rows = rows.shape[0]
     ctx.save_for_backward(splits)
 
 
-def _differentiate_all_to_all(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+def _differentiate_all_to_all(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
     (splits,) = ctx.saved_tensors
-    grad_rows = all_to_all(grad, splits, ctx.group, not ctx.reverse)
+    grad_rows = all_to_all(grad, splits, ctx.group, not ctx.reverse, backward_of(ctx.site))
     # A compiler, to which the size is data, learns here that as many rows come back as went.
     check(
         grad_rows.shape[0] == ctx.num_rows,
         lambda: f"moec::all_to_all: {ctx.num_rows} rows went, and gradients of {grad_rows.shape[0]} came back",
     )
-    return grad_rows, None, None, None
+    return grad_rows, None, None, None, None
 
 
 differentiate(all_to_all, setup=_setup_all_to_all, backward=_differentiate_all_to_all)

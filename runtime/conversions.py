@@ -13,6 +13,9 @@
 `passes/communicate.py` says which is inserted where; ragged rows are in `runtime/collectives.py`. Groups are named
 (`moec.runtime.groups`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for a sum that
 every rank goes on to use alike; hence two operators where it has one.
+
+`site` is what of the model a collective serves (`codegen.fx`); it changes nothing, and a message about a rank that died
+says it.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from moec.runtime.groups import resolve
 from moec.runtime.ops.registry import check, define, differentiate
+from moec.runtime.watch import backward_of, collective
 
 __all__ = [
     "all_gather",
@@ -45,54 +49,68 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 # ---- what each does with one rank's tensor -------------------------------------------------------------
 
 
-def _reduced(x: Tensor, group: str, op: Any = dist.ReduceOp.SUM) -> Tensor:
+def _all_reduced(x: Tensor, group: str, site: str, op: Any, name: str) -> Tensor:
     out = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(out, op=op, group=resolve(group))
+    with collective(name, group, site) as peers:
+        dist.all_reduce(out, op=op, group=peers)
     return out
 
 
-def _gathered(x: Tensor, dim: int, group: str) -> Tensor:
-    peers = resolve(group)
-    pieces = x.new_empty((peers.size(), *x.shape))
+def _summed(x: Tensor, group: str, site: str = "") -> Tensor:
+    return _all_reduced(x, group, site, dist.ReduceOp.SUM, "all_reduce")
+
+
+def _largest(x: Tensor, group: str, site: str = "") -> Tensor:
+    return _all_reduced(x, group, site, dist.ReduceOp.MAX, "all_reduce_max")
+
+
+def _copied(x: Tensor, group: str, site: str = "") -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(x: Tensor, dim: int, group: str, site: str = "") -> Tensor:
+    pieces = x.new_empty((resolve(group).size(), *x.shape))
     # Flat: gloo wants the output as long as all inputs together along dim 0, and a scalar has none.
-    _all_gather_single(pieces.view(-1), x.contiguous().view(-1), group=peers)
+    flat, own = pieces.view(-1), x.contiguous().view(-1)
+    with collective("all_gather", group, site) as peers:
+        _all_gather_single(flat, own, group=peers)
     return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
 
 
-def _scattered(x: Tensor, dim: int, group: str) -> Tensor:
-    peers = resolve(group)
-    pieces = torch.stack(x.chunk(peers.size(), dim))
+def _scattered(x: Tensor, dim: int, group: str, site: str = "") -> Tensor:
+    pieces = torch.stack(x.chunk(resolve(group).size(), dim))
     out = torch.empty_like(pieces[0])
-    _reduce_scatter_single(out.view(-1), pieces.view(-1), group=peers)
+    with collective("reduce_scatter", group, site) as peers:
+        _reduce_scatter_single(out.view(-1), pieces.view(-1), group=peers)
     return out
 
 
-def _sliced(x: Tensor, dim: int, group: str) -> Tensor:
+def _sliced(x: Tensor, dim: int, group: str, site: str = "") -> Tensor:
     peers = resolve(group)
     return x.chunk(peers.size(), dim)[peers.rank()].clone(memory_format=torch.contiguous_format)
 
 
-def _exchanged(x: Tensor, given: int, wanted: int, group: str) -> Tensor:
-    peers = resolve(group)
-    pieces = torch.stack(x.chunk(peers.size(), wanted))
+def _exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = "") -> Tensor:
+    pieces = torch.stack(x.chunk(resolve(group).size(), wanted))
     received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=peers)
+    with collective("all_to_all_padded", group, site) as peers:
+        dist.all_to_all_single(received, pieces, group=peers)
     return torch.cat(received.unbind(0), given)
 
 
 # ---- checks and fakes ------------------------------------------------------------------------------------
 
 
-def _check_group(x: Tensor, group: str) -> None:
+def _check_group(x: Tensor, group: str, site: str = "") -> None:
     resolve(group)
 
 
-def _check_dim(x: Tensor, dim: int, group: str) -> None:
+def _check_dim(x: Tensor, dim: int, group: str, site: str = "") -> None:
     resolve(group)
     check(0 <= dim < x.dim(), lambda: f"moec: there is no dim {dim} to gather of {list(x.shape)}")
 
 
-def _check_divides(x: Tensor, dim: int, group: str) -> None:
+def _check_divides(x: Tensor, dim: int, group: str, site: str = "") -> None:
     _check_dim(x, dim, group)
     size = resolve(group).size()
     check(
@@ -101,24 +119,24 @@ def _check_divides(x: Tensor, dim: int, group: str) -> None:
     )
 
 
-def _fake_like(x: Tensor, group: str) -> Tensor:
+def _fake_like(x: Tensor, group: str, site: str = "") -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _fake_gathered(x: Tensor, dim: int, group: str) -> Tensor:
+def _fake_gathered(x: Tensor, dim: int, group: str, site: str = "") -> Tensor:
     return x.new_empty((*x.shape[:dim], x.shape[dim] * resolve(group).size(), *x.shape[dim + 1 :]))
 
 
-def _fake_piece(x: Tensor, dim: int, group: str) -> Tensor:
+def _fake_piece(x: Tensor, dim: int, group: str, site: str = "") -> Tensor:
     return x.new_empty((*x.shape[:dim], x.shape[dim] // resolve(group).size(), *x.shape[dim + 1 :]))
 
 
-def _check_exchanged(x: Tensor, given: int, wanted: int, group: str) -> None:
+def _check_exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = "") -> None:
     _check_dim(x, given, group)
     _check_divides(x, wanted, group)
 
 
-def _fake_exchanged(x: Tensor, given: int, wanted: int, group: str) -> Tensor:
+def _fake_exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = "") -> Tensor:
     shape, size = list(x.shape), resolve(group).size()
     shape[given], shape[wanted] = shape[given] * size, shape[wanted] // size
     return x.new_empty(shape)
@@ -126,7 +144,9 @@ def _fake_exchanged(x: Tensor, given: int, wanted: int, group: str) -> Tensor:
 
 # ---- the operators ---------------------------------------------------------------------------------------
 
-all_reduce = define("all_reduce(Tensor x, str group) -> Tensor", fake=_fake_like, check=_check_group, kernel=_reduced)
+all_reduce = define(
+    "all_reduce(Tensor x, str group, str site='') -> Tensor", fake=_fake_like, check=_check_group, kernel=_summed
+)
 """The sum of every rank's x, on every rank; shape and dtype of x, which must be alike on all ranks.
 
 Backward is the identity: partial sums become a replicated value, and what follows is done, and differentiated, alike
@@ -134,41 +154,52 @@ on every rank.
 """
 
 all_reduce_max = define(
-    "all_reduce_max(Tensor x, str group) -> Tensor",
+    "all_reduce_max(Tensor x, str group, str site='') -> Tensor",
     fake=_fake_like,
     check=_check_group,
-    kernel=lambda x, group: _reduced(x, group, dist.ReduceOp.MAX),
+    kernel=_largest,
 )
 """The largest of every rank's x, element by element; not differentiated."""
 
 copy_to = define(
-    "copy_to(Tensor x, str group) -> Tensor",
+    "copy_to(Tensor x, str group, str site='') -> Tensor",
     fake=_fake_like,
     check=_check_group,
-    kernel=lambda x, group: x.clone(memory_format=torch.contiguous_format),
+    kernel=_copied,
 )
 """x, for operators of which each rank does a part. Backward: all_reduce (Megatron's f, Shoeybi et al. 2019)."""
 
 reduce_scatter = define(
-    "reduce_scatter(Tensor x, int dim, str group) -> Tensor", fake=_fake_piece, check=_check_divides, kernel=_scattered
+    "reduce_scatter(Tensor x, int dim, str group, str site='') -> Tensor",
+    fake=_fake_piece,
+    check=_check_divides,
+    kernel=_scattered,
 )
 """The sum of every rank's x, cut along `dim`: each rank its piece. Backward: all_gather."""
 
-slice_ = define("slice(Tensor x, int dim, str group) -> Tensor", fake=_fake_piece, check=_check_divides, kernel=_sliced)
+slice_ = define(
+    "slice(Tensor x, int dim, str group, str site='') -> Tensor", fake=_fake_piece, check=_check_divides, kernel=_sliced
+)
 """This rank's piece of x along `dim`; x is alike on all ranks. Backward: all_gather."""
 
 all_gather = define(
-    "all_gather(Tensor x, int dim, str group) -> Tensor", fake=_fake_gathered, check=_check_dim, kernel=_gathered
+    "all_gather(Tensor x, int dim, str group, str site='') -> Tensor",
+    fake=_fake_gathered,
+    check=_check_dim,
+    kernel=_gathered,
 )
 """Every rank's x side by side along `dim`, for operators of which each rank does a part. Backward: reduce_scatter."""
 
 all_gather_alike = define(
-    "all_gather_alike(Tensor x, int dim, str group) -> Tensor", fake=_fake_gathered, check=_check_dim, kernel=_gathered
+    "all_gather_alike(Tensor x, int dim, str group, str site='') -> Tensor",
+    fake=_fake_gathered,
+    check=_check_dim,
+    kernel=_gathered,
 )
 """Every rank's x side by side along `dim`, consumed alike on every rank. Backward: slice."""
 
 all_to_all_padded = define(
-    "all_to_all_padded(Tensor x, int given, int wanted, str group) -> Tensor",
+    "all_to_all_padded(Tensor x, int given, int wanted, str group, str site='') -> Tensor",
     fake=_fake_exchanged,
     check=_check_exchanged,
     kernel=_exchanged,
@@ -180,21 +211,27 @@ all_to_all_padded = define(
 
 
 def _declare(operator: Any, backward: Callable[..., Tensor]) -> None:
-    """`backward(gradient, *attributes)` with the attributes that the forward got (`dim`, `group`)."""
+    """`backward(gradient, *attributes)` with the attributes that the forward got (`dim`, `group`, `site`)."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.attributes = inputs[1:]
+        *ctx.attributes, ctx.site = inputs[1:]
 
     def differentiated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return (backward(gradient, *ctx.attributes), *(None for _ in ctx.attributes))
+        given = backward(gradient, *ctx.attributes, backward_of(ctx.site))
+        return (given, *(None for _ in ctx.attributes), None)
 
     differentiate(operator, setup=setup, backward=differentiated)
 
 
-_declare(all_reduce, lambda gradient, group: gradient)
+def _exchanged_back(gradient: Tensor, given: int, wanted: int, group: str, site: str) -> Tensor:
+    exchanged: Tensor = all_to_all_padded(gradient, wanted, given, group, site)
+    return exchanged
+
+
+_declare(all_reduce, lambda gradient, group, site: gradient)
 _declare(copy_to, all_reduce)
 _declare(reduce_scatter, all_gather)
 _declare(slice_, all_gather)
 _declare(all_gather, reduce_scatter)
 _declare(all_gather_alike, slice_)
-_declare(all_to_all_padded, lambda gradient, given, wanted, group: all_to_all_padded(gradient, wanted, given, group))
+_declare(all_to_all_padded, _exchanged_back)

@@ -18,6 +18,13 @@ class JobError(DiagnosticError):
         super().__init__([diagnose(code, None, message, help=help)])
 
 
+class RankError(JobError):
+    """Another rank has died or stalled, and this one was told or found out. One rank has printed it already."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__("MOE0705", text)
+
+
 def speak_once(rank: int) -> None:
     """From here on an uncaught `DiagnosticError` is printed by rank 0 alone, as a diagnostic and not as a traceback."""
     inner = sys.excepthook
@@ -25,6 +32,8 @@ def speak_once(rank: int) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not isinstance(error, DiagnosticError):
             inner(kind, error, trace)
+        elif isinstance(error, RankError):
+            pass
         elif rank == 0:
             print(render(error.diagnostics, "full").rstrip("\n"), file=sys.stderr, flush=True)
         else:

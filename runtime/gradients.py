@@ -7,14 +7,14 @@ groups that the plan names for the parameter (`ParameterData.sum_over`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from moec.runtime.groups import resolve
+from moec.runtime.watch import collective
 
 BUCKET_BYTES = 25 * 1024 * 1024
 """Gradients reduced together: DDP's default (Li et al. 2020, section 3.2.3)."""
@@ -26,9 +26,32 @@ class _Bucket:
 
     parameters: Sequence[nn.Parameter]
     groups: tuple[str, ...]
+    site: str
     missing: int = 0
     flat: Tensor | None = None
-    works: list[dist.Work] = field(default_factory=list)
+    running: tuple[str, dist.Work] | None = None
+
+    def begin(self, group: str) -> None:
+        """Starts the sum over a group, of what `fill` put together and other groups have summed."""
+        self.wait()
+        with collective("all_reduce", group, self.site) as peers:
+            work = dist.all_reduce(self.flat, group=peers, async_op=True)
+        assert work is not None
+        self.running = group, work
+
+    def fill(self) -> None:
+        """Puts the gradients together; one that this backward pass did not reach is zeros."""
+        with torch.no_grad():
+            pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+            self.flat = torch.cat([piece.reshape(-1) for piece in pieces])
+
+    def wait(self) -> None:
+        """Until what was begun is done."""
+        if self.running is not None:
+            group, work = self.running
+            with collective("all_reduce", group, self.site, begins=False):
+                work.wait()
+            self.running = None
 
 
 class GradientSum:
@@ -38,8 +61,15 @@ class GradientSum:
     backward begins and added again when it ends, so that nothing is summed twice.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], sum_over: Mapping[str, tuple[str, ...]]) -> None:
-        self._buckets = _buckets([(parameters[name], groups) for name, groups in sum_over.items() if groups])
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        sum_over: Mapping[str, tuple[str, ...]],
+        sites: Mapping[str, str],
+    ) -> None:
+        """All by full name. `sites`: what of the model uses the parameter, in words."""
+        summed = {name: groups for name, groups in sum_over.items() if groups}
+        self._buckets = _buckets(parameters, summed, sites)
         self._held: list[tuple[nn.Parameter, Tensor]] = []
         self._running = False
         self._next = 0
@@ -73,45 +103,49 @@ class GradientSum:
             self._next += 1
 
     def _launch(self, bucket: _Bucket) -> None:
-        with torch.no_grad():
-            pieces = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket.parameters]
-            bucket.flat = torch.cat([piece.reshape(-1) for piece in pieces])
-        for index, group in enumerate(bucket.groups):
-            if index:
-                bucket.works.pop().wait()
-            work = dist.all_reduce(bucket.flat, group=resolve(group), async_op=True)
-            assert work is not None
-            bucket.works.append(work)
+        bucket.fill()
+        bucket.begin(bucket.groups[0])
 
     def _finish(self) -> None:
         # A parameter that this pass did not reach still takes part: the others' ranks wait for it.
         for bucket in self._buckets[self._next :]:
             self._launch(bucket)
+        # Only now what must wait for a first group: in the middle of backward it would wait for other ranks' backward.
         for bucket in self._buckets:
-            for work in bucket.works:
-                work.wait()
+            for group in bucket.groups[1:]:
+                bucket.begin(group)
+        for bucket in self._buckets:
+            bucket.wait()
             assert bucket.flat is not None
             sizes = [parameter.numel() for parameter in bucket.parameters]
             for parameter, piece in zip(bucket.parameters, torch.split(bucket.flat, sizes), strict=True):
                 parameter.grad = piece.view_as(parameter)
-            bucket.flat, bucket.works = None, []
+            bucket.flat = None
         for parameter, held in self._held:
             assert parameter.grad is not None
             parameter.grad += held
         self._held, self._running = [], False
 
 
-def _buckets(parameters: Sequence[tuple[nn.Parameter, tuple[str, ...]]]) -> list[_Bucket]:
+def _buckets(
+    parameters: Mapping[str, nn.Parameter], sum_over: Mapping[str, tuple[str, ...]], sites: Mapping[str, str]
+) -> list[_Bucket]:
     """Backward reaches the last parameters first, so buckets fill from the end, and are launched as they fill."""
-    buckets: list[_Bucket] = []
-    filling: dict[tuple[tuple[str, ...], torch.dtype], list[nn.Parameter]] = {}
-    for parameter, groups in reversed(parameters):
-        together = filling.setdefault((groups, parameter.dtype), [])
-        together.append(parameter)
-        if sum(p.numel() for p in together) * parameter.element_size() >= BUCKET_BYTES:
-            buckets.append(_Bucket(filling.pop((groups, parameter.dtype)), groups))
-    buckets += [_Bucket(together, groups) for (groups, _), together in filling.items()]
-    return buckets
+    filled: list[tuple[list[str], tuple[str, ...]]] = []
+    filling: dict[tuple[tuple[str, ...], torch.dtype], list[str]] = {}
+    for name, groups in reversed(list(sum_over.items())):
+        dtype = parameters[name].dtype
+        together = filling.setdefault((groups, dtype), [])
+        together.append(name)
+        if sum(parameters[n].numel() for n in together) * dtype.itemsize >= BUCKET_BYTES:
+            filled.append((filling.pop((groups, dtype)), groups))
+    filled += [(together, groups) for (groups, _), together in filling.items()]
+    return [_Bucket([parameters[n] for n in names], groups, _site(names, sites)) for names, groups in filled]
+
+
+def _site(names: Sequence[str], sites: Mapping[str, str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"gradient of {names[0]}{more}, {sites[names[0]]}"
 
 
 def clip_gradient_norm(
@@ -131,7 +165,8 @@ def clip_gradient_norm(
         norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32))
         squares = norms.square().sum()
         for group in groups:
-            dist.all_reduce(squares, group=resolve(group))
+            with collective("all_reduce", group, "gradient norm") as peers:
+                dist.all_reduce(squares, group=peers)
         total = total + squares
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)

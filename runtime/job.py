@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from contextlib import ExitStack
 from datetime import timedelta
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 from torch.optim import AdamW
@@ -31,9 +33,10 @@ from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.optimizer import make_optimizer
 from moec.runtime.replicas import check_replicas
 from moec.runtime.shards import initial_shard
+from moec.runtime.watch import collective, watch
 
-TIMEOUT = timedelta(seconds=100)
-"""Of a collective: long enough for a slow step, short enough to notice a dead rank (defaults are 10 to 30 minutes)."""
+TIMEOUT = 100.0
+"""Seconds: long enough for a slow step, short enough to notice a dead rank (torch's defaults are 10 to 30 minutes)."""
 
 
 class Job:
@@ -43,15 +46,20 @@ class Job:
     entering did. `rank`, `world_size`: this process among all; `data_rank`, `data_size`: its share of the batch.
     """
 
-    def __init__(self, plan: Plan, device: str | None = None, check_replicas: int = 0) -> None:
+    def __init__(
+        self, plan: Plan, device: str | None = None, check_replicas: int = 0, timeout: float = TIMEOUT
+    ) -> None:
         if check_replicas < 0:
             raise ValueError(f"check_replicas is a number of steps, or 0 for never, not {check_replicas}")
+        if not 0 < timeout < math.inf:
+            raise ValueError(f"timeout is a number of seconds above 0, not {timeout}")
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.data_rank = plan.data_rank(self.rank) if self.rank < plan.world_size else 0
         self.data_size = plan.data_size
         self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._timeout = timeout
         self._check_every, self._steps = check_replicas, 0
         self._stack = ExitStack()
 
@@ -63,16 +71,20 @@ class Job:
             self._require_world_size()
             self.data_rank = self.plan.data_rank(self.rank)
             if not dist.is_initialized():
-                _join(self.rank, self.world_size, self.device_type)
+                _join(self.rank, self.world_size, self.device_type, timedelta(seconds=self._timeout))
                 stack.callback(dist.destroy_process_group)
             stack.enter_context(groups.use(self._groups()))
+            if self.world_size > 1:
+                # A connection of its own: a thread that waits on a shared one would hold up the other.
+                store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+                stack.enter_context(watch(store, self.rank, self.world_size, self._timeout))
             self._stack = stack.pop_all()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)
 
     def _require_world_size(self) -> None:
         ranks = self.plan.world_size
@@ -96,6 +108,8 @@ class Job:
             for axis in mesh.wide_axes():
                 group = group_name(axis, name if name != "dense" else None)
                 found[group] = device_mesh.get_group(axis)
+                # Else it waits for torch's 30 minutes, whatever the process group it is part of.
+                distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout), found[group])
         return found
 
     # ---- what a training script calls --------------------------------------------------------------
@@ -113,7 +127,7 @@ class Job:
         spec, tp = self.plan.spec, self.plan.meshes["dense"].size("tp")
         module = PlanModule(spec.model, context_of(spec), self.plan.stages[0], make, self._agree, tensor_parallel=tp)
         sums = {name: self.plan.parameters[name].sum_over for name, _ in module.named_parameters()}
-        gradient_sum = GradientSum(dict(module.named_parameters()), sums)
+        gradient_sum = GradientSum(dict(module.named_parameters()), sums, module.parameter_sites())
 
         def watch(_: nn.Module, __: object, output: ModelOutput) -> None:
             gradient_sum.watch(output.loss, output.logits)
@@ -163,7 +177,7 @@ class Job:
         """
         logits = output.logits.detach()
         placement = self.plan.logits_layout.get("tp")
-        return all_gather_alike(logits, placement.dim, "tp") if isinstance(placement, Shard) else logits
+        return all_gather_alike(logits, placement.dim, "tp", "whole logits") if isinstance(placement, Shard) else logits
 
     def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
         """Rows that each expert got in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.
@@ -175,7 +189,8 @@ class Job:
             return {}
         counts = torch.cat([model.expert_counts[layer] for layer in layers])
         if self.world_size > 1:
-            dist.all_reduce(counts)
+            with collective("all_reduce", "", "expert loads"):
+                dist.all_reduce(counts)
         sizes = [model.expert_counts[layer].numel() for layer in layers]
         return dict(zip(layers, torch.split(counts.cpu(), sizes), strict=True))
 
@@ -188,7 +203,8 @@ class Job:
         tokens = torch.tensor(model.num_tokens)
         if self.world_size > 1:
             tokens = tokens.to(next(model.parameters()).device)
-            dist.all_reduce(tokens)
+            with collective("all_reduce", "", "drop rates"):
+                dist.all_reduce(tokens)
         total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group read the same ones
         kept = {layer: int(load.sum()) / choices_per_token(self.plan.spec, layer) for layer, load in loads.items()}
         return {layer: 1 - rows / total if total else 0.0 for layer, rows in kept.items()}
@@ -210,7 +226,8 @@ class Job:
             return complaint
         bounds = [bound for number in alike for bound in (number, -number)]
         lowest = torch.tensor([self.rank if complaint else self.world_size, *bounds], device=device)
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+        with collective("all_reduce", "", "start of a forward pass"):
+            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
         speaker, *bounds = lowest.tolist()
         if speaker == self.world_size:
             least, most = bounds[::2], [-bound for bound in bounds[1::2]]
@@ -220,26 +237,27 @@ class Job:
         return _broadcast_text(f"rank {speaker}: {complaint}" if speaker == self.rank else "", speaker, device)
 
 
-def _join(rank: int, world_size: int, device_type: str) -> None:
+def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if "MASTER_ADDR" not in os.environ:
         assert world_size == 1
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=TIMEOUT))
+    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
     # After a restart the agent's store still holds the last attempt's addresses.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = PrefixStore(f"attempt_{attempt}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _broadcast_text(text: str, source: int, device: torch.device) -> str:
     encoded = list(text.encode()[:MAX_COMPLAINT])
     buffer = torch.zeros(MAX_COMPLAINT, dtype=torch.uint8, device=device)
     buffer[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8)
-    dist.broadcast(buffer, source)
+    with collective("broadcast", "", "a complaint"):
+        dist.broadcast(buffer, source)
     return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
 
 

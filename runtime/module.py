@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, fx, nn
 
-from moec.codegen.fx import MakeParameter, build_module
+from moec.codegen.fx import MakeParameter, build_module, parameter_sites
 from moec.codegen.graph import Ref, StageGraphs
 from moec.grammar.spec import Model
 from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
@@ -38,7 +38,10 @@ def _alone(complaint: str | None, alike: tuple[int, ...], device: torch.device) 
 
 
 class PlanModule(nn.Module):
-    """This rank's part of a model. Parameters are named as in the plan (`layers.3.attention.q.weight`)."""
+    """This rank's part of a model. Parameters are named as in the plan (`layers.3.attention.q.weight`).
+
+    In evaluation mode (`eval()`) experts have the capacity that the file gives for it.
+    """
 
     def __init__(
         self,
@@ -56,7 +59,12 @@ class PlanModule(nn.Module):
         # Its children are this module's own, so that names have no prefix; the graph itself stands beside them.
         for name, child in forward.named_children():
             self.add_module(name, child)
-        self.__dict__["_forward_graph"] = forward
+        self.__dict__["_forward_graph"] = self.__dict__["_evaluation_graph"] = forward
+        evaluated = stage.in_evaluation()
+        if evaluated is not stage:
+            # Other numbers in the same graph, over the same parameters.
+            evaluation = build_module(evaluated, "forward", self.get_parameter, float64=float64)
+            self.__dict__["_evaluation_graph"] = evaluation
         self.__dict__["_loss_graph"] = build_module(stage, "loss", make_parameter, float64=float64)
         self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
         self._agree = agree
@@ -78,7 +86,7 @@ class PlanModule(nn.Module):
         if complaint:
             raise JobError("MOE0702", complaint)
         self.num_tokens = tokens.numel()
-        graph: fx.GraphModule = self.__dict__["_forward_graph"]
+        graph: fx.GraphModule = self.__dict__["_forward_graph" if self.training else "_evaluation_graph"]
         out = graph(tokens)
         results = dict(zip(self._results, out if isinstance(out, tuple) else (out,), strict=True))
         logits, balance = results.pop("logits"), results.pop("balance", None)
@@ -87,6 +95,10 @@ class PlanModule(nn.Module):
             return ModelOutput(logits)
         inputs = (logits, labels) if balance is None else (logits, labels, balance)
         return ModelOutput(logits, self.__dict__["_loss_graph"](*inputs))
+
+    def parameter_sites(self) -> dict[str, str]:
+        """What of the model uses each parameter, in words; by the parameter's name."""
+        return parameter_sites(self.__dict__["_forward_graph"])
 
     def _complaint(self, tokens: Tensor, labels: Tensor | None) -> str | None:
         for name, ids in (("tokens", tokens), ("labels", labels)):

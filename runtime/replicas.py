@@ -12,6 +12,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.runtime.errors import JobError
 from moec.runtime.shards import local_slices
+from moec.runtime.watch import collective
 
 CHUNK = 1 << 20
 """Elements hashed at a time: the int64 copies take 16 MiB."""
@@ -45,7 +46,8 @@ def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int
         return
     mine = torch.stack([bit_hash(parameter) for parameter in parameters.values()])
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
-    dist.all_gather(everyone, mine)
+    with collective("all_gather", "", "comparing replicas"):
+        dist.all_gather(everyone, mine)
     by_rank = torch.stack(everyone).tolist()
     hashes = {
         name: [(by_rank[rank][place][0], by_rank[rank][place][1]) for rank in range(world_size)]

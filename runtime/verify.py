@@ -183,8 +183,25 @@ class Inputs:
 
 
 def _compare(plan: Plan, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
+    """In training, and where that differs in evaluation as well; what is worse."""
     model = reference(plan.spec, seed=seed, dtype=dtype)
     _spread_vectors(model, seed)
+    evaluated = plan.in_evaluation()
+    found = _compare_with(plan, model, dtype, seed, blamed)
+    if evaluated is plan or not found.ok:
+        return found
+    model.zero_grad()
+    other = _compare_with(evaluated, model.eval(), dtype, seed, blamed)
+    if not other.ok:
+        return replace(other, worst=f"{other.worst}, in evaluation")
+    return replace(
+        found,
+        max_output_error=max(found.max_output_error, other.max_output_error),
+        max_gradient_error=max(found.max_gradient_error, other.max_gradient_error),
+    )
+
+
+def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
     recompute = plan.world_size * plan.spec.model.depth >= MANY_LAYERS
     cluster = VirtualCluster(plan, dict(model.named_parameters()), recompute=recompute)
     inputs = global_batch(plan, seed)

@@ -73,6 +73,7 @@ CODES: dict[str, str] = {
     "MOE0317": "groups of experts do not fit",
     "MOE0318": "tensor-parallel degree does not divide what it shards",
     "MOE0319": "a sequence does not divide over the tensor-parallel ranks",
+    "MOE0320": "`eval` gives fewer places than `min`",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",
@@ -88,6 +89,7 @@ CODES: dict[str, str] = {
     "MOE0702": "the model cannot take this batch",
     "MOE0703": "this plan is too large to verify",
     "MOE0704": "replicas of a parameter have drifted apart",
+    "MOE0705": "a rank has died or stalled",
 }
 
 

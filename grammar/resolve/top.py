@@ -145,7 +145,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     if Model.word not in values and not modules:
         return None
     spec = Spec.checked(values, spans)
-    scope.diagnostics += rules.modules(spec)
+    scope.diagnostics += [*rules.modules(spec), *rules.evaluation(spec)]
     return spec
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from moec.grammar.spec.base import Doc, Node, NotYet, Positive, PositiveInt, at_least
+from moec.grammar.spec.base import Doc, Node, Positive, PositiveInt, at_least
 
 # ---- auxiliary losses --------------------------------------------------------------------------------
 
@@ -89,16 +89,16 @@ class Factor(Node):
     source = "Lepikhin et al. 2020, arXiv 2006.16668; Fedus et al. 2021, arXiv 2101.03961, eq. 3"
     positional = ("factor",)
     factor: Annotated[Positive, Doc("places, as a multiple of an equal share")]
-    eval: Annotated[Positive | None, NotYet(), Doc("the same in evaluation; default: as in training")] = None
+    eval: Annotated[Positive | None, Doc("the same in evaluation; default: as in training")] = None
     min: Annotated[PositiveInt, Doc("places that there are at least")] = 1
 
 
 class Dynamic(Node):
-    """Padded to the least capacity that drops nothing this step, the same on all ranks."""
+    """Padded to what the busiest expert needs this step, the same on all ranks; drops what exceeds `max`."""
 
     word = "dynamic"
     source = "Tutel, Hwang et al. 2022, arXiv 2206.03382, section 3.3"
-    max: Annotated[Positive | None, NotYet(), Doc("factor that it never exceeds; default: none")] = None
+    max: Annotated[Positive | None, Doc("as `factor`, what an expert takes at most; default: all")] = None
 
 
 Capacity = Dropless | Factor | Dynamic

@@ -36,22 +36,30 @@ def places_of(batch: int, tokens: int, k: int, num_experts: int, *how: int) -> t
 
 
 def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
+    capacity, places = places_of(*experts.shape, starts.shape[3], *how)
+    return _placed(x, experts, _waiting(experts, starts) < capacity, starts.shape[3], places)
+
+
+def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
+    capacity, _ = places_of(*experts.shape, starts.shape[3], *how, 1)
+    return experts.where(_waiting(experts, starts) < capacity, -1)
+
+
+def _waiting(experts: Tensor, starts: Tensor) -> Tensor:
+    """How many choices stand before each in its group's queue, [B, S, k]."""
     batch, tokens, k = experts.shape
-    num_experts = starts.shape[3]
-    capacity, places = places_of(batch, tokens, k, num_experts, *how)
     # Choice j of a piece of a sequence, by the queue that it joins.
-    joined = experts + torch.arange(batch * k, device=x.device).view(batch, 1, k) * num_experts
-    first = starts.reshape(-1)
-    waiting = first[joined] + _rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
-    return _placed(x, experts, waiting < capacity, num_experts, places)
+    joined = experts + torch.arange(batch * k, device=experts.device).view(batch, 1, k) * starts.shape[3]
+    within = _rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
+    return starts.reshape(-1)[joined] + within
 
 
 def largest_load(experts: Tensor, num_experts: int) -> Tensor:
-    return torch.bincount(experts.reshape(-1), minlength=num_experts).max()
+    return torch.bincount(experts.reshape(-1) + 1, minlength=num_experts + 1)[1:].max()
 
 
 def permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _placed(x, experts, torch.ones_like(experts, dtype=torch.bool), num_experts, int(places))
+    return _placed(x, experts, experts >= 0, num_experts, int(places))
 
 
 def _placed(x: Tensor, experts: Tensor, kept: Tensor, num_experts: int, places: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from moec.runtime.ops.experts import expert_mlp
 from moec.runtime.ops.padded import (
     combine_padded,
     count_queues,
+    keep_choices,
     largest_load,
     permute_dynamic,
     permute_padded,
@@ -30,6 +31,7 @@ __all__ = [
     "count_queues",
     "expert_mlp",
     "geglu",
+    "keep_choices",
     "largest_load",
     "permute",
     "permute_dynamic",

@@ -99,6 +99,25 @@ permute_padded_backward = define(
 )
 
 
+def _check_keep_choices(experts: Tensor, starts: Tensor, *how: int) -> None:
+    check(
+        experts.dim() == 3 and starts.dim() == 4 and starts.shape[:3] == (experts.shape[0], 1, experts.shape[2]),
+        lambda: (
+            "moec::keep_choices: experts must be [B, S, k] and starts [B, 1, k, E], not "
+            f"{list(experts.shape)} and {list(starts.shape)}"
+        ),
+    )
+    check(not how[0] or experts.shape[0] % how[0] == 0, lambda: f"moec::keep_choices: {experts.shape[0]} sequences")
+
+
+keep_choices = define(
+    "keep_choices(Tensor experts, Tensor starts, int groups, int spread, int parts, int whole) -> Tensor",
+    fake=lambda experts, starts, *how: experts.new_empty(experts.shape),
+    check=_check_keep_choices,
+)
+"""The choices that find a place, as `permute_padded` decides it: experts [B, S, k] int64 -> alike, −1 for no place."""
+
+
 def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, counts, positions = output
     ctx.mark_non_differentiable(counts, positions)
@@ -117,7 +136,7 @@ largest_load = define(
     fake=lambda experts, num_experts: experts.new_empty(()),
     check=_check_count_queues,
 )
-"""The rows of the busiest expert: experts [B, S, k] int64 -> int64 scalar."""
+"""The rows of the busiest expert: experts [B, S, k] int64, −1 for none -> int64 scalar."""
 
 
 def _check_permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int) -> None:
@@ -144,9 +163,9 @@ permute_dynamic = define(
     fake=_fake_permute_dynamic,
     check=_check_permute_dynamic,
 )
-"""As `permute_padded`, with `places` for each expert (int64 scalar, `largest_load` of all ranks): nothing is dropped.
+"""As `permute_padded`, with `places` for each expert (int64 scalar, `largest_load` of all ranks).
 
-Copies one number to the host.
+Drops choices of expert −1 (`keep_choices`), and no other. Copies one number to the host.
 """
 
 

@@ -153,11 +153,13 @@ def test_counts_below_0_are_refused_by_both_ranks_that_they_concern(gloo: GlooPo
 
 def send_below_zero() -> None:
     with world():
-        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[4, -1], [2, 2]]), "ep", False)
+        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[4, -1], [2, 2]]), "ep", False, "layer 3 (tiny.moe:9)")
 
 
 def test_splits_below_0_are_refused_before_anything_moves(gloo: GlooPool) -> None:
-    with pytest.raises(RuntimeError, match=r'all_to_all: rank [01] counts -1 rows to rank 1 over "ep"'):
+    with pytest.raises(
+        RuntimeError, match=r'all_to_all: rank [01] counts -1 rows to rank 1 over "ep" in layer 3 \(tiny'
+    ):
         gloo.run(2, send_below_zero)
 
 

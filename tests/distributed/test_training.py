@@ -12,8 +12,10 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 from models import moe_plan
-from training import backward_twice, batches, complain, train_as_rank, train_unsharded
+from torch import Tensor
+from training import accumulate, backward_twice, batches, complain, train_as_rank, train_unsharded
 
+import moec
 from moec.passes.ir import Layout
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
@@ -107,6 +109,8 @@ def test_a_dynamic_capacity_drops_nothing_whatever_each_rank_has(gloo: GlooPool,
         (4, {"ep": 2, "tp": 2}, "factor(1.25); group = sequence"),
         (4, {"ep": 4, "tp": 2}, "factor(1.0); group = batch"),
         (8, {"ep": 4, "tp": 2}, "factor(1.0); group = sequence"),
+        (4, {"ep": 2, "tp": 2}, "dynamic(max = 0.8); group = sequence"),
+        (4, {"ep": 4}, "dynamic(max = 1.1); group = batch"),
     ],
     ids=str,
 )
@@ -120,6 +124,49 @@ def test_a_capacity_drops_the_same_choices_however_it_is_sharded(
     assert all(result["drops"] == alone["drops"] for result in results)
     rates = [rate for step in alone["drops"] for rate in step.values()]
     assert any(0 < rate < 0.9 for rate in rates), "nothing is dropped, so it proves nothing"
+
+
+@pytest.mark.parametrize(("ranks", "ep", "micro_batches"), [(1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2)])
+def test_sequences_drop_the_same_choices_on_any_ranks_and_in_micro_batches(
+    gloo: GlooPool, ranks: int, ep: int, micro_batches: int
+):
+    options = {"batch": 8, "beside": "capacity = factor(1.0); group = sequence"}
+    (alone,) = gloo.run(1, accumulate, {**options, "ranks": 1, "ep": 1}, 1)
+    assert any(rate > 0.05 for rate in alone["drops"].values()), "nothing is dropped, so it proves nothing"
+    plan = moe_plan(**options, ranks=ranks, ep=ep)
+    for rank, found in enumerate(gloo.run(ranks, accumulate, {**options, "ranks": ranks, "ep": ep}, micro_batches)):
+        assert found["drops"] == pytest.approx(alone["drops"], abs=1e-12)
+        assert found["loss"] == pytest.approx(alone["loss"], abs=1e-5)
+        for name, gradient in found["gradients"].items():
+            data = plan.parameters[name]
+            index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+            torch.testing.assert_close(gradient, alone["gradients"][name][index], rtol=1e-4, atol=1e-6)
+
+
+def test_a_rank_drops_other_choices_where_there_are_more(gloo: GlooPool):
+    options = {"batch": 8, "beside": "capacity = factor(1.0); group = rank"}
+    alone, spread = (gloo.run(ranks, accumulate, {**options, "ranks": ranks, "ep": 1}, 1)[0] for ranks in (1, 4))
+    assert alone["drops"] != pytest.approx(spread["drops"], abs=1e-3)
+
+
+def evaluated_as_rank(options: dict[str, Any]) -> list[Tensor]:
+    """The logits of a rank's share of one batch, in training and in evaluation."""
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(**options), device="cpu") as job, torch.no_grad():
+        model = job.build(seed=1)
+        tokens, _ = batches(32, 8, 8, steps=1)[0]
+        mine = tokens.chunk(job.data_size)[job.data_rank]
+        return [job.whole_logits(model.train(mode)(mine)) for mode in (True, False)]
+
+
+def test_evaluation_has_its_own_capacity_on_every_rank(gloo: GlooPool):
+    options: dict[str, Any] = {"batch": 8, "beside": "capacity = factor(0.5, eval = 1.5); group = batch"}
+    sharded = gloo.run(4, evaluated_as_rank, {**options, "ranks": 4, "ep": 4, "tp": 2})
+    (alone,) = gloo.run(1, evaluated_as_rank, {**options, "ranks": 1, "ep": 1})
+    for logits, whole in zip(zip(*sharded, strict=True), alone, strict=True):
+        for rank, part in enumerate(logits):
+            torch.testing.assert_close(part, whole.chunk(2)[rank // 2], rtol=1e-4, atol=1e-5)
+    assert (alone[0] - alone[1]).abs().max() > 1e-3
 
 
 def test_unequal_batches_with_a_capacity_are_refused_on_every_rank(gloo: GlooPool):

@@ -98,6 +98,29 @@ def backward_twice(options: dict[str, Any]) -> dict[str, Tensor]:
         return {name: p.grad for name, p in model.named_parameters()}
 
 
+def accumulate(options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
+    """A batch in micro-batches without clearing between: means of losses and drop rates, and of the gradients.
+
+    Of every sequence one label is ignored, so that each micro-batch weighs as much.
+    """
+    plan = moe_plan(**options)
+    spec = plan.spec
+    assert spec.train is not None
+    ((tokens, _),) = batches(spec.model.vocab, spec.train.batch, spec.train.sequence, 1)
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    losses, drops = [], []
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        for part in zip(tokens.chunk(micro_batches), labels.chunk(micro_batches), strict=True):
+            mine = [share(ids, None, job.data_rank, job.data_size) for ids in part]
+            losses.append(job.step(model, *mine).item())
+            drops.append(job.drop_rates(model))
+    gradients = {name: p.grad / micro_batches for name, p in model.named_parameters()}
+    rates = {layer: sum(step[layer] for step in drops) / micro_batches for layer in drops[0]}
+    return {"loss": sum(losses) / micro_batches, "drops": rates, "gradients": gradients}
+
+
 def complain(options: dict[str, Any], bad_rank: int) -> tuple[str, str]:
     """One rank gives ids out of range; what every rank then says, and that the job still works."""
     plan = moe_plan(**options)

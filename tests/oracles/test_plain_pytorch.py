@@ -75,6 +75,16 @@ SPECS |= {
     for group in ("sequence", "batch", "rank")
     for k in (1, 2)
 }
+SPECS |= {
+    f"capacity-dynamic-max-{most}-{group}": layers(
+        GQA, moe("topk(2)", balance=BOTH, beside=f"capacity = dynamic(max = {most}); group = {group}")
+    )
+    for most in ("0.5", "1.25")
+    for group in ("sequence", "batch")
+}
+SPECS["capacity-eval"] = layers(
+    GQA, moe("topk(2)", experts=4, balance=BOTH, beside="capacity = factor(0.5, eval = 1.5)")
+)
 SPECS["capacity-dynamic"] = layers(GQA, moe("topk(2)", balance=BOTH, beside="capacity = dynamic()"))
 SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2")}
 SPECS |= {
@@ -152,6 +162,16 @@ def test_learned_positions_serve_shorter_sequences_too() -> None:
 
 def test_no_label_ignored() -> None:
     require_equal(*pair(small_spec(SPECS["switch-loss"])), *batch(ignored=0.0))
+
+
+def test_evaluation_has_a_capacity_of_its_own() -> None:
+    ours, plain = pair(small_spec(SPECS["capacity-eval"]))
+    tokens, labels = batch()
+    trained = ours(tokens).logits
+    require_equal(ours.eval(), plain.eval(), tokens, labels)
+    evaluated = ours(tokens).logits
+    assert (evaluated - trained).abs().max() > 1e-3
+    assert torch.equal(ours.train()(tokens).logits, trained)
 
 
 def test_every_label_ignored_leaves_the_balance_terms() -> None:

@@ -39,6 +39,9 @@ CAPACITIES = [
     "capacity = factor(1.25); group = batch",
     "capacity = factor(0.75); group = rank",
     "capacity = dynamic()",
+    "capacity = factor(0.5, eval = 1.5); group = sequence",
+    "capacity = dynamic(max = 0.8); group = sequence",
+    "capacity = dynamic(max = 1.1); group = batch",
     "group = batch",
     "group = rank",
 ]
@@ -141,3 +144,18 @@ def test_text_and_bytes_are_functions_of_the_spec(spec: Spec):
     program = compile_program(spec).program
     assert parse_program(print_program(program)) == program
     assert plan_files(compile_source(spec)) == plan_files(compile_source(spec))
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(specs(max_ranks=8))
+def test_every_plan_gives_the_same_on_torchs_own_ranks(spec: Spec):
+    pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode")
+    from all_ranks import distance, run_both, unsharded
+
+    plan = compile_source(spec)
+    for form, training in ((plan, True), (plan.in_evaluation(), False)):
+        if training or form is not plan:
+            torchs, virtual = run_both(form)
+            assert distance(torchs, virtual) < 1e-11
+            assert distance(torchs, unsharded(plan, training=training)) < 1e-11

@@ -62,8 +62,8 @@ class PermutePadded(Op):
     """Rows in their places: x, experts, starts → rows `[experts, places, dim]`, counts `[sources, experts]`, positions.
 
     Each expert takes at most `max(least, ⌈factor · k · tokens / experts⌉)` choices of a group; `factor` is the fraction
-    `parts / whole`. How many places a rank has follows from shapes alone; empty ones are zeros. The position of a
-    choice that was dropped is −1.
+    `parts / whole`, in evaluation `eval_parts / eval_whole`. How many places a rank has follows from shapes alone;
+    empty ones are zeros. The position of a choice that was dropped is −1.
     """
 
     mnemonic: ClassVar[str] = "permute_padded"
@@ -73,6 +73,8 @@ class PermutePadded(Op):
     shares: int
     parts: int
     whole: int
+    eval_parts: int
+    eval_whole: int
     least: int
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -94,8 +96,34 @@ class PermutePadded(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeepChoices(Op):
+    """The choices that an expert takes, −1 in the place of the others: experts `[batch, sequence, k]`, starts → alike.
+
+    What `permute_padded` drops with the same attributes.
+    """
+
+    mnemonic: ClassVar[str] = "keep_choices"
+    group: str
+    shares: int
+    parts: int
+    whole: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        experts, starts = operands
+        require(experts.dtype == "int64" and starts.shape[2] == experts.shape[2], self, "wants starts in each queue")
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return Placing((meshes.own_tokens,) * 2, (meshes.own_tokens,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LargestLoad(Op):
-    """The rows of the busiest expert of a rank: experts `[batch, sequence, k]` → scalar. Not differentiated."""
+    """The rows of the busiest expert of a rank: experts `[batch, sequence, k]`, −1 for none → scalar.
+
+    Not differentiated.
+    """
 
     mnemonic: ClassVar[str] = "largest_load"
     num_experts: int
@@ -113,7 +141,7 @@ class LargestLoad(Op):
 class PermuteDynamic(Op):
     """As `permute_padded`, with as many places for each expert as the busiest has rows: x, experts, places.
 
-    Nothing is dropped (Tutel, Hwang et al. 2022, section 3.3).
+    Only a choice of −1 is dropped (Tutel, Hwang et al. 2022, section 3.3).
     """
 
     mnemonic: ClassVar[str] = "permute_dynamic"

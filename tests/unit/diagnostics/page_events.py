@@ -96,6 +96,19 @@ def drifted() -> Sequence[Diagnostic]:
     return raised(lambda: require_alike(moe_plan(), {"layers.0.attention.q.weight": [(1, 1), (1, 1), (1, 1), (2, 1)]}))
 
 
+def killed() -> Sequence[Diagnostic]:
+    from moec.runtime.errors import RankError
+    from moec.runtime.verdict import Place, Position, judge
+
+    rows = Place("all_to_all", "ep[0..1]", (0, 2), "layer 1 (tiny.moe:14:5)")
+    loss = Place("all_reduce", "dp", (0, 1), "the model's loss (tiny.moe:3:3)")
+    verdict = judge(
+        {0: Position(True, rows, 0.4), 1: Position(True, loss, 0.1), 3: Position(False, loss, 0.1)}, 4, overdue=False
+    )
+    assert verdict is not None
+    return RankError(verdict.text).diagnostics
+
+
 def starter_over_a_file() -> Sequence[Diagnostic]:
     from moec.commands.init import run
 
@@ -129,4 +142,5 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0702": token_out_of_range,
     "MOE0703": too_large_to_verify,
     "MOE0704": drifted,
+    "MOE0705": killed,
 }

@@ -37,8 +37,6 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"}, "`gshard`", "switch, topk"),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = switch(jitter = 0.1) }"}, "`jitter`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = online()) }"}, "`bias`", ""),
-        ({"ffn": MOE.format("capacity = dynamic(max = 4.0)")}, "`max`", ""),
-        ({"ffn": MOE.format("capacity = factor(1.25, eval = 2.0)")}, "`eval`", ""),
         ({"ffn": MOE.format("capacity = factor(1.25); overflow = pad")}, "`overflow = pad`", "drop"),
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),

@@ -81,6 +81,31 @@ def test_dynamic_places_are_as_many_as_the_busiest_expert_has_rows():
     assert torch.equal(rows.flatten(0, 1)[positions], x[:, :, None].expand(3, 5, 2, 6))
 
 
+@pytest.mark.parametrize("groups", [0, 1, 3])
+@pytest.mark.parametrize(("parts", "whole"), [(1, 2), (1, 1), (4, 1)])
+def test_choices_are_kept_as_a_capacity_keeps_them(groups: int, parts: int, whole: int):
+    experts, x = chosen(), torch.randn(3, 5, 6)
+    _, counts, positions = permuted(x, experts, groups, parts, whole)
+    starts = ops.queue_starts(ops.count_queues(experts, EXPERTS), groups)
+    kept = ops.keep_choices(experts, starts, groups, 1, parts, whole)
+    assert torch.equal(kept, experts.where(positions >= 0, -1))
+    largest = ops.largest_load(kept, EXPERTS)
+    assert largest == counts.max()
+    rows, dynamic_counts, dynamic_positions = ops.permute_dynamic(x, kept, largest, EXPERTS)
+    assert rows.shape == (EXPERTS, int(largest), 6)
+    assert torch.equal(dynamic_counts, counts)
+    assert torch.equal(dynamic_positions >= 0, positions >= 0)
+
+
+def test_where_nothing_is_kept_nothing_has_a_place():
+    kept = torch.full((2, 3, 2), -1)
+    assert ops.largest_load(kept, EXPERTS) == 0
+    rows, counts, positions = ops.permute_dynamic(torch.randn(2, 3, 4), kept, torch.tensor(0), EXPERTS)
+    assert rows.shape == (EXPERTS, 0, 4)
+    assert counts.sum() == 0
+    assert (positions == -1).all()
+
+
 def test_what_is_dropped_adds_nothing_and_other_weights_stay():
     experts, x = chosen(), torch.randn(3, 5, 6)
     rows, _, positions = permuted(x, experts, 0, 1, 2)
@@ -118,6 +143,7 @@ def test_operators_are_well_formed():
     opcheck(ops.count_queues, (experts, EXPERTS))
     queues = ops.count_queues(experts, EXPERTS)
     opcheck(ops.queue_starts, (queues, 0))
+    opcheck(ops.keep_choices, (experts, ops.queue_starts(queues, 0), 0, 1, 1, 1))
     starts = ops.queue_starts(queues, 0)
     opcheck(ops.permute_padded, (x, experts, starts, 0, 1, 5, 4, 1))
     opcheck(ops.largest_load, (experts, EXPERTS))

@@ -1,0 +1,69 @@
+"""A rank that dies, stalls, raises or leaves ends the job with one message that says so."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from models import moe_plan
+
+import moec
+from moec.runtime.errors import RankError
+
+SECONDS = 3.0
+
+
+def steps_as_rank(what: str) -> str | None:
+    """Three steps, in the second of which rank 1 does `what`; what this rank was told in the end."""
+    plan = moe_plan(ranks=2, ep=2)
+    try:
+        with moec.launch(plan, device="cpu", timeout=SECONDS) as job:
+            model = job.build()
+            tokens = torch.zeros(2, 8, dtype=torch.int64)
+            for step in range(3):
+                if step == 1 and job.rank == 1:
+                    if what == "leaves":
+                        return None
+                    if what == "raises":
+                        raise LookupError("no more data")
+                    if what == "stalls":
+                        time.sleep(1.3 * SECONDS)
+                job.step(model, tokens, tokens)
+    except (RankError, LookupError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("leaves", "rank 1 left the job before the others; rank 0 waits for it in all_reduce over all ranks, start of"),
+        ("raises", "rank 1 ended with LookupError: no more data; rank 0 waits for it in all_reduce over all ranks"),
+        ("stalls", r"rank 1 has stalled: it has been in no collective for \d\.\d s, since all_reduce over"),
+    ],
+)
+def test_a_rank_that(gloo: GlooPool, what: str, told: str):
+    first, second = gloo.run(2, steps_as_rank, what, initialize=False)
+    assert re.search(told, first), first
+    if what == "stalls":
+        assert second == first
+    assert second == {"leaves": None, "raises": "no more data", "stalls": first}[what]
+
+
+def test_a_killed_rank_is_named_once_with_layer_collective_and_line():
+    here = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(here / "killed.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment, check=False)
+    assert done.returncode
+    assert done.stderr.count("MOE0705") == 1
+    told = r"rank 1 no longer answers .*; rank 0 waits for it in all_to_all over ep\S*, layer 1 \(tiny.moe:\d+\)"
+    assert re.search(told, done.stderr), done.stderr
+    assert "[rank0]: Traceback" not in done.stderr

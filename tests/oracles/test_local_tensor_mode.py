@@ -1,0 +1,93 @@
+"""The virtual cluster against torch's own ranks in one process: right plans, and wrong ones, which are wrong alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from faults import bypass, change_node, change_sums, swap_groups
+from models import moe_plan
+
+from moec.codegen.operators import CONVERSIONS, POSITIONED
+from moec.codegen.plan import Plan
+
+pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode (2.10 and later do)")
+
+from all_ranks import distance, run_both, unsharded
+
+BOUND = 1e-12
+WRONG = 1e-4
+
+PLANS: dict[str, dict[str, Any]] = {
+    "ep 2": {"ranks": 4, "ep": 2},
+    "ep 4, one choice": {"ranks": 4, "ep": 4, "gate": "topk(1)"},
+    "tp 2, ep 1": {"ranks": 2, "tp": 2, "ep": 1},
+    "dp 2, tp 2, ep 4": {"ranks": 4, "tp": 2, "ep": 4},
+    "tp 4, tokens whole": {"ranks": 4, "tp": 4, "ep": 2, "sequence_parallel": False},
+    "tp 2, dense paths beside": {"ranks": 4, "tp": 2, "ep": 2, "beside": "shared = swiglu(8); residual = gelu(8)"},
+    "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
+    "capacity of a sequence": {"ranks": 4, "ep": 2, "beside": "capacity = factor(1.0)"},
+    "capacity of a batch": {"ranks": 8, "tp": 2, "ep": 4, "beside": "capacity = factor(1.0); group = batch"},
+    "capacity of the busiest": {"ranks": 4, "ep": 4, "beside": "capacity = dynamic()"},
+    "capacity of the busiest, up to one": {"ranks": 4, "ep": 2, "tp": 2, "beside": "capacity = dynamic(max = 1.0)"},
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_torchs_own_ranks_give_what_the_virtual_cluster_and_the_unsharded_model_give(name: str):
+    plan = moe_plan(**PLANS[name], batch=8)
+    torchs, virtual = run_both(plan)
+    assert distance(torchs, virtual) < BOUND
+    assert distance(torchs, unsharded(plan)) < BOUND
+
+
+def test_evaluation_has_its_own_capacity_there_too():
+    plan = moe_plan(ranks=4, ep=2, tp=2, batch=8, beside="capacity = factor(0.5, eval = 1.5); group = batch")
+    torchs, virtual = run_both(plan.in_evaluation())
+    assert distance(torchs, virtual) < BOUND
+    assert distance(torchs, unsharded(plan, training=False)) < BOUND
+    assert distance(torchs, unsharded(plan)) > WRONG
+
+
+def test_every_conversion_is_among_these_plans():
+    plans = [moe_plan(**options, batch=8) for options in PLANS.values()]
+    used = {node.target for plan in plans for graph in plan.stages[0].graphs for node in graph.nodes}
+    assert {*CONVERSIONS, *POSITIONED} <= used
+
+
+def without(plan: Plan, target: str) -> Plan:
+    """`plan` without the first node of that operator."""
+    return bypass(plan, *first(plan, target))
+
+
+def instead(plan: Plan, target: str, other: str) -> Plan:
+    """`plan` with another operator at the first node of that one."""
+    return change_node(plan, *first(plan, target), target=other)
+
+
+def first(plan: Plan, target: str) -> tuple[str, str]:
+    return next((g.name, n.name) for g in plan.stages[0].graphs for n in g.nodes if n.target == target)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
+    "expert gradients are not summed": ("ep 2", lambda p: change_sums(p, "experts.up.weight", ())),
+    "ep and edp are swapped": ("ep 2", swap_groups),
+    "the loss is not reduced": ("ep 2", lambda p: bypass(p, "loss", "loss_2")),
+    "no copy_to": ("tp 4, tokens whole", lambda p: without(p, "moec.copy_to.default")),
+    "gathered for sharded ops as if they were alike": (
+        "tp 2, ep 1", lambda p: instead(p, "moec.all_gather.default", "moec.all_gather_alike.default")
+    ),
+    "gathered to be alike as if for sharded ops": (
+        "tp 4, tokens whole", lambda p: instead(p, "moec.all_gather_alike.default", "moec.all_gather.default")
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_plan_is_wrong_alike_on_torchs_own_ranks(fault: str):
+    name, plant = FAULTS[fault]
+    plan = moe_plan(**PLANS[name], batch=8)
+    torchs, virtual = run_both(plant(plan))
+    assert distance(torchs, unsharded(plan)) > WRONG
+    assert distance(torchs, virtual) < BOUND
