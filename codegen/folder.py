@@ -4,6 +4,7 @@ tiny.plan/
   plan.json      the manifest, the digest of every other file, and its own digest
   stages/0.json  the graphs of a stage
   stages/0.py    the same as readable Python, for people
+  kernels/*.py   Triton kernels for its layers, for people and profilers; none for processors
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.codegen.plan import Plan
+from moec.codegen.plan_kernels import kernel_files
 from moec.codegen.python import python_text
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
@@ -36,6 +38,7 @@ def plan_files(plan: Plan) -> dict[str, bytes]:
     for stage in plan.stages:
         files[f"stages/{stage.index}.json"] = canonical(stage.to_json())
         files[f"stages/{stage.index}.py"] = python_text(stage).encode()
+    files |= {name: text.encode() for name, text in kernel_files(plan).items()}
     digests = {name: digest(content) for name, content in files.items()}
     manifest = plan.manifest.model_dump(mode="json") | {"files": digests}
     files[MANIFEST] = canonical(manifest | {"digest": digest(canonical(manifest))})

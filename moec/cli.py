@@ -79,17 +79,25 @@ def inspect(
     format: Format = "full",
     rank: Annotated[int | None, typer.Option(help="Of a plan: what this rank holds, and whom it talks to.")] = None,
     graph: Annotated[str | None, typer.Option(help="Of a plan: its graphs as `mermaid` or `dot`.")] = None,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Of a plan: its kernels, compiled for its device, and what bounds each.")
+    ] = False,
 ) -> None:
     """Show every value of a file and where it came from; or a plan's groups, collectives and shards."""
     _require("--format", format, STYLES)
     _require("--graph", graph, ("mermaid", "dot"))
+    if path.is_dir() and kernels:
+        from moec.commands.inspect_kernels import inspect_kernels
+
+        print(inspect_kernels(path))
+        return
     if path.is_dir():
         from moec.commands.inspect_plan import inspect_plan
 
         print(inspect_plan(path, rank, graph))
         return
-    if rank is not None or graph is not None:
-        raise typer.BadParameter("--rank and --graph are of a plan")
+    if rank is not None or graph is not None or kernels:
+        raise typer.BadParameter("--rank, --graph and --kernels are of a plan")
     from moec.commands.inspect import run
 
     show(run(path, _lets(lets)), format)

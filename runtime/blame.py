@@ -15,6 +15,7 @@ from moec.codegen.operators import CONVERSIONS, GETITEM
 from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.mesh import EXPERT_AXES
+from moec.runtime.backends import plain_torch
 from moec.runtime.lockstep import LOSS, Lockstep, PerRank, Step, StepError
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
@@ -40,7 +41,8 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     stage = stage if model.training else stage.in_evaluation()
     leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
     whole = Lockstep(stage, 1, {}, leaves, float64=True)
-    _, whole_loss = whole.run([inputs.tokens], [inputs.labels], record=True)
+    with plain_torch():
+        _, whole_loss = whole.run([inputs.tokens], [inputs.labels], record=True)
     cluster = VirtualCluster(plan, parameters)
     losses, failure = _run(cluster, inputs)
     expected = {(s.path, s.node.value or ""): s.values[0] for s in whole.steps or () if s.node.value}
@@ -56,7 +58,8 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     error = max(relative_error(loss, whole_loss[0], whole_loss[0], 0.0) for loss in losses)
     if error > BOUND:  # every value is right, and the wrong one was given
         return _difference(steps[-1], steps, error, gradient=False)
-    whole_loss[0].backward()
+    with plain_torch():
+        whole_loss[0].backward()
     cluster.backward(losses)
     branches = _branches(steps)
     for index in range(len(steps) - 1, -1, -1):

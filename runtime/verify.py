@@ -13,6 +13,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.passes.lower import context_of
+from moec.runtime.backends import plain_torch
 from moec.runtime.errors import JobError
 from moec.runtime.lockstep import StepError
 from moec.runtime.module import IGNORED_LABEL, PlanModule
@@ -232,9 +233,10 @@ def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, 
 
 
 def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inputs) -> _Errors:
-    expected = model(inputs.tokens, inputs.labels)
-    assert expected.loss is not None
-    expected.loss.backward()
+    with plain_torch():
+        expected = model(inputs.tokens, inputs.labels)
+        assert expected.loss is not None
+        expected.loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(cluster.parameters)
     logits, loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)

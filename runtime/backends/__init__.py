@@ -7,6 +7,10 @@ written at the operator, in `moec.runtime.ops`.
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Protocol
 
@@ -14,6 +18,9 @@ from torch import Tensor
 
 VARIABLE = "MOEC_BACKEND"
 NAMES = ("torch", "triton")
+
+
+_plain: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
 
 class BackendError(RuntimeError):
@@ -110,18 +117,43 @@ class Backend(Protocol):
 def select(device: str) -> Backend:
     """The backend for a kind of device, "cpu" or "cuda" (which AMD's are too).
 
-    Plain torch, until there are Triton kernels. `MOEC_BACKEND=torch` or `triton` forces one. Raises `BackendError`.
+    Rendered Triton kernels on "cuda", plain torch on "cpu". `MOEC_BACKEND=torch` or `triton` forces one; on CPU tensors
+    Triton needs its interpreter (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain
+    torch does the work, and one warning says so. Raises `BackendError` where what is forced cannot be had.
     """
-    return _select(os.environ.get(VARIABLE), device)
+    return _select("torch" if _plain.get() else os.environ.get(VARIABLE), device)
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Within it, this thread's operators are the plain-torch ones, the definition, whatever is forced or fits.
+
+    The reference of `moec verify` runs so, or else a wrong kernel would be compared with itself.
+    """
+    token = _plain.set(True)
+    try:
+        yield
+    finally:
+        _plain.reset(token)
 
 
 @lru_cache
 def _select(forced: str | None, device: str) -> Backend:
     from moec.runtime.backends import torch_backend
 
-    if forced is None or forced == "torch":
+    if forced not in (None, *NAMES):
+        raise BackendError(f"{VARIABLE} must be one of {', '.join(NAMES)}, not {forced!r}")
+    if forced == "torch" or (forced is None and device == "cpu"):
         return torch_backend
+
+    from moec.runtime.backends.triton_support import complaint
+
+    unfit = complaint(device)
+    if unfit is None:
+        from moec.runtime.backends import triton_backend
+
+        return triton_backend
     if forced == "triton":
-        message = f"{VARIABLE}=triton: the Triton kernels are not supported yet; unset it, or say torch"
-        raise BackendError(message)
-    raise BackendError(f"{VARIABLE} must be one of {', '.join(NAMES)}, not {forced!r}")
+        raise BackendError(f"{VARIABLE}=triton: {unfit}; unset it, or say torch")
+    warnings.warn(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", stacklevel=2)
+    return torch_backend

@@ -7,7 +7,7 @@ import torch
 
 from moec.codegen.fx import resolve
 from moec.codegen.operators import GETITEM, SIGNATURES
-from moec.runtime import collectives, ops  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
 
 KINDS = {
     "tensor": {"Tensor", "Optional[Tensor]"},

@@ -1,0 +1,76 @@
+"""What a kernel computes and moves at least: the numbers under a roofline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moec.codegen.kernels import GATED, CombineShape, GatedShape, KernelShape, PermuteShape, ProductShape, RouteShape
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+INDEX = 8
+"""Bytes of a choice or a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Floating-point operations of matrix products, and bytes that memory must give or take, each tensor once."""
+
+    flops: int
+    moved: int
+
+    def seconds(self, peak: float | None, bandwidth: float) -> float:
+        """The least time on a device of `peak` FLOP/s (None: unknown) and `bandwidth` bytes/s."""
+        return max(self.moved / bandwidth, self.flops / peak if peak else 0.0)
+
+    def bound(self, peak: float | None, bandwidth: float) -> str:
+        """Which of the two takes longer."""
+        return "arithmetic" if peak and self.flops / peak > self.moved / bandwidth else "memory"
+
+
+def work_of(shape: KernelShape, kernel: str, tokens: int, rows: int) -> Work | None:
+    """The work of a shape's kernel for a rank's tokens and its experts' rows; None for tables, which are small."""
+    match shape:
+        case RouteShape():
+            scores, choices = (
+                tokens * shape.experts * BYTES[shape.dtype],
+                tokens * shape.k * (INDEX + BYTES[shape.dtype]),
+            )
+            return Work(0, (3 if kernel == "route_backward" else 2) * scores + choices)
+        case PermuteShape() | CombineShape():
+            return _of_rows(shape, kernel, tokens)
+        case ProductShape():
+            return _of_products(shape, kernel, rows)
+        case GatedShape():
+            return Work(0, (5 if kernel == "gated_backward" else 3) * tokens * shape.hidden * BYTES[shape.dtype])
+    return None
+
+
+def _of_rows(shape: PermuteShape | CombineShape, kernel: str, tokens: int) -> Work | None:
+    one = tokens * shape.dim * BYTES[shape.dtype]
+    places = tokens * shape.k * INDEX
+    match kernel:
+        case "copy" | "permute_backward" | "combine":
+            return Work(0, one + shape.k * one + places)
+        case "combine_backward":
+            return Work(0, one + 2 * shape.k * one + places)
+        case "count":
+            return Work(0, places)
+        case "rank":
+            return Work(0, 2 * places)
+    return None
+
+
+def _of_products(shape: ProductShape, kernel: str, rows: int) -> Work:
+    wide = shape.hidden * (2 if shape.activation in GATED else 1)
+    x, activated, hidden = rows * shape.dim, rows * shape.hidden, rows * wide
+    width = wide if kernel.startswith("up") else shape.hidden
+    matrix = shape.experts * width * shape.dim
+    tensors = {
+        "up": x + hidden + activated,
+        "up_backward": hidden + x,
+        "up_weights": hidden + x,
+        "down": activated + x,
+        "down_backward": x + 2 * hidden + activated,
+        "down_weights": x + activated,
+    }
+    return Work(2 * rows * shape.dim * width, (tensors[kernel] + matrix) * BYTES[shape.dtype])

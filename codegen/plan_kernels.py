@@ -1,0 +1,159 @@
+"""The kernels of a plan: which shapes its graphs ask for, and `kernels/*.py`, their source, for people and profilers.
+
+A plan's kernels are a function of its other content. They are rendered again when it is read and compared, so that an
+edited one is refused, and they are never imported: what runs is rendered from shapes, at the first call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from moec.codegen.graph import Graph, Node
+from moec.codegen.kernels import (
+    CombineShape,
+    DownShape,
+    GatedShape,
+    KernelShape,
+    PermuteShape,
+    RouteShape,
+    TilesShape,
+    UpShape,
+    complaint,
+    render,
+)
+from moec.codegen.plan import Body, ParameterData, Plan
+from moec.codegen.tiles import tiles_for
+from moec.passes.ir import Layout, Shard
+
+FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
+"""Whose tiles a device takes, by its kind or name; Hopper's otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKernel:
+    """A shape, the body that asks for it, its choices a token, and the `.moe` line."""
+
+    shape: KernelShape
+    body: str
+    k: int
+    span: str | None
+
+
+def kernel_files(plan: Plan) -> dict[str, str]:
+    """The source of every kernel by its path in the plan folder."""
+    cited: dict[KernelShape, list[str]] = {}
+    for kernel in kernels_of(plan):
+        where = f"{kernel.body} ({kernel.span})" if kernel.span else kernel.body
+        users = cited.setdefault(kernel.shape, [])
+        if where not in users:
+            users.append(where)
+    return {f"kernels/{shape.name}.py": f"{_head(users)}{render(shape)}" for shape, users in cited.items()}
+
+
+def _head(users: list[str]) -> str:
+    lines = "".join(f"# {user}\n" for user in users)
+    return f"{lines}# For reading: moec renders this again from its own templates, and never imports this file.\n\n"
+
+
+def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
+    """What a rank of the plan launches. Nothing on processors, where plain torch does the work."""
+    if plan.spec.cluster.device.kind == "cpu":
+        return ()
+    return tuple(
+        kernel
+        for stage in plan.stages
+        for body in plan.manifest.bodies
+        if body.graph in stage.by_name()
+        for kernel in (*_of_mixture(plan, body, stage.by_name()), *_of_dense(plan, stage.graph(body.graph)))
+        if complaint(kernel.shape) is None
+    )
+
+
+def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator[PlanKernel]:
+    nodes = graphs[body.graph].nodes
+    parameters = {parameter.name: parameter for parameter in body.parameters}
+    calls = [node for node in nodes if node.op == "call_module" and f"{node.target}.up.weight" in parameters]
+    routes = [node for node in nodes if node.target == "moec.route.default"]
+    if len(calls) != 1 or len(routes) != 1:
+        return
+    (call,), (route,) = calls, routes
+    assert call.graph is not None
+    up = parameters[f"{call.target}.up.weight"]
+    experts, dim, dtype = up.shape[0], up.shape[-1], up.dtype
+    _, k, score, after, normalize = route.args
+    assert isinstance(k, int)
+    assert isinstance(score, str)
+
+    def kernel(shape: KernelShape, node: Node) -> PlanKernel:
+        return PlanKernel(shape, body.graph, k, node.span)
+
+    # Logits and weights are float32 whatever the model's dtype is.
+    yield kernel(
+        RouteShape(experts=experts, k=k, score=score, after=bool(after), normalize=bool(normalize), dtype="fp32"), route
+    )
+    for node in nodes:
+        if node.target == "moec.permute.default":
+            yield kernel(PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype), node)
+        if node.target == "moec.combine.default":
+            yield kernel(CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32"), node)
+    for node in graphs[call.graph].nodes:
+        if node.target == "moec.expert_mlp.default":
+            for shape in _products(plan, up, str(node.args[-1]), k, _sources(nodes, plan)):
+                yield kernel(shape, node)
+
+
+def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
+    """The gated activations between two dense projections: their width is what the first was unflattened to."""
+    nodes = {node.name: node for node in graph.nodes}
+    for node in graph.nodes:
+        if node.target in ("moec.swiglu.default", "moec.geglu.default"):
+            source = node
+            while source.target != "aten.unflatten.int" and source.refs():
+                source = nodes[source.refs()[0]]
+            if source.args and isinstance(source.args[-1], tuple):
+                activation, width = node.target.split(".")[1], source.args[-1][-1]
+                shape = GatedShape(hidden=width, activation=activation, dtype=plan.spec.model.dtype.value)
+                yield PlanKernel(shape, graph.name, 1, node.span)
+
+
+def _products(plan: Plan, up: ParameterData, activation: str, k: int, sources: int) -> Iterator[KernelShape]:
+    experts, _, hidden, dim = _local_shape(plan, up)
+    rows = rows_per_rank(plan, k)
+    device = plan.spec.cluster.device
+    family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
+    tiles = tiles_for(up.dtype, rows, experts, (dim, hidden), family)
+    known = (experts, dim, hidden, activation, up.dtype, sources > 1)
+    yield TilesShape(experts=experts, rows=tiles.up.rows)
+    yield UpShape.of(*known, tiles.up)
+    yield DownShape.of(*known, tiles.down)
+
+
+def tokens_per_rank(plan: Plan) -> int:
+    """Of a batch, or of one sequence for each of its shares where the file trains nothing; at least 1."""
+    train, context = plan.spec.train, plan.spec.model.context or 1
+    tokens = train.batch * (train.sequence or context) if train else plan.data_size * context
+    return max(1, tokens // plan.world_size)
+
+
+def rows_per_rank(plan: Plan, k: int) -> int:
+    """Rows that a rank's experts get of so many tokens, were all of them equally busy."""
+    return tokens_per_rank(plan) * k
+
+
+def _sources(nodes: tuple[Node, ...], plan: Plan) -> int:
+    """From how many ranks rows come: ragged ones lie by rank, those in places of a capacity by expert."""
+    for node in nodes:
+        if node.target == "moec.exchange_counts.default":
+            return len(plan.manifest.groups[str(node.args[-1])][0])
+    return 1
+
+
+def _local_shape(plan: Plan, parameter: ParameterData) -> tuple[int, ...]:
+    shape, mesh = list(parameter.shape), plan.meshes[parameter.mesh]
+    for axis, placement in Layout.parse(parameter.layout).placements:
+        assert isinstance(placement, Shard)
+        shape[placement.dim] //= mesh.size(axis)
+    assert math.prod(shape) > 0
+    return tuple(shape)

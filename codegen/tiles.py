@@ -1,0 +1,77 @@
+"""How the grouped matrix products are cut into tiles: defaults by device, dtype and rows per expert.
+
+Rows per expert say which class a product is in: `few` (decoding, or very many experts), `some`, or `many`. Hopper's are
+near those of published Triton kernels; nothing is tuned at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One program's share of a product: rows × columns, `depth` at a time, with Triton's warps and pipeline stages."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.depth}w{self.warps}s{self.stages}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Of the products with `up` (whose tile has two sums, gate and up) and with `down`; as many rows in both."""
+
+    up: Tile
+    down: Tile
+
+
+FEW, SOME = 24, 96
+"""Up to so many rows per expert."""
+
+HALF: Mapping[str, Mapping[str, Tiles]] = {
+    "hopper": {
+        "few": Tiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 4)),
+        "some": Tiles(Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
+        "many": Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
+    },
+    "ampere": {
+        "few": Tiles(Tile(16, 64, 64, 4, 4), Tile(16, 128, 64, 4, 4)),
+        "some": Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
+        "many": Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
+    },
+    "cdna": {
+        "few": Tiles(Tile(16, 64, 64, 4, 2), Tile(16, 64, 64, 4, 2)),
+        "some": Tiles(Tile(64, 64, 64, 4, 2), Tile(64, 128, 64, 4, 2)),
+        "many": Tiles(Tile(128, 64, 64, 4, 2), Tile(128, 128, 64, 8, 2)),
+    },
+}
+"""bf16 and fp16. Blackwell takes Hopper's."""
+
+FULL: Mapping[str, Tiles] = {
+    "fp32": Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2)),
+    "fp64": Tiles(Tile(32, 32, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
+}
+"""Full precision is for proofs, not for speed: one class."""
+
+
+def tiles_for(dtype: str, rows: int, experts: int, widths: tuple[int, int], family: str) -> Tiles:
+    """The default tiles for `rows` rows in all, over `experts`, of a model of these two widths (dim and hidden).
+
+    `family` is "hopper" (and what came after it), "ampere" or "cdna". No tile is wider than the widest matrix.
+    """
+    each = -(-rows // experts)
+    size = "few" if each <= FEW else "some" if each <= SOME else "many"
+    chosen = FULL[dtype] if dtype in FULL else HALF[family][size]
+    widest = max(16, 1 << (max(widths) - 1).bit_length())
+    return Tiles(_narrowed(chosen.up, widest), _narrowed(chosen.down, widest))
+
+
+def _narrowed(tile: Tile, widest: int) -> Tile:
+    return Tile(tile.rows, min(tile.columns, widest), min(tile.depth, widest), tile.warps, tile.stages)

@@ -1,0 +1,70 @@
+"""`moec inspect PLAN --kernels`: every kernel of a rank, compiled for the plan's device, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from moec.codegen.kernel_work import work_of
+from moec.codegen.kernels import KernelShape, ProductShape
+from moec.codegen.plan import Plan
+from moec.codegen.plan_kernels import PlanKernel, kernels_of, rows_per_rank, tokens_per_rank
+from moec.driver import load
+from moec.grammar.spec import Device
+
+TARGETS: Mapping[str, str] = {
+    "a100": "sm_80",
+    "h100": "sm_90",
+    "h200": "sm_90",
+    "b200": "sm_100",
+    "gb200": "sm_100",
+    "gb300": "sm_100",
+    "mi300x": "gfx942",
+    "cuda": "sm_90",
+    "hip": "gfx942",
+}
+"""What to compile for, by a device's name, else by its kind."""
+
+HEAD = ("kernel", "tile", "registers", "spilled", "shared", "bound by", "at least", "serves")
+
+
+def inspect_kernels(path: Path) -> str:
+    """The text. Compiles every kernel, which takes some seconds for each."""
+    plan = load(path)
+    kernels = kernels_of(plan)
+    device = plan.spec.cluster.device
+    if not kernels:
+        return f"{plan.name}: on {device.name} plain torch does the work; there are no kernels"
+    return "\n".join(_lines(plan, device, kernels))
+
+
+def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Iterator[str]:
+    target = TARGETS.get(device.name) or TARGETS[device.kind]
+    yield f"{plan.name}: kernels of a rank, for {tokens_per_rank(plan):,} tokens, on {device.name} ({target})"
+    by_body: dict[str, list[PlanKernel]] = {}
+    for kernel in kernels:
+        by_body.setdefault(kernel.body, []).append(kernel)
+    for body, own in by_body.items():
+        rows = [row for kernel in own for row in _rows(plan, device, target, kernel)]
+        yield ""
+        yield body
+        widths = [max(len(row[column]) for row in (HEAD, *rows)) for column in range(len(HEAD))]
+        for row in (HEAD, *rows):
+            yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
+
+
+def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel) -> Iterator[tuple[str, ...]]:
+    from moec.runtime.backends.triton_compile import compile_kernels
+
+    for made in compile_kernels(kernel.shape, target):
+        work = work_of(kernel.shape, made.kernel, tokens_per_rank(plan), rows_per_rank(plan, kernel.k))
+        peak = getattr(device.peak, getattr(kernel.shape, "dtype", "fp32"))
+        bound = work.bound(peak, device.bandwidth) if work else "-"
+        least = f"{work.seconds(peak, device.bandwidth) * 1e6:,.1f} µs" if work else "-"
+        size = f"{made.shared / 1024:.1f} KiB" if made.shared else "-"
+        spilled = f"{made.spilled} B" if made.spilled else "-"
+        yield (made.kernel, _tile(kernel.shape), str(made.registers), spilled, size, bound, least, kernel.span or "")
+
+
+def _tile(shape: KernelShape) -> str:
+    return str(shape.tile) if isinstance(shape, ProductShape) else "-"

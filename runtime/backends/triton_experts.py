@@ -1,0 +1,136 @@
+"""Experts' feed-forwards by rendered kernels: grouped products without a host synchronisation.
+
+Rows of the experts' order are those of one expert side by side, whatever source they came from: `hidden` and what is
+between the two products lie so. Rows from one source lie so already; those of several are gathered where they are read
+and scattered where they are written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moec.codegen.kernels import DownShape, ProductShape, TilesShape, UpShape
+from moec.codegen.tiles import tiles_for
+from moec.runtime.backends import torch_experts
+from moec.runtime.backends.triton_launch import Kernels, dtype_name, family_of, kernels_of, no_fp64, too_many
+
+
+def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
+        return torch_experts.expert_mlp(rows, counts, up, down, activation)
+    rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
+    out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
+    if out.numel():
+        work = _Work.of(rows, counts, up, activation)
+        activated = rows.new_empty((rows.shape[0], up.shape[2]))
+        work.up.product("up", up.shape[2], rows, *work.order, up, hidden, activated)
+        work.down.product("down", rows.shape[1], activated, down, *work.order, out)
+    return out, hidden
+
+
+def expert_mlp_backward(
+    grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
+        return torch_experts.expert_mlp_backward(grad, rows, hidden, counts, up, down, activation)
+    grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
+    grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
+    if not rows.numel():
+        return grad_rows, grad_up.zero_(), grad_down.zero_()
+    work = _Work.of(rows, counts, up, activation)
+    _, parts, width, dim = up.shape
+    grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((rows.shape[0], width))
+    work.down.product("down_backward", width, grad, down, *work.order, hidden, grad_hidden, activated)
+    work.down.weights("down_weights", (dim, width), grad, activated, *work.order, grad_down)
+    work.up.product("up_backward", dim, grad_hidden, up, *work.order, grad_rows)
+    work.up.weights("up_weights", (parts * width, dim), grad_hidden, rows, *work.order, grad_up)
+    return grad_rows, grad_up, grad_down
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """Which rows and tiles are of which expert: offsets [E + 1], and an expert and a first row for each tile."""
+
+    offsets: Tensor
+    experts: Tensor
+    starts: Tensor
+
+    @property
+    def num_tiles(self) -> int:
+        """A bound from shapes alone: ⌈rows / rows of a tile⌉ and one more for each expert."""
+        return self.experts.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    """The kernels of one projection, and the table that they go by."""
+
+    shape: ProductShape
+    kernels: Kernels
+    table: _Table
+
+    def product(self, kernel: str, width: int, *arguments: Tensor) -> None:
+        """A product of all rows with a matrix of `width` columns."""
+        table = self.table
+        grid = (table.num_tiles * -(-width // self.shape.tile.columns),)
+        tables = (table.offsets, table.experts, table.starts, table.num_tiles)
+        self.kernels.launch(kernel, grid, *arguments, *tables, **self._options(kernel))
+
+    def weights(self, kernel: str, shape: tuple[int, int], *arguments: Tensor) -> None:
+        """The gradient [E, *shape] of a projection's weights."""
+        m, n = (self.kernels.blocks(size, "BW")[0] for size in shape)
+        grid = (m * n, self.table.offsets.shape[0] - 1)
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
+
+    def _options(self, kernel: str) -> dict[str, int]:
+        return {"num_warps": self.shape.warps(kernel), "num_stages": self.shape.tile.stages}
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Both projections over the same rows; `order` holds where rows lie, if not in the experts' order."""
+
+    up: _Products
+    down: _Products
+    order: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, rows: Tensor, counts: Tensor, up: Tensor, activation: str) -> _Work:
+        num_rows, dim = rows.shape
+        sources, experts = counts.shape
+        _refuse_other_sum(counts, num_rows)
+        dtype, hidden, gathered = dtype_name(rows), up.shape[2], sources > 1
+        tiles = tiles_for(dtype, num_rows, experts, (dim, hidden), family_of(rows.device))
+        places = kernels_of(TilesShape(experts=experts, rows=tiles.up.rows), rows)
+
+        counts = counts.contiguous()
+        num_tiles = -(-num_rows // tiles.up.rows) + experts
+        offsets, of_tiles, starts = (
+            counts.new_empty(n, dtype=torch.int32) for n in (experts + 1, num_tiles, num_tiles)
+        )
+        places.launch(
+            "table", places.blocks(num_tiles), counts, offsets, of_tiles, starts, sources, num_rows, num_tiles
+        )
+        order: tuple[Tensor, ...] = ()
+        if gathered:
+            order = (counts.new_empty(num_rows, dtype=torch.int32),)
+            places.launch("order", (experts, sources), counts, offsets, *order, sources, num_rows)
+
+        table = _Table(offsets, of_tiles, starts)
+        known = (experts, dim, hidden, activation, dtype, gathered)
+        up_shape, down_shape = UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
+        return cls(
+            _Products(up_shape, kernels_of(up_shape, rows), table),
+            _Products(down_shape, kernels_of(down_shape, rows), table),
+            order,
+        )
+
+
+def _refuse_other_sum(counts: Tensor, num_rows: int) -> None:
+    """Only where looking costs no synchronisation; elsewhere the table stays within the rows that there are."""
+    if counts.device.type == "cpu" and int(counts.sum()) != num_rows:
+        message = f"moec::expert_mlp: the counts add up to {int(counts.sum())}, but there are {num_rows} rows"
+        raise RuntimeError(message)

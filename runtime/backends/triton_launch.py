@@ -1,0 +1,94 @@
+"""From a shape to launches of its kernels."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.codegen.kernels import MOST_EXPERTS, KernelShape
+from moec.runtime.backends import BackendError
+from moec.runtime.backends.triton_modules import module_of
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def dtype_name(x: Tensor) -> str:
+    """What shapes of kernels call a tensor's dtype. Raises `BackendError` for bf16 in the interpreter.
+
+    There its matrix product is wrong, and what devices round is cut off (Triton 3.6 to 3.9).
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        raise BackendError("Triton's interpreter computes bf16 wrongly: use fp32 or fp64, or MOEC_BACKEND=torch")
+    return _NAMES[x.dtype]
+
+
+@cache
+def family_of(device: torch.device) -> str:
+    """Which defaults of `moec.codegen.tiles` a device takes; the interpreter takes any."""
+    if device.type != "cuda":
+        return "hopper"
+    if torch.version.hip is not None:
+        return "cdna"
+    return "hopper" if torch.cuda.get_device_capability(device) >= (9, 0) else "ampere"
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of one shape on one device."""
+
+    module: ModuleType
+    device: torch.device
+
+    def launch(self, kernel: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Run `kernel` on the current stream; a grid without programs runs nothing."""
+        if all(grid):
+            with _on(self.device):
+                getattr(self.module, kernel)[grid](*arguments, enable_fp_fusion=True, **options)
+
+    def blocks(self, number: int, constant: str = "BLOCK") -> tuple[int]:
+        """The grid for `number` of what a program does `BLOCK` of."""
+        return (-(-number // getattr(self.module, constant).value),)
+
+
+@cache
+def _kernels(shape: KernelShape, device: torch.device) -> Kernels:
+    return Kernels(module_of(shape), device)
+
+
+def kernels_of(shape: KernelShape, x: Tensor) -> Kernels:
+    """The kernels of a shape for the device that `x` is on."""
+    return _kernels(shape, x.device)
+
+
+@cache
+def too_many(num_experts: int) -> bool:
+    """Whether plain torch must serve so many experts; warns of it, once."""
+    if num_experts <= MOST_EXPERTS:
+        return False
+    warnings.warn(
+        f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", stacklevel=3
+    )
+    return True
+
+
+@cache
+def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether plain torch must multiply float64 matrices: Triton 3.6 compiles no such product for AMD. Warns once."""
+    if dtype != torch.float64 or device.type != "cuda" or torch.version.hip is None:
+        return False
+    warnings.warn("moec has no float64 products for AMD devices; they run in plain torch", stacklevel=3)
+    return True
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    # Triton launches on the current device, whatever device the tensors are on. In the interpreter exp(1000) is inf, as
+    # on a device, and NumPy would warn of it.
+    return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")

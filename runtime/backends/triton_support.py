@@ -1,0 +1,49 @@
+"""Whether the rendered kernels can run here."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+
+import numpy as np
+import torch
+
+OLDEST, NEWEST = (3, 6), (3, 9)
+"""The versions of Triton that the kernels are tried with."""
+
+OLDEST_CAPABILITY = (8, 0)
+"""Before it, no bf16 matrix product (NVIDIA, compute capability)."""
+
+
+def complaint(device: str) -> str | None:
+    """Why the kernels cannot run on a kind of device, in one line; None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    import triton
+
+    version = _version(triton.__version__)
+    if not OLDEST <= version <= NEWEST:
+        return f"the kernels are for Triton {_dotted(OLDEST)} to {_dotted(NEWEST)}, this is {triton.__version__}"
+    if device == "cpu" and not _interpreting():
+        return "on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"
+    if device == "cpu" and version < (3, 7) and _version(np.__version__) >= (2, 4):
+        return f"the interpreter of Triton {triton.__version__} does not work with NumPy 2.4 or newer"
+    if torch.cuda.is_available() and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability()
+        if capability < OLDEST_CAPABILITY:
+            have, need = _dotted(capability), _dotted(OLDEST_CAPABILITY)
+            return f"the kernels need compute capability {need}, {torch.cuda.get_device_name()} has {have}"
+    return None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"[0-9]+", text)[:2])
+
+
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,110 @@
+"""Rendered kernels compiled ahead of time for devices that are not here; registers and spills are bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from moec.codegen.kernels import (
+    CombineShape,
+    DownShape,
+    GatedShape,
+    KernelShape,
+    PermuteShape,
+    RouteShape,
+    TilesShape,
+    UpShape,
+)
+from moec.codegen.tiles import tiles_for
+from moec.runtime.backends.triton_compile import TARGETS, compile_kernels
+
+FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": "cdna"}
+SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
+"""What a block may have."""
+
+SPILLED, SPILLED_ODD = 256, 1024
+"""Bytes a thread: a little in the widest epilogues, more where rows are not aligned and no load is a vector."""
+
+# dim, hidden, experts, k: the canonical layers, and one whose every number is odd.
+LAYERS = {
+    "mixtral 8x7b": (4096, 14336, 8, 2),
+    "qwen3 30b": (2048, 768, 128, 8),
+    "olmoe": (2048, 1024, 64, 8),
+    "deepseek v3": (7168, 2048, 256, 8),
+    "gpt-oss 120b": (2880, 2880, 128, 4),
+    "odd": (100, 75, 6, 3),
+}
+ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu", "relu2")
+GATES = [("softmax", False, True), ("softmax", True, False), ("sigmoid", False, False), ("sigmoid", True, True)]
+
+
+def shapes(
+    layer: tuple[int, int, int, int], dtype: str, activation: str, tokens: int, gathered: bool, target: str
+) -> Iterator[KernelShape]:
+    """Everything that a layer launches."""
+    dim, _, experts, k = layer
+    yield PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype)
+    yield CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32")
+    yield GatedShape(hidden=dim, activation="geglu", dtype=dtype)
+    yield from products(layer, dtype, activation, tokens, gathered, target)
+
+
+def products(
+    layer: tuple[int, int, int, int], dtype: str, activation: str, tokens: int, gathered: bool, target: str
+) -> Iterator[KernelShape]:
+    """The experts'."""
+    dim, hidden, experts, k = layer
+    tiles = tiles_for(dtype, tokens * k, experts, (dim, hidden), FAMILIES[target])
+    known = (experts, dim, hidden, activation, dtype, gathered)
+    yield TilesShape(experts=experts, rows=tiles.up.rows)
+    yield UpShape.of(*known, tiles.up)
+    yield DownShape.of(*known, tiles.down)
+
+
+def require_fits(shape: KernelShape, target: str) -> None:
+    """Compiles, and takes no more than a device has."""
+    made = list(compile_kernels(shape, target))
+    assert made
+    for kernel in made:
+        assert kernel.registers <= (512 if target == "gfx942" else 255), kernel
+        assert kernel.spilled <= (SPILLED_ODD if getattr(shape, "dim", 0) % 16 else SPILLED), kernel
+        assert kernel.shared <= SHARED[target], kernel
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_experts_of_a_layer_compile_for(target: str) -> None:
+    for shape in products(LAYERS["mixtral 8x7b"], "bf16", "swiglu", 8192, False, target):
+        require_fits(shape, target)
+
+
+def test_all_kernels_of_a_layer_compile() -> None:
+    require_fits(RouteShape(experts=64, k=8, score="softmax", after=False, normalize=True, dtype="fp32"), "sm_90")
+    for shape in shapes(LAYERS["olmoe"], "bf16", "swiglu", 8192, True, "sm_90"):
+        require_fits(shape, "sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
+def test_the_canonical_layers_compile(layer: tuple[int, int, int, int], target: str) -> None:
+    _, _, experts, k = layer
+    for score, after, normalize in GATES:
+        shape = RouteShape(experts=experts, k=k, score=score, after=after, normalize=normalize, dtype="fp32")
+        require_fits(shape, target)
+    for tokens in (64, 1024, 32768):
+        for gathered in (False, True):
+            for shape in shapes(layer, "bf16", "swiglu", tokens, gathered, target):
+                require_fits(shape, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["fp16", "fp32", "fp64"])
+def test_every_activation_and_dtype_compiles(dtype: str, target: str) -> None:
+    if (dtype, target) == ("fp64", "gfx942"):
+        pytest.skip("plain torch multiplies them (`no_fp64`)")
+    for activation in ACTIVATIONS:
+        for layer in (LAYERS["olmoe"], LAYERS["odd"]):
+            for shape in products(layer, dtype, activation, 8192, True, target):
+                require_fits(shape, target)

@@ -1,0 +1,85 @@
+"""`moec inspect PLAN --kernels`: shapes, what a compiler says of them, and the work under a roofline."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from models import moe_plan
+from typer.testing import CliRunner
+
+from moec.cli import app
+from moec.codegen.kernel_work import work_of
+from moec.codegen.kernels import CombineShape, DownShape, UpShape
+from moec.codegen.tiles import Tile
+from moec.driver import compile as compile_source
+
+SMALL = """
+device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }
+model "small" {
+  vocab = 64
+  dim   = 64
+  depth = 1
+  dtype = fp32
+  layers {
+    attention = mha(heads = 2)
+    moe { experts = 4 * gelu(32); gate = topk(2) }
+  }
+}
+cluster "one" { device = "toy"; level "gpu" { size = 1 } }
+train { batch = 2; sequence = 64; optimizer = adamw(lr = 1e-2) }
+"""
+TILE = Tile(16, 16, 16, 4, 2)
+COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "tile": TILE}
+
+
+def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: Path) -> None:
+    folder = compile_source(SMALL).save(tmp_path / "small.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    head, _, body, titles, *rows = done.stdout.splitlines()
+    assert head == "small: kernels of a rank, for 128 tokens, on toy (sm_90)"
+    assert body == "layers[0]"
+    assert titles.split()[0] == "kernel"
+    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in rows}
+    assert set(cells) == {
+        "route", "route_backward", "count", "scan", "rank", "copy", "permute_backward", "combine", "combine_backward",
+        "table", "order", "up", "up_backward", "up_weights", "down", "down_backward", "down_weights",
+    }  # fmt: skip
+    # 256 rows times 64 times 32, twice: 1.05 MFLOP at 1 TFLOP/s.
+    assert cells["down"][1].startswith("64x64x32")
+    assert cells["down"][5:] == ["arithmetic", "1.0 µs", "<text>:10"]
+    assert int(cells["down"][2]) > 16
+    # 128 tokens of 64 numbers, read and written twice as rows, and 256 places.
+    assert cells["copy"][5:7] == ["memory", "0.1 µs"]
+
+
+def test_on_processors_there_are_none(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["inspect", str(moe_plan().save(tmp_path / "tiny.plan")), "--kernels"])
+    assert done.exit_code == 0
+    assert "plain torch does the work" in done.stdout
+
+
+def test_kernels_are_of_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "small.moe"
+    file.write_text(SMALL)
+    done = CliRunner().invoke(app, ["inspect", str(file), "--kernels"])
+    assert done.exit_code == 2
+    assert "of a plan" in done.output
+
+
+def test_work_is_that_of_the_tensors() -> None:
+    up, down = (cls(**COUNTED, activation="swiglu") for cls in (UpShape, DownShape))
+    work = work_of(up, "up", 50, 100)
+    assert work is not None
+    # Gate and up: 2 · 100 · 64 · 64; rows, hidden, activated and the matrices once each.
+    assert (work.flops, work.moved) == (2 * 100 * 64 * 64, 4 * (100 * 64 + 100 * 64 + 100 * 32 + 4 * 64 * 64))
+    total = sum(work_of(up, name, 50, 100).flops for name in ("up", "up_backward", "up_weights"))
+    total += sum(work_of(down, name, 50, 100).flops for name in ("down", "down_backward", "down_weights"))
+    assert total == 18 * 100 * 64 * 32  # 6 forward and 12 backward, gated
+
+    combine = work_of(CombineShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", 50, 100)
+    assert combine is not None
+    assert (combine.flops, combine.moved) == (0, 50 * 64 * 2 * 3 + 50 * 2 * 8)
+    assert combine.bound(1e12, 1e12) == "memory"
+    assert combine.seconds(None, 1e9) == combine.moved / 1e9
