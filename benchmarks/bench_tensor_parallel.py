@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bench_gloo import RANKS, Choices, mean_over_ranks
 from plain_tensor_parallel import ShardedModel
 from plain_weights import plain_state_dict
 from report import Row, median, parser, report
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import moec
 from moec.grammar.spec import Spec
@@ -33,7 +33,6 @@ from moec.runtime.groups import resolve
 from moec.runtime.optimizer import make_optimizer
 
 FILE = Path(__file__).parents[1] / "examples" / "folded.moe"
-RANKS = 4
 LIMIT = 1.10
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-5
@@ -103,20 +102,6 @@ def leaving(kind: str, first: Tensor, second: object = None, *rest: Any, group: 
         return second.nbytes * (1 - kept / max(1, second.shape[0]))
     whole = first if kind.startswith("all_gather") else second
     return whole.nbytes * (ranks - 1) / ranks
-
-
-class Choices(TorchDispatchMode):
-    """Keeps the experts that every layer chose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts: list[Tensor] = []
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = operator(*args, **(kwargs or {}))
-        if operator is torch.ops.moec.route.default:
-            self.experts.append(result[2])
-        return result
 
 
 def least_bytes(job: moec.Job, model: nn.Module, shape: tuple[int, int], chosen: list[Tensor]) -> dict[str, float]:
@@ -229,12 +214,6 @@ def rank_main(steps: int, dim: int, sequence: int, result: Path) -> None:
         figures = mean_over_ranks(figures)
     if job.rank == 0:
         result.write_text(json.dumps(figures))
-
-
-def mean_over_ranks(figures: dict[str, float]) -> dict[str, float]:
-    values = torch.tensor(list(figures.values()), dtype=torch.float64)
-    dist.all_reduce(values)
-    return dict(zip(figures, (values / RANKS).tolist(), strict=True))
 
 
 # ---- the whole -----------------------------------------------------------------------------------------
