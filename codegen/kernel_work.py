@@ -49,13 +49,13 @@ def _of_rows(shape: PermuteShape | CombineShape, kernel: str, tokens: int) -> Wo
     one = tokens * shape.dim * BYTES[shape.dtype]
     places = tokens * shape.k * INDEX
     match kernel:
-        case "copy" | "permute_backward" | "combine":
+        case "copy" | "add_rows" | "combine":
             return Work(0, one + shape.k * one + places)
         case "combine_backward":
             return Work(0, one + 2 * shape.k * one + places)
         case "count":
             return Work(0, places)
-        case "rank":
+        case "rank" | "invert" | "add_parts":
             return Work(0, 2 * places)
     return None
 

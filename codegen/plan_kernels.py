@@ -33,12 +33,16 @@ FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 
 @dataclass(frozen=True, slots=True)
 class PlanKernel:
-    """A shape, the body that asks for it, its choices a token, and the `.moe` line."""
+    """A shape, the body that asks for it, its choices a token, the `.moe` line, and which of its kernels are launched.
+
+    All of them where `only` names none.
+    """
 
     shape: KernelShape
     body: str
     k: int
     span: str | None
+    only: tuple[str, ...] = ()
 
 
 def kernel_files(plan: Plan) -> dict[str, str]:
@@ -86,21 +90,31 @@ def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator
     assert isinstance(k, int)
     assert isinstance(score, str)
 
-    def kernel(shape: KernelShape, node: Node) -> PlanKernel:
-        return PlanKernel(shape, body.graph, k, node.span)
+    def kernel(shape: KernelShape, node: Node, *only: str) -> PlanKernel:
+        return PlanKernel(shape, body.graph, k, node.span, only)
 
     # Logits and weights are float32 whatever the model's dtype is.
     yield kernel(
         RouteShape(experts=experts, k=k, score=score, after=bool(after), normalize=bool(normalize), dtype="fp32"), route
     )
+    permute = PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype)
+    combine = CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32")
     for node in nodes:
         if node.target == "moec.permute.default":
-            yield kernel(PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype), node)
+            yield kernel(permute, node)
+            yield kernel(combine, node, "add_rows")
         if node.target == "moec.combine.default":
-            yield kernel(CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32"), node)
+            yield kernel(combine, node, "combine", "combine_backward")
     for node in graphs[call.graph].nodes:
-        if node.target == "moec.expert_mlp.default":
-            for shape in _products(plan, up, str(node.args[-1]), k, _sources(nodes, plan)):
+        if node.target == "moec.mixture_mlp.default":
+            yield kernel(permute, node, "count", "scan", "rank")
+            yield kernel(combine, node, "invert", "combine", "add_parts", "add_rows")
+        if node.target in ("moec.expert_mlp.default", "moec.mixture_mlp.default"):
+            of_tokens = k if node.target == "moec.mixture_mlp.default" else 0
+            sources = _sources(nodes, plan)
+            tiles, *products = _products(plan, up, str(node.args[-1]), k, sources, of_tokens)
+            yield kernel(tiles, node, *(("table",) if sources == 1 else ()))
+            for shape in products:
                 yield kernel(shape, node)
 
 
@@ -118,13 +132,15 @@ def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
                 yield PlanKernel(shape, graph.name, 1, node.span)
 
 
-def _products(plan: Plan, up: ParameterData, activation: str, k: int, sources: int) -> Iterator[KernelShape]:
+def _products(
+    plan: Plan, up: ParameterData, activation: str, k: int, sources: int, of_tokens: int
+) -> Iterator[KernelShape]:
     experts, _, hidden, dim = _local_shape(plan, up)
     rows = rows_per_rank(plan, k)
     device = plan.spec.cluster.device
     family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
     tiles = tiles_for(up.dtype, rows, experts, (dim, hidden), family)
-    known = (experts, dim, hidden, activation, up.dtype, sources > 1)
+    known = (experts, dim, hidden, activation, up.dtype, sources > 1, of_tokens)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
     yield UpShape.of(*known, tiles.up)
     yield DownShape.of(*known, tiles.down)

@@ -56,7 +56,7 @@ def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Itera
 def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel) -> Iterator[tuple[str, ...]]:
     from moec.runtime.backends.triton_compile import compile_kernels
 
-    for made in compile_kernels(kernel.shape, target):
+    for made in compile_kernels(kernel.shape, target, kernel.only):
         work = work_of(kernel.shape, made.kernel, tokens_per_rank(plan), rows_per_rank(plan, kernel.k))
         peak = getattr(device.peak, getattr(kernel.shape, "dtype", "fp32"))
         bound = work.bound(peak, device.bandwidth) if work else "-"

@@ -23,6 +23,7 @@ from moec.runtime.backends.torch_backend import (
 )
 from moec.runtime.backends.triton_experts import expert_mlp, expert_mlp_backward
 from moec.runtime.backends.triton_gated import geglu, geglu_backward, swiglu, swiglu_backward
+from moec.runtime.backends.triton_mixture import mixture_mlp, mixture_mlp_backward
 from moec.runtime.backends.triton_routing import route, route_backward
 from moec.runtime.backends.triton_rows import combine, combine_backward, permute, permute_backward
 
@@ -39,6 +40,8 @@ __all__ = [
     "geglu_backward",
     "keep_choices",
     "largest_load",
+    "mixture_mlp",
+    "mixture_mlp_backward",
     "permute",
     "permute_backward",
     "permute_dynamic",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels import CombineShape, PermuteShape
+from moec.codegen.kernels import CombineShape, PermuteShape, accumulator
 from moec.runtime.backends import torch_rows
-from moec.runtime.backends.triton_launch import dtype_name, kernels_of, too_many
+from moec.runtime.backends.torch_rows import refuse_out_of_range
+from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of, too_many
 
 
 def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -15,28 +16,43 @@ def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tenso
         return torch_rows.permute(x, experts, num_experts)
     x, experts, k, dim = x.contiguous(), experts.contiguous(), experts.shape[2], x.shape[-1]
     num_choices = experts.numel()
-    _refuse_out_of_range(experts, num_experts)
+    refuse_out_of_range("permute", experts, num_experts)
     rows, counts = x.new_empty((num_choices, dim)), experts.new_zeros((1, num_experts))
     positions = torch.empty_like(experts)
     if num_choices:
         kernels = kernels_of(PermuteShape(experts=num_experts, k=k, dim=dim, dtype=dtype_name(x)), x)
-        grid = kernels.blocks(num_choices)
-        by_block = experts.new_empty((num_experts, *grid), dtype=torch.int32)
-        kernels.launch("count", grid, experts, by_block, num_choices, *grid)
-        kernels.launch("scan", (num_experts,), by_block, counts, *grid)
-        kernels.launch("rank", grid, experts, by_block, counts, positions, num_choices, *grid)
+        _rank(kernels, experts, counts, positions)
         kernels.launch("copy", (num_choices // k, *kernels.blocks(dim, "BLOCK_D")), x, positions, rows)
     return rows, counts, positions
+
+
+def places_of(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """counts [1, num_experts] and positions [B, S, k] as `permute` gives them; −1 for a choice of −1."""
+    experts, k = experts.contiguous(), experts.shape[2]
+    counts, positions = experts.new_zeros((1, num_experts)), torch.empty_like(experts)
+    if experts.numel():
+        kernels = kernels_of(PermuteShape(experts=num_experts, k=k, dim=x.shape[-1], dtype=dtype_name(x)), x)
+        _rank(kernels, experts, counts, positions)
+    return counts, positions
+
+
+def _rank(kernels: Kernels, experts: Tensor, counts: Tensor, positions: Tensor) -> None:
+    num_choices = experts.numel()
+    grid = kernels.blocks(num_choices)
+    by_block = experts.new_empty((counts.shape[1], *grid), dtype=torch.int32)
+    kernels.launch("count", grid, experts, by_block, num_choices, *grid)
+    kernels.launch("scan", (counts.shape[1],), by_block, counts, *grid)
+    kernels.launch("rank", grid, experts, by_block, counts, positions, num_choices, *grid)
 
 
 def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
     grad, positions, dim = grad.contiguous(), positions.contiguous(), grad.shape[1]
     *tokens, k = positions.shape
     grad_x = grad.new_empty((*tokens, dim))
-    # How many experts there are is the forward's; its backward reads places alone.
-    kernels = kernels_of(PermuteShape(experts=1, k=k, dim=dim, dtype=dtype_name(grad)), grad)
+    dtype = dtype_name(grad)
+    kernels = kernels_of(CombineShape(k=k, dim=dim, dtype=dtype, weights=accumulator(dtype)), grad)
     grid = (positions.numel() // k, *kernels.blocks(dim, "BLOCK_D"))
-    kernels.launch("permute_backward", grid, grad, positions, grad_x)
+    kernels.launch("add_rows", grid, grad, positions, grad_x)
     return grad_x
 
 
@@ -64,12 +80,3 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
 
 def _combine_shape(rows: Tensor, weights: Tensor) -> CombineShape:
     return CombineShape(k=weights.shape[2], dim=rows.shape[1], dtype=dtype_name(rows), weights=dtype_name(weights))
-
-
-def _refuse_out_of_range(experts: Tensor, num_experts: int) -> None:
-    """Only where looking costs no synchronisation."""
-    if experts.device.type == "cpu" and experts.numel():
-        least, most = (int(bound) for bound in experts.aminmax())
-        if least < 0 or most >= num_experts:
-            message = f"moec::permute: experts must be from 0 to {num_experts - 1}, not {least} to {most}"
-            raise RuntimeError(message)

@@ -56,8 +56,9 @@ def products(
     """The experts'."""
     dim, hidden, experts, k = layer
     tiles = tiles_for(dtype, tokens * k, experts, (dim, hidden), FAMILIES[target])
-    known = (experts, dim, hidden, activation, dtype, gathered)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
+    # Rows from other ranks lie where they came; those of tokens that stayed are gathered from these.
+    known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k)
     yield UpShape.of(*known, tiles.up)
     yield DownShape.of(*known, tiles.down)
 

@@ -30,7 +30,7 @@ cluster "one" { device = "toy"; level "gpu" { size = 1 } }
 train { batch = 2; sequence = 64; optimizer = adamw(lr = 1e-2) }
 """
 TILE = Tile(16, 16, 16, 4, 2)
-COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "tile": TILE}
+COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "k": 0, "tile": TILE}
 
 
 def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: Path) -> None:
@@ -43,15 +43,15 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     assert titles.split()[0] == "kernel"
     cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in rows}
     assert set(cells) == {
-        "route", "route_backward", "count", "scan", "rank", "copy", "permute_backward", "combine", "combine_backward",
-        "table", "order", "up", "up_backward", "up_weights", "down", "down_backward", "down_weights",
+        "route", "route_backward", "count", "scan", "rank", "invert", "combine", "add_parts", "add_rows",
+        "table", "up", "up_backward", "up_weights", "down", "down_backward", "down_weights",
     }  # fmt: skip
     # 256 rows times 64 times 32, twice: 1.05 MFLOP at 1 TFLOP/s.
     assert cells["down"][1].startswith("64x64x32")
     assert cells["down"][5:] == ["arithmetic", "1.0 µs", "<text>:10"]
     assert int(cells["down"][2]) > 16
-    # 128 tokens of 64 numbers, read and written twice as rows, and 256 places.
-    assert cells["copy"][5:7] == ["memory", "0.1 µs"]
+    # 128 tokens of 64 numbers, read twice as rows and written once, and 256 places.
+    assert cells["combine"][5:7] == ["memory", "0.1 µs"]
 
 
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
