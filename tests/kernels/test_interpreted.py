@@ -1,6 +1,7 @@
 """The rendered kernels against plain torch, in Triton's interpreter.
 
-The interpreter must be on before Triton is imported, so that one process of its own runs all of `interpreted.py`.
+The interpreter must be on before Triton is imported, so that one process of its own runs `interpreted.py` and
+`conformance/`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter() -> None:
         "-p",
         "no:cacheprovider",
         str(Path(__file__).parent / "interpreted.py"),
+        str(Path(__file__).parent / "conformance"),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

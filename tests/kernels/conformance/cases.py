@@ -1,0 +1,226 @@
+"""The table of cases: what every backend must compute as the definition does.
+
+A case takes a backend and `Numbers` and gives results; what it draws depends on neither. Forward and backward belong
+to one case, for what lies between them is a backend's own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from places import Numbers
+from torch import Tensor
+
+from moec.runtime.backends import Backend
+
+Case = Callable[[Backend, Numbers], Sequence[Tensor]]
+
+# ---- route -------------------------------------------------------------------------------------------
+
+HOW = list(itertools.product(("softmax", "sigmoid"), (False, True), (False, True)))
+ROUTES = [(1, 1), (8, 8), (13, 3), (256, 8)]
+
+
+def route(backend: Backend, numbers: Numbers, how: tuple[str, bool, bool]) -> list[Tensor]:
+    results = []
+    for (experts, k), tokens in itertools.product(ROUTES, (1, 65)):
+        logits = numbers.logits(tokens, experts)
+        probabilities, weights, chosen = backend.route(logits, k, *how)
+        results += [probabilities, weights, chosen]
+        of_all, of_chosen = numbers.of_router(*probabilities.shape), numbers.of_router(*weights.shape)
+        for gradients in ((of_all, of_chosen), (of_all, None), (None, of_chosen)):
+            results.append(backend.route_backward(logits, *gradients, weights, chosen, *how))
+    return results
+
+
+def route_nothing(backend: Backend, numbers: Numbers) -> list[Tensor]:
+    logits = numbers.of_router(2, 0, 5)
+    probabilities, weights, chosen = backend.route(logits, 2, "softmax", False, True)
+    grad = backend.route_backward(logits, None, weights, weights, chosen, "softmax", False, True)
+    return [probabilities, weights, chosen, grad]
+
+
+def equal_scores(backend: Backend, numbers: Numbers, how: tuple[str, bool, bool]) -> list[Tensor]:
+    """Ties, also among -inf."""
+    logits = torch.randint(-2, 3, (2, 40, 12), generator=numbers.draw).double()
+    logits[0, 0] = -torch.inf
+    logits[0, 0, 5] = 0.0
+    logits[0, 1] = 0.0
+    _, _, chosen = backend.route(logits.to(numbers.device, numbers.router_dtype), 5, *how)
+    assert chosen[0, 1].tolist() == [0, 1, 2, 3, 4]
+    return [chosen]
+
+
+# ---- permute, combine --------------------------------------------------------------------------------
+
+# batch, tokens, experts, k, dim
+ROWS = {
+    "uneven": (2, 33, 6, 2, 5),
+    "many experts": (1, 12, 200, 8, 3),
+    "k is all": (1, 9, 4, 4, 16),
+    "one token": (1, 1, 8, 2, 7),
+    "no tokens": (1, 0, 8, 2, 7),
+    "no sequences": (0, 5, 8, 2, 7),
+    "one expert": (1, 12, 1, 1, 2),
+    "more than one block": (1, 70, 64, 2, 1),
+    "wide": (1, 2, 3, 2, 2100),
+}
+
+
+def rows(backend: Backend, numbers: Numbers, shape: tuple[int, ...], skew: float = 0.0) -> list[Tensor]:
+    batch, tokens, experts, k, dim = shape
+    x = numbers.normal(batch, tokens, dim)
+    permuted, counts, positions = backend.permute(x, numbers.choices(batch, tokens, experts, k, skew), experts)
+    back = backend.permute_backward(numbers.normal(*permuted.shape), positions)
+    given, weights = numbers.normal(*permuted.shape), numbers.of_router(*positions.shape)
+    combined = backend.combine(given, positions, weights)
+    grads = backend.combine_backward(numbers.normal(*x.shape), given, positions, weights)
+    return [permuted, counts, positions, back, combined, *grads]
+
+
+def one_expert_takes_all(backend: Backend, numbers: Numbers) -> list[Tensor]:
+    """In the order of the tokens."""
+    x, experts = numbers.normal(1, 300, 4), numbers.whole(torch.full((1, 300, 1), 3))
+    permuted, counts, positions = backend.permute(x, experts, 6)
+    assert torch.equal(permuted, x[0])
+    assert counts.tolist() == [[0, 0, 0, 300, 0, 0]]
+    assert positions.flatten().tolist() == list(range(300))
+    return [permuted, counts, positions]
+
+
+def random_loads() -> Iterator[tuple[str, Case]]:
+    draw = random.Random(0)
+    for number in range(8):
+        experts = draw.randint(1, 40)
+        shape = (1, draw.randint(1, 60), experts, draw.randint(1, min(experts, 6)), draw.randint(1, 40))
+        yield f"rows, random {number}", partial(rows, shape=shape, skew=draw.choice([0.0, 1.0, 5.0]))
+
+
+# ---- expert_mlp --------------------------------------------------------------------------------------
+
+# Rows each source sends for each expert.
+COUNTS = {
+    "uneven": [[3, 1, 4]],
+    "more than one tile": [[70, 0, 33, 65]],
+    "all to one": [[0, 130, 0, 0]],
+    "one row": [[0, 1]],
+    "no rows": [[0, 0, 0]],
+    "one expert": [[5]],
+    "four sources": [[3, 1, 2], [0, 2, 0], [0, 0, 0], [1, 70, 1]],
+    "two sources, no rows": [[0, 0], [0, 0]],
+    "two sources, an expert that neither uses": [[2, 0, 1], [1, 0, 2]],
+}
+# dim, hidden: below a tile, multiples of it, and beyond it by a little.
+WIDTHS = [(6, 5), (64, 32), (70, 40)]
+ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu", "relu2")
+
+
+def experts(
+    backend: Backend, numbers: Numbers, counts: list[list[int]], widths: tuple[int, int], activation: str
+) -> list[Tensor]:
+    """Random numbers of unit variance throughout."""
+    of_experts = numbers.whole(torch.tensor(counts))
+    num_experts, parts = of_experts.shape[1], 2 if activation in ("swiglu", "geglu") else 1
+    dim, hidden = widths
+    given = numbers.normal(int(of_experts.sum()), dim)
+    up = numbers.normal(num_experts, parts, hidden, dim, scale=dim**-0.5)
+    down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
+    out, saved = backend.expert_mlp(given, of_experts, up, down, activation)
+    grad = numbers.normal(*out.shape)
+    return [out, *backend.expert_mlp_backward(grad, given, saved, of_experts, up, down, activation)]
+
+
+def random_experts() -> Iterator[tuple[str, Case]]:
+    draw = random.Random(0)
+    for number in range(6):
+        num_experts, sources, most = draw.randint(1, 9), draw.choice([1, 1, 3]), draw.choice([1, 5, 90])
+        counts = [[draw.randint(0, most) for _ in range(num_experts)] for _ in range(sources)]
+        widths, activation = (draw.randint(1, 80), draw.randint(1, 80)), draw.choice(ACTIVATIONS)
+        yield f"experts, random {number}", partial(experts, counts=counts, widths=widths, activation=activation)
+
+
+# ---- the rest ----------------------------------------------------------------------------------------
+
+
+def gated(backend: Backend, numbers: Numbers, name: str) -> list[Tensor]:
+    results = []
+    for shape in ((2, 3, 2, 5), (1, 1, 2, 1100), (0, 4, 2, 8), (7, 2, 64)):
+        x = numbers.normal(*shape, scale=3.0)
+        results.append(getattr(backend, name)(x))
+        results.append(getattr(backend, f"{name}_backward")(numbers.normal(*results[-1].shape), x))
+    return results
+
+
+def rope(backend: Backend, numbers: Numbers) -> list[Tensor]:
+    x = numbers.normal(2, 7, 3, 8)
+    return [backend.rope(x, 1e4), backend.rope_backward(numbers.normal(*x.shape), 1e4)]
+
+
+def balance(backend: Backend, numbers: Numbers) -> list[Tensor]:
+    choices = numbers.choices(4, 9, 6, 2)
+    results = [backend.count_choices(choices, 6, groups) for groups in (0, 2)]
+    probabilities = numbers.logits(36, 6).softmax(-1).view(4, 9, 6)
+    for counts in list(results):
+        results.append(backend.switch_loss(probabilities, counts))
+        results.append(backend.switch_loss_backward(results[-1].new_tensor(2.0), probabilities, counts))
+    return results
+
+
+def padded(backend: Backend, numbers: Numbers, groups: int, least: int, tokens: int = 9) -> list[Tensor]:
+    """A capacity of 1.25; with `least`, room for all."""
+    num_experts, dim, how = 6, 5, (groups, 1, 5, 4)
+    x, choices = numbers.normal(4, tokens, dim), numbers.choices(4, tokens, num_experts, 2, skew=1.0)
+    queues = backend.count_queues(choices, num_experts)
+    starts = backend.queue_starts(queues, groups)
+    kept = backend.keep_choices(choices, starts, *how)
+    largest = backend.largest_load(kept, num_experts)
+    results = [queues, starts, kept, largest]
+    for given, counts, positions in (
+        backend.permute_padded(x, choices, starts, *how, least),
+        backend.permute_dynamic(x, kept, largest, num_experts),
+    ):
+        back = backend.permute_padded_backward(numbers.normal(*given.shape), positions)
+        filled, weights = numbers.normal(*given.shape), numbers.of_router(*positions.shape)
+        combined = backend.combine_padded(filled, positions, weights)
+        grads = backend.combine_padded_backward(numbers.normal(*x.shape), filled, positions, weights)
+        results += [given, counts, positions, back, combined, *grads]
+    return results
+
+
+OF_ROUTER: dict[str, Case] = {
+    **{f"route {' '.join(map(str, how))}": partial(route, how=how) for how in HOW},
+    **{f"equal scores {' '.join(map(str, how))}": partial(equal_scores, how=how) for how in HOW},
+    "route, no tokens": route_nothing,
+    "balance": balance,
+}
+"""In float32 and float64 alone."""
+
+CASES: dict[str, Case] = {
+    **{f"rows, {name}": partial(rows, shape=shape) for name, shape in ROWS.items()},
+    "rows, one expert takes all": one_expert_takes_all,
+    **dict(random_loads()),
+    **{
+        f"experts, {name}": partial(experts, counts=counts, widths=(70, 40), activation="swiglu")
+        for name, counts in COUNTS.items()
+    },
+    **{
+        f"experts, {activation} {widths} {len(counts)}": partial(
+            experts, counts=counts, widths=widths, activation=activation
+        )
+        for activation, widths in itertools.product(ACTIVATIONS, WIDTHS)
+        for counts in ([[3, 1, 40]], [[3, 1], [2, 5]])
+    },
+    **dict(random_experts()),
+    "swiglu": partial(gated, name="swiglu"),
+    "geglu": partial(gated, name="geglu"),
+    "rope": rope,
+    "padded, sequences": partial(padded, groups=0, least=1),
+    "padded, groups": partial(padded, groups=2, least=1),
+    "padded, room for all": partial(padded, groups=1, least=99),
+    "padded, no tokens": partial(padded, groups=0, least=1, tokens=0),
+}
+"""In every dtype."""

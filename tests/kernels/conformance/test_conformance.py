@@ -1,0 +1,43 @@
+"""Every operator of every backend present, on every device present, against the definition: plain torch in float64.
+
+`test_interpreted.py` runs this folder once more, with Triton's interpreter on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from cases import CASES, OF_ROUTER
+from places import NO_CUDA, PLACES, ROUTER, TOLERANCE, Numbers, Place
+
+from moec.runtime.backends import torch_backend
+
+
+def _all() -> Iterator[object]:
+    for place in PLACES:
+        for name in (*OF_ROUTER, *CASES):
+            for dtype in place.dtypes:
+                if name in CASES or dtype in ROUTER:
+                    said = f"{place.name}-{name}-{str(dtype).removeprefix('torch.')}"
+                    yield pytest.param(place, name, dtype, id=said)
+    if NO_CUDA:
+        yield pytest.param(None, "", None, id="on cuda", marks=pytest.mark.skip(reason=NO_CUDA))
+
+
+@pytest.mark.parametrize(("place", "name", "dtype"), list(_all()))
+def test_a_backend_computes_what_the_definition_says(place: Place, name: str, dtype: torch.dtype) -> None:
+    case = {**OF_ROUTER, **CASES}[name]
+    ours = case(place.backend, Numbers(dtype, place.device))
+    alike = case(torch_backend, Numbers(dtype))
+    exact = case(torch_backend, Numbers(dtype, exact=True))
+    for number, (one, same, other) in enumerate(zip(ours, alike, exact, strict=True)):
+        assert one.device.type == place.device
+        assert (one.shape, one.dtype) == (same.shape, same.dtype), number
+        if not one.dtype.is_floating_point:
+            assert torch.equal(one.cpu(), other), number
+        elif one.numel():
+            scale = max(1.0, float(other.abs().max()))
+            error = float((one.cpu().double() - other).abs().max()) / scale
+            assert error <= TOLERANCE[dtype], number
