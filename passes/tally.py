@@ -13,6 +13,7 @@ from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import size_of
 from moec.passes.ir.ops import (
     AllToAll,
+    AllToAllPadded,
     Call,
     Collective,
     ExchangeCounts,
@@ -118,24 +119,29 @@ def _sizes(program: Program, block: Block, batch: int, sequence: int) -> dict[st
     for op in block.ops:
         match op:
             case PermutePadded():
-                sizes["places"] = _places(op, op.num_experts, dense, batch, sequence, k)
+                groups, capacity, tokens = _capacity(op, op.num_experts, dense, batch, sequence, k)
+                sizes["places"] = dense.ranks * groups * min(capacity, tokens)
             case PermuteDynamic():
                 sizes["places"] = -(-rows // op.num_experts)
             case KeepChoices():
                 experts = block.operands(op)[1].shape[3]
                 assert isinstance(experts, int)
-                sizes["rows"] = min(rows, experts * _places(op, experts, dense, batch, sequence, k))
+                groups, capacity, _ = _capacity(op, experts, dense, batch, sequence, k)
+                sizes["rows"] = min(
+                    rows, experts * capacity * groups * (dense.size("dp") if op.group != "batch" else 1)
+                )
     return sizes
 
 
-def _places(op: PermutePadded | KeepChoices, experts: int, dense: Mesh, batch: int, sequence: int, k: int) -> int:
-    """Places of one expert on all ranks together, in training: a rank has as many as its groups can fill."""
+def _capacity(
+    op: PermutePadded | KeepChoices, experts: int, dense: Mesh, batch: int, sequence: int, k: int
+) -> tuple[int, int, int]:
+    """In training: a rank's routing groups, an expert's capacity in one, and the rank's tokens of one."""
     dp, tp = dense.size("dp"), dense.size("tp")
     groups = {"sequence": max(1, batch // dp), "batch": 1, "rank": max(1, op.shares // dp)}[op.group]
     tokens = batch * sequence // (dp * tp * groups)
     whole = tokens * tp * (dp if op.group == "batch" else 1)
-    capacity = max(op.least, -(-op.parts * k * whole // (op.whole * experts)))
-    return dp * tp * groups * min(capacity, tokens)
+    return groups, max(op.least, -(-op.parts * k * whole // (op.whole * experts))), tokens
 
 
 def _mesh_of(program: Program, block: Block, axis: str) -> Mesh:
@@ -182,7 +188,7 @@ def sent_bytes(program: Program, block: Block, op: Collective, batch: int, seque
     elif "sources" in moved.shape:
         volume = size_of(moved.shape, {"sources": 1})
     else:
-        others = (axis for axis in moved.layout.sharded_axes() if axis != op.axis)
+        others = (axis for axis in moved.layout.sharded_axes() if axis != op.axis or isinstance(op, AllToAllPadded))
         volume = size_of(moved.shape, sizes) / math.prod(meshes.size(axis) for axis in others)
     part = volume * DTYPE_BYTES[moved.dtype] * (ranks - 1) / ranks
     forward, backward = op.sends

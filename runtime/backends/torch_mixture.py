@@ -29,7 +29,7 @@ def mixture_mlp(
     flat = x.reshape(-1, dim)
     hidden = x.new_empty((choices.numel(), up.shape[1] // width, width))
     out = x.new_empty((num_rows + 1, dim))
-    out[num_rows] = 0
+    out[num_rows:], hidden[num_rows:] = 0, 0
     own_rows, activated = (x.new_empty((max(sizes, default=0), each)) for each in (dim, width))
     for expert, (start, stop) in enumerate(pairwise(accumulate(sizes, initial=0))):
         if stop > start:
