@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moec.codegen.kernels import GATED, CombineShape, GatedShape, KernelShape, PermuteShape, ProductShape, RouteShape
+from moec.codegen.kernels_padded import PlacesShape, QueuesShape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 INDEX = 8
@@ -38,6 +39,10 @@ def work_of(shape: KernelShape, kernel: str, tokens: int, rows: int) -> Work | N
             return Work(0, (3 if kernel == "route_backward" else 2) * scores + choices)
         case PermuteShape() | CombineShape():
             return _of_rows(shape, kernel, tokens)
+        case PlacesShape():
+            return _of_places(shape, kernel, tokens)
+        case QueuesShape():
+            return _of_queues(kernel, rows * INDEX)
         case ProductShape():
             return _of_products(shape, kernel, rows)
         case GatedShape():
@@ -57,6 +62,28 @@ def _of_rows(shape: PermuteShape | CombineShape, kernel: str, tokens: int) -> Wo
             return Work(0, places)
         case "rank":
             return Work(0, 2 * places)
+    return None
+
+
+def _of_places(shape: PlacesShape, kernel: str, tokens: int) -> Work:
+    """Where as many places as choices are there: capacity 1, nothing dropped."""
+    one = tokens * shape.dim * BYTES[shape.dtype]
+    places, taken = tokens * shape.k * INDEX, tokens * shape.k
+    match kernel:
+        case "mark":
+            return Work(0, places + taken)
+        case "combine_padded_backward":
+            return Work(0, one + 2 * shape.k * one + places + taken)
+    return Work(0, one + shape.k * one + places)
+
+
+def _of_queues(kernel: str, choices: int) -> Work | None:
+    """Counts of blocks are small beside the bytes of the choices."""
+    match kernel:
+        case "count":
+            return Work(0, choices)
+        case "keep" | "place":
+            return Work(0, 2 * choices)
     return None
 
 

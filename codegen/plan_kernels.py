@@ -23,6 +23,7 @@ from moec.codegen.kernels import (
     complaint,
     render,
 )
+from moec.codegen.kernels_padded import PlacesShape, QueuesShape
 from moec.codegen.plan import Body, ParameterData, Plan
 from moec.codegen.tiles import tiles_for
 from moec.passes.ir import Layout, Shard
@@ -98,10 +99,34 @@ def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator
             yield kernel(PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype), node)
         if node.target == "moec.combine.default":
             yield kernel(CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32"), node)
+    for shape, node in _of_capacity(nodes, experts, k, dim, dtype):
+        yield kernel(shape, node)
     for node in graphs[call.graph].nodes:
         if node.target == "moec.expert_mlp.default":
             for shape in _products(plan, up, str(node.args[-1]), k, _sources(nodes, plan)):
                 yield kernel(shape, node)
+
+
+def _of_capacity(
+    nodes: tuple[Node, ...], experts: int, k: int, dim: int, dtype: str
+) -> Iterator[tuple[KernelShape, Node]]:
+    """Queues of the j-th choices and of all choices, and places: each with the first node that asks for it."""
+    own, all_choices = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
+    places = PlacesShape(k=k, dim=dim, dtype=dtype)
+    asked: dict[str, tuple[KernelShape, ...]] = {
+        "count_queues": (own,),
+        "queue_starts": (own,),
+        "keep_choices": (own,),
+        "largest_load": (all_choices,),
+        "permute_padded": (own, all_choices, places),
+        "permute_dynamic": (all_choices, places),
+        "combine_padded": (places,),
+    }
+    first: dict[KernelShape, Node] = {}
+    for node in nodes:
+        for shape in asked.get(node.target.removeprefix("moec.").removesuffix(".default"), ()):
+            first.setdefault(shape, node)
+    yield from first.items()
 
 
 def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:

@@ -30,8 +30,8 @@ from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
-both_dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3}
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from moec.codegen.kernels import (
     TilesShape,
     UpShape,
 )
+from moec.codegen.kernels_padded import PlacesShape, QueuesShape
 from moec.codegen.tiles import tiles_for
 from moec.runtime.backends.triton_compile import TARGETS, compile_kernels
 
@@ -47,7 +48,16 @@ def shapes(
     yield PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype)
     yield CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32")
     yield GatedShape(hidden=dim, activation="geglu", dtype=dtype)
+    yield from padded(layer, dtype)
     yield from products(layer, dtype, activation, tokens, gathered, target)
+
+
+def padded(layer: tuple[int, int, int, int], dtype: str) -> Iterator[KernelShape]:
+    """What a capacity adds."""
+    dim, _, experts, k = layer
+    yield QueuesShape(experts=experts, k=k)
+    yield QueuesShape(experts=experts, k=1)
+    yield PlacesShape(k=k, dim=dim, dtype=dtype)
 
 
 def products(
@@ -107,4 +117,15 @@ def test_every_activation_and_dtype_compiles(dtype: str, target: str) -> None:
     for activation in ACTIVATIONS:
         for layer in (LAYERS["olmoe"], LAYERS["odd"]):
             for shape in products(layer, dtype, activation, 8192, True, target):
+                require_fits(shape, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_places_of_every_dtype_and_number_of_experts_compile(target: str) -> None:
+    for experts in (1, 3, 1000, 2048):
+        require_fits(QueuesShape(experts=experts, k=1), target)
+    for dtype in ("fp16", "fp32", "fp64"):
+        for layer in (LAYERS["olmoe"], LAYERS["odd"]):
+            for shape in padded(layer, dtype):
                 require_fits(shape, target)

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from moec.cli import app
 from moec.codegen.kernel_work import work_of
 from moec.codegen.kernels import CombineShape, DownShape, UpShape
+from moec.codegen.kernels_padded import PlacesShape, QueuesShape
 from moec.codegen.tiles import Tile
 from moec.driver import compile as compile_source
 
@@ -54,6 +55,24 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     assert cells["copy"][5:7] == ["memory", "0.1 µs"]
 
 
+def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
+    text = SMALL.replace("gate = topk(2)", "gate = topk(2); capacity = factor(1.25)")
+    folder = compile_source(text).save(tmp_path / "padded.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    rows = [re.split(r"  +", row.strip()) for row in done.stdout.splitlines()[4:]]
+    names = [row[0] for row in rows]
+    # Queues of first and second choices, and of all choices; rows in places, and no rows sorted.
+    assert [name for name in names if name in ("count", "scan", "start", "keep", "place")] == [
+        "count", "scan", "start", "keep", "place",
+    ] * 2  # fmt: skip
+    assert {"fill", "permute_padded_backward", "combine_padded", "mark", "combine_padded_backward"} <= {*names}
+    assert not {"rank", "copy", "combine"} & {*names}
+    # 128 tokens of 64 numbers, read and written twice as rows, and 256 places, at 1 TB/s.
+    (fill,) = (row for row in rows if row[0] == "fill")
+    assert fill[5:] == ["memory", "0.1 µs", "<text>:10"]
+
+
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(moe_plan().save(tmp_path / "tiny.plan")), "--kernels"])
     assert done.exit_code == 0
@@ -83,3 +102,21 @@ def test_work_is_that_of_the_tensors() -> None:
     assert (combine.flops, combine.moved) == (0, 50 * 64 * 2 * 3 + 50 * 2 * 8)
     assert combine.bound(1e12, 1e12) == "memory"
     assert combine.seconds(None, 1e9) == combine.moved / 1e9
+
+
+def test_work_of_queues_and_places_is_that_of_choices_and_rows() -> None:
+    queues, places = QueuesShape(experts=8, k=2), PlacesShape(k=2, dim=64, dtype="bf16")
+    moved = {name: work_of(queues, name, 50, 100) for name in ("count", "keep", "place")}
+    assert {name: work and work.moved for name, work in moved.items()} == {"count": 800, "keep": 1600, "place": 1600}
+    assert work_of(queues, "scan", 50, 100) is None
+    row = 64 * 2
+    for kernel, expected in {
+        "fill": 50 * row + 100 * row + 800,
+        "permute_padded_backward": 50 * row + 100 * row + 800,
+        "combine_padded": 50 * row + 100 * row + 800,
+        "mark": 800 + 100,
+        "combine_padded_backward": 50 * row + 200 * row + 800 + 100,
+    }.items():
+        work = work_of(places, kernel, 50, 100)
+        assert work is not None
+        assert (work.flops, work.moved) == (0, expected), kernel
