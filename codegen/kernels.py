@@ -73,51 +73,6 @@ class RouteShape(KernelShape):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PermuteShape(KernelShape):
-    """`permute`: the places of T·k choices, by counting, and the rows moved to them."""
-
-    template: ClassVar[str] = "permute"
-    experts: int
-    k: int
-    dim: int
-    dtype: str
-
-    def constants(self) -> dict[str, Any]:
-        """Blocks of about 8,192 comparisons; of at most 2,048 columns."""
-        width = power_of_two(self.experts)
-        block = max(1, min(256, 8192 // width))
-        return {"EP": width, "BLOCK": block, "SCAN": 1024, "BLOCK_D": min(2048, power_of_two(self.dim))}
-
-    def pointers(self) -> dict[str, str]:
-        """Choices, counts within blocks, and places."""
-        return {"experts_ptr": "i64", "counts_ptr": "i32", "totals_ptr": "i64", "positions_ptr": "i64"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CombineShape(KernelShape):
-    """`combine`, its backward and that of `permute`: each token's sum of its k rows."""
-
-    template: ClassVar[str] = "combine"
-    k: int
-    dim: int
-    dtype: str
-    weights: str
-
-    def constants(self) -> dict[str, Any]:
-        """At most 2,048 columns at a time."""
-        return {"BLOCK_D": min(2048, power_of_two(self.dim))}
-
-    def pointers(self) -> dict[str, str]:
-        """Places, and weights in the router's dtype."""
-        return {
-            "positions_ptr": "i64",
-            "order_ptr": "i32",
-            "parts_ptr": accumulator(self.dtype),
-            **dict.fromkeys(("weights_ptr", "grad_weights_ptr"), self.weights),
-        }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedShape(KernelShape):
     """The gated activation of a dense feed-forward, and its gradient."""
 

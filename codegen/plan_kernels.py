@@ -12,17 +12,16 @@ from dataclasses import dataclass
 
 from moec.codegen.graph import Graph, Node
 from moec.codegen.kernels import (
-    CombineShape,
     DownShape,
     GatedShape,
     KernelShape,
-    PermuteShape,
     RouteShape,
     TilesShape,
     UpShape,
     complaint,
     render,
 )
+from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 from moec.codegen.plan import Body, ParameterData, Plan
 from moec.codegen.tiles import tiles_for
 from moec.passes.ir import Layout, Shard
@@ -97,18 +96,13 @@ def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator
     yield kernel(
         RouteShape(experts=experts, k=k, score=score, after=bool(after), normalize=bool(normalize), dtype="fp32"), route
     )
-    permute = PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype)
-    combine = CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32")
-    for node in nodes:
-        if node.target == "moec.permute.default":
-            yield kernel(permute, node)
-            yield kernel(combine, node, "add_rows")
-        if node.target == "moec.combine.default":
-            yield kernel(combine, node, "combine", "combine_backward")
+    asked: dict[KernelShape, tuple[Node, list[str]]] = {}
+    for node in (*nodes, *graphs[call.graph].nodes):
+        for shape, names in _of_rows(node.target, experts, k, dim, dtype):
+            asked.setdefault(shape, (node, []))[1].extend(names)
+    for shape, (node, launched) in asked.items():
+        yield kernel(shape, node, *dict.fromkeys(launched))
     for node in graphs[call.graph].nodes:
-        if node.target == "moec.mixture_mlp.default":
-            yield kernel(permute, node, "count", "scan", "rank")
-            yield kernel(combine, node, "invert", "combine", "add_parts", "add_rows")
         if node.target in ("moec.expert_mlp.default", "moec.mixture_mlp.default"):
             of_tokens = k if node.target == "moec.mixture_mlp.default" else 0
             sources = _sources(nodes, plan)
@@ -116,6 +110,39 @@ def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator
             yield kernel(tiles, node, *(("table",) if sources == 1 else ()))
             for shape in products:
                 yield kernel(shape, node)
+
+
+def _of_rows(target: str, experts: int, k: int, dim: int, dtype: str) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
+    """The kernels with which an operator and its backward count choices and move rows."""
+    own, every = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
+    places = PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
+    counting = ("count", "scan")
+    match target.removeprefix("moec.").removesuffix(".default"):
+        case "permute":
+            yield every, (*counting, "rank")
+            yield places, ("fill", "add_rows")
+        case "permute_padded":
+            yield own, (*counting, "keep")
+            yield every, (*counting, "place")
+            yield places, ("fill", "add_rows")
+        case "permute_dynamic":
+            yield every, (*counting, "place")
+            yield places, ("fill", "add_rows")
+        case "mixture_mlp":
+            yield every, (*counting, "rank")
+            yield places, ("invert", "combine", "add_parts", "add_rows")
+        case "combine":
+            yield places, ("combine", "combine_backward")
+        case "combine_padded":
+            yield places, ("combine", "mark", "combine_backward")
+        case "count_queues":
+            yield own, counting
+        case "queue_starts":
+            yield own, ("start",)
+        case "keep_choices":
+            yield own, (*counting, "keep")
+        case "largest_load":
+            yield every, counting
 
 
 def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:

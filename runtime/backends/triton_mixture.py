@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels import CombineShape
 from moec.runtime.backends import torch_mixture
 from moec.runtime.backends.torch_rows import refuse_out_of_range
 from moec.runtime.backends.triton_experts import Work
-from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
-from moec.runtime.backends.triton_rows import places_of
+from moec.runtime.backends.triton_launch import no_fp64, too_many
+from moec.runtime.backends.triton_queues import Queues
+from moec.runtime.backends.triton_rows import Places
 
 
 def mixture_mlp(
@@ -25,19 +25,19 @@ def mixture_mlp(
         return torch_mixture.mixture_mlp(x, experts, weights, up, down, activation)
     refuse_out_of_range("mixture_mlp", experts, num_experts, -1)
     x, weights, up, down = x.contiguous(), weights.contiguous(), up.contiguous(), down.contiguous()
-    counts, positions = places_of(x, experts, num_experts)
+    queues = Queues.of_all(experts, num_experts)
+    counts, positions = queues.totals.view(1, num_experts), queues.positions(experts.shape)
     num_rows = experts.numel()
-    mixed, hidden = torch.empty_like(x), x.new_empty((num_rows, *up.shape[1:3]))
-    if num_rows:
-        combine = _combine(x, positions, weights)
-        order = _order(combine, positions)
-        work = Work.of(x, num_rows, counts, up, activation, k, order)
-        activated, rows = x.new_empty((num_rows, up.shape[2])), x.new_empty((num_rows, dim))
-        work.up.product("up", up.shape[2], x, order, up, hidden, activated)
-        work.down.product("down", dim, activated, down, rows)
-        grid = (num_rows // k, *combine.blocks(dim, "BLOCK_D"))
-        combine.launch("combine", grid, rows, positions, weights, mixed)
-    return mixed, counts, hidden, positions
+    hidden = x.new_empty((num_rows, *up.shape[1:3]))
+    if not num_rows:
+        return torch.empty_like(x), counts, hidden, positions
+    places = Places.of(x, positions, weights)
+    order = places.order()
+    work = Work.of(x, num_rows, counts, up, activation, k, order)
+    activated, rows = x.new_empty((num_rows, up.shape[2])), x.new_empty((num_rows, dim))
+    work.up.product("up", up.shape[2], x, order, up, hidden, activated)
+    work.down.product("down", dim, activated, down, rows)
+    return places.combine(rows, weights), counts, hidden, positions
 
 
 def mixture_mlp_backward(
@@ -55,15 +55,14 @@ def mixture_mlp_backward(
     if too_many(num_experts) or no_fp64(x.device, x.dtype):
         return torch_mixture.mixture_mlp_backward(grad, x, hidden, counts, positions, weights, up, down, activation)
     grad, x, hidden, weights, up, down = (t.contiguous() for t in (grad, x, hidden, weights, up, down))
-    grad_x, grad_weights = torch.empty_like(x), torch.empty_like(weights)
-    grad_up, grad_down = torch.empty_like(up), torch.empty_like(down)
+    grad_weights, grad_up, grad_down = torch.empty_like(weights), torch.empty_like(up), torch.empty_like(down)
     num_rows = positions.numel()
     if not num_rows:
-        return grad_x, grad_weights, grad_up.zero_(), grad_down.zero_()
+        return torch.empty_like(x), grad_weights, grad_up.zero_(), grad_down.zero_()
 
     _, parts, width, _ = up.shape
-    combine = _combine(x, positions, weights)
-    order = _order(combine, positions)
+    places = Places.of(x, positions, weights)
+    order = places.order()
     work = Work.of(x, num_rows, counts, up, activation, k, order)
     grad_hidden, activated = torch.empty_like(hidden), x.new_empty((num_rows, width))
     num_parts = -(-width // work.down.shape.tile.columns)
@@ -71,25 +70,10 @@ def mixture_mlp_backward(
     work.down.product(
         "down_backward", width, grad, down, order, weights, of_weights, hidden, grad_hidden, activated, more=(num_rows,)
     )
-    combine.launch(
-        "add_parts", combine.blocks(num_rows), of_weights, positions, grad_weights, num_rows, num_parts, num_rows
-    )
+    places.add_parts(of_weights, grad_weights)
     work.down.weights("down_weights", (dim, width), grad, activated, order, grad_down)
     del activated
     grad_rows = x.new_empty((num_rows, dim))
     work.up.product("up_backward", dim, grad_hidden, up, grad_rows)
     work.up.weights("up_weights", (parts * width, dim), grad_hidden, x, order, grad_up)
-    combine.launch("add_rows", (num_rows // k, *combine.blocks(dim, "BLOCK_D")), grad_rows, positions, grad_x)
-    return grad_x, grad_weights, grad_up, grad_down
-
-
-def _combine(x: Tensor, positions: Tensor, weights: Tensor) -> Kernels:
-    shape = CombineShape(k=positions.shape[2], dim=x.shape[2], dtype=dtype_name(x), weights=dtype_name(weights))
-    return kernels_of(shape, x)
-
-
-def _order(combine: Kernels, positions: Tensor) -> Tensor:
-    """Which choice each row is, [R] int32; undefined beyond the rows that there are."""
-    order = positions.new_empty(positions.numel(), dtype=torch.int32)
-    combine.launch("invert", combine.blocks(positions.numel()), positions, order, positions.numel())
-    return order
+    return places.add_rows(grad_rows), grad_weights, grad_up, grad_down

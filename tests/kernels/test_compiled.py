@@ -7,15 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from moec.codegen.kernels import (
-    CombineShape,
     DownShape,
     GatedShape,
     KernelShape,
-    PermuteShape,
     RouteShape,
     TilesShape,
     UpShape,
 )
+from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 from moec.codegen.tiles import tiles_for
 from moec.runtime.backends.triton_compile import TARGETS, compile_kernels
 
@@ -43,11 +42,17 @@ def shapes(
     layer: tuple[int, int, int, int], dtype: str, activation: str, tokens: int, gathered: bool, target: str
 ) -> Iterator[KernelShape]:
     """Everything that a layer launches."""
-    dim, _, experts, k = layer
-    yield PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype)
-    yield CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32")
-    yield GatedShape(hidden=dim, activation="geglu", dtype=dtype)
+    yield GatedShape(hidden=layer[0], activation="geglu", dtype=dtype)
+    yield from rows(layer, dtype)
     yield from products(layer, dtype, activation, tokens, gathered, target)
+
+
+def rows(layer: tuple[int, int, int, int], dtype: str) -> Iterator[KernelShape]:
+    """What counts choices and moves rows, with a capacity too."""
+    dim, _, experts, k = layer
+    yield QueuesShape(experts=experts, k=k)
+    yield QueuesShape(experts=experts, k=1)
+    yield PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
 
 
 def products(
@@ -108,4 +113,15 @@ def test_every_activation_and_dtype_compiles(dtype: str, target: str) -> None:
     for activation in ACTIVATIONS:
         for layer in (LAYERS["olmoe"], LAYERS["odd"]):
             for shape in products(layer, dtype, activation, 8192, True, target):
+                require_fits(shape, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_places_of_every_dtype_and_number_of_experts_compile(target: str) -> None:
+    for experts in (1, 3, 1000, 2048):
+        require_fits(QueuesShape(experts=experts, k=1), target)
+    for dtype in ("fp16", "fp32", "fp64"):
+        for layer in (LAYERS["olmoe"], LAYERS["odd"]):
+            for shape in rows(layer, dtype):
                 require_fits(shape, target)

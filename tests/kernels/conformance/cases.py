@@ -172,7 +172,7 @@ def mixture(
 # batch, tokens, experts, k
 MIXTURES = {
     "uneven": (2, 33, 6, 2),
-    "many experts": (1, 12, 200, 8),
+    "many experts": (1, 9, 40, 8),
     "k is all": (1, 9, 4, 4),
     "one token": (1, 1, 8, 2),
     "no tokens": (1, 0, 8, 2),
@@ -253,7 +253,7 @@ CASES: dict[str, Case] = {
         for counts in ([[3, 1, 40]], [[3, 1], [2, 5]])
     },
     **dict(random_experts()),
-    **{f"mixture, {name}": partial(mixture, shape=shape) for name, shape in MIXTURES.items()},
+    **{f"mixture, {name}": partial(mixture, shape=shape, widths=(20, 9)) for name, shape in MIXTURES.items()},
     **{
         f"mixture, {activation} {widths}": partial(
             mixture, shape=(2, 20, 5, 2), widths=widths, activation=activation, dropped=0.3, skew=1.0

@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.codegen.kernel_work import work_of
-from moec.codegen.kernels import CombineShape, DownShape, UpShape
+from moec.codegen.kernels import DownShape, UpShape
+from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 from moec.codegen.tiles import Tile
 from moec.driver import compile as compile_source
 
@@ -54,6 +55,25 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     assert cells["combine"][5:7] == ["memory", "0.1 µs"]
 
 
+def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
+    text = SMALL.replace("gate = topk(2)", "gate = topk(2); capacity = factor(1.25)")
+    text = text.replace("size = 1", "size = 2").replace("batch = 2;", "batch = 4;") + "parallel { ep = 2 }"
+    folder = compile_source(text).save(tmp_path / "padded.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    rows = [re.split(r"  +", row.strip()) for row in done.stdout.splitlines()[4:]]
+    names = [row[0] for row in rows]
+    # Queues of first and second choices, and of all choices; rows in places.
+    assert [name for name in names if name in ("count", "scan", "start", "keep", "place")] == [
+        "count", "scan", "start", "keep", "count", "scan", "place",
+    ]  # fmt: skip
+    assert {"fill", "add_rows", "combine", "mark", "combine_backward"} <= {*names}
+    assert not {"rank", "invert"} & {*names}
+    # 128 tokens of 64 numbers, read and written twice as rows, and 256 places, at 1 TB/s.
+    (fill,) = (row for row in rows if row[0] == "fill")
+    assert fill[5:] == ["memory", "0.1 µs", "<text>:10"]
+
+
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(moe_plan().save(tmp_path / "tiny.plan")), "--kernels"])
     assert done.exit_code == 0
@@ -78,8 +98,26 @@ def test_work_is_that_of_the_tensors() -> None:
     total += sum(work_of(down, name, 50, 100).flops for name in ("down", "down_backward", "down_weights"))
     assert total == 18 * 100 * 64 * 32  # 6 forward and 12 backward, gated
 
-    combine = work_of(CombineShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", 50, 100)
+    combine = work_of(PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", 50, 100)
     assert combine is not None
     assert (combine.flops, combine.moved) == (0, 50 * 64 * 2 * 3 + 50 * 2 * 8)
     assert combine.bound(1e12, 1e12) == "memory"
     assert combine.seconds(None, 1e9) == combine.moved / 1e9
+
+
+def test_work_of_queues_and_places_is_that_of_choices_and_rows() -> None:
+    queues, places = QueuesShape(experts=8, k=2), PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32")
+    moved = {name: work_of(queues, name, 50, 100) for name in ("count", "keep", "place")}
+    assert {name: work and work.moved for name, work in moved.items()} == {"count": 800, "keep": 1600, "place": 1600}
+    assert work_of(queues, "scan", 50, 100) is None
+    row = 64 * 2
+    for kernel, expected in {
+        "fill": 50 * row + 100 * row + 800,
+        "add_rows": 50 * row + 100 * row + 800,
+        "combine": 50 * row + 100 * row + 800,
+        "mark": 800 + 100,
+        "combine_backward": 50 * row + 200 * row + 800 + 100,
+    }.items():
+        work = work_of(places, kernel, 50, 100)
+        assert work is not None
+        assert (work.flops, work.moved) == (0, expected), kernel
