@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import cache
@@ -257,11 +258,12 @@ with moec.launch(plan, device="cpu") as job:
 """
 
 
-def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, *arguments: str, processes: int, **environment: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run([*launcher, str(script), *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
+    command, given = [*launcher, str(script), *arguments], {**os.environ, **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, cwd=folder)
 
 
 def test_torchrun_runs_a_saved_plan_and_each_mistake_is_said_once(tmp_path):
@@ -282,3 +284,8 @@ def test_torchrun_runs_a_saved_plan_and_each_mistake_is_said_once(tmp_path):
     assert wrong_world.returncode == 1
     assert wrong_world.stderr.count("MOE0701") == 1
     assert "torchrun --nproc-per-node 2" in wrong_world.stderr
+
+    no_backend = torchrun(tmp_path, plan, "32", processes=2, MOEC_BACKEND="nonsense")
+    assert no_backend.returncode == 1
+    assert no_backend.stderr.count("MOE0706") == 1
+    assert "Traceback" not in no_backend.stderr.split("MOE0706")[0]
