@@ -94,6 +94,26 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
             torch.testing.assert_close(result["parameters"][parameter], whole[index], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "capacity"),
+    [
+        (2, {"ep": 2}, "dropless"),
+        (2, {"ep": 2, "tp": 2}, "factor(1.25)"),
+        (2, {"ep": 2}, "dynamic(max = 1.5)"),
+    ],
+)
+def test_compiled_graphs_with_their_collectives_train_alike(
+    gloo: GlooPool, ranks: int, degrees: dict[str, Any], capacity: str
+):
+    options = {"batch": 8, "ranks": ranks, "beside": f"capacity = {capacity}", **degrees}
+    compiled = gloo.run(ranks, train_as_rank, options, None, 4, "aot_eager", timeout=120.0)
+    for ours, eager in zip(compiled, gloo.run(ranks, train_as_rank, options, None, 4), strict=True):
+        assert ours["losses"] == eager["losses"]
+        assert ours["norms"] == eager["norms"]
+        for name, parameter in eager["parameters"].items():
+            assert torch.equal(ours["parameters"][name], parameter)
+
+
 @pytest.mark.parametrize("sizes", [None, [2, 2, 3, 1]], ids=str)
 def test_a_dynamic_capacity_drops_nothing_whatever_each_rank_has(gloo: GlooPool, sizes: list[int] | None):
     options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "beside": "capacity = dynamic()"}
