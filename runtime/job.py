@@ -26,6 +26,7 @@ from moec.passes.ir.mesh import group_name
 from moec.passes.lower import context_of
 from moec.passes.mixture import choices_per_token
 from moec.runtime import groups
+from moec.runtime.backends import select
 from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import GradientSum, clip_gradient_norm
@@ -69,6 +70,7 @@ class Job:
             if dist.is_initialized():
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self._require_world_size()
+            select(self.device_type)  # raises where `MOEC_BACKEND` cannot be had: on every rank, before they meet
             self.data_rank = self.plan.data_rank(self.rank)
             if not dist.is_initialized():
                 _join(self.rank, self.world_size, self.device_type, timedelta(seconds=self._timeout))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -97,6 +98,11 @@ class PlanModule(nn.Module):
             return ModelOutput(logits)
         inputs = (logits, labels) if balance is None else (logits, labels, balance)
         return ModelOutput(logits, self.__dict__["_loss_graph"](*inputs))
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` of the graphs, with its options; the checks of a batch stay outside, so `fullgraph` holds."""
+        for name in ("_forward_graph", "_evaluation_graph", "_loss_graph"):
+            self.__dict__[name].compile(*args, **kwargs)
 
     def parameter_sites(self) -> dict[str, str]:
         """What of the model uses each parameter, in words; by the parameter's name."""

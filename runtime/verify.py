@@ -13,7 +13,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.passes.lower import context_of
-from moec.runtime.backends import plain_torch
+from moec.runtime.backends import plain_torch, select
 from moec.runtime.errors import JobError
 from moec.runtime.lockstep import StepError
 from moec.runtime.module import IGNORED_LABEL, PlanModule
@@ -98,8 +98,10 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
     """Compares `plan` with the reference of its own Spec in float64, and with `float32` reports that beside it.
 
     `scale` shrinks its widths to toy ones, by default where the plan is too large for this machine. Raises `JobError`
-    for a plan that is too large even so, or as it is where `scale` is False.
+    for a plan that is too large even so, or as it is where `scale` is False, and where `MOEC_BACKEND` asks for what
+    cannot run here.
     """
+    select("cpu")  # else every operator would fail, and the plan be blamed
     if scale is None:
         scale = _bytes_needed(plan) > MAX_BYTES
     if scale:

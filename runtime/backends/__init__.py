@@ -16,6 +16,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from moec.runtime.errors import JobError
+
 VARIABLE = "MOEC_BACKEND"
 NAMES = ("torch", "triton")
 
@@ -23,8 +25,11 @@ NAMES = ("torch", "triton")
 _plain: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
 
-class BackendError(RuntimeError):
-    """`MOEC_BACKEND` asks for a backend that does not exist, or not for this device."""
+class BackendError(JobError):
+    """`MOEC_BACKEND` asks for a backend that does not exist, or not for this device or these dtypes."""
+
+    def __init__(self, message: str, help: str = "") -> None:
+        super().__init__("MOE0706", message, help)
 
 
 class Backend(Protocol):
@@ -138,7 +143,7 @@ def select(device: str) -> Backend:
     Triton needs its interpreter (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain
     torch does the work, and one warning says so. Raises `BackendError` where what is forced cannot be had.
     """
-    return _select("torch" if _plain.get() else os.environ.get(VARIABLE), device)
+    return _select("torch" if _plain.get() else os.environ.get(VARIABLE) or None, device)
 
 
 @contextmanager
@@ -159,7 +164,8 @@ def _select(forced: str | None, device: str) -> Backend:
     from moec.runtime.backends import torch_backend
 
     if forced not in (None, *NAMES):
-        raise BackendError(f"{VARIABLE} must be one of {', '.join(NAMES)}, not {forced!r}")
+        message = f"{VARIABLE} must be one of {', '.join(NAMES)}, not {forced!r}"
+        raise BackendError(message, "unset it: moec then takes what suits the device")
     if forced == "torch" or (forced is None and device == "cpu"):
         return torch_backend
 
@@ -171,6 +177,6 @@ def _select(forced: str | None, device: str) -> Backend:
 
         return triton_backend
     if forced == "triton":
-        raise BackendError(f"{VARIABLE}=triton: {unfit}; unset it, or say torch")
+        raise BackendError(f"{VARIABLE}=triton: {unfit}", f"unset it, or say {VARIABLE}=torch")
     warnings.warn(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", stacklevel=2)
     return torch_backend

@@ -26,7 +26,7 @@ def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> t
     else:
         weights = best
     if logits.device.type == "cpu":
-        _refuse_nan(weights if after else best)
+        refuse_nan(probabilities, weights)
     return probabilities, weights, experts
 
 
@@ -87,9 +87,9 @@ def _largest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best, experts
 
 
-def _refuse_nan(chosen: Tensor) -> None:
-    """A NaN is always a token's best choice, so the first choices tell."""
-    bad = chosen[..., 0].isnan()
+def refuse_nan(probabilities: Tensor, weights: Tensor) -> None:
+    """Raises `FloatingPointError` for NaN, which is in the first of either: softmax spreads it, and it is the best."""
+    bad = (probabilities[..., 0] + weights[..., 0]).isnan()
     if bad.any():
         sequence, token = bad.nonzero()[0].tolist()
         message = (

@@ -12,6 +12,9 @@ def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     choices = experts.reshape(-1)
     refuse_out_of_range("permute", choices, num_experts)
     counts = torch.bincount(choices, minlength=num_experts)
+    if counts.numel() > num_experts:  # elsewhere than on CPU, where only `bincount` has looked
+        message = f"moec::permute: experts must be from 0 to {num_experts - 1}, not {counts.numel() - 1}"
+        raise RuntimeError(message)
     order = stable_order(choices, num_experts)
     k = experts.shape[2]
     tokens = order if k == 1 else order.div(k, rounding_mode="floor")

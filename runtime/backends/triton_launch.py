@@ -21,12 +21,14 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 
 
 def dtype_name(x: Tensor) -> str:
-    """What shapes of kernels call a tensor's dtype. Raises `BackendError` for bf16 in the interpreter.
+    """What shapes of kernels call a tensor's dtype. Raises `BackendError` for bf16 in the interpreter, and for others.
 
     There its matrix product is wrong, and what devices round is cut off (Triton 3.6 to 3.9).
     """
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        raise BackendError("Triton's interpreter computes bf16 wrongly: use fp32 or fp64, or MOEC_BACKEND=torch")
+        raise BackendError("Triton's interpreter computes bf16 wrongly", "use fp32 or fp64, or say MOEC_BACKEND=torch")
+    if x.dtype not in _NAMES:
+        raise BackendError(f"there are no kernels for {x.dtype}", "say MOEC_BACKEND=torch")
     return _NAMES[x.dtype]
 
 

@@ -28,8 +28,7 @@ def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> t
         kernels = kernels_of(shape, logits)
         kernels.launch("route", kernels.blocks(num_tokens), logits, probabilities, weights, experts, num_tokens)
         if logits.device.type == "cpu":
-            # Softmax spreads a NaN over all probabilities; of sigmoids, the NaN itself is a token's best choice.
-            torch_routing._refuse_nan(probabilities if score == "softmax" and not after else weights)
+            torch_routing.refuse_nan(probabilities, weights)
     return probabilities, weights, experts
 
 

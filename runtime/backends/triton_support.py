@@ -29,7 +29,7 @@ def complaint(device: str) -> str | None:
         return "on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"
     if device == "cpu" and version < (3, 7) and _version(np.__version__) >= (2, 4):
         return f"the interpreter of Triton {triton.__version__} does not work with NumPy 2.4 or newer"
-    if torch.cuda.is_available() and torch.version.hip is None:
+    if device == "cuda" and torch.cuda.is_available() and torch.version.hip is None:
         capability = torch.cuda.get_device_capability()
         if capability < OLDEST_CAPABILITY:
             have, need = _dotted(capability), _dotted(OLDEST_CAPABILITY)

@@ -68,7 +68,7 @@ float32 or float64. Gives
   - mixed [B, S, D], summed in at least float32;
   - counts [1, E] int64: how many choices each expert got;
   - hidden [B·S·k, G, F] and positions [B, S, k] int64, for backward: the pre-activation in the order of experts, and
-    where in it each choice is (−1: nowhere).
+    where in it each choice is (−1: nowhere; where choices are −1, the end of hidden is undefined).
 What `permute`, `expert_mlp` and `combine` compute, without anything of size B·S·k·D kept for backward.
 Raises `RuntimeError` on CPU if an expert index is out of range.
 """

@@ -137,6 +137,8 @@ def check_operators() -> None:
         ids = torch.randint(6, (2, 3), generator=torch.Generator().manual_seed(0))
         opcheck(vocabulary.embed_part, (ids, torch.randn(3, 4, requires_grad=True), "tp"))
         opcheck(vocabulary.label_logit, (torch.randn(2, 3, 3, requires_grad=True), ids, "tp"))
+        opcheck(vocabulary.embed_part_backward, (torch.randn(2, 3, 4), ids, 3, "tp"))
+        opcheck(vocabulary.label_logit_backward, (torch.randn(2, 3), ids, 3, "tp"))
 
 
 def test_operators_are_well_formed(gloo: GlooPool):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import cache
@@ -91,6 +92,26 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
             index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
             whole = expected["parameters"][parameter]
             torch.testing.assert_close(result["parameters"][parameter], whole[index], rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "degrees", "capacity"),
+    [
+        (2, {"ep": 2}, "dropless"),
+        (2, {"ep": 2, "tp": 2}, "factor(1.25)"),
+        (2, {"ep": 2}, "dynamic(max = 1.5)"),
+    ],
+)
+def test_compiled_graphs_with_their_collectives_train_alike(
+    gloo: GlooPool, ranks: int, degrees: dict[str, Any], capacity: str
+):
+    options = {"batch": 8, "ranks": ranks, "beside": f"capacity = {capacity}", **degrees}
+    compiled = gloo.run(ranks, train_as_rank, options, None, 4, "aot_eager", timeout=120.0)
+    for ours, eager in zip(compiled, gloo.run(ranks, train_as_rank, options, None, 4), strict=True):
+        assert ours["losses"] == eager["losses"]
+        assert ours["norms"] == eager["norms"]
+        for name, parameter in eager["parameters"].items():
+            assert torch.equal(ours["parameters"][name], parameter)
 
 
 @pytest.mark.parametrize("sizes", [None, [2, 2, 3, 1]], ids=str)
@@ -257,11 +278,12 @@ with moec.launch(plan, device="cpu") as job:
 """
 
 
-def torchrun(folder: Path, *arguments: str, processes: int) -> subprocess.CompletedProcess[str]:
+def torchrun(folder: Path, *arguments: str, processes: int, **environment: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text(SCRIPT)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run([*launcher, str(script), *arguments], capture_output=True, text=True, timeout=120, cwd=folder)
+    command, given = [*launcher, str(script), *arguments], {**os.environ, **environment}
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, cwd=folder)
 
 
 def test_torchrun_runs_a_saved_plan_and_each_mistake_is_said_once(tmp_path):
@@ -282,3 +304,8 @@ def test_torchrun_runs_a_saved_plan_and_each_mistake_is_said_once(tmp_path):
     assert wrong_world.returncode == 1
     assert wrong_world.stderr.count("MOE0701") == 1
     assert "torchrun --nproc-per-node 2" in wrong_world.stderr
+
+    no_backend = torchrun(tmp_path, plan, "32", processes=2, MOEC_BACKEND="nonsense")
+    assert no_backend.returncode == 1
+    assert no_backend.stderr.count("MOE0706") == 1
+    assert "Traceback" not in no_backend.stderr.split("MOE0706")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -34,14 +35,24 @@ def share(tensor: Tensor, sizes: list[int] | None, rank: int, ranks: int) -> Ten
     return tensor.split(sizes)[rank] if sizes else tensor.chunk(ranks)[rank]
 
 
-def train_as_rank(options: dict[str, Any], sizes: list[int] | None = None, steps: int = STEPS) -> dict[str, Any]:
-    """Trains as this process's rank of a plan; gives the curve, gradient norms, loads, final parameters and logits."""
+def train_as_rank(
+    options: dict[str, Any], sizes: list[int] | None = None, steps: int = STEPS, compiled: str = ""
+) -> dict[str, Any]:
+    """Trains as this process's rank of a plan; gives the curve, gradient norms, loads, final parameters and logits.
+
+    `compiled` names a backend of `torch.compile`.
+    """
     torch.set_num_threads(1)
     plan = moe_plan(**options)
     spec = plan.spec
     losses, norms, loads, drops = [], [], [], []
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
+        if compiled:
+            # Dynamo asks whether it has one, and hides this warning by logging's means.
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+            torch._dynamo.reset()
+            model.compile(fullgraph=True, backend=compiled, dynamic=True)
         optimizer = job.optimizer(model)
         assert spec.train is not None
         for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, steps):

@@ -6,6 +6,7 @@ The operators' numbers are in `conformance/`, which runs in the interpreter too.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -36,20 +37,6 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 def _reproducible() -> None:
     torch.manual_seed(0)
 
-
-def test_counts_that_do_not_add_up_are_refused() -> None:
-    rows, up, down = torch.randn(5, 4), torch.randn(2, 1, 3, 4), torch.randn(2, 4, 3)
-    with pytest.raises(RuntimeError, match="the counts add up to 6, but there are 5 rows"):
-        triton_backend.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, "gelu")
-
-
-def test_bf16_is_refused_in_the_interpreter_which_computes_it_wrongly() -> None:
-    x = torch.randn(1, 2, 8).bfloat16()
-    with pytest.raises(BackendError, match="interpreter computes bf16 wrongly"):
-        triton_backend.permute(x, torch.zeros(1, 2, 1, dtype=torch.int64), 2)
-
-
-# ---- whole plans -------------------------------------------------------------------------------------
 
 GPU = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }\n'
 
@@ -87,6 +74,21 @@ def test_verify_proves_the_kernels_against_plain_torch(monkeypatch: pytest.Monke
     assert report.first_difference is not None
     assert report.first_difference.op == "moec.combine.default"
     assert report.first_difference.span == "<text>:9"
+
+
+def test_a_plan_in_bf16_is_proven_but_not_trained_in_the_interpreter() -> None:
+    plan = moec.compile(TINY.replace("fp32", "bf16").replace("size = 2", "size = 1").replace("ep = 2", "ep = 1"))
+    assert moec.verify(plan).ok  # in float64
+    hook = sys.excepthook
+    try:
+        with (
+            pytest.raises(BackendError, match="Triton's interpreter computes bf16 wrongly") as refused,
+            moec.launch(plan, device="cpu") as job,
+        ):
+            job.build()(torch.zeros(1, 4, dtype=torch.int64))
+    finally:
+        sys.excepthook = hook
+    assert refused.value.diagnostics[0].code == "MOE0706"
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:

@@ -183,6 +183,21 @@ def test_a_plan_that_cannot_be_trusted_is_refused(run, command: str):
     assert "error[MOE0601]" in err
 
 
+@pytest.mark.parametrize(
+    ("backend", "why"),
+    [
+        ("nonsense", "MOEC_BACKEND must be one of torch, triton, not 'nonsense'"),
+        ("triton", "MOEC_BACKEND=triton: on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"),
+    ],
+)
+def test_verify_blames_no_plan_for_a_backend_that_cannot_be_had(run, monkeypatch, backend: str, why: str):
+    run("compile", "tiny.moe")
+    monkeypatch.setenv("MOEC_BACKEND", backend)
+    code, out, err = run("verify", "tiny.plan")
+    assert (code, out) == (1, "")
+    assert err.startswith(f"error[MOE0706]: the kernels asked for cannot run here\n  {why}\nhelp: unset it")
+
+
 def test_load_says_that_a_plan_is_whole(run):
     run("compile", "tiny.moe")
     assert run("load", "tiny.plan", "--trust-nothing") == (0, "tiny.plan: tiny, 4 ranks, 29 parameters, whole\n", "")

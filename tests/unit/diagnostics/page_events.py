@@ -109,6 +109,14 @@ def killed() -> Sequence[Diagnostic]:
     return RankError(verdict.text).diagnostics
 
 
+def unknown_backend() -> Sequence[Diagnostic]:
+    from moec.runtime.verify import verify
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MOEC_BACKEND", "tritn")
+        return raised(lambda: verify(moe_plan()))
+
+
 def starter_over_a_file() -> Sequence[Diagnostic]:
     from moec.commands.init import run
 
@@ -143,4 +151,5 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0703": too_large_to_verify,
     "MOE0704": drifted,
     "MOE0705": killed,
+    "MOE0706": unknown_backend,
 }

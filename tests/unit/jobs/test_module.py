@@ -112,6 +112,17 @@ def test_a_world_of_another_size_is_refused_with_the_command_to_use():
     assert "torchrun --nproc-per-node 4" in refused.value.diagnostics[0].help
 
 
+@pytest.mark.parametrize("backend", ["nonsense", "triton"])
+def test_a_backend_that_cannot_be_had_is_refused_before_the_job_starts(monkeypatch, backend: str):
+    monkeypatch.setenv("MOEC_BACKEND", backend)
+    with (
+        pytest.raises(JobError, match=f"MOE0706.*MOEC_BACKEND.*{backend}") as refused,
+        moec.launch(moe_plan(ranks=1, ep=1), device="cpu"),
+    ):
+        pytest.fail("the job started")
+    assert refused.value.diagnostics[0].help.startswith("unset it")
+
+
 def test_checkpoints_say_that_they_are_not_there_yet(tmp_path):
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
         model = job.build()

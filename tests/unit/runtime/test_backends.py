@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 import torch
+import triton
 
 from moec.runtime import ops
 from moec.runtime.backends import BackendError, _select, select, torch_backend, triton_backend
+from moec.runtime.backends.triton_support import complaint
 
 
 def test_plain_torch_serves_cpu_and_kernels_serve_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOEC_BACKEND", raising=False)
     assert select("cpu") is torch_backend
     assert select("cuda") is triton_backend
+    monkeypatch.setenv("MOEC_BACKEND", "")  # as good as unset
+    assert select("cpu") is torch_backend
 
 
 def test_a_device_that_the_kernels_cannot_run_on_is_served_by_torch_with_one_warning(
@@ -46,3 +54,70 @@ def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEC_BACKEND", "tritn")
     with pytest.raises(BackendError, match="must be one of torch, triton, not 'tritn'"):
         ops.swiglu(torch.randn(2, 2, 3))
+
+
+def test_a_backend_that_cannot_be_had_is_a_diagnostic(monkeypatch: pytest.MonkeyPatch) -> None:
+    for asked in ("Triton", "cuda"):
+        monkeypatch.setenv("MOEC_BACKEND", asked)
+        with pytest.raises(BackendError) as error:
+            select("cuda")
+        assert [diagnostic.code for diagnostic in error.value.diagnostics] == ["MOE0706"]
+
+
+# ---- why kernels cannot run --------------------------------------------------------------------------
+
+
+def test_a_fit_device_has_no_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert complaint("cuda") is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert complaint("cpu") is None
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "2.3.1", "4.0.0+git1234"])
+def test_a_version_of_triton_that_is_not_tried_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert complaint("cuda") == f"the kernels are for Triton 3.6 to 3.9, this is {version}"
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.0+git1234"])
+def test_the_versions_of_triton_that_are_tried_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert complaint("cuda") is None
+
+
+def test_the_oldest_interpreter_does_not_work_with_the_newest_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    monkeypatch.setattr(np, "__version__", "2.4.0")
+    assert complaint("cpu") == "the interpreter of Triton 3.6.0 does not work with NumPy 2.4 or newer"
+    monkeypatch.setattr(np, "__version__", "2.3.5")
+    assert complaint("cpu") is None
+
+
+def test_a_device_without_bf16_products_is_refused_and_its_cpu_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    assert complaint("cuda") == "the kernels need compute capability 8.0, Tesla V100 has 7.0"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert complaint("cpu") is None
+
+
+WITHOUT_TRITON = """
+import sys, warnings
+sys.modules["triton"] = None  # importing it fails
+import moec, torch
+from moec.runtime.backends import select, torch_backend
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert select("cpu") is torch_backend and not caught
+    assert select("cuda") is torch_backend and select("cuda") is torch_backend
+print(*(warning.message for warning in caught))
+"""
+
+
+def test_without_triton_plain_torch_serves_all_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEC_BACKEND", raising=False)
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
+    said = "moec runs its operators in plain torch, which is slow on this device: Triton is not installed\n"
+    assert (done.stdout, done.returncode) == (said, 0), done.stderr

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from torch.library import opcheck
 
 from moec.runtime import ops
 from moec.runtime.backends.torch_padded import places_of
@@ -136,22 +135,6 @@ def test_no_tokens_have_no_rows_and_still_a_gradient(shape: tuple[int, int]):
     ops.combine_padded(rows, positions, torch.rand(*shape, 2)).sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
-
-
-def test_operators_are_well_formed():
-    experts, x = chosen(), torch.randn(3, 5, 2, dtype=torch.float64, requires_grad=True)
-    opcheck(ops.count_queues, (experts, EXPERTS))
-    queues = ops.count_queues(experts, EXPERTS)
-    opcheck(ops.queue_starts, (queues, 0))
-    opcheck(ops.keep_choices, (experts, ops.queue_starts(queues, 0), 0, 1, 1, 1, 1))
-    starts = ops.queue_starts(queues, 0)
-    opcheck(ops.permute_padded, (x, experts, starts, 0, 1, 5, 4, 1))
-    opcheck(ops.largest_load, (experts, EXPERTS))
-    opcheck(ops.permute_dynamic, (x, experts, ops.largest_load(experts, EXPERTS), EXPERTS))
-    rows, _, positions = ops.permute_padded(x.detach(), experts, starts, 0, 1, 5, 4, 1)
-    weights = torch.rand(3, 5, 2, dtype=torch.float64, requires_grad=True)
-    opcheck(ops.combine_padded, (rows.requires_grad_(), positions, weights))
-    opcheck(torch.ops.moec.even_counts.default, (rows.detach(),))
 
 
 def test_sequences_that_are_no_equal_shares_are_refused():

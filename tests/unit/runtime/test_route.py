@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from torch.library import opcheck
 
 from moec.runtime import ops
 
 MODES = list(itertools.product(("softmax", "sigmoid"), (False, True), (False, True)))
-ROUTE_BACKWARD = torch.ops.moec.route_backward.default
 every_mode = pytest.mark.parametrize(("score", "after", "normalize"), MODES)
 
 
@@ -141,13 +139,3 @@ def test_arguments_out_of_range_are_refused() -> None:
         ops.route(logits, 1, "tanh", False, True)
     with pytest.raises(RuntimeError, match=r"must be float32 or float64, not torch\.bfloat16"):
         ops.route(logits.bfloat16(), 1, "softmax", False, True)
-
-
-@every_mode
-def test_operators_are_well_formed(score: str, after: bool, normalize: bool) -> None:
-    logits = torch.randn(2, 3, 6, dtype=torch.float64)
-    opcheck(ops.route, (logits.clone().requires_grad_(), 2, score, after, normalize))
-    probabilities, weights, experts = ops.route(logits, 2, score, after, normalize)
-    how = (score, after, normalize)
-    for grads in ((probabilities, weights), (None, weights), (probabilities, None)):
-        opcheck(ROUTE_BACKWARD, (logits, *grads, weights, experts, *how), test_utils=("test_schema", "test_faketensor"))

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from torch.library import opcheck
 
 from moec.runtime import ops
 
@@ -157,15 +156,3 @@ def test_gradients() -> None:
     weights = torch.rand(2, 3, 2, dtype=torch.float64, requires_grad=True)
     rows = rows.detach().requires_grad_()
     assert gradcheck(lambda rows, weights: ops.combine(rows, positions, weights), (rows, weights))
-
-
-def test_operators_are_well_formed() -> None:
-    experts = choose(2, 3, 5, 2)
-    for dtype in (torch.float64, torch.bfloat16):
-        x = torch.randn(2, 3, 4, dtype=dtype)
-        rows, _, positions = ops.permute(x, experts, 5)
-        weights = torch.rand(2, 3, 2, dtype=torch.promote_types(dtype, torch.float32))
-        opcheck(ops.permute, (x.clone().requires_grad_(), experts, 5))
-        opcheck(PERMUTE_BACKWARD, (rows, positions))
-        opcheck(ops.combine, (rows.clone().requires_grad_(), positions, weights.clone().requires_grad_()))
-        opcheck(COMBINE_BACKWARD, (x, rows, positions, weights))
