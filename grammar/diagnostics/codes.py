@@ -2,7 +2,7 @@
 
 MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
 MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx: limits. MOE06xx: plan folders. MOE07xx:
-jobs and `verify`.
+jobs, `verify` and `tune`.
 Each has a page under `tests/diagnostics/`, which is its test as well.
 """
 
@@ -90,6 +90,7 @@ CODES: dict[str, str] = {
     "MOE0703": "this plan is too large to verify",
     "MOE0704": "replicas of a parameter have drifted apart",
     "MOE0705": "a rank has died or stalled",
+    "MOE0706": "nothing here to measure this plan's kernels on",
 }
 
 

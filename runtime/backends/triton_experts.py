@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels import DownShape, ProductShape, TilesShape, UpShape
-from moec.codegen.tiles import tiles_for
 from moec.runtime.backends import torch_experts
-from moec.runtime.backends.triton_launch import Kernels, dtype_name, family_of, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton_tiles import tiles_at
 
 
 def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ class _Work:
         sources, experts = counts.shape
         _refuse_other_sum(counts, num_rows)
         dtype, hidden, gathered = dtype_name(rows), up.shape[2], sources > 1
-        tiles = tiles_for(dtype, num_rows, experts, (dim, hidden), family_of(rows.device))
+        tiles = tiles_at(rows.device, dtype, num_rows, experts, (dim, hidden), activation)
         places = kernels_of(TilesShape(experts=experts, rows=tiles.up.rows), rows)
 
         counts = counts.contiguous()

@@ -109,6 +109,15 @@ def killed() -> Sequence[Diagnostic]:
     return RankError(verdict.text).diagnostics
 
 
+def another_device() -> Sequence[Diagnostic]:
+    from moec.driver import compile as compile_source
+    from moec.runtime.tune import require_fit
+
+    file = Path(__file__).parents[3] / "examples" / "mixtral_8x7b.moe"
+    device = compile_source(file).spec.cluster.device
+    return raised(lambda: require_fit(device, "cuda", "NVIDIA A100-SXM4-80GB"))
+
+
 def starter_over_a_file() -> Sequence[Diagnostic]:
     from moec.commands.init import run
 
@@ -143,4 +152,5 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0703": too_large_to_verify,
     "MOE0704": drifted,
     "MOE0705": killed,
+    "MOE0706": another_device,
 }
