@@ -13,7 +13,7 @@ import pytest
 from moec.codegen.folder import PlanError, canonical, digest
 from moec.codegen.plan import Plan
 from moec.codegen.plan_kernels import products_of
-from moec.codegen.stored_tiles import SHIPPED, Entry, Measured, StoredTiles, TileKey, choose, key_of, shipped
+from moec.codegen.stored_tiles import SHIPPED, Entry, Measured, StoredTiles, TileKey, choose, key_of
 from moec.codegen.tile_candidates import around, heights
 from moec.codegen.tiles import Tile, Tiles, tiles_for
 from moec.driver import compile as compile_source
@@ -54,10 +54,11 @@ def test_a_plans_own_tiles_come_before_those_that_are_shipped_and_these_before_t
     assert choice(own, rows=64)[1] == "shipped"
 
 
-def test_tiles_for_a_number_of_experts_come_before_those_for_any() -> None:
-    key = key_of("bf16", 8192, 8, (4096, 14336), True)
-    assert key not in shipped("h100")
-    assert replace(key, experts=None) in shipped("h100")
+def test_what_is_shipped_counts_for_any_number_of_experts_and_a_plans_own_for_one() -> None:
+    own = {key_of("bf16", 8192, 8, (4096, 14336), True): OTHER}
+    for experts, source in ((8, "tuned"), (4, "shipped")):
+        found = choose("bf16", 8192, experts, (4096, 14336), True, device="h200", family="hopper", tuned=own)
+        assert found.source == source
 
 
 @pytest.mark.parametrize("device", SHIPPED)
