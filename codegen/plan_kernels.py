@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from moec.codegen.graph import Graph, Node
 from moec.codegen.kernels import (
+    GATED,
     DownShape,
     GatedShape,
     KernelShape,
@@ -23,7 +24,7 @@ from moec.codegen.kernels import (
 )
 from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 from moec.codegen.plan import Body, ParameterData, Plan
-from moec.codegen.tiles import tiles_for
+from moec.codegen.stored_tiles import Choice, TileKey, choose, key_of
 from moec.passes.ir import Layout, Shard
 
 FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
@@ -164,13 +165,45 @@ def _products(
 ) -> Iterator[KernelShape]:
     experts, _, hidden, dim = _local_shape(plan, up)
     rows = rows_per_rank(plan, k)
-    device = plan.spec.cluster.device
-    family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
-    tiles = tiles_for(up.dtype, rows, experts, (dim, hidden), family)
+    tiles = tiles_of(plan, up.dtype, rows, experts, (dim, hidden), activation).tiles
     known = (experts, dim, hidden, activation, up.dtype, sources > 1, of_tokens)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
     yield UpShape.of(*known, tiles.up)
     yield DownShape.of(*known, tiles.down)
+
+
+def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:
+    """The tiles of a product on the plan's device, and where they are from."""
+    device = plan.spec.cluster.device
+    family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
+    own = plan.tiles.by_key() if plan.tiles is not None else {}
+    return choose(dtype, rows, experts, widths, activation in GATED, device=device.name, family=family, tuned=own)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProducts:
+    """The grouped products of a layer's experts as a rank runs them: `rows` rows, which come from `sources` ranks."""
+
+    key: TileKey
+    up: UpShape
+    down: DownShape
+    rows: int
+    sources: int
+
+
+def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
+    """What tiles can be stored for, once for each key."""
+    kernels = kernels_of(plan)
+    ups = [(kernel, kernel.shape) for kernel in kernels if isinstance(kernel.shape, UpShape)]
+    downs = [kernel.shape for kernel in kernels if isinstance(kernel.shape, DownShape)]
+    bodies = {body.graph: body for body in plan.manifest.bodies}
+    found: dict[TileKey, PlanProducts] = {}
+    for (kernel, up), down in zip(ups, downs, strict=True):
+        rows = rows_per_rank(plan, kernel.k)
+        key = key_of(up.dtype, rows, up.experts, (up.dim, up.hidden), up.activation in GATED)
+        mesh = plan.meshes[bodies[kernel.body].experts or "dense"]
+        found.setdefault(key, PlanProducts(key, up, down, rows, dict(mesh.axes).get("ep", 1)))
+    return tuple(found.values())
 
 
 def tokens_per_rank(plan: Plan) -> int:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels import DownShape, ProductShape, TilesShape, UpShape
-from moec.codegen.tiles import tiles_for
 from moec.runtime.backends import torch_experts
-from moec.runtime.backends.triton_launch import Kernels, dtype_name, family_of, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton_tiles import tiles_at
 
 
 def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class Work:
         if not k:
             _refuse_other_sum(counts, num_rows)
         dtype, hidden, dim, gathered = dtype_name(x), up.shape[2], x.shape[-1], sources > 1
-        tiles = tiles_for(dtype, num_rows, experts, (dim, hidden), family_of(x.device))
+        tiles = tiles_at(x.device, dtype, num_rows, experts, (dim, hidden), activation)
         places = kernels_of(TilesShape(experts=experts, rows=tiles.up.rows), x)
 
         counts = counts.contiguous()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
 from moec.codegen.kernels import (
     DownShape,
@@ -15,8 +17,11 @@ from moec.codegen.kernels import (
     UpShape,
 )
 from moec.codegen.kernels_rows import PlacesShape, QueuesShape
-from moec.codegen.tiles import tiles_for
+from moec.codegen.stored_tiles import SHIPPED, TileKey, shipped
+from moec.codegen.tile_candidates import around
+from moec.codegen.tiles import Tile, Tiles, tiles_for
 from moec.runtime.backends.triton_compile import TARGETS, compile_kernels
+from moec.runtime.tune_search import Bench, fits
 
 FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": "cdna"}
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -88,6 +93,47 @@ def test_all_kernels_of_a_layer_compile() -> None:
     require_fits(RouteShape(experts=64, k=8, score="softmax", after=False, normalize=True, dtype="fp32"), "sm_90")
     for shape in shapes(LAYERS["olmoe"], "bf16", "swiglu", 8192, True, "sm_90"):
         require_fits(shape, "sm_90")
+
+
+def shipped_shapes(device: str, key: TileKey, tiles: Tiles) -> tuple[str, UpShape, DownShape]:
+    """What to compile for, and the products of what is shipped, with rows gathered, which takes more registers."""
+    known = (key.experts or 8, key.dim, key.hidden, "swiglu" if key.gated else "gelu", key.dtype, True, 0)
+    return "sm_80" if device == "a100" else "sm_90", UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
+
+
+def require_no_spill(device: str, key: TileKey, tiles: Tiles) -> None:
+    target, *products = shipped_shapes(device, key, tiles)
+    for shape in products:
+        for kernel in compile_kernels(shape, target):
+            assert kernel.spilled == 0, kernel
+            assert kernel.shared <= SHARED[target], kernel
+
+
+def test_what_is_shipped_for_the_largest_experts_spills_nothing() -> None:
+    key = TileKey("bf16", "many", None, 4096, 14336, True)
+    for device in ("a100", "h100"):
+        require_no_spill(device, key, shipped(device)[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", SHIPPED)
+def test_nothing_that_is_shipped_spills(device: str) -> None:
+    for key, tiles in shipped(device).items():
+        require_no_spill(device, key, tiles)
+
+
+def test_tuning_leaves_out_tiles_that_spill_or_do_not_fit_or_do_not_compile() -> None:
+    default, wide, deep = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 128, 8, 4)
+    shape = DownShape.of(8, 4096, 14336, "swiglu", "bf16", True, 0, default)
+    h100 = Bench(torch.device("cpu"), "h100", "sm_90", SHARED["sm_90"])
+    assert fits(shape, default, Tile(128, 64, 64, 8, 4), h100)
+    # Its sums and buffers would fit; down_backward reads hidden beside them.
+    assert wide in around(default, 128, TileKey("bf16", "many", 8, 4096, 14336, True), 1, h100.shared)
+    assert not fits(shape, default, wide, h100)
+    assert not fits(shape, default, deep, h100)
+    assert not fits(shape, default, Tile(128, 48, 64, 8, 4), h100)
+    # Nothing is known of a device that is not compiled for: a launch will tell.
+    assert fits(shape, default, wide, replace(h100, target=None))
 
 
 @pytest.mark.slow

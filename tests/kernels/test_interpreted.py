@@ -17,6 +17,7 @@ HERE = Path(__file__).parent
 OPERATORS = HERE.parent / "unit" / "runtime" / "test_padded.py"
 FILES = {
     "all but padded rows": [HERE / "interpreted.py", HERE / "conformance"],
+    "tuning": [HERE / "interpreted_tuning.py"],
     "padded rows": [HERE / "interpreted_padded.py", OPERATORS, "-k", "not test_gradients"],
 }
 

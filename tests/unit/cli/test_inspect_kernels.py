@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from models import moe_plan
@@ -12,7 +13,9 @@ from moec.cli import app
 from moec.codegen.kernel_work import work_of
 from moec.codegen.kernels import DownShape, UpShape
 from moec.codegen.kernels_rows import PlacesShape, QueuesShape
-from moec.codegen.tiles import Tile
+from moec.codegen.plan_kernels import products_of
+from moec.codegen.stored_tiles import Entry, StoredTiles
+from moec.codegen.tiles import Tile, Tiles
 from moec.driver import compile as compile_source
 
 SMALL = """
@@ -49,10 +52,11 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     }  # fmt: skip
     # 256 rows times 64 times 32, twice: 1.05 MFLOP at 1 TFLOP/s.
     assert cells["down"][1].startswith("64x64x32")
-    assert cells["down"][5:] == ["arithmetic", "1.0 µs", "<text>:10"]
-    assert int(cells["down"][2]) > 16
+    assert cells["down"][2] == "rule"
+    assert cells["down"][6:] == ["arithmetic", "1.0 µs", "<text>:10"]
+    assert int(cells["down"][3]) > 16
     # 128 tokens of 64 numbers, read twice as rows and written once, and 256 places.
-    assert cells["combine"][5:7] == ["memory", "0.1 µs"]
+    assert cells["combine"][6:8] == ["memory", "0.1 µs"]
 
 
 def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
@@ -71,7 +75,20 @@ def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
     assert not {"rank", "invert"} & {*names}
     # 128 tokens of 64 numbers, read and written twice as rows, and 256 places, at 1 TB/s.
     (fill,) = (row for row in rows if row[0] == "fill")
-    assert fill[5:] == ["memory", "0.1 µs", "<text>:10"]
+    assert fill[6:] == ["memory", "0.1 µs", "<text>:10"]
+
+
+def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
+    plan = compile_source(SMALL)
+    entries = tuple(Entry.of(product.key, Tiles(TILE, TILE), None) for product in products_of(plan))
+    stored = StoredTiles(device="nvidia_l40s", triton="3.6.0", entries=entries)
+    folder = replace(plan, tiles=stored).save(tmp_path / "small.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    assert "tiles tuned on nvidia_l40s, with Triton 3.6.0\n" in done.stdout
+    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
+    assert cells["up"][1:3] == cells["down_weights"][1:3] == ["16x16x16w4s2", "tuned"]
+    assert cells["combine"][1:3] == ["-", "-"]
 
 
 def test_on_processors_there_are_none(tmp_path: Path) -> None:

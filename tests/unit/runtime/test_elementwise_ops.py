@@ -129,7 +129,7 @@ def test_gated_activations_and_their_gradients_agree_with_the_definition(
 def test_gated_activations_round_bfloat16_twice_at_most(name: str) -> None:
     x, operator = torch.randn(64, 2, 32, dtype=torch.bfloat16), getattr(ops, name)
     exact = operator(x.double())
-    assert bool(((operator(x) - exact).abs() <= 1.01 * 2**-8 * exact.abs()).all())
+    assert bool(((operator(x) - exact).abs() <= 2.02 * 2**-8 * exact.abs()).all())
 
 
 @gated
