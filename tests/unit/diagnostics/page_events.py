@@ -151,5 +151,5 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0703": too_large_to_verify,
     "MOE0704": drifted,
     "MOE0705": killed,
-    "MOE0707": unknown_backend,
+    "MOE0706": unknown_backend,
 }
