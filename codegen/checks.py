@@ -11,6 +11,8 @@ from moec.codegen.folder import MANIFEST, PlanError
 from moec.codegen.graph import Arg, Node, Ref, StageGraphs
 from moec.codegen.operators import argument_complaint
 from moec.codegen.plan import Body, ParameterData, Plan, groups_of
+from moec.codegen.plan_kernels import products_of
+from moec.codegen.stored_tiles import FILE as TILES
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir import Layout, Shard
 from moec.passes.ir.mesh import group_name
@@ -56,6 +58,10 @@ def require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(path, f"the Spec inside it does not compile: {error}") from error
     if spec.model.name != plan.name:
         raise refuse(path, "the Spec inside it is of another model")
+    stored = plan.tiles.by_key() if plan.tiles is not None else {}
+    foreign = sorted(map(str, stored.keys() - {product.key for product in products_of(plan)}))
+    if foreign:
+        raise refuse(root / TILES, f"it has tiles for {foreign[0]}, which the plan does not have")
 
 
 def _check_parameter(path: Path, body: Body, parameter: ParameterData, plan: Plan) -> None:

@@ -76,16 +76,16 @@ class BlockEmitter:
         self._append(op, name, target, args, kwargs, None)
         return Ref(node=name)
 
-    def result(self, op: Op, target: str, *args: Arg, **kwargs: Arg) -> None:
-        """The node that gives an op's one result."""
+    def result(self, op: Op, target: str, *args: Arg, evaluation: tuple[Arg, ...] | None = None, **kwargs: Arg) -> None:
+        """The node that gives an op's one result; `evaluation`: its arguments in evaluation, if others."""
         (value,) = op.results
-        self._append(op, self._name(value), target, args, kwargs, value)
+        self._append(op, self._name(value), target, args, kwargs, value, evaluation)
 
     def results(self, op: Op, target: str, *args: Arg, evaluation: tuple[Arg, ...] | None = None) -> None:
         """The nodes that give an op's several results; `evaluation`: its arguments in evaluation, if others."""
-        whole = self.step(op, "all", target, *args)
-        if evaluation is not None:
-            self.nodes[-1] = self.nodes[-1].model_copy(update={"evaluation": evaluation})
+        name = f"{op.results[0].name.replace('.', '_')}_all"
+        self._append(op, name, target, args, {}, None, evaluation)
+        whole = Ref(node=name)
         for index, value in enumerate(op.results):
             self._append(op, self._name(value), GETITEM, (whole, index), {}, value)
 
@@ -106,11 +106,20 @@ class BlockEmitter:
             self._append(op, self._name(value), GETITEM, (Ref(node=whole), index), {}, value)
 
     def _append(
-        self, op: Op, name: str, target: str, args: tuple[Arg, ...], kwargs: dict[str, Arg], value: Value | None
+        self,
+        op: Op,
+        name: str,
+        target: str,
+        args: tuple[Arg, ...],
+        kwargs: dict[str, Arg],
+        value: Value | None,
+        evaluation: tuple[Arg, ...] | None = None,
     ) -> None:
         assert target in SIGNATURES, target
         span = str(op.span) if op.span else None
         node = Node(name=name, op="call_function", target=target, args=args, kwargs=kwargs, span=span)
+        if evaluation is not None and evaluation != args:
+            node = node.model_copy(update={"evaluation": evaluation})
         if value is not None:
             node = node.model_copy(update=dict(facts(value)))
         self.nodes.append(node)

@@ -5,6 +5,7 @@ tiny.plan/
   stages/0.json  the graphs of a stage
   stages/0.py    the same as readable Python, for people
   kernels/*.py   Triton kernels for its layers, for people and profilers; none for processors
+  tiles.json     the tiles that `moec tune` measured, once it has
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 from moec.codegen.plan import Plan
 from moec.codegen.plan_kernels import kernel_files
 from moec.codegen.python import python_text
+from moec.codegen.stored_tiles import FILE
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 MANIFEST = "plan.json"
@@ -38,6 +40,8 @@ def plan_files(plan: Plan) -> dict[str, bytes]:
     for stage in plan.stages:
         files[f"stages/{stage.index}.json"] = canonical(stage.to_json())
         files[f"stages/{stage.index}.py"] = python_text(stage).encode()
+    if plan.tiles is not None:
+        files[FILE] = canonical(plan.tiles.model_dump(mode="json"))
     files |= {name: text.encode() for name, text in kernel_files(plan).items()}
     digests = {name: digest(content) for name, content in files.items()}
     manifest = plan.manifest.model_dump(mode="json") | {"files": digests}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moec.codegen.kernels import GATED, CombineShape, GatedShape, KernelShape, PermuteShape, ProductShape, RouteShape
+from moec.codegen.kernels import GATED, GatedShape, KernelShape, ProductShape, RouteShape
+from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 INDEX = 8
@@ -36,8 +37,10 @@ def work_of(shape: KernelShape, kernel: str, tokens: int, rows: int) -> Work | N
                 tokens * shape.k * (INDEX + BYTES[shape.dtype]),
             )
             return Work(0, (3 if kernel == "route_backward" else 2) * scores + choices)
-        case PermuteShape() | CombineShape():
-            return _of_rows(shape, kernel, tokens)
+        case PlacesShape():
+            return _of_places(shape, kernel, tokens)
+        case QueuesShape():
+            return _of_queues(kernel, rows * INDEX)
         case ProductShape():
             return _of_products(shape, kernel, rows)
         case GatedShape():
@@ -45,32 +48,42 @@ def work_of(shape: KernelShape, kernel: str, tokens: int, rows: int) -> Work | N
     return None
 
 
-def _of_rows(shape: PermuteShape | CombineShape, kernel: str, tokens: int) -> Work | None:
+def _of_places(shape: PlacesShape, kernel: str, tokens: int) -> Work:
+    """Where as many places as choices are there: capacity 1, nothing dropped."""
     one = tokens * shape.dim * BYTES[shape.dtype]
-    places = tokens * shape.k * INDEX
+    places, taken = tokens * shape.k * INDEX, tokens * shape.k
     match kernel:
-        case "copy" | "permute_backward" | "combine":
-            return Work(0, one + shape.k * one + places)
+        case "mark":
+            return Work(0, places + taken)
         case "combine_backward":
-            return Work(0, one + 2 * shape.k * one + places)
-        case "count":
-            return Work(0, places)
-        case "rank":
+            return Work(0, one + 2 * shape.k * one + places + taken)
+        case "invert" | "add_parts":
             return Work(0, 2 * places)
+    return Work(0, one + shape.k * one + places)
+
+
+def _of_queues(kernel: str, choices: int) -> Work | None:
+    """Counts of blocks are small beside the bytes of the choices."""
+    match kernel:
+        case "count":
+            return Work(0, choices)
+        case "keep" | "place" | "rank":
+            return Work(0, 2 * choices)
     return None
 
 
 def _of_products(shape: ProductShape, kernel: str, rows: int) -> Work:
     wide = shape.hidden * (2 if shape.activation in GATED else 1)
     x, activated, hidden = rows * shape.dim, rows * shape.hidden, rows * wide
+    given = x // (shape.k or 1)  # rows, or the tokens that they are gathered from
     width = wide if kernel.startswith("up") else shape.hidden
     matrix = shape.experts * width * shape.dim
     tensors = {
-        "up": x + hidden + activated,
+        "up": given + hidden + activated,
         "up_backward": hidden + x,
-        "up_weights": hidden + x,
+        "up_weights": hidden + given,
         "down": activated + x,
-        "down_backward": x + 2 * hidden + activated,
-        "down_weights": x + activated,
+        "down_backward": given + 2 * hidden + activated,
+        "down_weights": given + activated,
     }
     return Work(2 * rows * shape.dim * width, (tensors[kernel] + matrix) * BYTES[shape.dtype])

@@ -73,46 +73,6 @@ class RouteShape(KernelShape):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PermuteShape(KernelShape):
-    """`permute` and its backward: the places of T·k choices, by counting, and the rows moved to them."""
-
-    template: ClassVar[str] = "permute"
-    experts: int
-    k: int
-    dim: int
-    dtype: str
-
-    def constants(self) -> dict[str, Any]:
-        """Blocks of about 8,192 comparisons; of at most 2,048 columns."""
-        width = power_of_two(self.experts)
-        block = max(1, min(256, 8192 // width))
-        return {"EP": width, "BLOCK": block, "SCAN": 1024, "BLOCK_D": min(2048, power_of_two(self.dim))}
-
-    def pointers(self) -> dict[str, str]:
-        """Choices, counts within blocks, and places."""
-        return {"experts_ptr": "i64", "counts_ptr": "i32", "totals_ptr": "i64", "positions_ptr": "i64"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CombineShape(KernelShape):
-    """`combine` and its backward: each token's weighted sum of its k rows."""
-
-    template: ClassVar[str] = "combine"
-    k: int
-    dim: int
-    dtype: str
-    weights: str
-
-    def constants(self) -> dict[str, Any]:
-        """At most 2,048 columns at a time."""
-        return {"BLOCK_D": min(2048, power_of_two(self.dim))}
-
-    def pointers(self) -> dict[str, str]:
-        """Places, and weights in the router's dtype."""
-        return {"positions_ptr": "i64", "weights_ptr": self.weights, "grad_weights_ptr": self.weights}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class GatedShape(KernelShape):
     """The gated activation of a dense feed-forward, and its gradient."""
 
@@ -150,7 +110,10 @@ class TilesShape(KernelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShape(KernelShape):
-    """A grouped product. `gathered`: rows lie elsewhere than in the experts' order."""
+    """A grouped product. `gathered`: rows lie elsewhere than in the experts' order.
+
+    With `k`, rows are k choices of each token, gathered from the tokens themselves; 0 where they are rows already.
+    """
 
     experts: int
     dim: int
@@ -158,10 +121,13 @@ class ProductShape(KernelShape):
     activation: str
     dtype: str
     gathered: bool
+    k: int
     tile: Tile
 
     @classmethod
-    def of(cls, experts: int, dim: int, hidden: int, activation: str, dtype: str, gathered: bool, tile: Tile) -> Self:
+    def of(
+        cls, experts: int, dim: int, hidden: int, activation: str, dtype: str, gathered: bool, k: int, tile: Tile
+    ) -> Self:
         """The shape of these, in order."""
         return cls(
             experts=experts,
@@ -170,6 +136,7 @@ class ProductShape(KernelShape):
             activation=activation,
             dtype=dtype,
             gathered=gathered,
+            k=k,
             tile=tile,
         )
 
@@ -188,8 +155,11 @@ class ProductShape(KernelShape):
         return self.tile.warps if not kernel.endswith("_weights") else 8 if self.tile.columns >= 128 else 4
 
     def pointers(self) -> dict[str, str]:
-        """The table of tiles."""
-        return dict.fromkeys(TABLES, "i32")
+        """The table of tiles; weights of choices, and what adds up to their gradients."""
+        return {
+            **dict.fromkeys(TABLES, "i32"),
+            **dict.fromkeys(("weights_ptr", "parts_ptr"), accumulator(self.dtype)),
+        }
 
 
 class UpShape(ProductShape):

@@ -59,9 +59,24 @@ def _expert_mlp_padded(e: BlockEmitter, op: Op) -> None:
     _in_own_module(e, op, {"rows": rows}, up, down, body)
 
 
-def _result(op: Op, target: str, *args: Ref | int) -> Node:
+def _mixture_mlp(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.MixtureMlp)
+    x, experts, weights, up, down = op.operands
+    names = ("x", "experts", "weights", "up_weight", "down_weight")
+    args: tuple[Arg, ...] = (*(Ref(node=name) for name in names), op.activation)
     span = str(op.span) if op.span else None
-    return Node(name="y", op="call_function", target=target, args=args, span=span, **facts(op.results[0]))
+    body = [
+        Node(name="y_all", op="call_function", target="moec.mixture_mlp.default", args=args, span=span),
+        _result(op, GETITEM, Ref(node="y_all"), 0),
+        _result(op, GETITEM, Ref(node="y_all"), 1, which=1),
+    ]
+    _in_own_module(e, op, {"x": x, "experts": experts, "weights": weights}, up, down, body)
+
+
+def _result(op: Op, target: str, *args: Ref | int, which: int = 0) -> Node:
+    span = str(op.span) if op.span else None
+    name = ("y", "counts")[which]
+    return Node(name=name, op="call_function", target=target, args=args, span=span, **facts(op.results[which]))
 
 
 def _in_own_module(e: BlockEmitter, op: Op, inputs: dict[str, str], up: str, down: str, body: Sequence[Node]) -> None:
@@ -73,10 +88,11 @@ def _in_own_module(e: BlockEmitter, op: Op, inputs: dict[str, str], up: str, dow
         for name, operand in inputs.items()
     ]
     parameters = [Node(name=f"{part}_weight", op="get_attr", target=f"{part}.weight") for part in ("up", "down")]
-    output = Node(name="output", op="output", target="output", args=(Ref(node="y"),))
+    results = tuple(Ref(node=node.name) for node in body[-len(op.results) :])
+    output = Node(name="output", op="output", target="output", args=results)
     name = f"{e.block.name}.experts"
     e.nested.append(Graph(name=name, nodes=(*placeholders, *parameters, *body, output)))
-    e.call(op, prefix, name, [e.ref(operand) for operand in inputs.values()], num_results=1)
+    e.call(op, prefix, name, [e.ref(operand) for operand in inputs.values()], num_results=len(op.results))
 
 
 def _groups(e: BlockEmitter, group: str, shares: int) -> int:
@@ -107,7 +123,7 @@ def _permute_padded(e: BlockEmitter, op: Op) -> None:
     counted: tuple[Arg, ...] = (*e.refs(op), _groups(e, op.group, op.shares), _spread(e, op.group))
     args = (*counted, op.parts, op.whole, op.least)
     evaluation = (*counted, op.eval_parts, op.eval_whole, op.least)
-    e.results(op, "moec.permute_padded.default", *args, evaluation=evaluation if evaluation != args else None)
+    e.results(op, "moec.permute_padded.default", *args, evaluation=evaluation)
 
 
 def _spread(e: BlockEmitter, group: str) -> int:
@@ -119,8 +135,9 @@ def _spread(e: BlockEmitter, group: str) -> int:
 
 def _keep_choices(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.KeepChoices)
-    groups, spread = _groups(e, op.group, op.shares), _spread(e, op.group)
-    e.result(op, "moec.keep_choices.default", *e.refs(op), groups, spread, op.parts, op.whole)
+    counted: tuple[Arg, ...] = (*e.refs(op), _groups(e, op.group, op.shares), _spread(e, op.group))
+    evaluation = (*counted, op.eval_parts, op.eval_whole, op.least)
+    e.result(op, "moec.keep_choices.default", *counted, op.parts, op.whole, op.least, evaluation=evaluation)
 
 
 def _counting(e: BlockEmitter, op: Op) -> None:
@@ -142,6 +159,7 @@ MIXTURES: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.ExpertMlpPadded: _expert_mlp_padded,
     o.KeepChoices: _keep_choices,
     o.LargestLoad: _counting,
+    o.MixtureMlp: _mixture_mlp,
     o.Permute: _permute,
     o.PermuteDynamic: _permute_dynamic,
     o.PermutePadded: _permute_padded,

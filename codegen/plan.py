@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +12,7 @@ from pydantic import Field
 
 from moec.codegen.emit import emit
 from moec.codegen.graph import Data, DottedName, Label, StageGraphs
+from moec.codegen.stored_tiles import StoredTiles
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
@@ -73,10 +74,11 @@ class Manifest(Data):
 
 @dataclass(frozen=True)
 class Plan:
-    """A compiled model: manifest and stages. `codegen/folder.py` writes and reads it."""
+    """A compiled model: manifest, stages, and the tiles that `moec tune` measured. `codegen/folder.py` writes it."""
 
     manifest: Manifest
     stages: tuple[StageGraphs, ...]
+    tiles: StoredTiles | None = None
 
     @property
     def name(self) -> str:
@@ -137,7 +139,7 @@ class Plan:
     def in_evaluation(self) -> Plan:
         """The plan as it runs in evaluation; itself where nothing differs."""
         stages = tuple(stage.in_evaluation() for stage in self.stages)
-        return self if stages == self.stages else Plan(self.manifest, stages)
+        return self if stages == self.stages else replace(self, stages=stages)
 
     def save(self, path: str | Path) -> Path:
         """Writes the plan folder, to a temporary name first. Replaces a plan, never anything else."""
@@ -178,7 +180,7 @@ def without_spans(plan: Plan) -> Plan:
         )
         for stage in plan.stages
     )
-    return Plan(plan.manifest, stages)
+    return replace(plan, stages=stages)
 
 
 def groups_of(meshes: Mapping[str, Mesh]) -> dict[str, tuple[tuple[int, ...], ...]]:

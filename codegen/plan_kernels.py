@@ -12,19 +12,19 @@ from dataclasses import dataclass
 
 from moec.codegen.graph import Graph, Node
 from moec.codegen.kernels import (
-    CombineShape,
+    GATED,
     DownShape,
     GatedShape,
     KernelShape,
-    PermuteShape,
     RouteShape,
     TilesShape,
     UpShape,
     complaint,
     render,
 )
+from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 from moec.codegen.plan import Body, ParameterData, Plan
-from moec.codegen.tiles import tiles_for
+from moec.codegen.stored_tiles import Choice, TileKey, choose, key_of
 from moec.passes.ir import Layout, Shard
 
 FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
@@ -33,12 +33,16 @@ FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 
 @dataclass(frozen=True, slots=True)
 class PlanKernel:
-    """A shape, the body that asks for it, its choices a token, and the `.moe` line."""
+    """A shape, the body that asks for it, its choices a token, the `.moe` line, and which of its kernels are launched.
+
+    All of them where `only` names none.
+    """
 
     shape: KernelShape
     body: str
     k: int
     span: str | None
+    only: tuple[str, ...] = ()
 
 
 def kernel_files(plan: Plan) -> dict[str, str]:
@@ -86,22 +90,60 @@ def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator
     assert isinstance(k, int)
     assert isinstance(score, str)
 
-    def kernel(shape: KernelShape, node: Node) -> PlanKernel:
-        return PlanKernel(shape, body.graph, k, node.span)
+    def kernel(shape: KernelShape, node: Node, *only: str) -> PlanKernel:
+        return PlanKernel(shape, body.graph, k, node.span, only)
 
     # Logits and weights are float32 whatever the model's dtype is.
     yield kernel(
         RouteShape(experts=experts, k=k, score=score, after=bool(after), normalize=bool(normalize), dtype="fp32"), route
     )
-    for node in nodes:
-        if node.target == "moec.permute.default":
-            yield kernel(PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype), node)
-        if node.target == "moec.combine.default":
-            yield kernel(CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32"), node)
+    asked: dict[KernelShape, tuple[Node, list[str]]] = {}
+    for node in (*nodes, *graphs[call.graph].nodes):
+        for shape, names in _of_rows(node.target, experts, k, dim, dtype):
+            asked.setdefault(shape, (node, []))[1].extend(names)
+    for shape, (node, launched) in asked.items():
+        yield kernel(shape, node, *dict.fromkeys(launched))
     for node in graphs[call.graph].nodes:
-        if node.target == "moec.expert_mlp.default":
-            for shape in _products(plan, up, str(node.args[-1]), k, _sources(nodes, plan)):
+        if node.target in ("moec.expert_mlp.default", "moec.mixture_mlp.default"):
+            of_tokens = k if node.target == "moec.mixture_mlp.default" else 0
+            sources = _sources(nodes, plan)
+            tiles, *products = _products(plan, up, str(node.args[-1]), k, sources, of_tokens)
+            yield kernel(tiles, node, *(("table",) if sources == 1 else ()))
+            for shape in products:
                 yield kernel(shape, node)
+
+
+def _of_rows(target: str, experts: int, k: int, dim: int, dtype: str) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
+    """The kernels with which an operator and its backward count choices and move rows."""
+    own, every = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
+    places = PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
+    counting = ("count", "scan")
+    match target.removeprefix("moec.").removesuffix(".default"):
+        case "permute":
+            yield every, (*counting, "rank")
+            yield places, ("fill", "add_rows")
+        case "permute_padded":
+            yield own, (*counting, "keep")
+            yield every, (*counting, "place")
+            yield places, ("fill", "add_rows")
+        case "permute_dynamic":
+            yield every, (*counting, "place")
+            yield places, ("fill", "add_rows")
+        case "mixture_mlp":
+            yield every, (*counting, "rank")
+            yield places, ("invert", "combine", "add_parts", "add_rows")
+        case "combine":
+            yield places, ("combine", "combine_backward")
+        case "combine_padded":
+            yield places, ("combine", "mark", "combine_backward")
+        case "count_queues":
+            yield own, counting
+        case "queue_starts":
+            yield own, ("start",)
+        case "keep_choices":
+            yield own, (*counting, "keep")
+        case "largest_load":
+            yield every, counting
 
 
 def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
@@ -118,16 +160,50 @@ def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
                 yield PlanKernel(shape, graph.name, 1, node.span)
 
 
-def _products(plan: Plan, up: ParameterData, activation: str, k: int, sources: int) -> Iterator[KernelShape]:
+def _products(
+    plan: Plan, up: ParameterData, activation: str, k: int, sources: int, of_tokens: int
+) -> Iterator[KernelShape]:
     experts, _, hidden, dim = _local_shape(plan, up)
     rows = rows_per_rank(plan, k)
-    device = plan.spec.cluster.device
-    family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
-    tiles = tiles_for(up.dtype, rows, experts, (dim, hidden), family)
-    known = (experts, dim, hidden, activation, up.dtype, sources > 1)
+    tiles = tiles_of(plan, up.dtype, rows, experts, (dim, hidden), activation).tiles
+    known = (experts, dim, hidden, activation, up.dtype, sources > 1, of_tokens)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
     yield UpShape.of(*known, tiles.up)
     yield DownShape.of(*known, tiles.down)
+
+
+def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:
+    """The tiles of a product on the plan's device, and where they are from."""
+    device = plan.spec.cluster.device
+    family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
+    own = plan.tiles.by_key() if plan.tiles is not None else {}
+    return choose(dtype, rows, experts, widths, activation in GATED, device=device.name, family=family, tuned=own)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProducts:
+    """The grouped products of a layer's experts as a rank runs them: `rows` rows, which come from `sources` ranks."""
+
+    key: TileKey
+    up: UpShape
+    down: DownShape
+    rows: int
+    sources: int
+
+
+def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
+    """What tiles can be stored for, once for each key."""
+    kernels = kernels_of(plan)
+    ups = [(kernel, kernel.shape) for kernel in kernels if isinstance(kernel.shape, UpShape)]
+    downs = [kernel.shape for kernel in kernels if isinstance(kernel.shape, DownShape)]
+    bodies = {body.graph: body for body in plan.manifest.bodies}
+    found: dict[TileKey, PlanProducts] = {}
+    for (kernel, up), down in zip(ups, downs, strict=True):
+        rows = rows_per_rank(plan, kernel.k)
+        key = key_of(up.dtype, rows, up.experts, (up.dim, up.hidden), up.activation in GATED)
+        mesh = plan.meshes[bodies[kernel.body].experts or "dense"]
+        found.setdefault(key, PlanProducts(key, up, down, rows, dict(mesh.axes).get("ep", 1)))
+    return tuple(found.values())
 
 
 def tokens_per_rank(plan: Plan) -> int:

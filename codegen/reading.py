@@ -13,6 +13,8 @@ from moec.codegen.checks import refuse, require_consistent
 from moec.codegen.folder import MANIFEST, PlanError, canonical, digest, plan_files
 from moec.codegen.graph import Data, StageGraphs
 from moec.codegen.plan import FORMAT, Manifest, Plan
+from moec.codegen.stored_tiles import FILE as TILES
+from moec.codegen.stored_tiles import StoredTiles
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A larger file is refused unread. The largest that moec writes, a stage of 1,000 distinct layers, has about 30 MB."""
@@ -31,14 +33,10 @@ def read_plan(path: str | Path) -> Plan:
     manifest, digests = _manifest(root / MANIFEST, content)
     stages = []
     for index in range(manifest.num_stages):
-        file = root / "stages" / f"{index}.json"
-        if not file.exists():
-            raise refuse(file, "it is missing")
-        raw = _read(file)
-        if digest(raw) != digests.get(f"stages/{index}.json"):
-            raise refuse(file, "its digest does not match plan.json")
-        stages.append(_validated(StageGraphs, file, raw))
-    plan = Plan(manifest, tuple(stages))
+        stages.append(_listed(StageGraphs, root, f"stages/{index}.json", digests))
+    # A file that plan.json does not list is none of the plan's: left unread, it would be taken for what is in force.
+    has_tiles = TILES in digests or (root / TILES).exists()
+    plan = Plan(manifest, tuple(stages), _listed(StoredTiles, root, TILES, digests) if has_tiles else None)
     require_consistent(root, plan)
     for name, expected in plan_files(plan).items():
         if not (root / name).exists() or _read(root / name) != expected:
@@ -64,6 +62,17 @@ def _manifest(path: Path, content: bytes) -> tuple[Manifest, Mapping[str, str]]:
     if not isinstance(digests, dict):
         raise refuse(path, "it lists no files")
     return _validated(Manifest, path, json.dumps(data).encode()), digests
+
+
+def _listed(model: type[DataT], root: Path, name: str, digests: Mapping[str, str]) -> DataT:
+    """The content of a file that plan.json vouches for."""
+    file = root / name
+    if not file.exists():
+        raise refuse(file, "it is missing")
+    raw = _read(file)
+    if digest(raw) != digests.get(name):
+        raise refuse(file, "its digest does not match plan.json")
+    return _validated(model, file, raw)
 
 
 def _read(path: Path) -> bytes:

@@ -1,13 +1,15 @@
-"""How the grouped matrix products are cut into tiles: defaults by device, dtype and rows per expert.
+"""How the grouped matrix products are cut into tiles: the rule, by family of devices, dtype and rows per expert.
 
 Rows per expert say which class a product is in: `few` (decoding, or very many experts), `some`, or `many`. Hopper's are
-near those of published Triton kernels; nothing is tuned at run time.
+near those of published Triton kernels. What is stored for a device and shape comes before it (`stored_tiles.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,11 @@ class Tile:
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}x{self.depth}w{self.warps}s{self.stages}"
 
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The tile that `str` gave the text of."""
+        return cls(*map(int, re.split("[xws]", text)))
+
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
@@ -34,6 +41,13 @@ class Tiles:
 
 FEW, SOME = 24, 96
 """Up to so many rows per expert."""
+
+
+def load_of(rows: int, experts: int) -> str:
+    """The class of `rows` rows in all, over `experts`: "few", "some" or "many" for each."""
+    each = -(-rows // experts)
+    return "few" if each <= FEW else "some" if each <= SOME else "many"
+
 
 HALF: Mapping[str, Mapping[str, Tiles]] = {
     "hopper": {
@@ -62,13 +76,11 @@ FULL: Mapping[str, Tiles] = {
 
 
 def tiles_for(dtype: str, rows: int, experts: int, widths: tuple[int, int], family: str) -> Tiles:
-    """The default tiles for `rows` rows in all, over `experts`, of a model of these two widths (dim and hidden).
+    """The rule's tiles for `rows` rows in all, over `experts`, of a model of these two widths (dim and hidden).
 
     `family` is "hopper" (and what came after it), "ampere" or "cdna". No tile is wider than the widest matrix.
     """
-    each = -(-rows // experts)
-    size = "few" if each <= FEW else "some" if each <= SOME else "many"
-    chosen = FULL[dtype] if dtype in FULL else HALF[family][size]
+    chosen = FULL[dtype] if dtype in FULL else HALF[family][load_of(rows, experts)]
     widest = max(16, 1 << (max(widths) - 1).bit_length())
     return Tiles(_narrowed(chosen.up, widest), _narrowed(chosen.down, widest))
 

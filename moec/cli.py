@@ -170,12 +170,27 @@ def load(
     print(f"{plan}: {loaded.name}, {loaded.world_size} ranks, {len(loaded.parameters)} parameters, whole")
 
 
+@app.command()
+def tune(
+    plan: Annotated[Path, typer.Argument(help="A plan folder.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Folder of the tuned plan; default: PLAN itself.")
+    ] = None,
+    most: Annotated[
+        int | None, typer.Option(min=1, help="Tiles to try for each product and height of tiles; default: 12.")
+    ] = None,
+) -> None:
+    """Measure which tiles a plan's kernels are fastest with, on the device that is here, and store them in the plan."""
+    from moec.commands.tune import run
+
+    run(plan, output, most)
+
+
 NOT_YET = {
     "plan": "choosing degrees by predicted time and memory",
     "simulate": "predicting time on the described cluster",
     "import": "reading Hugging Face configs",
     "weights": "importing and exporting weights",
-    "tune": "measuring kernel configurations",
     "calibrate": "measuring a cluster",
     "lsp": "a language server",
 }

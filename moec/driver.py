@@ -125,12 +125,14 @@ def _plan(plan: Plan | str | Path) -> Plan:
 
 
 def _require_same(plan: Plan, path: Path) -> None:
-    """Spans apart, which point into the file the plan was made from."""
+    """Spans apart, which point into the file the plan was made from, and tiles, which were measured."""
+    from dataclasses import replace
+
     from moec.codegen.checks import refuse
     from moec.codegen.folder import plan_files
     from moec.codegen.plan import without_spans
 
-    again = compile(plan.spec)
+    again = replace(compile(plan.spec), tiles=plan.tiles)
     for name, content in plan_files(without_spans(again)).items():
         if plan_files(without_spans(plan)).get(name) != content:
             raise refuse(path / name, "compiling the Spec inside the plan gives something else")

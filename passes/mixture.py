@@ -107,6 +107,7 @@ def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares:
             chosen = b.one(
                 o.KeepChoices, chosen, starts(), to="kept", span=span, **group,
                 parts=most.numerator, whole=most.denominator,
+                eval_parts=most.numerator, eval_whole=most.denominator, least=1,
             )  # fmt: skip
         places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=experts)
         rows, counts, positions = b.add(

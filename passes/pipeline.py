@@ -9,6 +9,7 @@ from typing import Protocol
 
 from moec.grammar.spec import Spec
 from moec.passes.communicate import Communicate
+from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
 from moec.passes.ir.verifier import Invariant, connected, laid_out, placed, staged, well_typed
 from moec.passes.lower import lower
@@ -53,7 +54,7 @@ class Compilation:
     records: list[Record] = field(default_factory=list)
 
 
-PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "partition")
+PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition")
 
 
 def pipeline(spec: Spec) -> Sequence[Step]:
@@ -63,6 +64,7 @@ def pipeline(spec: Spec) -> Sequence[Step]:
         Step("tensor_parallel", TensorParallel().apply, ()),
         Step("shard", ShardLayouts().apply, (laid_out,)),
         Step("communicate", Communicate().apply, (connected,)),
+        Step("fuse", Fuse().apply, ()),
         Step("partition", Partition().apply, (staged,)),
     )
 

@@ -11,7 +11,18 @@ from moec.grammar.spec import Spec, Zipf
 from moec.passes.ir import DTYPE_BYTES, Block, Mesh, Parameter, Program, Shard
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import size_of
-from moec.passes.ir.ops import AllToAll, Call, Collective, ExchangeCounts, Permute, Route
+from moec.passes.ir.ops import (
+    AllToAll,
+    AllToAllPadded,
+    Call,
+    Collective,
+    ExchangeCounts,
+    KeepChoices,
+    Permute,
+    PermuteDynamic,
+    PermutePadded,
+    Route,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +65,7 @@ def tally(program: Program, spec: Spec) -> Tally:
     flops = 0
     for name, count in runs:
         block = program.block(name)
-        sizes = _sizes(block, batch, sequence)
+        sizes = _sizes(program, block, batch, sequence)
         for p in block.parameters:
             elements = size_of(p.shape, {})
             held = elements // _shards(program, block, p)
@@ -81,7 +92,9 @@ def tally(program: Program, spec: Spec) -> Tally:
 
 def _imbalance(program: Program, block: Block, spec: Spec) -> float:
     """Busiest rank over mean for the loads that `train.routing` says to plan for (uniform where it says nothing)."""
-    experts = next((op.num_experts for op in block.ops if isinstance(op, Permute)), 1)
+    experts = next((op.num_experts for op in block.ops if isinstance(op, Permute)), None)
+    if experts is None:
+        return 1.0  # rows stay on their rank, or every expert has as many places
     routing = spec.train.routing if spec.train else None
     exponent = routing.s if isinstance(routing, Zipf) else 0.0
     loads = [float(rank) ** -exponent for rank in range(1, experts + 1)]
@@ -97,9 +110,38 @@ def _runs(program: Program) -> dict[str, int]:
     return {block.name: calls.get(block.name, 1) for block in program.blocks}
 
 
-def _sizes(block: Block, batch: int, sequence: int) -> dict[str, int]:
+def _sizes(program: Program, block: Block, batch: int, sequence: int) -> dict[str, int]:
+    """What symbols in shapes stand for, over all ranks; rows and places of experts that are all equally busy."""
     k = next((op.k for op in block.ops if isinstance(op, Route)), 1)
-    return {"batch": batch, "sequence": sequence, "rows": batch * sequence * k}
+    dense = program.meshes_of(block).dense
+    rows = batch * sequence * k
+    sizes = {"batch": batch, "sequence": sequence, "rows": rows, "pieces": dense.size("tp")}
+    for op in block.ops:
+        match op:
+            case PermutePadded():
+                groups, capacity, tokens = _capacity(op, op.num_experts, dense, batch, sequence, k)
+                sizes["places"] = dense.ranks * groups * min(capacity, tokens)
+            case PermuteDynamic():
+                sizes["places"] = -(-rows // op.num_experts)
+            case KeepChoices():
+                experts = block.operands(op)[1].shape[3]
+                assert isinstance(experts, int)
+                groups, capacity, _ = _capacity(op, experts, dense, batch, sequence, k)
+                sizes["rows"] = min(
+                    rows, experts * capacity * groups * (dense.size("dp") if op.group != "batch" else 1)
+                )
+    return sizes
+
+
+def _capacity(
+    op: PermutePadded | KeepChoices, experts: int, dense: Mesh, batch: int, sequence: int, k: int
+) -> tuple[int, int, int]:
+    """In training: a rank's routing groups, an expert's capacity in one, and the rank's tokens of one."""
+    dp, tp = dense.size("dp"), dense.size("tp")
+    groups = {"sequence": max(1, batch // dp), "batch": 1, "rank": max(1, op.shares // dp)}[op.group]
+    tokens = batch * sequence // (dp * tp * groups)
+    whole = tokens * tp * (dp if op.group == "batch" else 1)
+    return groups, max(op.least, -(-op.parts * k * whole // (op.whole * experts))), tokens
 
 
 def _mesh_of(program: Program, block: Block, axis: str) -> Mesh:
@@ -138,7 +180,7 @@ def sent_bytes(program: Program, block: Block, op: Collective, batch: int, seque
     moved = block.operands(op)[0]
     meshes = program.meshes_of(block)
     ranks = meshes.size(op.axis)
-    sizes = _sizes(block, batch, sequence)
+    sizes = _sizes(program, block, batch, sequence)
     assert moved.layout is not None
     if moved.ragged:
         # Rows are counted over all experts and all ranks, and every rank has as many.
@@ -146,7 +188,7 @@ def sent_bytes(program: Program, block: Block, op: Collective, batch: int, seque
     elif "sources" in moved.shape:
         volume = size_of(moved.shape, {"sources": 1})
     else:
-        others = (axis for axis in moved.layout.sharded_axes() if axis != op.axis)
+        others = (axis for axis in moved.layout.sharded_axes() if axis != op.axis or isinstance(op, AllToAllPadded))
         volume = size_of(moved.shape, sizes) / math.prod(meshes.size(axis) for axis in others)
     part = volume * DTYPE_BYTES[moved.dtype] * (ranks - 1) / ranks
     forward, backward = op.sends

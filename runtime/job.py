@@ -26,7 +26,7 @@ from moec.passes.ir.mesh import group_name
 from moec.passes.lower import context_of
 from moec.passes.mixture import choices_per_token
 from moec.runtime import groups
-from moec.runtime.backends import select
+from moec.runtime.backends import select, triton_tiles
 from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import GradientSum, clip_gradient_norm
@@ -76,6 +76,7 @@ class Job:
                 _join(self.rank, self.world_size, self.device_type, timedelta(seconds=self._timeout))
                 stack.callback(dist.destroy_process_group)
             stack.enter_context(groups.use(self._groups()))
+            stack.enter_context(triton_tiles.use(self.plan.tiles))
             if self.world_size > 1:
                 # A connection of its own: a thread that waits on a shared one would hold up the other.
                 store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]

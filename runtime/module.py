@@ -16,6 +16,8 @@ from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
 
 IGNORED_LABEL = -100
+_CAPACITY = ("moec.permute_padded.default", "moec.keep_choices.default")
+
 Agree = Callable[[str | None, tuple[int, ...], torch.device], str | None]
 """Takes this rank's complaint and what must be alike on all ranks; gives one complaint on every rank, or None."""
 
@@ -69,7 +71,7 @@ class PlanModule(nn.Module):
         self.__dict__["_loss_graph"] = build_module(stage, "loss", make_parameter, float64=float64)
         self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
         self._agree = agree
-        self._padded = any(n.target == "moec.permute_padded.default" for g in stage.graphs for n in g.nodes)
+        self._padded = any(n.target in _CAPACITY for g in stage.graphs for n in g.nodes)
         self.vocab, self.context, self.tensor_parallel = model.vocab, context, tensor_parallel
         self.num_tokens = 0
         """Tokens that the last forward pass was given."""
@@ -81,7 +83,7 @@ class PlanModule(nn.Module):
 
         Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model.
         """
-        # Padded rows have as many places as a rank has tokens, on every rank.
+        # A capacity counts the tokens of one rank, and takes them to be as many on every other.
         alike = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
         complaint = self._agree(self._complaint(tokens, labels), alike, tokens.device)
         if complaint:

@@ -13,7 +13,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.passes.lower import context_of
-from moec.runtime.backends import plain_torch, select
+from moec.runtime.backends import plain_torch, select, triton_tiles
 from moec.runtime.errors import JobError
 from moec.runtime.lockstep import StepError
 from moec.runtime.module import IGNORED_LABEL, PlanModule
@@ -107,7 +107,7 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
     if scale:
         return _verify_scaled(plan, seed)
     _require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
-    with _threads_for(plan):
+    with _threads_for(plan), triton_tiles.use(plan.tiles):
         double = _compare(plan, torch.float64, seed)
         single = _compare(plan, torch.float32, seed) if float32 else None
     return replace(double, float32=single)

@@ -2,7 +2,7 @@
 
 MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
 MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx: limits. MOE06xx: plan folders. MOE07xx:
-jobs and `verify`.
+jobs, `verify` and `tune`.
 Each has a page under `tests/diagnostics/`, which is its test as well.
 """
 
@@ -91,6 +91,7 @@ CODES: dict[str, str] = {
     "MOE0704": "replicas of a parameter have drifted apart",
     "MOE0705": "a rank has died or stalled",
     "MOE0706": "the kernels asked for cannot run here",
+    "MOE0707": "nothing here to measure this plan's kernels on",
 }
 
 

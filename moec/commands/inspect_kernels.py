@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from moec.codegen.kernel_work import work_of
-from moec.codegen.kernels import KernelShape, ProductShape
+from moec.codegen.kernels import ProductShape
 from moec.codegen.plan import Plan
-from moec.codegen.plan_kernels import PlanKernel, kernels_of, rows_per_rank, tokens_per_rank
+from moec.codegen.plan_kernels import PlanKernel, kernels_of, rows_per_rank, tiles_of, tokens_per_rank
 from moec.driver import load
 from moec.grammar.spec import Device
 
@@ -25,7 +25,7 @@ TARGETS: Mapping[str, str] = {
 }
 """What to compile for, by a device's name, else by its kind."""
 
-HEAD = ("kernel", "tile", "registers", "spilled", "shared", "bound by", "at least", "serves")
+HEAD = ("kernel", "tile", "from", "registers", "spilled", "shared", "bound by", "at least", "serves")
 
 
 def inspect_kernels(path: Path) -> str:
@@ -41,6 +41,8 @@ def inspect_kernels(path: Path) -> str:
 def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Iterator[str]:
     target = TARGETS.get(device.name) or TARGETS[device.kind]
     yield f"{plan.name}: kernels of a rank, for {tokens_per_rank(plan):,} tokens, on {device.name} ({target})"
+    if plan.tiles is not None:
+        yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}"
     by_body: dict[str, list[PlanKernel]] = {}
     for kernel in kernels:
         by_body.setdefault(kernel.body, []).append(kernel)
@@ -56,15 +58,22 @@ def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Itera
 def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel) -> Iterator[tuple[str, ...]]:
     from moec.runtime.backends.triton_compile import compile_kernels
 
-    for made in compile_kernels(kernel.shape, target):
+    for made in compile_kernels(kernel.shape, target, kernel.only):
         work = work_of(kernel.shape, made.kernel, tokens_per_rank(plan), rows_per_rank(plan, kernel.k))
         peak = getattr(device.peak, getattr(kernel.shape, "dtype", "fp32"))
         bound = work.bound(peak, device.bandwidth) if work else "-"
         least = f"{work.seconds(peak, device.bandwidth) * 1e6:,.1f} µs" if work else "-"
         size = f"{made.shared / 1024:.1f} KiB" if made.shared else "-"
         spilled = f"{made.spilled} B" if made.spilled else "-"
-        yield (made.kernel, _tile(kernel.shape), str(made.registers), spilled, size, bound, least, kernel.span or "")
+        tile = _tile(plan, kernel)
+        yield (made.kernel, *tile, str(made.registers), spilled, size, bound, least, kernel.span or "")
 
 
-def _tile(shape: KernelShape) -> str:
-    return str(shape.tile) if isinstance(shape, ProductShape) else "-"
+def _tile(plan: Plan, kernel: PlanKernel) -> tuple[str, str]:
+    """A product's tile, and where it is from: tuned, shipped, or the rule."""
+    shape = kernel.shape
+    if not isinstance(shape, ProductShape):
+        return "-", "-"
+    widths = (shape.dim, shape.hidden)
+    rows = rows_per_rank(plan, kernel.k)
+    return str(shape.tile), tiles_of(plan, shape.dtype, rows, shape.experts, widths, shape.activation).source

@@ -112,6 +112,23 @@ class Backend(Protocol):
         activation: str,
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
+    def mixture_mlp(
+        self, x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+    def mixture_mlp_backward(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        hidden: Tensor,
+        counts: Tensor,
+        positions: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        activation: str,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
     def combine(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor: ...
 
     def combine_backward(

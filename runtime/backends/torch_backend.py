@@ -1,13 +1,14 @@
 """Plain torch: the definition of correct, and the backend for CPU.
 
-Arithmetic on low-precision tensors is done in float32 and rounded once. Sums are gathers in a fixed order, so every
-result is deterministic.
+What is done to low-precision tensors is computed in float32 and rounded, sums once, the two products of a gated
+activation each. Sums are gathers in a fixed order, so every result is deterministic.
 """
 
 from __future__ import annotations
 
 from moec.runtime.backends.torch_experts import expert_mlp, expert_mlp_backward
 from moec.runtime.backends.torch_gated import geglu, geglu_backward, swiglu, swiglu_backward
+from moec.runtime.backends.torch_mixture import mixture_mlp, mixture_mlp_backward
 from moec.runtime.backends.torch_padded import (
     combine_padded,
     combine_padded_backward,
@@ -36,6 +37,8 @@ __all__ = [
     "geglu_backward",
     "keep_choices",
     "largest_load",
+    "mixture_mlp",
+    "mixture_mlp_backward",
     "permute",
     "permute_backward",
     "permute_dynamic",

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch_gated import gated_backward_into, gated_into
+from moec.runtime.backends.torch_gated import Weigh, gated_backward_into, gated_into
 
 
 def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -22,7 +22,7 @@ def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activatio
         if share.size:
             own_hidden, own_activated = hidden[share.where], activated[: share.size]
             torch.mm(share.gather(rows), up[expert].t(), out=own_hidden.flatten(1))
-            _activate(own_activated, own_hidden, activation)
+            activate(own_activated, own_hidden, activation)
             own_out = share.room(out)
             torch.mm(own_activated, down[expert].t(), out=own_out)
             share.scatter(own_out, out)
@@ -51,7 +51,7 @@ def expert_mlp_backward(
         own_grad_hidden, flat = grad_hidden[: share.size], grad_hidden[: share.size].flatten(1)
         own_grad = share.gather(grad)
         torch.mm(own_grad, down[expert], out=own_grad_activated)
-        _activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[share.where], activation)
+        activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[share.where], activation)
         torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
         torch.mm(flat.t(), share.gather(rows), out=by_expert[expert])
         own_grad_rows = share.room(grad_rows)
@@ -60,7 +60,8 @@ def expert_mlp_backward(
     return grad_rows, grad_up, grad_down
 
 
-def _activate(out: Tensor, hidden: Tensor, activation: str) -> None:
+def activate(out: Tensor, hidden: Tensor, activation: str) -> None:
+    """out [N, F], for hidden [N, G, F]."""
     match activation:
         case "swiglu" | "geglu":
             gated_into(out, hidden, activation)
@@ -72,22 +73,32 @@ def _activate(out: Tensor, hidden: Tensor, activation: str) -> None:
             torch.clamp_min(hidden[:, 0], 0, out=out).square_()
 
 
-def _activate_backward(grad_hidden: Tensor, activated: Tensor, grad: Tensor, hidden: Tensor, activation: str) -> None:
-    """The gradient of `hidden`, and the activation once more, which is cheaper than to have kept it."""
-    grad_up = grad_hidden[:, 0]
+def activate_backward(
+    grad_hidden: Tensor,
+    activated: Tensor,
+    grad: Tensor,
+    hidden: Tensor,
+    activation: str,
+    weigh: Weigh | None = None,
+) -> None:
+    """The gradient of `hidden`, and the activation once more, which is cheaper than to have kept it.
+
+    `weigh` is called with blocks of rows that are activated and whose gradient is not used yet.
+    """
+    grad_up, every = grad_hidden[:, 0], slice(0, grad.shape[0])
+    if activation in ("swiglu", "geglu"):
+        gated_backward_into(grad_hidden, activated, grad, hidden, activation, weigh)
+        return
+    activate(activated, hidden, activation)
+    if weigh is not None:
+        weigh(every, grad_up)
     match activation:
-        case "swiglu" | "geglu":
-            gated_backward_into(grad_hidden, activated, grad, hidden, activation)
         case "gelu":
-            torch.ops.aten.gelu.out(hidden[:, 0], out=activated)
             torch.ops.aten.gelu_backward.grad_input(grad, hidden[:, 0], grad_input=grad_up)
         case "relu":
-            torch.clamp_min(hidden[:, 0], 0, out=activated)
             torch.ops.aten.threshold_backward.grad_input(grad, activated, 0, grad_input=grad_up)
         case "relu2":
-            torch.clamp_min(hidden[:, 0], 0, out=activated)
-            torch.mul(grad, activated, out=grad_up).mul_(2)
-            activated.square_()
+            torch.clamp_min(hidden[:, 0], 0, out=grad_up).mul_(grad).mul_(2)
 
 
 @dataclass(frozen=True, slots=True)

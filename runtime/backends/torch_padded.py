@@ -41,7 +41,7 @@ def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tup
 
 
 def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
-    capacity, _ = places_of(*experts.shape, starts.shape[3], *how, 1)
+    capacity, _ = places_of(*experts.shape, starts.shape[3], *how)
     return experts.where(_waiting(experts, starts) < capacity, -1)
 
 

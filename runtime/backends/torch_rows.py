@@ -10,27 +10,28 @@ from moec.runtime.backends.torch_blocks import blocks
 
 def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     choices = experts.reshape(-1)
-    if choices.device.type == "cpu" and choices.numel():
-        least, most = (int(bound) for bound in choices.aminmax())
-        if least < 0 or most >= num_experts:
-            message = f"moec::permute: experts must be from 0 to {num_experts - 1}, not {least} to {most}"
-            raise RuntimeError(message)
+    refuse_out_of_range("permute", choices, num_experts)
     counts = torch.bincount(choices, minlength=num_experts)
     if counts.numel() > num_experts:  # elsewhere than on CPU, where only `bincount` has looked
         message = f"moec::permute: experts must be from 0 to {num_experts - 1}, not {counts.numel() - 1}"
         raise RuntimeError(message)
-    order = _stable_order(choices, num_experts)
+    order = stable_order(choices, num_experts)
     k = experts.shape[2]
     tokens = order if k == 1 else order.div(k, rounding_mode="floor")
     rows = x.reshape(-1, x.shape[-1]).index_select(0, tokens)
-    return rows, counts[None], _inverse(order).view(experts.shape)
+    return rows, counts[None], inverse(order).view(experts.shape)
 
 
 def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
     *tokens, k = positions.shape
-    chosen = positions.reshape(-1, k)
+    return sums_of(grad, positions.reshape(-1, k)).view(*tokens, grad.shape[1])
+
+
+def sums_of(grad: Tensor, chosen: Tensor) -> Tensor:
+    """Each token's sum of its rows: grad [R, D], chosen [T, k] -> [T, D]."""
+    k = chosen.shape[1]
     if k == 1:
-        return grad.index_select(0, chosen[:, 0]).view(*tokens, grad.shape[1])
+        return grad.index_select(0, chosen[:, 0])
     dtype = torch.promote_types(grad.dtype, torch.float32)
     out = grad.new_empty((chosen.shape[0], grad.shape[1]))
     for block in blocks(out):
@@ -38,7 +39,7 @@ def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
         for choice in range(1, k):
             total += grad.index_select(0, chosen[block, choice])
         out[block] = total
-    return out.view(*tokens, grad.shape[1])
+    return out
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
@@ -46,22 +47,26 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
         message = f"moec::combine: {rows.shape[0]} rows for {positions.numel()} positions"
         raise RuntimeError(message)
     *tokens, k = positions.shape
-    chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k, 1)
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    scale, out = scale.to(dtype), rows.new_empty((chosen.shape[0], rows.shape[1]))
+    return weighted_sums_of(rows, positions.reshape(-1, k), weights.reshape(-1, k)).view(*tokens, rows.shape[1])
+
+
+def weighted_sums_of(rows: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Each token's weighted sum of its rows: rows [R, D], chosen and weights [T, k] -> [T, D]."""
+    k, dtype = chosen.shape[1], torch.promote_types(rows.dtype, torch.float32)
+    scale, out = weights[..., None].to(dtype), rows.new_empty((chosen.shape[0], rows.shape[1]))
     for block in blocks(out):
         total = rows.index_select(0, chosen[block, 0]).to(dtype).mul_(scale[block, 0])
         for choice in range(1, k):
             total.addcmul_(rows.index_select(0, chosen[block, choice]).to(dtype), scale[block, choice])
         out[block] = total
-    return out.view(*tokens, rows.shape[1])
+    return out
 
 
 def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     grad = grad.reshape(-1, rows.shape[1])
     # By rows rather than by choices: each is written once, in order.
-    choices = _inverse(positions.reshape(-1))
+    choices = inverse(positions.reshape(-1))
     tokens = choices.div(positions.shape[2], rounding_mode="floor")
     scale = weights.reshape(-1).index_select(0, choices).to(dtype)[:, None]
     grad_rows, by_row = torch.empty_like(rows), weights.new_empty(rows.shape[0])
@@ -72,7 +77,16 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
     return grad_rows, by_row[positions]
 
 
-def _stable_order(choices: Tensor, num_experts: int) -> Tensor:
+def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:
+    """Only where looking costs no synchronisation."""
+    if experts.device.type == "cpu" and experts.numel():
+        least, most = (int(bound) for bound in experts.aminmax())
+        if least < lowest or most >= num_experts:
+            message = f"moec::{operator}: experts must be from {lowest} to {num_experts - 1}, not {least} to {most}"
+            raise RuntimeError(message)
+
+
+def stable_order(choices: Tensor, num_experts: int) -> Tensor:
     """The permutation that sorts [N] indices below `num_experts`, equal ones in their order.
 
     NumPy's stable sort of 16-bit integers is a radix sort, that is, counting: on CPU 3 to 14 times as fast as
@@ -83,5 +97,6 @@ def _stable_order(choices: Tensor, num_experts: int) -> Tensor:
     return choices.sort(stable=True)[1]
 
 
-def _inverse(order: Tensor) -> Tensor:
+def inverse(order: Tensor) -> Tensor:
+    """Where each of 0 … N - 1 stands in a permutation [N] of them."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))

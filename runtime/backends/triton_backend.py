@@ -5,10 +5,13 @@ What has no kernel of its own here runs in plain torch, which is right on every 
 
 from __future__ import annotations
 
-from moec.runtime.backends.torch_backend import (
+from moec.runtime.backends.torch_backend import count_choices, rope, rope_backward, switch_loss, switch_loss_backward
+from moec.runtime.backends.triton_experts import expert_mlp, expert_mlp_backward
+from moec.runtime.backends.triton_gated import geglu, geglu_backward, swiglu, swiglu_backward
+from moec.runtime.backends.triton_mixture import mixture_mlp, mixture_mlp_backward
+from moec.runtime.backends.triton_padded import (
     combine_padded,
     combine_padded_backward,
-    count_choices,
     count_queues,
     keep_choices,
     largest_load,
@@ -16,13 +19,7 @@ from moec.runtime.backends.torch_backend import (
     permute_padded,
     permute_padded_backward,
     queue_starts,
-    rope,
-    rope_backward,
-    switch_loss,
-    switch_loss_backward,
 )
-from moec.runtime.backends.triton_experts import expert_mlp, expert_mlp_backward
-from moec.runtime.backends.triton_gated import geglu, geglu_backward, swiglu, swiglu_backward
 from moec.runtime.backends.triton_routing import route, route_backward
 from moec.runtime.backends.triton_rows import combine, combine_backward, permute, permute_backward
 
@@ -39,6 +36,8 @@ __all__ = [
     "geglu_backward",
     "keep_choices",
     "largest_load",
+    "mixture_mlp",
+    "mixture_mlp_backward",
     "permute",
     "permute_backward",
     "permute_dynamic",

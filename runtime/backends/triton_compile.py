@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,13 @@ class Compiled:
     shared: int
 
 
-def compile_kernels(shape: KernelShape, target: str) -> Iterator[Compiled]:
-    """Compiles every kernel of a shape for a target of `TARGETS`, as the backend launches it on aligned tensors."""
+def compile_kernels(shape: KernelShape, target: str, only: Collection[str] = ()) -> Iterator[Compiled]:
+    """Compiles a shape's kernels for a target of `TARGETS`, as the backend launches them on aligned tensors.
+
+    All of them where `only` names none.
+    """
     for name, function in vars(module_of(shape)).items():
-        if isinstance(function, triton.JITFunction) and not name.startswith("_"):
+        if isinstance(function, triton.JITFunction) and not name.startswith("_") and (not only or name in only):
             options = {}
             if isinstance(shape, ProductShape):
                 options = {"num_warps": shape.warps(name), "num_stages": shape.tile.stages}

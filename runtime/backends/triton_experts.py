@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels import DownShape, ProductShape, TilesShape, UpShape
-from moec.codegen.tiles import tiles_for
 from moec.runtime.backends import torch_experts
-from moec.runtime.backends.triton_launch import Kernels, dtype_name, family_of, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton_tiles import tiles_at
 
 
 def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activatio
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
     out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
     if out.numel():
-        work = _Work.of(rows, counts, up, activation)
+        work = Work.of(rows, rows.shape[0], counts, up, activation)
         activated = rows.new_empty((rows.shape[0], up.shape[2]))
         work.up.product("up", up.shape[2], rows, *work.order, up, hidden, activated)
         work.down.product("down", rows.shape[1], activated, down, *work.order, out)
@@ -40,7 +40,7 @@ def expert_mlp_backward(
     grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
     if not rows.numel():
         return grad_rows, grad_up.zero_(), grad_down.zero_()
-    work = _Work.of(rows, counts, up, activation)
+    work = Work.of(rows, rows.shape[0], counts, up, activation)
     _, parts, width, dim = up.shape
     grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((rows.shape[0], width))
     work.down.product("down_backward", width, grad, down, *work.order, hidden, grad_hidden, activated)
@@ -72,12 +72,12 @@ class _Products:
     kernels: Kernels
     table: _Table
 
-    def product(self, kernel: str, width: int, *arguments: Tensor) -> None:
+    def product(self, kernel: str, width: int, *arguments: Tensor, more: tuple[int, ...] = ()) -> None:
         """A product of all rows with a matrix of `width` columns."""
         table = self.table
         grid = (table.num_tiles * -(-width // self.shape.tile.columns),)
         tables = (table.offsets, table.experts, table.starts, table.num_tiles)
-        self.kernels.launch(kernel, grid, *arguments, *tables, **self._options(kernel))
+        self.kernels.launch(kernel, grid, *arguments, *tables, *more, **self._options(kernel))
 
     def weights(self, kernel: str, shape: tuple[int, int], *arguments: Tensor) -> None:
         """The gradient [E, *shape] of a projection's weights."""
@@ -90,21 +90,27 @@ class _Products:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
-    """Both projections over the same rows; `order` holds where rows lie, if not in the experts' order."""
+class Work:
+    """Both projections over the same rows; `order` holds where rows lie, if not in the experts' order.
+
+    Where rows are choices of tokens, `order` holds which.
+    """
 
     up: _Products
     down: _Products
     order: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, rows: Tensor, counts: Tensor, up: Tensor, activation: str) -> _Work:
-        num_rows, dim = rows.shape
+    def of(
+        cls, x: Tensor, num_rows: int, counts: Tensor, up: Tensor, activation: str, k: int = 0, *choices: Tensor
+    ) -> Work:
+        """For `num_rows` rows of x's width, dtype and device; with `k` and `choices` [num_rows], which these are."""
         sources, experts = counts.shape
-        _refuse_other_sum(counts, num_rows)
-        dtype, hidden, gathered = dtype_name(rows), up.shape[2], sources > 1
-        tiles = tiles_for(dtype, num_rows, experts, (dim, hidden), family_of(rows.device))
-        places = kernels_of(TilesShape(experts=experts, rows=tiles.up.rows), rows)
+        if not k:
+            _refuse_other_sum(counts, num_rows)
+        dtype, hidden, dim, gathered = dtype_name(x), up.shape[2], x.shape[-1], sources > 1
+        tiles = tiles_at(x.device, dtype, num_rows, experts, (dim, hidden), activation)
+        places = kernels_of(TilesShape(experts=experts, rows=tiles.up.rows), x)
 
         counts = counts.contiguous()
         num_tiles = -(-num_rows // tiles.up.rows) + experts
@@ -114,17 +120,17 @@ class _Work:
         places.launch(
             "table", places.blocks(num_tiles), counts, offsets, of_tiles, starts, sources, num_rows, num_tiles
         )
-        order: tuple[Tensor, ...] = ()
+        order: tuple[Tensor, ...] = choices
         if gathered:
             order = (counts.new_empty(num_rows, dtype=torch.int32),)
             places.launch("order", (experts, sources), counts, offsets, *order, sources, num_rows)
 
         table = _Table(offsets, of_tiles, starts)
-        known = (experts, dim, hidden, activation, dtype, gathered)
+        known = (experts, dim, hidden, activation, dtype, gathered, k)
         up_shape, down_shape = UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
         return cls(
-            _Products(up_shape, kernels_of(up_shape, rows), table),
-            _Products(down_shape, kernels_of(down_shape, rows), table),
+            _Products(up_shape, kernels_of(up_shape, x), table),
+            _Products(down_shape, kernels_of(down_shape, x), table),
             order,
         )
 

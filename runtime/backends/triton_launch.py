@@ -32,16 +32,6 @@ def dtype_name(x: Tensor) -> str:
     return _NAMES[x.dtype]
 
 
-@cache
-def family_of(device: torch.device) -> str:
-    """Which defaults of `moec.codegen.tiles` a device takes; the interpreter takes any."""
-    if device.type != "cuda":
-        return "hopper"
-    if torch.version.hip is not None:
-        return "cdna"
-    return "hopper" if torch.cuda.get_device_capability(device) >= (9, 0) else "ampere"
-
-
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The kernels of one shape on one device."""

@@ -1,75 +1,119 @@
-"""Rows sorted by expert, and their weighted sums, by rendered kernels."""
+"""Rows in their places, and tokens' weighted sums of them, by rendered kernels: each row is written once."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels import CombineShape, PermuteShape
+from moec.codegen.kernels import accumulator
+from moec.codegen.kernels_rows import PlacesShape
 from moec.runtime.backends import torch_rows
-from moec.runtime.backends.triton_launch import dtype_name, kernels_of, too_many
+from moec.runtime.backends.torch_rows import refuse_out_of_range
+from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of, too_many
+from moec.runtime.backends.triton_queues import Queues
 
 
 def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     if not x.dtype.is_floating_point or too_many(num_experts):
         return torch_rows.permute(x, experts, num_experts)
-    x, experts, k, dim = x.contiguous(), experts.contiguous(), experts.shape[2], x.shape[-1]
-    num_choices = experts.numel()
-    _refuse_out_of_range(experts, num_experts)
-    rows, counts = x.new_empty((num_choices, dim)), experts.new_zeros((1, num_experts))
-    positions = torch.empty_like(experts)
-    if num_choices:
-        kernels = kernels_of(PermuteShape(experts=num_experts, k=k, dim=dim, dtype=dtype_name(x)), x)
-        grid = kernels.blocks(num_choices)
-        by_block = experts.new_empty((num_experts, *grid), dtype=torch.int32)
-        kernels.launch("count", grid, experts, by_block, num_choices, *grid)
-        kernels.launch("scan", (num_experts,), by_block, counts, *grid)
-        kernels.launch("rank", grid, experts, by_block, counts, positions, num_choices, *grid)
-        kernels.launch("copy", (num_choices // k, *kernels.blocks(dim, "BLOCK_D")), x, positions, rows)
-    return rows, counts, positions
+    refuse_out_of_range("permute", experts, num_experts)
+    queues = Queues.of_all(experts, num_experts)
+    positions = queues.positions(experts.shape)
+    rows = x.new_empty((experts.numel(), x.shape[2]))
+    Places.of(x, positions).fill(x, rows)
+    return rows, queues.totals.view(1, num_experts), positions
 
 
 def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
-    grad, positions, dim = grad.contiguous(), positions.contiguous(), grad.shape[1]
-    *tokens, k = positions.shape
-    grad_x = grad.new_empty((*tokens, dim))
-    # How many experts there are is the forward's; its backward reads places alone.
-    kernels = kernels_of(PermuteShape(experts=1, k=k, dim=dim, dtype=dtype_name(grad)), grad)
-    grid = (positions.numel() // k, *kernels.blocks(dim, "BLOCK_D"))
-    kernels.launch("permute_backward", grid, grad, positions, grad_x)
-    return grad_x
+    return Places.of(grad, positions).add_rows(grad)
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     if rows.shape[0] != positions.numel():
         message = f"moec::combine: {rows.shape[0]} rows for {positions.numel()} positions"
         raise RuntimeError(message)
-    rows, positions, weights = rows.contiguous(), positions.contiguous(), weights.contiguous()
-    *tokens, k = positions.shape
-    out = rows.new_empty((*tokens, rows.shape[1]))
-    kernels = kernels_of(_combine_shape(rows, weights), rows)
-    grid = (positions.numel() // k, *kernels.blocks(rows.shape[1], "BLOCK_D"))
-    kernels.launch("combine", grid, rows, positions, weights, out)
-    return out
+    return Places.of(rows, positions, weights).combine(rows, weights)
 
 
 def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    grad, rows, positions, weights = (t.contiguous() for t in (grad, rows, positions, weights))
-    grad_rows, grad_weights = torch.empty_like(rows), torch.empty_like(weights)
-    kernels = kernels_of(_combine_shape(rows, weights), rows)
-    grid = (positions.numel() // positions.shape[2],)
-    kernels.launch("combine_backward", grid, grad, rows, positions, weights, grad_rows, grad_weights)
-    return grad_rows, grad_weights
+    return Places.of(rows, positions, weights).combine_backward(grad, rows, weights)
 
 
-def _combine_shape(rows: Tensor, weights: Tensor) -> CombineShape:
-    return CombineShape(k=weights.shape[2], dim=rows.shape[1], dtype=dtype_name(rows), weights=dtype_name(weights))
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Which rows each token has: positions [B, S, k] int64, −1 for none, no two alike."""
 
+    kernels: Kernels
+    positions: Tensor
 
-def _refuse_out_of_range(experts: Tensor, num_experts: int) -> None:
-    """Only where looking costs no synchronisation."""
-    if experts.device.type == "cpu" and experts.numel():
-        least, most = (int(bound) for bound in experts.aminmax())
-        if least < 0 or most >= num_experts:
-            message = f"moec::permute: experts must be from 0 to {num_experts - 1}, not {least} to {most}"
-            raise RuntimeError(message)
+    @classmethod
+    def of(cls, x: Tensor, positions: Tensor, weights: Tensor | None = None) -> Places:
+        """For rows or tokens [..., D]."""
+        dtype, k = dtype_name(x), positions.shape[2]
+        weights_dtype = accumulator(dtype) if weights is None else dtype_name(weights)
+        shape = PlacesShape(k=k, dim=x.shape[-1], dtype=dtype, weights=weights_dtype)
+        return cls(kernels_of(shape, x), positions.contiguous())
+
+    def fill(self, x: Tensor, rows: Tensor, counts: Tensor | None = None) -> None:
+        """rows: each token's in its places. With counts [1, E], rows are [E, places, D], zeros from counts[e] on."""
+        num_rows, places = 0, 1
+        if counts is not None:
+            num_rows, places = rows.shape[0] * rows.shape[1], rows.shape[1]
+        zeros = self.kernels.blocks(num_rows, "ROWS")[0]
+        tensors = (x.contiguous(), self.positions, self.positions if counts is None else counts, rows)
+        self.kernels.launch("fill", self._programs(rows, zeros), *tensors, self._tokens, num_rows, places)
+
+    def add_rows(self, rows: Tensor) -> Tensor:
+        """Each token's sum of its rows: [..., D] -> [B, S, D]."""
+        out = self._room(rows)
+        self.kernels.launch("add_rows", self._programs(rows), rows.contiguous(), self.positions, out)
+        return out
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Each token's weighted sum of its rows: [..., D], weights [B, S, k] -> [B, S, D]."""
+        out = self._room(rows)
+        tensors = (rows.contiguous(), self.positions, weights.contiguous(), out)
+        self.kernels.launch("combine", self._programs(rows), *tensors)
+        return out
+
+    def combine_backward(
+        self, grad: Tensor, rows: Tensor, weights: Tensor, spare: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients of rows and weights; `spare`: some rows are nobody's, and get zeros."""
+        grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+        num_rows, taken = 0, self.positions
+        if spare:
+            num_rows = rows.numel() // max(1, rows.shape[-1])
+            taken = torch.zeros(num_rows, dtype=torch.int8, device=rows.device)
+            number = self.positions.numel()
+            self.kernels.launch("mark", self.kernels.blocks(number), self.positions, taken, number)
+        grid = (self._tokens + self.kernels.blocks(num_rows, "ROWS")[0],)
+        tensors = (grad.contiguous(), rows.contiguous(), self.positions, weights.contiguous(), taken)
+        self.kernels.launch("combine_backward", grid, *tensors, grad_rows, grad_weights, self._tokens, num_rows)
+        return grad_rows, grad_weights
+
+    def order(self) -> Tensor:
+        """Which choice each row is, [B·S·k] int32; undefined beyond the rows that there are."""
+        number = self.positions.numel()
+        order = self.positions.new_empty(number, dtype=torch.int32)
+        self.kernels.launch("invert", self.kernels.blocks(number), self.positions, order, number)
+        return order
+
+    def add_parts(self, parts: Tensor, grad_weights: Tensor) -> None:
+        """grad_weights [B, S, k]: of each choice's row, the sum of parts [parts, R]."""
+        number = self.positions.numel()
+        tensors = (parts, self.positions, grad_weights)
+        self.kernels.launch("add_parts", self.kernels.blocks(number), *tensors, number, *parts.shape)
+
+    @property
+    def _tokens(self) -> int:
+        return self.positions.numel() // self.positions.shape[2]
+
+    def _room(self, rows: Tensor) -> Tensor:
+        return rows.new_empty((*self.positions.shape[:2], rows.shape[-1]))
+
+    def _programs(self, rows: Tensor, more: int = 0) -> tuple[int, ...]:
+        """One for each block of columns of each token, and of as many more."""
+        return self._tokens + more, *self.kernels.blocks(rows.shape[-1], "BLOCK_D")

@@ -25,7 +25,7 @@ def complaint(device: str) -> str | None:
     version = _version(triton.__version__)
     if not OLDEST <= version <= NEWEST:
         return f"the kernels are for Triton {_dotted(OLDEST)} to {_dotted(NEWEST)}, this is {triton.__version__}"
-    if device == "cpu" and not _interpreting():
+    if device == "cpu" and not interpreting():
         return "on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"
     if device == "cpu" and version < (3, 7) and _version(np.__version__) >= (2, 4):
         return f"the interpreter of Triton {triton.__version__} does not work with NumPy 2.4 or newer"
@@ -41,7 +41,8 @@ def _version(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"[0-9]+", text)[:2])
 
 
-def _interpreting() -> bool:
+def interpreting() -> bool:
+    """Whether kernels run on CPU tensors, in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y", "yes")
 
 

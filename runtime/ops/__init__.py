@@ -12,6 +12,7 @@ from __future__ import annotations
 from moec.runtime.ops.balance import count_choices, switch_loss
 from moec.runtime.ops.elementwise import geglu, rope, swiglu
 from moec.runtime.ops.experts import expert_mlp
+from moec.runtime.ops.mixture import mixture_mlp
 from moec.runtime.ops.padded import (
     combine_padded,
     count_queues,
@@ -33,6 +34,7 @@ __all__ = [
     "geglu",
     "keep_choices",
     "largest_load",
+    "mixture_mlp",
     "permute",
     "permute_dynamic",
     "permute_padded",

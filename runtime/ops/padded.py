@@ -111,7 +111,7 @@ def _check_keep_choices(experts: Tensor, starts: Tensor, *how: int) -> None:
 
 
 keep_choices = define(
-    "keep_choices(Tensor experts, Tensor starts, int groups, int spread, int parts, int whole) -> Tensor",
+    "keep_choices(Tensor experts, Tensor starts, int groups, int spread, int parts, int whole, int least) -> Tensor",
     fake=lambda experts, starts, *how: experts.new_empty(experts.shape),
     check=_check_keep_choices,
 )

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.jit import KernelInterface
 
 import moec
 from moec.codegen.kernels import KernelShape
-from moec.codegen.plan_kernels import kernels_of
-from moec.runtime.backends import BackendError, triton_backend, triton_experts, triton_routing, triton_rows
+from moec.codegen.plan_kernels import PlanKernel, kernels_of
+from moec.runtime.backends import (
+    BackendError,
+    triton_backend,
+    triton_experts,
+    triton_padded,
+    triton_queues,
+    triton_routing,
+    triton_rows,
+)
 from moec.runtime.backends.triton_launch import Kernels
 from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
+from moec.runtime.backends.triton_modules import module_of
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -26,6 +37,8 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 def _reproducible() -> None:
     torch.manual_seed(0)
 
+
+GPU = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }\n'
 
 TINY = """
 model "tiny" {
@@ -78,18 +91,23 @@ def test_a_plan_in_bf16_is_proven_but_not_trained_in_the_interpreter() -> None:
     assert refused.value.diagnostics[0].code == "MOE0706"
 
 
-def test_a_plan_lists_the_kernels_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }\n'
-    plan = moec.compile(gpu + TINY.replace("device = cpu", 'device = "toy"'))
-    listed = {kernel.shape for kernel in kernels_of(plan)}
+def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:
+    """The shapes whose kernels are asked for from now on."""
     run: set[KernelShape] = set()
-    for module in (triton_routing, triton_rows, triton_experts):
 
-        def noted(shape: KernelShape, x: Tensor) -> Kernels:
-            run.add(shape)
-            return kernels_of_shape(shape, x)
+    def noted(shape: KernelShape, x: Tensor) -> Kernels:
+        run.add(shape)
+        return kernels_of_shape(shape, x)
 
+    for module in (triton_routing, triton_queues, triton_rows, triton_padded, triton_experts):
         monkeypatch.setattr(module, "kernels_of", noted)
+    return run
+
+
+def test_a_plan_lists_the_kernels_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(GPU + TINY.replace("device = cpu", 'device = "toy"'))
+    listed = {kernel.shape for kernel in kernels_of(plan)}
+    run = noting(monkeypatch)
     # A rank of two: half the batch, half the experts, rows from both.
     x = torch.randn(1, 4, 8)
     _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), 2, "softmax", False, True)
@@ -98,3 +116,32 @@ def test_a_plan_lists_the_kernels_that_are_run(monkeypatch: pytest.MonkeyPatch) 
     triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, "swiglu")
     triton_backend.combine(rows, positions, weights)
     assert run == listed
+
+
+def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(GPU + TINY.replace("device = cpu", 'device = "toy"').replace("ep = 2", "ep = 1"))
+    listed = {kernel.shape for kernel in kernels_of(plan)}
+    run = noting(monkeypatch)
+    launched: set[str] = set()
+    launch = Kernels.launch
+
+    def noted(kernels: Kernels, kernel: str, grid: tuple[int, ...], *arguments: object, **options: object) -> None:
+        launched.add(kernel)
+        launch(kernels, kernel, grid, *arguments, **options)
+
+    monkeypatch.setattr(Kernels, "launch", noted)
+    x, up, down = torch.randn(1, 4, 8), torch.randn(4, 2, 8, 8), torch.randn(4, 8, 8)
+    logits = torch.randn(1, 4, 4)
+    probabilities, weights, experts = triton_backend.route(logits, 2, "softmax", False, True)
+    triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", False, True)
+    mixed, counts, hidden, positions = triton_backend.mixture_mlp(x, experts, weights, up, down, "swiglu")
+    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, positions, weights, up, down, "swiglu")
+    assert run == listed
+    assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+
+
+def _names(kernel: PlanKernel) -> Iterator[str]:
+    """Those that the plan says are launched."""
+    for name, value in vars(module_of(kernel.shape)).items():
+        if isinstance(value, KernelInterface) and not name.startswith("_") and (not kernel.only or name in kernel.only):
+            yield name

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
+import torch
 
 from moec.codegen.kernels import (
-    CombineShape,
     DownShape,
     GatedShape,
     KernelShape,
-    PermuteShape,
     RouteShape,
     TilesShape,
     UpShape,
 )
-from moec.codegen.tiles import tiles_for
+from moec.codegen.kernels_rows import PlacesShape, QueuesShape
+from moec.codegen.stored_tiles import SHIPPED, TileKey, shipped
+from moec.codegen.tile_candidates import around
+from moec.codegen.tiles import Tile, Tiles, tiles_for
 from moec.runtime.backends.triton_compile import TARGETS, compile_kernels
+from moec.runtime.tune_search import Bench, fits
 
 FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": "cdna"}
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -43,11 +47,17 @@ def shapes(
     layer: tuple[int, int, int, int], dtype: str, activation: str, tokens: int, gathered: bool, target: str
 ) -> Iterator[KernelShape]:
     """Everything that a layer launches."""
-    dim, _, experts, k = layer
-    yield PermuteShape(experts=experts, k=k, dim=dim, dtype=dtype)
-    yield CombineShape(k=k, dim=dim, dtype=dtype, weights="fp32")
-    yield GatedShape(hidden=dim, activation="geglu", dtype=dtype)
+    yield GatedShape(hidden=layer[0], activation="geglu", dtype=dtype)
+    yield from rows(layer, dtype)
     yield from products(layer, dtype, activation, tokens, gathered, target)
+
+
+def rows(layer: tuple[int, int, int, int], dtype: str) -> Iterator[KernelShape]:
+    """What counts choices and moves rows, with a capacity too."""
+    dim, _, experts, k = layer
+    yield QueuesShape(experts=experts, k=k)
+    yield QueuesShape(experts=experts, k=1)
+    yield PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
 
 
 def products(
@@ -56,8 +66,9 @@ def products(
     """The experts'."""
     dim, hidden, experts, k = layer
     tiles = tiles_for(dtype, tokens * k, experts, (dim, hidden), FAMILIES[target])
-    known = (experts, dim, hidden, activation, dtype, gathered)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
+    # Rows from other ranks lie where they came; those of tokens that stayed are gathered from these.
+    known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k)
     yield UpShape.of(*known, tiles.up)
     yield DownShape.of(*known, tiles.down)
 
@@ -84,6 +95,47 @@ def test_all_kernels_of_a_layer_compile() -> None:
         require_fits(shape, "sm_90")
 
 
+def shipped_shapes(device: str, key: TileKey, tiles: Tiles) -> tuple[str, UpShape, DownShape]:
+    """What to compile for, and the products of what is shipped, with rows gathered, which takes more registers."""
+    known = (key.experts or 8, key.dim, key.hidden, "swiglu" if key.gated else "gelu", key.dtype, True, 0)
+    return "sm_80" if device == "a100" else "sm_90", UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
+
+
+def require_no_spill(device: str, key: TileKey, tiles: Tiles) -> None:
+    target, *products = shipped_shapes(device, key, tiles)
+    for shape in products:
+        for kernel in compile_kernels(shape, target):
+            assert kernel.spilled == 0, kernel
+            assert kernel.shared <= SHARED[target], kernel
+
+
+def test_what_is_shipped_for_the_largest_experts_spills_nothing() -> None:
+    key = TileKey("bf16", "many", None, 4096, 14336, True)
+    for device in ("a100", "h100"):
+        require_no_spill(device, key, shipped(device)[key])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", SHIPPED)
+def test_nothing_that_is_shipped_spills(device: str) -> None:
+    for key, tiles in shipped(device).items():
+        require_no_spill(device, key, tiles)
+
+
+def test_tuning_leaves_out_tiles_that_spill_or_do_not_fit_or_do_not_compile() -> None:
+    default, wide, deep = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 128, 8, 4)
+    shape = DownShape.of(8, 4096, 14336, "swiglu", "bf16", True, 0, default)
+    h100 = Bench(torch.device("cpu"), "h100", "sm_90", SHARED["sm_90"])
+    assert fits(shape, default, Tile(128, 64, 64, 8, 4), h100)
+    # Its sums and buffers would fit; down_backward reads hidden beside them.
+    assert wide in around(default, 128, TileKey("bf16", "many", 8, 4096, 14336, True), 1, h100.shared)
+    assert not fits(shape, default, wide, h100)
+    assert not fits(shape, default, deep, h100)
+    assert not fits(shape, default, Tile(128, 48, 64, 8, 4), h100)
+    # Nothing is known of a device that is not compiled for: a launch will tell.
+    assert fits(shape, default, wide, replace(h100, target=None))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("layer", LAYERS.values(), ids=LAYERS)
@@ -107,4 +159,15 @@ def test_every_activation_and_dtype_compiles(dtype: str, target: str) -> None:
     for activation in ACTIVATIONS:
         for layer in (LAYERS["olmoe"], LAYERS["odd"]):
             for shape in products(layer, dtype, activation, 8192, True, target):
+                require_fits(shape, target)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_places_of_every_dtype_and_number_of_experts_compile(target: str) -> None:
+    for experts in (1, 3, 1000, 2048):
+        require_fits(QueuesShape(experts=experts, k=1), target)
+    for dtype in ("fp16", "fp32", "fp64"):
+        for layer in (LAYERS["olmoe"], LAYERS["odd"]):
+            for shape in rows(layer, dtype):
                 require_fits(shape, target)

@@ -1,7 +1,6 @@
 """The rendered kernels against plain torch, in Triton's interpreter.
 
-The interpreter must be on before Triton is imported, so that one process of its own runs `interpreted.py` and
-`conformance/`.
+The interpreter must be on before Triton is imported, so that a process of its own runs each of these files.
 """
 
 from __future__ import annotations
@@ -11,8 +10,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
-def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter() -> None:
+HERE = Path(__file__).parent
+# The last are the operators' own: a queue kept by hand, opcheck, what has no tokens.
+OPERATORS = HERE.parent / "unit" / "runtime" / "test_padded.py"
+FILES = {
+    "all but padded rows": [HERE / "interpreted.py", HERE / "conformance"],
+    "tuning": [HERE / "interpreted_tuning.py"],
+    "padded rows": [HERE / "interpreted_padded.py", OPERATORS, "-k", "not test_gradients"],
+}
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter(files: list[str | Path]) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MOEC_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
@@ -20,8 +31,7 @@ def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter() -> None:
         "pytest",
         "-p",
         "no:cacheprovider",
-        str(Path(__file__).parent / "interpreted.py"),
-        str(Path(__file__).parent / "conformance"),
+        *map(str, files),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

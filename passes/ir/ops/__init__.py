@@ -26,6 +26,7 @@ from moec.passes.ir.ops.collective import (
 )
 from moec.passes.ir.ops.control import Call
 from moec.passes.ir.ops.embedding import Embed, EmbedPositions, LayerNorm, RmsNorm
+from moec.passes.ir.ops.fused import MixtureMlp
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS, Activation, Add, AddBias, Linear, Router
 from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
 from moec.passes.ir.ops.moe import Combine, CountChoices, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
@@ -67,6 +68,7 @@ __all__ = [
     "LogitMax",
     "Mean",
     "Mix",
+    "MixtureMlp",
     "Permute",
     "PermuteDynamic",
     "PermutePadded",

@@ -107,6 +107,9 @@ class KeepChoices(Op):
     shares: int
     parts: int
     whole: int
+    eval_parts: int
+    eval_whole: int
+    least: int
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         experts, starts = operands

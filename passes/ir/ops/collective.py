@@ -21,8 +21,9 @@ from moec.passes.ir.value import Value
 class Collective(Op):
     """What every collective has: the axis it runs along, and what its backward is.
 
-    `sends` says how much a rank sends forward and backward, in parts of (n−1)/n of the whole value (whole on the axis):
-    one for a ring all-gather, a ring reduce-scatter or an all-to-all, two for an all-reduce, which is both.
+    `sends` says how much a rank sends forward and backward, in parts of (n−1)/n of the whole value (whole on the axis;
+    in an all-to-all, of a rank's own part): one for a ring all-gather, a ring reduce-scatter or an all-to-all, two for
+    an all-reduce, which is both.
     """
 
     moves: ClassVar[bool] = True

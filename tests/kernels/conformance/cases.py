@@ -143,6 +143,44 @@ def random_experts() -> Iterator[tuple[str, Case]]:
         yield f"experts, random {number}", partial(experts, counts=counts, widths=widths, activation=activation)
 
 
+# ---- mixture_mlp -------------------------------------------------------------------------------------
+
+
+def mixture(
+    backend: Backend,
+    numbers: Numbers,
+    shape: tuple[int, int, int, int],
+    widths: tuple[int, int] = (70, 40),
+    activation: str = "swiglu",
+    dropped: float = 0.0,
+    skew: float = 0.0,
+) -> list[Tensor]:
+    """Forward and backward; of the choices, a share is dropped."""
+    (batch, tokens, num_experts, k), (dim, hidden) = shape, widths
+    x, choices = numbers.normal(batch, tokens, dim), numbers.choices(batch, tokens, num_experts, k, skew)
+    lost = torch.rand(choices.shape, generator=numbers.draw) < dropped
+    choices = choices.masked_fill(lost.to(choices.device), -1)
+    weights = numbers.of_router(*choices.shape)
+    up = numbers.normal(num_experts, 2 if activation in ("swiglu", "geglu") else 1, hidden, dim, scale=dim**-0.5)
+    down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
+    mixed, counts, saved, positions = backend.mixture_mlp(x, choices, weights, up, down, activation)
+    grad = numbers.normal(*mixed.shape)
+    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, weights, up, down, activation)
+    return [mixed, counts, positions, *grads]
+
+
+# batch, tokens, experts, k
+MIXTURES = {
+    "uneven": (2, 33, 6, 2),
+    "many experts": (1, 9, 40, 8),
+    "k is all": (1, 9, 4, 4),
+    "one token": (1, 1, 8, 2),
+    "no tokens": (1, 0, 8, 2),
+    "no sequences": (0, 5, 8, 2),
+    "one expert": (1, 130, 1, 1),
+}
+
+
 # ---- the rest ----------------------------------------------------------------------------------------
 
 
@@ -176,7 +214,7 @@ def padded(backend: Backend, numbers: Numbers, groups: int, least: int, tokens: 
     x, choices = numbers.normal(4, tokens, dim), numbers.choices(4, tokens, num_experts, 2, skew=1.0)
     queues = backend.count_queues(choices, num_experts)
     starts = backend.queue_starts(queues, groups)
-    kept = backend.keep_choices(choices, starts, *how)
+    kept = backend.keep_choices(choices, starts, *how, 1)
     largest = backend.largest_load(kept, num_experts)
     results = [queues, starts, kept, largest]
     for given, counts, positions in (
@@ -215,6 +253,15 @@ CASES: dict[str, Case] = {
         for counts in ([[3, 1, 40]], [[3, 1], [2, 5]])
     },
     **dict(random_experts()),
+    **{f"mixture, {name}": partial(mixture, shape=shape, widths=(20, 9)) for name, shape in MIXTURES.items()},
+    **{
+        f"mixture, {activation} {widths}": partial(
+            mixture, shape=(2, 20, 5, 2), widths=widths, activation=activation, dropped=0.3, skew=1.0
+        )
+        for activation, widths in itertools.product(ACTIVATIONS, WIDTHS)
+    },
+    "mixture, one expert takes nearly all": partial(mixture, shape=(1, 140, 6, 1), skew=20.0),
+    "mixture, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0),
     "swiglu": partial(gated, name="swiglu"),
     "geglu": partial(gated, name="geglu"),
     "rope": rope,

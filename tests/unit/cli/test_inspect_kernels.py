@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from models import moe_plan
@@ -10,8 +11,11 @@ from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.codegen.kernel_work import work_of
-from moec.codegen.kernels import CombineShape, DownShape, UpShape
-from moec.codegen.tiles import Tile
+from moec.codegen.kernels import DownShape, UpShape
+from moec.codegen.kernels_rows import PlacesShape, QueuesShape
+from moec.codegen.plan_kernels import products_of
+from moec.codegen.stored_tiles import Entry, StoredTiles
+from moec.codegen.tiles import Tile, Tiles
 from moec.driver import compile as compile_source
 
 SMALL = """
@@ -30,7 +34,7 @@ cluster "one" { device = "toy"; level "gpu" { size = 1 } }
 train { batch = 2; sequence = 64; optimizer = adamw(lr = 1e-2) }
 """
 TILE = Tile(16, 16, 16, 4, 2)
-COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "tile": TILE}
+COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "k": 0, "tile": TILE}
 
 
 def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: Path) -> None:
@@ -43,15 +47,48 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     assert titles.split()[0] == "kernel"
     cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in rows}
     assert set(cells) == {
-        "route", "route_backward", "count", "scan", "rank", "copy", "permute_backward", "combine", "combine_backward",
-        "table", "order", "up", "up_backward", "up_weights", "down", "down_backward", "down_weights",
+        "route", "route_backward", "count", "scan", "rank", "invert", "combine", "add_parts", "add_rows",
+        "table", "up", "up_backward", "up_weights", "down", "down_backward", "down_weights",
     }  # fmt: skip
     # 256 rows times 64 times 32, twice: 1.05 MFLOP at 1 TFLOP/s.
     assert cells["down"][1].startswith("64x64x32")
-    assert cells["down"][5:] == ["arithmetic", "1.0 µs", "<text>:10"]
-    assert int(cells["down"][2]) > 16
-    # 128 tokens of 64 numbers, read and written twice as rows, and 256 places.
-    assert cells["copy"][5:7] == ["memory", "0.1 µs"]
+    assert cells["down"][2] == "rule"
+    assert cells["down"][6:] == ["arithmetic", "1.0 µs", "<text>:10"]
+    assert int(cells["down"][3]) > 16
+    # 128 tokens of 64 numbers, read twice as rows and written once, and 256 places.
+    assert cells["combine"][6:8] == ["memory", "0.1 µs"]
+
+
+def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
+    text = SMALL.replace("gate = topk(2)", "gate = topk(2); capacity = factor(1.25)")
+    text = text.replace("size = 1", "size = 2").replace("batch = 2;", "batch = 4;") + "parallel { ep = 2 }"
+    folder = compile_source(text).save(tmp_path / "padded.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    rows = [re.split(r"  +", row.strip()) for row in done.stdout.splitlines()[4:]]
+    names = [row[0] for row in rows]
+    # Queues of first and second choices, and of all choices; rows in places.
+    assert [name for name in names if name in ("count", "scan", "start", "keep", "place")] == [
+        "count", "scan", "start", "keep", "count", "scan", "place",
+    ]  # fmt: skip
+    assert {"fill", "add_rows", "combine", "mark", "combine_backward"} <= {*names}
+    assert not {"rank", "invert"} & {*names}
+    # 128 tokens of 64 numbers, read and written twice as rows, and 256 places, at 1 TB/s.
+    (fill,) = (row for row in rows if row[0] == "fill")
+    assert fill[6:] == ["memory", "0.1 µs", "<text>:10"]
+
+
+def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
+    plan = compile_source(SMALL)
+    entries = tuple(Entry.of(product.key, Tiles(TILE, TILE), None) for product in products_of(plan))
+    stored = StoredTiles(device="nvidia_l40s", triton="3.6.0", entries=entries)
+    folder = replace(plan, tiles=stored).save(tmp_path / "small.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    assert "tiles tuned on nvidia_l40s, with Triton 3.6.0\n" in done.stdout
+    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
+    assert cells["up"][1:3] == cells["down_weights"][1:3] == ["16x16x16w4s2", "tuned"]
+    assert cells["combine"][1:3] == ["-", "-"]
 
 
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
@@ -78,8 +115,26 @@ def test_work_is_that_of_the_tensors() -> None:
     total += sum(work_of(down, name, 50, 100).flops for name in ("down", "down_backward", "down_weights"))
     assert total == 18 * 100 * 64 * 32  # 6 forward and 12 backward, gated
 
-    combine = work_of(CombineShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", 50, 100)
+    combine = work_of(PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", 50, 100)
     assert combine is not None
     assert (combine.flops, combine.moved) == (0, 50 * 64 * 2 * 3 + 50 * 2 * 8)
     assert combine.bound(1e12, 1e12) == "memory"
     assert combine.seconds(None, 1e9) == combine.moved / 1e9
+
+
+def test_work_of_queues_and_places_is_that_of_choices_and_rows() -> None:
+    queues, places = QueuesShape(experts=8, k=2), PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32")
+    moved = {name: work_of(queues, name, 50, 100) for name in ("count", "keep", "place")}
+    assert {name: work and work.moved for name, work in moved.items()} == {"count": 800, "keep": 1600, "place": 1600}
+    assert work_of(queues, "scan", 50, 100) is None
+    row = 64 * 2
+    for kernel, expected in {
+        "fill": 50 * row + 100 * row + 800,
+        "add_rows": 50 * row + 100 * row + 800,
+        "combine": 50 * row + 100 * row + 800,
+        "mark": 800 + 100,
+        "combine_backward": 50 * row + 200 * row + 800 + 100,
+    }.items():
+        work = work_of(places, kernel, 50, 100)
+        assert work is not None
+        assert (work.flops, work.moved) == (0, expected), kernel

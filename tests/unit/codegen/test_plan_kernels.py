@@ -30,7 +30,7 @@ def plan() -> Plan:
 def test_a_plan_for_accelerators_holds_its_kernels_and_they_cite_their_lines(plan: Plan) -> None:
     files = kernel_files(plan)
     assert {name.split("/")[1].split("_")[0] for name in files} == {
-        "route", "permute", "tiles", "up", "down", "combine",
+        "route", "queues", "places", "tiles", "up", "down",
     }  # fmt: skip
     (route,) = (text for name, text in files.items() if "route" in name)
     assert route.startswith("# layers[0..31] (mixtral_8x7b.moe:19)\n")

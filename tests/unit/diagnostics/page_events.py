@@ -117,6 +117,15 @@ def unknown_backend() -> Sequence[Diagnostic]:
         return raised(lambda: verify(moe_plan()))
 
 
+def another_device() -> Sequence[Diagnostic]:
+    from moec.driver import compile as compile_source
+    from moec.runtime.tune import require_fit
+
+    file = Path(__file__).parents[3] / "examples" / "mixtral_8x7b.moe"
+    device = compile_source(file).spec.cluster.device
+    return raised(lambda: require_fit(device, "cuda", "NVIDIA A100-SXM4-80GB"))
+
+
 def starter_over_a_file() -> Sequence[Diagnostic]:
     from moec.commands.init import run
 
@@ -152,4 +161,5 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0704": drifted,
     "MOE0705": killed,
     "MOE0706": unknown_backend,
+    "MOE0707": another_device,
 }

@@ -6,6 +6,7 @@ from models import moe_spec, moe_text
 from moec.grammar import load_text
 from moec.passes.pipeline import compile_program
 from moec.passes.tally import tally
+from moec.runtime.backends.torch_padded import places_of
 
 
 def test_counts_agree_with_arithmetic_by_hand():
@@ -52,3 +53,34 @@ def test_imbalance_is_that_of_the_routing_to_plan_for():
     assert imbalance("uniform", 4) == imbalance("zipf(1)", 1) == 1.0
     assert imbalance("zipf(1)", 4) == pytest.approx(4 / (1 + 1 / 2 + 1 / 3 + 1 / 4))
     assert imbalance("zipf(1)", 2) == pytest.approx(2 * 1.5 / (1 + 1 / 2 + 1 / 3 + 1 / 4))
+
+
+@pytest.mark.parametrize("group", ["sequence", "rank", "batch"])
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"ep": 1}, {"ep": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize("capacity", ["factor(1.25)", "dynamic", "dynamic(max = 0.5)"])
+def test_capacities_are_counted_under_every_degree(capacity: str, degrees: dict[str, int], group: str):
+    def flops(beside: str) -> float:
+        spec = moe_spec(ranks=4, batch=8, sequence=8, beside=beside, **degrees)
+        counted = tally(compile_program(spec).program, spec)
+        assert counted.imbalance == 1.0
+        return counted.flops_per_token
+
+    tp = degrees.get("tp", 1)
+    rows, tokens = 2 * 64, 64
+    if capacity == "factor(1.25)" and degrees["ep"] == 2:
+        # Places are computed with whether they are filled or not, as many as the operator makes.
+        groups, spread = (0, tp) if group == "sequence" else (1, tp * (4 // tp if group == "batch" else 1))
+        rows = 4 * 8 * places_of(8 * tp // 4, 8 // tp, 2, 8, groups, spread, 5, 4, 1)[1]
+    if capacity == "dynamic(max = 0.5)" and degrees["ep"] == 1:
+        rows //= 2
+    per_row = 3 * 2 * 3 * 16 * 16
+    added = 2 * per_row * (rows - 2 * 64) / tokens
+    assert flops(f"capacity = {capacity}; group = {group}") == flops("") + added
+
+
+def test_places_are_those_that_the_operator_makes():
+    spec = moe_spec(ranks=4, ep=2, experts=8, batch=8, sequence=8, beside="capacity = factor(1.25); group = rank")
+    counted = {(f.group, f.purpose): f.bytes for f in tally(compile_program(spec).program, spec).traffic}
+    # A rank's 16 tokens fill ⌈1.25 · 2 · 16 / 8⌉ = 5 places of each of 8 experts, half of which are on another rank.
+    rows = 8 * 5
+    assert counted["ep[1..2]", "activations"] == 2 * 4 * rows * 16 * 4 / 2

@@ -126,9 +126,10 @@ def test_gated_activations_and_their_gradients_agree_with_the_definition(
 
 
 @gated
-def test_gated_activations_round_bfloat16_once(name: str) -> None:
+def test_gated_activations_round_bfloat16_twice_at_most(name: str) -> None:
     x, operator = torch.randn(64, 2, 32, dtype=torch.bfloat16), getattr(ops, name)
-    assert torch.equal(operator(x), operator(x.float()).bfloat16())
+    exact = operator(x.double())
+    assert bool(((operator(x) - exact).abs() <= 2.02 * 2**-8 * exact.abs()).all())
 
 
 @gated

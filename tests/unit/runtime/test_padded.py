@@ -86,7 +86,7 @@ def test_choices_are_kept_as_a_capacity_keeps_them(groups: int, parts: int, whol
     experts, x = chosen(), torch.randn(3, 5, 6)
     _, counts, positions = permuted(x, experts, groups, parts, whole)
     starts = ops.queue_starts(ops.count_queues(experts, EXPERTS), groups)
-    kept = ops.keep_choices(experts, starts, groups, 1, parts, whole)
+    kept = ops.keep_choices(experts, starts, groups, 1, parts, whole, 1)
     assert torch.equal(kept, experts.where(positions >= 0, -1))
     largest = ops.largest_load(kept, EXPERTS)
     assert largest == counts.max()

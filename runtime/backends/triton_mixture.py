@@ -1,0 +1,79 @@
+"""A local mixture by rendered kernels: tokens gathered where they are read, and nothing kept of a row per choice.
+
+The router's gradient comes out of the product with down's transpose, so that backward needs no expert's output
+(SonicMoE, Guo et al. 2025, section 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moec.runtime.backends import torch_mixture
+from moec.runtime.backends.torch_rows import refuse_out_of_range
+from moec.runtime.backends.triton_experts import Work
+from moec.runtime.backends.triton_launch import no_fp64, too_many
+from moec.runtime.backends.triton_queues import Queues
+from moec.runtime.backends.triton_rows import Places
+
+
+def mixture_mlp(
+    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_experts, k, dim = up.shape[0], experts.shape[2], x.shape[2]
+    if too_many(num_experts) or no_fp64(x.device, x.dtype):
+        return torch_mixture.mixture_mlp(x, experts, weights, up, down, activation)
+    refuse_out_of_range("mixture_mlp", experts, num_experts, -1)
+    x, weights, up, down = x.contiguous(), weights.contiguous(), up.contiguous(), down.contiguous()
+    queues = Queues.of_all(experts, num_experts)
+    counts, positions = queues.totals.view(1, num_experts), queues.positions(experts.shape)
+    num_rows = experts.numel()
+    hidden = x.new_empty((num_rows, *up.shape[1:3]))
+    if not num_rows:
+        return torch.empty_like(x), counts, hidden, positions
+    places = Places.of(x, positions, weights)
+    order = places.order()
+    work = Work.of(x, num_rows, counts, up, activation, k, order)
+    activated, rows = x.new_empty((num_rows, up.shape[2])), x.new_empty((num_rows, dim))
+    work.up.product("up", up.shape[2], x, order, up, hidden, activated)
+    work.down.product("down", dim, activated, down, rows)
+    return places.combine(rows, weights), counts, hidden, positions
+
+
+def mixture_mlp_backward(
+    grad: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_experts, k, dim = up.shape[0], positions.shape[2], x.shape[2]
+    if too_many(num_experts) or no_fp64(x.device, x.dtype):
+        return torch_mixture.mixture_mlp_backward(grad, x, hidden, counts, positions, weights, up, down, activation)
+    grad, x, hidden, weights, up, down = (t.contiguous() for t in (grad, x, hidden, weights, up, down))
+    grad_weights, grad_up, grad_down = torch.empty_like(weights), torch.empty_like(up), torch.empty_like(down)
+    num_rows = positions.numel()
+    if not num_rows:
+        return torch.empty_like(x), grad_weights, grad_up.zero_(), grad_down.zero_()
+
+    _, parts, width, _ = up.shape
+    places = Places.of(x, positions, weights)
+    order = places.order()
+    work = Work.of(x, num_rows, counts, up, activation, k, order)
+    grad_hidden, activated = torch.empty_like(hidden), x.new_empty((num_rows, width))
+    num_parts = -(-width // work.down.shape.tile.columns)
+    of_weights = x.new_empty((num_parts, num_rows), dtype=torch.promote_types(x.dtype, torch.float32))
+    work.down.product(
+        "down_backward", width, grad, down, order, weights, of_weights, hidden, grad_hidden, activated, more=(num_rows,)
+    )
+    places.add_parts(of_weights, grad_weights)
+    work.down.weights("down_weights", (dim, width), grad, activated, order, grad_down)
+    del activated
+    grad_rows = x.new_empty((num_rows, dim))
+    work.up.product("up_backward", dim, grad_hidden, up, grad_rows)
+    work.up.weights("up_weights", (parts * width, dim), grad_hidden, x, order, grad_up)
+    return places.add_rows(grad_rows), grad_weights, grad_up, grad_down

@@ -1,0 +1,197 @@
+"""`moec tune` in the interpreter: the whole search, on tiny shapes. Its times mean nothing; all else is real.
+
+`test_interpreted.py` runs it, in its own process.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from interpreted import TINY
+from torch import Tensor
+from typer.testing import CliRunner
+
+import moec
+from moec.cli import app
+from moec.codegen.kernels import KernelShape, ProductShape
+from moec.codegen.plan import Plan
+from moec.codegen.plan_kernels import products_of
+from moec.codegen.stored_tiles import Entry, StoredTiles
+from moec.codegen.tiles import Tile, Tiles
+from moec.grammar.diagnostics import DiagnosticError
+from moec.runtime import tune_search
+from moec.runtime.backends import triton_experts
+from moec.runtime.backends.triton_launch import Kernels
+from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
+from moec.runtime.backends.triton_tiles import use
+from moec.runtime.tune import tune
+from moec.runtime.tune_layer import TunedLayer, agree, even_counts
+
+assert os.environ.get("TRITON_INTERPRET") == "1"
+
+TOY = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }\n'
+OTHER = Tiles(Tile(32, 16, 16, 2, 3), Tile(32, 16, 16, 4, 3))
+"""Not the default's, which has 64 rows."""
+
+
+ON_TOY = TOY + TINY.replace("device = cpu", 'device = "toy"')
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Of two ranks, whose experts get rows from both."""
+    return moec.compile(ON_TOY)
+
+
+@pytest.fixture
+def alone() -> Plan:
+    """Of one rank, which this process can be."""
+    return moec.compile(ON_TOY.replace("size = 2", "size = 1").replace("ep = 2", "ep = 1"))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> set[Tile]:
+    """The tiles of the products that run from here on."""
+    seen: set[Tile] = set()
+
+    def noted(shape: KernelShape, x: Tensor) -> Kernels:
+        if isinstance(shape, ProductShape):
+            seen.add(shape.tile)
+        return kernels_of_shape(shape, x)
+
+    monkeypatch.setattr(triton_experts, "kernels_of", noted)
+    return seen
+
+
+def with_tiles(plan: Plan, device: str = "interpreter", tiles: Tiles = OTHER) -> Plan:
+    entries = tuple(Entry.of(one.key, tiles, None) for one in products_of(plan))
+    return replace(plan, tiles=StoredTiles(device=device, triton=None, entries=entries))
+
+
+def step(plan: Plan) -> None:
+    """One training step of the only rank."""
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build()
+        tokens = torch.arange(8).view(2, 4)
+        job.step(model, tokens, tokens)
+
+
+def test_tuning_stores_the_winner_in_the_plan_and_a_training_step_runs_it(
+    alone: Plan, tmp_path: Path, launched: set[Tile]
+) -> None:
+    folder, out = alone.save(tmp_path / "toy.plan"), tmp_path / "tuned.plan"
+    done = CliRunner().invoke(app, ["tune", str(folder), "--out", str(out), "--most", "2"])
+    assert done.exit_code == 0, done.output
+    assert "4 × 8 × 8 gated, fp32, few rows" in done.stdout
+    assert len(launched) > 4  # several heights, and tiles of each
+    assert moec.load(folder) == alone
+
+    tuned = moec.load(out, trust_nothing=True)
+    assert tuned.tiles is not None
+    (entry,) = tuned.tiles.entries
+    assert tuned.tiles.device == "interpreter"
+    assert entry.measured is not None
+    assert entry.measured.rows == 16
+    assert entry.measured.ms <= entry.measured.default_ms
+    assert {entry.tiles.up, entry.tiles.down} <= launched
+
+    launched.clear()
+    step(tuned)
+    assert launched == {entry.tiles.up, entry.tiles.down}
+    assert moec.verify(tuned).ok
+
+
+def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
+    folder = with_tiles(plan).save(tmp_path / "toy.plan")
+    done = CliRunner().invoke(app, ["tune", str(folder), "--most", "1"])
+    assert done.exit_code == 0, done.output
+    again = moec.load(folder).tiles
+    assert again is not None
+    # The default is what runs untuned, not what the last tuning found.
+    (found,) = tune(with_tiles(plan), most=1).results
+    assert found.default.up.rows == 64
+    assert again.entries[0].measured is not None
+
+
+def test_a_plans_tiles_are_in_force_while_its_job_runs_and_not_beyond(alone: Plan, launched: set[Tile]) -> None:
+    step(alone)
+    untuned = set(launched)
+    assert not untuned & {OTHER.up, OTHER.down}
+    launched.clear()
+    step(with_tiles(alone))
+    assert launched == {OTHER.up, OTHER.down}
+    launched.clear()
+    with use(with_tiles(alone).tiles):
+        step(alone)
+    assert launched == untuned
+
+
+def test_tiles_of_another_device_are_not_taken(alone: Plan, launched: set[Tile]) -> None:
+    step(with_tiles(alone, device="h100"))
+    assert launched
+    assert not launched & {OTHER.up, OTHER.down}
+
+
+def test_verify_proves_a_plan_with_its_own_tiles(plan: Plan, launched: set[Tile]) -> None:
+    report = moec.verify(with_tiles(plan))
+    assert report.ok
+    # float64 runs the rule's; the report in float32 has run the plan's own, forward and backward.
+    assert launched > {OTHER.up, OTHER.down}
+    assert report.float32 is not None
+    assert 0 < report.float32.max_gradient_error < 1e-5
+
+
+def test_a_tile_that_gives_other_numbers_never_wins(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer_results, default = TunedLayer.results, []
+
+    def other_numbers(self: TunedLayer, tiles: Tiles) -> tuple[Tensor, ...]:
+        default.append(tiles)
+        out, *gradients = layer_results(self, tiles)
+        return (out if tiles == default[0] else out + 0.01, *gradients)
+
+    monkeypatch.setattr(TunedLayer, "results", other_numbers)
+    (found,) = tune(plan, most=2).results
+    assert found.best == found.default
+    assert found.wrong == found.tried - 1 > 2
+
+
+def test_ties_are_the_defaults_and_the_fastest_of_the_rest_wins(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    (products,) = products_of(plan)
+    default = TunedLayer(products, torch.device("cpu")).default()
+    for faster, wins in ((1.0, False), (0.99, False), (0.5, True)):
+        times = {OTHER: faster}
+        monkeypatch.setattr(TunedLayer, "milliseconds", lambda _, tiles, times=times: times.get(tiles, 1.0))
+        monkeypatch.setattr(tune_search, "heights", lambda _: (64, 32))
+        monkeypatch.setattr(tune_search, "around", lambda d, rows, *_: nearby(default, rows))
+        (found,) = tune(plan).results
+        assert found.best == (OTHER if wins else default)
+        assert (found.default_ms, found.best_ms) == (1.0, faster if wins else 1.0)
+
+
+def nearby(default: Tiles, rows: int) -> list[Tile]:
+    return [OTHER.up, OTHER.down] if rows == 32 else [default.up]
+
+
+def test_agreement_is_within_rounding_and_never_with_nan() -> None:
+    (exact,) = (torch.tensor([1.0, -4.0]),)
+    four = (exact, exact, exact, exact)
+    assert agree((exact + 3e-5, exact, exact, exact), four, "fp32")
+    assert not agree((exact, exact, exact, exact + 5e-5), four, "fp32")
+    assert agree((exact, exact + 0.06, exact, exact), four, "bf16")
+    assert not agree((exact, exact, torch.tensor([1.0, torch.nan]), exact), four, "bf16")
+
+
+def test_loads_are_even() -> None:
+    counts = even_counts(23, 2, 4)
+    assert counts.sum() == 23
+    assert (int(counts.min()), int(counts.max())) == (2, 3)
+
+
+def test_bf16_is_not_tuned_in_the_interpreter() -> None:
+    other = moec.compile(ON_TOY.replace("fp32\n", "bf16\n"))
+    with pytest.raises(DiagnosticError, match=r"MOE0707.*interpreter computes bf16 wrongly"):
+        tune(other)
