@@ -1,7 +1,7 @@
 """One MoE layer, as moec and as others compute it: logits, the k best of a softmax, normalised, SwiGLU experts.
 
-Each function takes a `Problem` and gives the layer, or raises `NotRun` with the reason. All hold their own copy of the
-weights and train them, the router's too.
+Each function takes a `Problem` and gives the layer, or raises `NotRun` with the reason. All train the weights, the
+router's too; they share the memory that these are in, which nothing here writes to, so that all fit on one device.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _needs(module: str) -> ModuleType:
 
 
 def _weights(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    gate, up, down = (w.clone().requires_grad_() for w in (problem.gate, problem.up, problem.down))
+    gate, up, down = (w.detach().requires_grad_() for w in (problem.gate, problem.up, problem.down))
     return gate, up, down
 
 
@@ -136,11 +136,10 @@ def _transformers(implementation: str) -> Callable[[Problem], Layer]:
             hidden_act="silu",
         )
         config._experts_implementation = implementation
-        block = Qwen3MoeSparseMoeBlock(config).to(device=problem.x.device, dtype=problem.x.dtype)
-        with torch.no_grad():
-            block.gate.weight.copy_(problem.gate)
-            block.experts.gate_up_proj.copy_(problem.up)
-            block.experts.down_proj.copy_(problem.down)
+        with torch.device("meta"):
+            block = Qwen3MoeSparseMoeBlock(config)
+        weights = {"experts.gate_up_proj": problem.up, "experts.down_proj": problem.down}
+        block.load_state_dict({"gate.weight": problem.gate, **weights}, assign=True)
         return Layer(lambda x: block(x[None])[0], list(block.parameters()))
 
     return make
@@ -176,12 +175,12 @@ def deepspeed(problem: Problem) -> Layer:
     with torch.no_grad():
         inner.gate.wg.weight.copy_(problem.gate)
         for expert, up, down in zip(inner.experts.deepspeed_experts, problem.up, problem.down, strict=True):
-            expert.up.copy_(up)
-            expert.down.copy_(down)
+            expert.up.data, expert.down.data = up, down
     return Layer(lambda x: layer(x[None])[0][0], list(layer.parameters()))
 
 
 def liger(problem: Problem) -> Layer:
+    """Measures its tiles at the first call. Its products of float32 are TF32's, which the check finds out."""
     function = _needs("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     gate, up, down = _weights(problem)
 
@@ -194,14 +193,15 @@ def liger(problem: Problem) -> Layer:
 
 def scattermoe(problem: Problem) -> Layer:
     mlp = _needs("scattermoe.mlp")
+    # Its products of float32 are TF32's unless told otherwise, and everybody else's here are not.
+    _needs("scattermoe.kernels.ops").ALLOW_TF32 = problem.x.dtype != torch.float32
     shape = problem.shape
-    gate = problem.gate.clone().requires_grad_()
-    experts = mlp.GLUMLP(shape.dim, shape.hidden, shape.experts, shape.k, activation=nn.SiLU())
-    experts = experts.to(device=problem.x.device, dtype=problem.x.dtype)
-    with torch.no_grad():
-        # Its activation is on the second half.
-        experts.experts.weight.copy_(problem.up.roll(shape.hidden, 1))
-        experts.output_experts.weight.copy_(problem.down)
+    gate, _, _ = _weights(problem)
+    with torch.device("meta"):
+        experts = mlp.GLUMLP(shape.dim, shape.hidden, shape.experts, shape.k, activation=nn.SiLU())
+    # Its activation is on the second half.
+    weights = {"experts.weight": problem.up.roll(shape.hidden, 1), "output_experts.weight": problem.down}
+    experts.load_state_dict(weights, assign=True)
 
     def run(x: Tensor) -> Tensor:
         weights, chosen = _choose(x, gate, shape.k)
