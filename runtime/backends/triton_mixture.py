@@ -1,7 +1,7 @@
 """A local mixture by rendered kernels: tokens gathered where they are read, and nothing kept of a row per choice.
 
 The router's gradient comes out of the product with down's transpose, so that backward needs no expert's output
-(SonicMoE, Guo et al. 2025, section 3).
+(SonicMoE, Guo et al. 2025, arXiv 2512.14080).
 """
 
 from __future__ import annotations
