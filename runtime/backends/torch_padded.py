@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from moec.runtime.backends.torch_rows import sums_of
+
 
 def count_queues(experts: Tensor, num_experts: int) -> Tensor:
     batch, _, k = experts.shape
@@ -77,23 +79,17 @@ def _placed(x: Tensor, experts: Tensor, kept: Tensor, num_experts: int, places: 
 
 def permute_padded_backward(grad: Tensor, positions: Tensor) -> Tensor:
     *tokens, k = positions.shape
-    rows, width = grad.reshape(-1, grad.shape[2]), grad.shape[2]
-    total = torch.zeros((positions.numel() // k, width), dtype=torch.promote_types(grad.dtype, torch.float32))
-    total = total.to(grad.device)
-    for choice in range(k):
-        total += _rows_at(rows, positions.reshape(-1, k)[:, choice])
-    return total.to(grad.dtype).view(*tokens, width)
+    return sums_of(grad.reshape(-1, grad.shape[2]), positions.reshape(-1, k), some_are_none=True).view(
+        *tokens, grad.shape[2]
+    )
 
 
 def combine_padded(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     *tokens, k = positions.shape
-    flat, width = rows.reshape(-1, rows.shape[2]), rows.shape[2]
-    dtype = torch.promote_types(rows.dtype, torch.float32)
-    chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k, 1)
-    total = torch.zeros((chosen.shape[0], width), dtype=dtype, device=rows.device)
-    for choice in range(k):
-        total.addcmul_(_rows_at(flat, chosen[:, choice]).to(dtype), scale[:, choice].to(dtype))
-    return total.to(rows.dtype).view(*tokens, width)
+    flat = rows.reshape(-1, rows.shape[2])
+    return sums_of(flat, positions.reshape(-1, k), weights.reshape(-1, k), some_are_none=True).view(
+        *tokens, rows.shape[2]
+    )
 
 
 def combine_padded_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
