@@ -51,14 +51,12 @@ def _choose(x: Tensor, gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 def moec(problem: Problem) -> Layer:
     gate, up, down = _weights(problem)
-    experts, hidden, dim = problem.shape.experts, problem.shape.hidden, problem.shape.dim
+    by_parts = (problem.shape.experts, 2, problem.shape.hidden, problem.shape.dim)
 
     def run(x: Tensor) -> Tensor:
         logits = F.linear(x, gate).float()[None]
         _, weights, chosen = ops.route(logits, problem.shape.k, "softmax", False, True)
-        rows, counts, positions = ops.permute(x[None], chosen, experts)
-        out, _ = ops.expert_mlp(rows, counts, up.view(experts, 2, hidden, dim), down, "swiglu")
-        return ops.combine(out, positions, weights)[0]
+        return ops.mixture_mlp(x[None], chosen, weights, up.view(by_parts), down, "swiglu")[0][0]
 
     return Layer(run, (gate, up, down))
 

@@ -89,7 +89,7 @@ def require_fit(device: Device, kind: str, name: str) -> None:
 
 def _unfit(device: Device, message: str) -> JobError:
     return JobError(
-        "MOE0707",
+        "MOE0706",
         f"the plan is for {device.name} ({device.kind}), and {message}",
         f"run `moec tune` where {device.name} is, or compile the file for a cluster of what is here",
     )

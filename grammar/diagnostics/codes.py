@@ -90,8 +90,8 @@ CODES: dict[str, str] = {
     "MOE0703": "this plan is too large to verify",
     "MOE0704": "replicas of a parameter have drifted apart",
     "MOE0705": "a rank has died or stalled",
-    "MOE0706": "the kernels asked for cannot run here",
-    "MOE0707": "nothing here to measure this plan's kernels on",
+    "MOE0706": "nothing here to measure this plan's kernels on",
+    "MOE0707": "the kernels asked for cannot run here",
 }
 
 

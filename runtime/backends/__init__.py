@@ -29,7 +29,7 @@ class BackendError(JobError):
     """`MOEC_BACKEND` asks for a backend that does not exist, or not for this device or these dtypes."""
 
     def __init__(self, message: str, help: str = "") -> None:
-        super().__init__("MOE0706", message, help)
+        super().__init__("MOE0707", message, help)
 
 
 class Backend(Protocol):

@@ -307,5 +307,5 @@ def test_torchrun_runs_a_saved_plan_and_each_mistake_is_said_once(tmp_path):
 
     no_backend = torchrun(tmp_path, plan, "32", processes=2, MOEC_BACKEND="nonsense")
     assert no_backend.returncode == 1
-    assert no_backend.stderr.count("MOE0706") == 1
-    assert "Traceback" not in no_backend.stderr.split("MOE0706")[0]
+    assert no_backend.stderr.count("MOE0707") == 1
+    assert "Traceback" not in no_backend.stderr.split("MOE0707")[0]

@@ -88,7 +88,7 @@ def test_a_plan_in_bf16_is_proven_but_not_trained_in_the_interpreter() -> None:
             job.build()(torch.zeros(1, 4, dtype=torch.int64))
     finally:
         sys.excepthook = hook
-    assert refused.value.diagnostics[0].code == "MOE0706"
+    assert refused.value.diagnostics[0].code == "MOE0707"
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:

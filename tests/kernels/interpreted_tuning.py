@@ -193,5 +193,5 @@ def test_loads_are_even() -> None:
 
 def test_bf16_is_not_tuned_in_the_interpreter() -> None:
     other = moec.compile(ON_TOY.replace("fp32\n", "bf16\n"))
-    with pytest.raises(DiagnosticError, match=r"MOE0707.*interpreter computes bf16 wrongly"):
+    with pytest.raises(DiagnosticError, match=r"MOE0706.*interpreter computes bf16 wrongly"):
         tune(other)

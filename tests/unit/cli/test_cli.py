@@ -195,7 +195,7 @@ def test_verify_blames_no_plan_for_a_backend_that_cannot_be_had(run, monkeypatch
     monkeypatch.setenv("MOEC_BACKEND", backend)
     code, out, err = run("verify", "tiny.plan")
     assert (code, out) == (1, "")
-    assert err.startswith(f"error[MOE0706]: the kernels asked for cannot run here\n  {why}\nhelp: unset it")
+    assert err.startswith(f"error[MOE0707]: the kernels asked for cannot run here\n  {why}\nhelp: unset it")
 
 
 def test_load_says_that_a_plan_is_whole(run):

@@ -29,7 +29,7 @@ def test_on_processors_there_is_nothing_to_tune_and_the_plan_stays(tmp_path: Pat
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_says_where_to_go() -> None:
-    with pytest.raises(DiagnosticError, match=r"MOE0707.*the plan is for h100 \(cuda\), and torch finds no GPU here"):
+    with pytest.raises(DiagnosticError, match=r"MOE0706.*the plan is for h100 \(cuda\), and torch finds no GPU here"):
         tune(compile_source(MIXTRAL))
 
 

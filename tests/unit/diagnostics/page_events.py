@@ -160,6 +160,6 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0703": too_large_to_verify,
     "MOE0704": drifted,
     "MOE0705": killed,
-    "MOE0706": unknown_backend,
-    "MOE0707": another_device,
+    "MOE0707": unknown_backend,
+    "MOE0706": another_device,
 }

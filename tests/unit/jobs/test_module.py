@@ -116,7 +116,7 @@ def test_a_world_of_another_size_is_refused_with_the_command_to_use():
 def test_a_backend_that_cannot_be_had_is_refused_before_the_job_starts(monkeypatch, backend: str):
     monkeypatch.setenv("MOEC_BACKEND", backend)
     with (
-        pytest.raises(JobError, match=f"MOE0706.*MOEC_BACKEND.*{backend}") as refused,
+        pytest.raises(JobError, match=f"MOE0707.*MOEC_BACKEND.*{backend}") as refused,
         moec.launch(moe_plan(ranks=1, ep=1), device="cpu"),
     ):
         pytest.fail("the job started")

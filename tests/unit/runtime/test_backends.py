@@ -61,7 +61,7 @@ def test_a_backend_that_cannot_be_had_is_a_diagnostic(monkeypatch: pytest.Monkey
         monkeypatch.setenv("MOEC_BACKEND", asked)
         with pytest.raises(BackendError) as error:
             select("cuda")
-        assert [diagnostic.code for diagnostic in error.value.diagnostics] == ["MOE0706"]
+        assert [diagnostic.code for diagnostic in error.value.diagnostics] == ["MOE0707"]
 
 
 # ---- why kernels cannot run --------------------------------------------------------------------------
