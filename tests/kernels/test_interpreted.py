@@ -22,8 +22,7 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
-def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter(files: list[str | Path]) -> None:
+def interpret(*arguments: str | Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "MOEC_BACKEND": "triton", "OMP_NUM_THREADS": "1"}
     command = [
         sys.executable,
@@ -31,9 +30,19 @@ def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter(files: list[
         "pytest",
         "-p",
         "no:cacheprovider",
-        *map(str, files),
+        *map(str, arguments),
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout
     assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("files", FILES.values(), ids=FILES)
+def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter(files: list[str | Path]) -> None:
+    interpret("-m", "not slow", *files)
+
+
+@pytest.mark.slow
+def test_every_case_agrees_in_every_dtype_in_the_interpreter() -> None:
+    interpret("-m", "slow", HERE / "conformance")

@@ -10,18 +10,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 from cases import CASES, OF_ROUTER
-from places import NO_CUDA, PLACES, ROUTER, TOLERANCE, Numbers, Place
+from places import INTERPRETED, NO_CUDA, PLACES, ROUTER, TOLERANCE, Numbers, Place
 
 from moec.runtime.backends import torch_backend
 
 
 def _all() -> Iterator[object]:
+    """The interpreter, which is slow, runs each case in one dtype of those in turn, and the others with `-m slow`."""
     for place in PLACES:
-        for name in (*OF_ROUTER, *CASES):
-            for dtype in place.dtypes:
-                if name in CASES or dtype in ROUTER:
-                    said = f"{place.name}-{name}-{str(dtype).removeprefix('torch.')}"
-                    yield pytest.param(place, name, dtype, id=said)
+        for number, name in enumerate((*OF_ROUTER, *CASES)):
+            dtypes = [dtype for dtype in place.dtypes if name in CASES or dtype in ROUTER]
+            for dtype in dtypes:
+                said = f"{place.name}-{name}-{str(dtype).removeprefix('torch.')}"
+                later = INTERPRETED and dtype != dtypes[number % len(dtypes)]
+                yield pytest.param(place, name, dtype, id=said, marks=[pytest.mark.slow] if later else [])
     if NO_CUDA:
         yield pytest.param(None, "", None, id="on cuda", marks=pytest.mark.skip(reason=NO_CUDA))
 
