@@ -70,7 +70,9 @@ def mixture_mlp_backward(
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
-    grad_rows, of_weights = x.new_empty((num_rows, dim)), weights.new_zeros(num_rows + 1)
+    # Summed as they come: an expert has a token once, so that the order of a token's sum is that of its experts.
+    grad_x = torch.zeros(flat.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    of_weights = weights.new_zeros(num_rows + 1)
     # What one expert needs at a time, reused by the next, so that it stays in cache.
     longest = max(sizes, default=0)
     rows, grads = x.new_empty((2, longest, dim))
@@ -92,9 +94,10 @@ def mixture_mlp_backward(
         flat_grad = own_grad_hidden.flatten(1)
         own_rows = torch.index_select(flat, 0, tokens[where], out=rows[:size])
         torch.mm(flat_grad.t(), own_rows, out=by_expert[expert])
-        torch.mm(flat_grad, up[expert], out=grad_rows[where])
-    grad_x = sums_of(grad_rows, chosen.view(-1, k), some_are_none=dropped).view(x.shape)
-    return grad_x, of_weights[places].view(weights.shape), grad_up, grad_down
+        # The room of the token's gradients, which were used.
+        grad_rows = torch.mm(flat_grad, up[expert], out=own_grad)
+        grad_x.index_add_(0, tokens[where], grad_rows.to(grad_x.dtype))
+    return grad_x.to(x.dtype).view(x.shape), of_weights[places].view(weights.shape), grad_up, grad_down
 
 
 def _weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:
