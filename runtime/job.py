@@ -54,6 +54,10 @@ class Job:
             raise ValueError(f"check_replicas is a number of steps, or 0 for never, not {check_replicas}")
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout is a number of seconds above 0, not {timeout}")
+        if device not in (None, "cpu", "cuda"):
+            raise ValueError(f"device is 'cpu' or 'cuda' (which AMD's are too), not {device!r}")
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("device is 'cuda', and torch finds no GPU here")
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))

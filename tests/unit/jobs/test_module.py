@@ -1,5 +1,7 @@
 """The module that a training script calls, in one process."""
 
+from typing import Any
+
 import pytest
 import torch
 from models import moe_plan, moe_spec
@@ -128,3 +130,22 @@ def test_checkpoints_say_that_they_are_not_there_yet(tmp_path):
         model = job.build()
         with pytest.raises(JobError, match="not supported yet"):
             job.save(str(tmp_path), model, job.optimizer(model))
+
+
+@pytest.mark.parametrize(
+    ("argument", "complaint"),
+    [
+        ({"timeout": 0}, "timeout is a number of seconds above 0, not 0"),
+        ({"check_replicas": -1}, "check_replicas is a number of steps, or 0 for never, not -1"),
+        ({"device": "tpu"}, "device is 'cpu' or 'cuda' .*, not 'tpu'"),
+    ],
+)
+def test_a_job_refuses_what_it_cannot_be_told(argument: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        moec.launch(moe_plan(ranks=1, ep=1), **argument)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_job_on_a_gpu_needs_one() -> None:
+    with pytest.raises(ValueError, match="torch finds no GPU here"):
+        moec.launch(moe_plan(ranks=1, ep=1), device="cuda")
