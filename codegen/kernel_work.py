@@ -76,6 +76,8 @@ def _of_products(shape: ProductShape, kernel: str, rows: int) -> Work:
     wide = shape.hidden * (2 if shape.activation in GATED else 1)
     x, activated, hidden = rows * shape.dim, rows * shape.hidden, rows * wide
     given = x // (shape.k or 1)  # rows, or the tokens that they are gathered from
+    if kernel.endswith("_bias"):
+        return Work(0, (hidden if kernel == "up_bias" else given) * BYTES[shape.dtype])
     width = wide if kernel.startswith("up") else shape.hidden
     matrix = shape.experts * width * shape.dim
     tensors = {

@@ -113,6 +113,7 @@ class ProductShape(KernelShape):
     """A grouped product. `gathered`: rows lie elsewhere than in the experts' order.
 
     With `k`, rows are k choices of each token, gathered from the tokens themselves; 0 where they are rows already.
+    With `bias`, each expert adds one number to each output.
     """
 
     experts: int
@@ -122,11 +123,21 @@ class ProductShape(KernelShape):
     dtype: str
     gathered: bool
     k: int
+    bias: bool
     tile: Tile
 
     @classmethod
     def of(
-        cls, experts: int, dim: int, hidden: int, activation: str, dtype: str, gathered: bool, k: int, tile: Tile
+        cls,
+        experts: int,
+        dim: int,
+        hidden: int,
+        activation: str,
+        dtype: str,
+        gathered: bool,
+        k: int,
+        bias: bool,
+        tile: Tile,
     ) -> Self:
         """The shape of these, in order."""
         return cls(
@@ -137,6 +148,7 @@ class ProductShape(KernelShape):
             dtype=dtype,
             gathered=gathered,
             k=k,
+            bias=bias,
             tile=tile,
         )
 
@@ -151,7 +163,9 @@ class ProductShape(KernelShape):
         }
 
     def warps(self, kernel: str) -> int:
-        """A gradient of weights has a tile of its own, square."""
+        """A gradient of weights has a tile of its own, square; that of a bias is a small sum."""
+        if kernel.endswith("_bias"):
+            return 4
         return self.tile.warps if not kernel.endswith("_weights") else 8 if self.tile.columns >= 128 else 4
 
     def pointers(self) -> dict[str, str]:

@@ -27,23 +27,23 @@ def _combine(e: BlockEmitter, op: Op) -> None:
 
 def _expert_mlp(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.ExpertMlp)
-    rows, counts, up, down = op.operands
-    args = (Ref(node="rows"), Ref(node="counts"), Ref(node="up_weight"), Ref(node="down_weight"), op.activation)
+    rows, counts, *weights = op.operands
+    args = (Ref(node="rows"), Ref(node="counts"), *_of_experts(weights), op.activation)
     span = str(op.span) if op.span else None
     body = [
         Node(name="y_all", op="call_function", target="moec.expert_mlp.default", args=args, span=span),
         _result(op, GETITEM, Ref(node="y_all"), 0),
     ]
-    _in_own_module(e, op, {"rows": rows, "counts": counts}, up, down, body)
+    _in_own_module(e, op, {"rows": rows, "counts": counts}, weights, body)
 
 
 def _expert_mlp_padded(e: BlockEmitter, op: Op) -> None:
-    """All places of an expert are rows to it: those of zeros come out as zeros."""
+    """All places of an expert are rows to it: those of zeros come out as something that is never combined."""
     assert isinstance(op, o.ExpertMlpPadded)
-    rows, up, down = op.operands
+    rows, *weights = op.operands
     span = str(op.span) if op.span else None
 
-    def call(name: str, target: str, *args: Ref | int | str) -> Node:
+    def call(name: str, target: str, *args: Arg) -> Node:
         return Node(name=name, op="call_function", target=target, args=args, span=span)
 
     body = [
@@ -51,26 +51,26 @@ def _expert_mlp_padded(e: BlockEmitter, op: Op) -> None:
         call("flat", "aten.flatten.using_ints", Ref(node="rows"), 0, 1),
         call(
             "y_all", "moec.expert_mlp.default",
-            Ref(node="flat"), Ref(node="counts"), Ref(node="up_weight"), Ref(node="down_weight"), op.activation,
+            Ref(node="flat"), Ref(node="counts"), *_of_experts(weights), op.activation,
         ),
         call("y_flat", GETITEM, Ref(node="y_all"), 0),
         _result(op, "aten.view_as.default", Ref(node="y_flat"), Ref(node="rows")),
     ]  # fmt: skip
-    _in_own_module(e, op, {"rows": rows}, up, down, body)
+    _in_own_module(e, op, {"rows": rows}, weights, body)
 
 
 def _mixture_mlp(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.MixtureMlp)
-    x, experts, weights, up, down = op.operands
-    names = ("x", "experts", "weights", "up_weight", "down_weight")
-    args: tuple[Arg, ...] = (*(Ref(node=name) for name in names), op.activation)
+    x, experts, weights, *of_experts = op.operands
+    names = ("x", "experts", "weights")
+    args: tuple[Arg, ...] = (*(Ref(node=name) for name in names), *_of_experts(of_experts), op.activation)
     span = str(op.span) if op.span else None
     body = [
         Node(name="y_all", op="call_function", target="moec.mixture_mlp.default", args=args, span=span),
         _result(op, GETITEM, Ref(node="y_all"), 0),
         _result(op, GETITEM, Ref(node="y_all"), 1, which=1),
     ]
-    _in_own_module(e, op, {"x": x, "experts": experts, "weights": weights}, up, down, body)
+    _in_own_module(e, op, {"x": x, "experts": experts, "weights": weights}, of_experts, body)
 
 
 def _result(op: Op, target: str, *args: Ref | int, which: int = 0) -> Node:
@@ -79,15 +79,25 @@ def _result(op: Op, target: str, *args: Ref | int, which: int = 0) -> Node:
     return Node(name=name, op="call_function", target=target, args=args, span=span, **facts(op.results[which]))
 
 
-def _in_own_module(e: BlockEmitter, op: Op, inputs: dict[str, str], up: str, down: str, body: Sequence[Node]) -> None:
+PARTS = ("up.weight", "down.weight", "up.bias", "down.bias")
+"""The parameters of experts, in the order of an op's operands."""
+
+
+def _of_experts(weights: Sequence[str]) -> tuple[Arg, ...]:
+    """An operator's arguments for the experts' weights and biases: None for biases that there are not."""
+    nodes = (Ref(node=part.replace(".", "_")) for part in PARTS[: len(weights)])
+    return (*nodes, *(None,) * (len(PARTS) - len(weights)))
+
+
+def _in_own_module(e: BlockEmitter, op: Op, inputs: dict[str, str], weights: list[str], body: Sequence[Node]) -> None:
     """The experts are a module of their own: their parameters shard over another mesh than the layer's."""
-    prefix = up[1:].removesuffix(".up.weight")
-    assert (up, down) == (f"@{prefix}.up.weight", f"@{prefix}.down.weight")
+    prefix, parts = weights[0][1:].removesuffix(".up.weight"), PARTS[: len(weights)]
+    assert weights == [f"@{prefix}.{part}" for part in parts]
     placeholders = [
         Node(name=name, op="placeholder", target=name, **facts(e.block.scope[operand]))
         for name, operand in inputs.items()
     ]
-    parameters = [Node(name=f"{part}_weight", op="get_attr", target=f"{part}.weight") for part in ("up", "down")]
+    parameters = [Node(name=part.replace(".", "_"), op="get_attr", target=part) for part in parts]
     results = tuple(Ref(node=node.name) for node in body[-len(op.results) :])
     output = Node(name="output", op="output", target="output", args=results)
     name = f"{e.block.name}.experts"

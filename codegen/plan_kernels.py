@@ -107,7 +107,7 @@ def _of_mixture(plan: Plan, body: Body, graphs: Mapping[str, Graph]) -> Iterator
         if node.target in ("moec.expert_mlp.default", "moec.mixture_mlp.default"):
             of_tokens = k if node.target == "moec.mixture_mlp.default" else 0
             sources = _sources(nodes, plan)
-            tiles, *products = _products(plan, up, str(node.args[-1]), k, sources, of_tokens)
+            tiles, *products = _products(plan, up, node, k, sources, of_tokens)
             yield kernel(tiles, node, *(("table",) if sources == 1 else ()))
             for shape in products:
                 yield kernel(shape, node)
@@ -160,13 +160,12 @@ def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
                 yield PlanKernel(shape, graph.name, 1, node.span)
 
 
-def _products(
-    plan: Plan, up: ParameterData, activation: str, k: int, sources: int, of_tokens: int
-) -> Iterator[KernelShape]:
+def _products(plan: Plan, up: ParameterData, node: Node, k: int, sources: int, of_tokens: int) -> Iterator[KernelShape]:
+    bias, activation = node.args[-2] is not None, str(node.args[-1])
     experts, _, hidden, dim = _local_shape(plan, up)
     rows = rows_per_rank(plan, k)
     tiles = tiles_of(plan, up.dtype, rows, experts, (dim, hidden), activation).tiles
-    known = (experts, dim, hidden, activation, up.dtype, sources > 1, of_tokens)
+    known = (experts, dim, hidden, activation, up.dtype, sources > 1, of_tokens, bias)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
     yield UpShape.of(*known, tiles.up)
     yield DownShape.of(*known, tiles.down)

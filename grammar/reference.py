@@ -101,8 +101,6 @@ def row(known: Field) -> list[str]:
     meaning = known.description.replace("|", "\\|")
     if known.not_yet and known.not_yet.words:
         meaning += f" (not compiled yet: {', '.join(f'`{word}`' for word in known.not_yet.words)})"
-    elif known.not_yet and known.not_yet.inside:
-        meaning += f" (not compiled here yet: {', '.join(f'`{word}`' for word in known.not_yet.inside)})"
     elif known.not_yet:
         meaning += " (a list is not compiled yet)" if known.not_yet.lists else " (not compiled yet)"
     takes = " or ".join(_takes(kind) for kind in known.kinds)

@@ -36,7 +36,6 @@ def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
         for inner in value if isinstance(value, tuple) else (value,):
             if not isinstance(inner, Node):
                 continue
-            yield from _inside(known, inner)
             if id(inner) in seen:
                 continue
             seen.add(id(inner))
@@ -46,20 +45,10 @@ def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
                 yield _refused(inner.span() or span, f"`{inner.word}`", _today(known))
 
 
-def _inside(known: Field, node: Node) -> Iterator[Diagnostic]:
-    """What `node`, standing in this field, may not say though it may elsewhere."""
-    for name in known.not_yet.inside if known.not_yet else ():
-        inner = fields(type(node)).get(name)
-        if inner is not None and getattr(node, name) != inner.default:
-            yield _refused(node.span(name), f"`{inner.word}` here", [])
-
-
 def _marked(known: Field, value: object) -> str:
     """What of this field has no backend, or nothing."""
     mark = known.not_yet
     if mark is None:
-        return ""
-    if mark.inside:
         return ""
     if not mark.words and not mark.lists:
         return f"`{known.word}`"

@@ -41,10 +41,11 @@ def _fused(block: Block) -> Block:
         experts, permute = given[rows], given[positions]
         if not isinstance(experts, ExpertMlp | ExpertMlpPadded) or given[experts.operands[0]] is not permute:
             continue
+        given_rows = 2 if isinstance(experts, ExpertMlp) else 1
         chosen, kept = _kept(block, permute)
         counts = permute.results[1]
         mixture = MixtureMlp(
-            operands=(permute.operands[0], chosen, weights, *experts.operands[-2:]),
+            operands=(permute.operands[0], chosen, weights, *experts.operands[given_rows:]),
             results=(*combine.results, counts),
             span=experts.span,
             activation=experts.activation,

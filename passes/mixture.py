@@ -10,6 +10,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import Dropless, Dynamic, Experts, Factor, Model, Moe, Spec, Switch, SwitchLoss, TopK
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.feed_forward import Activated, beside_experts
+from moec.passes.ir import Init
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops import ACTIVATION_PARTS
 
@@ -60,8 +61,8 @@ def _gate(b: Builder, model: Model, moe: Moe, h: str) -> _Routed:
     return _Routed(logits, p, w, e, declared.count, gate.k)
 
 
-def _expert_weights(b: Builder, model: Model, moe: Moe) -> tuple[str, str, str]:
-    """The names of the up and down weights, and the activation."""
+def _expert_weights(b: Builder, model: Model, moe: Moe) -> tuple[tuple[str, ...], str]:
+    """The names of the up and down weights, and of their biases where there are any; and the activation."""
     declared = moe.experts
     assert isinstance(declared, Experts)
     body, span = declared.body, declared.span()
@@ -70,7 +71,12 @@ def _expert_weights(b: Builder, model: Model, moe: Moe) -> tuple[str, str, str]:
     up = b.parameter("moe.experts.up.weight", up_shape, model.dtype, normal(), span)
     down_shape = (declared.count, model.dim, body.hidden)
     down = b.parameter("moe.experts.down.weight", down_shape, model.dtype, residual_init(model.depth), span)
-    return up, down, body.word
+    if not body.bias:
+        return (up, down), body.word
+    zeros, span = Init(kind="zeros"), body.span("bias")
+    up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], model.dtype, zeros, span)
+    down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], model.dtype, zeros, span)
+    return (up, down, up_bias, down_bias), body.word
 
 
 def _dropless(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
@@ -78,8 +84,8 @@ def _dropless(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, share
     rows, counts, positions = b.add(
         o.Permute, h, routed.e, to="rows counts positions", span=span, num_experts=routed.experts
     )
-    up, down, activation = _expert_weights(b, model, moe)
-    y = b.one(o.ExpertMlp, rows, counts, up, down, to="y", span=_declared(moe), activation=activation)
+    weights, activation = _expert_weights(b, model, moe)
+    y = b.one(o.ExpertMlp, rows, counts, *weights, to="y", span=_declared(moe), activation=activation)
     return b.one(o.Combine, y, positions, routed.w, to="mixed", span=span), counts
 
 
@@ -113,8 +119,8 @@ def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares:
         rows, counts, positions = b.add(
             o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts
         )
-    up, down, activation = _expert_weights(b, model, moe)
-    y = b.one(o.ExpertMlpPadded, rows, up, down, to="y", span=_declared(moe), activation=activation)
+    weights, activation = _expert_weights(b, model, moe)
+    y = b.one(o.ExpertMlpPadded, rows, *weights, to="y", span=_declared(moe), activation=activation)
     return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts
 
 

@@ -154,7 +154,7 @@ class _Judge:
         if step.node.ragged is not None:
             return self._ragged(origin, layout, got, whole)
         if not set(EXPERT_AXES).isdisjoint(layout.axes):
-            return self._padded(origin, layout, got, whole)
+            return self._padded(origin, layout, got, whole, gradient=gradient)
         if any(isinstance(p, Shard) and p.dim >= whole.dim() for _, p in layout.placements):
             return math.inf  # a conversion of something else
         for groups, reduce in self._partial(step, layout, gradient=gradient):
@@ -202,8 +202,11 @@ class _Judge:
             worst = max(worst, relative_error(rows, whole[torch.cat(pieces)], whole, 0.0))
         return worst
 
-    def _padded(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
-        """Rows in the places of their experts: source by source, each in the order of its tokens, then zeros."""
+    def _padded(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor, *, gradient: bool) -> float:
+        """Rows in the places of their experts: source by source, each in the order of its tokens, then empty places.
+
+        What lies in these, zeros and what experts with biases make of them, is never combined: its gradient is zero.
+        """
         path = origin[0].removesuffix("moe.experts.")
         experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
         if whole.dim() != 3:
@@ -213,7 +216,7 @@ class _Judge:
             sources, held = self._held(origin, layout, rank, len(whole))
             if rows.dim() != 3 or len(rows) != len(held) or rows.shape[1] % len(sources):
                 return math.inf
-            expected, each = torch.zeros_like(rows), rows.shape[1] // len(sources)
+            expected, each = torch.zeros_like(rows) if gradient else rows.clone(), rows.shape[1] // len(sources)
             for index, source in enumerate(sources):
                 chosen, where = (ids[self._tokens_of(path, source)].flatten() for ids in (experts, positions))
                 for expert in held:

@@ -26,8 +26,8 @@ are rounded to 16 bits, and the order of sums elsewhere. A wrong kernel is off b
 
 WARM_UP_MS, MEASURE_MS = 25, 100
 
-Results = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of the layer, and the gradients of its rows and of both projections' weights."""
+Results = tuple[Tensor, ...]
+"""Of the layer, and the gradients of its rows and of both projections' weights and biases."""
 
 
 class TunedLayer:
@@ -51,6 +51,9 @@ class TunedLayer:
         self._up = random(shape.experts, parts, key.hidden, key.dim).mul_(key.dim**-0.5)
         self._down = random(shape.experts, key.dim, key.hidden).mul_(key.hidden**-0.5)
         self._counts = even_counts(self.rows, products.sources, shape.experts).to(device)
+        self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        if shape.bias:
+            self._biases = random(*self._up.shape[:-1]), random(*self._down.shape[:-1])
         # Experts in turn: each as often, and none twice by a token.
         choices = torch.arange(self.rows, device=device) % shape.experts
         self._choices = choices.view(1, -1, self.k or 1)
@@ -84,12 +87,12 @@ class TunedLayer:
         return triton_tiles.use(StoredTiles(device=self._name, triton=None, entries=(entry,)))
 
     def _run(self) -> Results:
-        matrices = (self._up, self._down, self.activation)
+        matrices = (self._up, self._down, *self._biases, self.activation)
         if self.k:
             mixed, counts, hidden, positions = mixture_mlp(self._x, self._choices, self._weights, *matrices)
             saved = (self._x, hidden, counts, positions, self._weights)
-            grad_x, _, grad_up, grad_down = mixture_mlp_backward(self._grad, *saved, *matrices)
-            return mixed, grad_x, grad_up, grad_down
+            grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *matrices)
+            return mixed, grad_x, *grads
         out, hidden = expert_mlp(self._x, self._counts, *matrices)
         return (out, *expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices))
 

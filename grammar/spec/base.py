@@ -182,14 +182,10 @@ class Doc:
 
 @dataclass(frozen=True)
 class NotYet:
-    """Of a field: nothing here compiles it. With `words`, `lists` or `inside`: only those of its values.
-
-    `inside` are fields of the nodes that it takes, which compile elsewhere.
-    """
+    """Of a field: nothing here compiles it. With `words` or `lists`: only those of its values."""
 
     words: tuple[str, ...] = ()
     lists: bool = False
-    inside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -113,4 +113,4 @@ class Experts(Node):
     word = "experts"
     form = "product"
     count: Annotated[int, at_least(1), at_most(MAX_EXPERTS, "MOE0402"), Doc("number of experts")]
-    body: Annotated[FeedForward | Mixture, NotYet(inside=("bias",)), Doc("what one expert is")]
+    body: Annotated[FeedForward | Mixture, Doc("what one expert is")]

@@ -98,7 +98,14 @@ class Backend(Protocol):
     def permute_backward(self, grad: Tensor, positions: Tensor) -> Tensor: ...
 
     def expert_mlp(
-        self, rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
+        self,
+        rows: Tensor,
+        counts: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
     ) -> tuple[Tensor, Tensor]: ...
 
     def expert_mlp_backward(
@@ -109,11 +116,21 @@ class Backend(Protocol):
         counts: Tensor,
         up: Tensor,
         down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
         activation: str,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
     def mixture_mlp(
-        self, x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        up: Tensor,
+        down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        activation: str,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
     def mixture_mlp_backward(
@@ -126,8 +143,10 @@ class Backend(Protocol):
         weights: Tensor,
         up: Tensor,
         down: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
         activation: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
     def combine(self, rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor: ...
 

@@ -11,7 +11,15 @@ from torch import Tensor
 from moec.runtime.backends.torch_gated import Weigh, gated_backward_into, gated_into
 
 
-def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def expert_mlp(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
     rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
     width = down.shape[2]
     shares = _shares(counts, rows.shape[0])
@@ -21,23 +29,32 @@ def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activatio
     for expert, share in enumerate(shares):
         if share.size:
             own_hidden, own_activated = hidden[share.where], activated[: share.size]
-            torch.mm(share.gather(rows), up[expert].t(), out=own_hidden.flatten(1))
+            project(share.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
             activate(own_activated, own_hidden, activation)
             own_out = share.room(out)
-            torch.mm(own_activated, down[expert].t(), out=own_out)
+            project(own_activated, down, down_bias, expert, own_out)
             share.scatter(own_out, out)
     return out, hidden
 
 
 def expert_mlp_backward(
-    grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
     factor, width = up.shape[1:3]
     shares = _shares(counts, rows.shape[0])
     longest = _longest(shares)
     grad_rows = torch.empty_like(rows)
     grad_up, grad_down = torch.empty(up.shape, dtype=up.dtype, device=up.device), torch.empty_like(down)
+    of_up_bias, of_down_bias = new_biases(up, up_bias, down_bias)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
     # What one expert needs at a time, reused by the next, so that it stays in cache.
     activated, grad_activated = rows.new_empty((2, longest, width))
@@ -54,10 +71,32 @@ def expert_mlp_backward(
         activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[share.where], activation)
         torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
         torch.mm(flat.t(), share.gather(rows), out=by_expert[expert])
+        if up_bias is not None:
+            sum_rows(own_grad_hidden, of_up_bias[expert])
+            sum_rows(own_grad, of_down_bias[expert])
         own_grad_rows = share.room(grad_rows)
         torch.mm(flat, up[expert], out=own_grad_rows)
         share.scatter(own_grad_rows, grad_rows)
-    return grad_rows, grad_up, grad_down
+    return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias
+
+
+def project(rows: Tensor, weights: Tensor, biases: Tensor | None, expert: int, out: Tensor) -> None:
+    """out [N, O], of rows [N, I], weights [E, O, I], and biases, E times O numbers."""
+    if biases is None:
+        torch.mm(rows, weights[expert].t(), out=out)
+    else:
+        torch.addmm(biases[expert].flatten(), rows, weights[expert].t(), out=out)
+
+
+def new_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Zeros for the biases' gradients; of shape [0] where there is no bias."""
+    of_up, of_down = (up.new_zeros(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
+    return of_up, of_down
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """The sum of rows [N, …] into out […], added up in at least float32."""
+    out.copy_(rows.sum(0, dtype=torch.promote_types(rows.dtype, torch.float32)))
 
 
 def activate(out: Tensor, hidden: Tensor, activation: str) -> None:

@@ -7,13 +7,20 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch_experts import activate, activate_backward
+from moec.runtime.backends.torch_experts import activate, activate_backward, new_biases, project, sum_rows
 from moec.runtime.backends.torch_gated import Weigh
 from moec.runtime.backends.torch_rows import inverse, refuse_out_of_range, stable_order, sums_of
 
 
 def mixture_mlp(
-    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_experts, k, (dim, width) = up.shape[0], experts.shape[2], down.shape[1:]
     refuse_out_of_range("mixture_mlp", experts, num_experts, -1)
@@ -35,9 +42,9 @@ def mixture_mlp(
         if stop > start:
             own, own_activated = hidden[start:stop], activated[: stop - start]
             rows = torch.index_select(flat, 0, tokens[start:stop], out=own_rows[: stop - start])
-            torch.mm(rows, up[expert].t(), out=own.flatten(1))
+            project(rows, up, up_bias, expert, own.flatten(1))
             activate(own_activated, own, activation)
-            torch.mm(own_activated, down[expert].t(), out=out[start:stop])
+            project(own_activated, down, down_bias, expert, out[start:stop])
     positions = (chosen.where(chosen < num_rows, -1) if dropped else chosen).view(experts.shape)
     mixed = sums_of(out, positions.view(-1, k), weights.reshape(-1, k), dropped > 0).view(x.shape)
     return mixed, buckets[None, 1:].clone(), hidden, positions
@@ -52,8 +59,10 @@ def mixture_mlp_backward(
     weights: Tensor,
     up: Tensor,
     down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     k, (dim, width), factor = positions.shape[2], down.shape[1:], up.shape[1]
     sizes: list[int] = counts[0].tolist()
     num_rows = sum(sizes)
@@ -69,6 +78,7 @@ def mixture_mlp_backward(
     grad, flat = grad.reshape(-1, dim), x.reshape(-1, dim)
     grad_up = torch.empty(up.shape, dtype=up.dtype, device=up.device)
     grad_down = torch.empty(down.shape, dtype=down.dtype, device=down.device)
+    of_up_bias, of_down_bias = new_biases(up, up_bias, down_bias)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
     # Summed as they come: an expert has a token once, so that the order of a token's sum is that of its experts.
     grad_x = torch.zeros(flat.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
@@ -90,14 +100,21 @@ def mixture_mlp_backward(
         weigh = _weighing(own_grad_activated, own_activated, own_scale, of_weights[where])
         own_grad_hidden = grad_hidden[:size]
         activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[where], activation, weigh)
+        if down_bias is not None:
+            products = torch.mul(own_grad, down_bias[expert], out=rows[:size])
+            of_weights[where] += products.sum(-1, dtype=of_weights.dtype)
         torch.mm(own_grad.mul_(own_scale).t(), own_activated, out=grad_down[expert])
+        if up_bias is not None:
+            sum_rows(own_grad_hidden, of_up_bias[expert])
+            sum_rows(own_grad, of_down_bias[expert])
         flat_grad = own_grad_hidden.flatten(1)
         own_rows = torch.index_select(flat, 0, tokens[where], out=rows[:size])
         torch.mm(flat_grad.t(), own_rows, out=by_expert[expert])
         # The room of the token's gradients, which were used.
         grad_rows = torch.mm(flat_grad, up[expert], out=own_grad)
         grad_x.index_add_(0, tokens[where], grad_rows.to(grad_x.dtype))
-    return grad_x.to(x.dtype).view(x.shape), of_weights[places].view(weights.shape), grad_up, grad_down
+    of_weights = of_weights[places].view(weights.shape)
+    return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
 
 
 def _weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:

@@ -18,36 +18,63 @@ from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of,
 from moec.runtime.backends.triton_tiles import tiles_at
 
 
-def expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def expert_mlp(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        return torch_experts.expert_mlp(rows, counts, up, down, activation)
+        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, activation)
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
     out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
     if out.numel():
-        work = Work.of(rows, rows.shape[0], counts, up, activation)
+        work = Work.of(rows, rows.shape[0], counts, up, up_bias is not None, activation)
         activated = rows.new_empty((rows.shape[0], up.shape[2]))
-        work.up.product("up", up.shape[2], rows, *work.order, up, hidden, activated)
-        work.down.product("down", rows.shape[1], activated, down, *work.order, out)
+        work.up.product("up", up.shape[2], rows, *work.order, up, *present(up_bias), hidden, activated)
+        work.down.product("down", rows.shape[1], activated, down, *present(down_bias), *work.order, out)
     return out, hidden
 
 
 def expert_mlp_backward(
-    grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        return torch_experts.expert_mlp_backward(grad, rows, hidden, counts, up, down, activation)
+        plain = torch_experts.expert_mlp_backward
+        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, activation)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
     grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
+    of_biases = torch_experts.new_biases(up, up_bias, down_bias)
     if not rows.numel():
-        return grad_rows, grad_up.zero_(), grad_down.zero_()
-    work = Work.of(rows, rows.shape[0], counts, up, activation)
+        return grad_rows, grad_up.zero_(), grad_down.zero_(), *of_biases
+    work = Work.of(rows, rows.shape[0], counts, up, up_bias is not None, activation)
     _, parts, width, dim = up.shape
     grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((rows.shape[0], width))
     work.down.product("down_backward", width, grad, down, *work.order, hidden, grad_hidden, activated)
     work.down.weights("down_weights", (dim, width), grad, activated, *work.order, grad_down)
     work.up.product("up_backward", dim, grad_hidden, up, *work.order, grad_rows)
     work.up.weights("up_weights", (parts * width, dim), grad_hidden, rows, *work.order, grad_up)
-    return grad_rows, grad_up, grad_down
+    if up_bias is not None:
+        of_up, of_down = of_biases
+        work.up.bias("up_bias", parts * width, grad_hidden, of_up)
+        work.down.bias("down_bias", dim, grad, *work.order, of_down)
+    return grad_rows, grad_up, grad_down, *of_biases
+
+
+def present(bias: Tensor | None) -> tuple[Tensor, ...]:
+    """A bias as kernels take it, which have no argument for one that there is not."""
+    return () if bias is None else (bias.contiguous(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +112,11 @@ class _Products:
         grid = (m * n, self.table.offsets.shape[0] - 1)
         self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
 
+    def bias(self, kernel: str, width: int, *arguments: Tensor) -> None:
+        """The gradient [E, width] of a projection's bias."""
+        grid = (*self.kernels.blocks(width, "BB"), self.table.offsets.shape[0] - 1)
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
+
     def _options(self, kernel: str) -> dict[str, int]:
         return {"num_warps": self.shape.warps(kernel), "num_stages": self.shape.tile.stages}
 
@@ -102,7 +134,15 @@ class Work:
 
     @classmethod
     def of(
-        cls, x: Tensor, num_rows: int, counts: Tensor, up: Tensor, activation: str, k: int = 0, *choices: Tensor
+        cls,
+        x: Tensor,
+        num_rows: int,
+        counts: Tensor,
+        up: Tensor,
+        bias: bool,
+        activation: str,
+        k: int = 0,
+        *choices: Tensor,
     ) -> Work:
         """For `num_rows` rows of x's width, dtype and device; with `k` and `choices` [num_rows], which these are."""
         sources, experts = counts.shape
@@ -126,7 +166,7 @@ class Work:
             places.launch("order", (experts, sources), counts, offsets, *order, sources, num_rows)
 
         table = _Table(offsets, of_tiles, starts)
-        known = (experts, dim, hidden, activation, dtype, gathered, k)
+        known = (experts, dim, hidden, activation, dtype, gathered, k, bias)
         up_shape, down_shape = UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
         return cls(
             _Products(up_shape, kernels_of(up_shape, x), table),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,15 @@ FACTORS = {"swiglu": 2, "geglu": 2, "gelu": 1, "relu": 1, "relu2": 1}
 """G, the factor of F by which the up projection is wider, for each activation."""
 
 
-def _check_expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> None:
+def _check_expert_mlp(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> None:
     check(
         activation in FACTORS,
         lambda: f"moec::expert_mlp: activation must be one of {', '.join(FACTORS)}, not {activation!r}",
@@ -41,20 +50,49 @@ def _check_expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, ac
             f"moec::expert_mlp: rows, up and down must share a dtype, not {rows.dtype}, {up.dtype} and {down.dtype}"
         ),
     )
+    check_biases("expert_mlp", up, down, up_bias, down_bias)
 
 
-def _fake_expert_mlp(rows: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+def check_biases(name: str, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> None:
+    """Both or none, one number for each output of up [E, G, F, D] and down [E, D, F], of their dtype."""
+    check(
+        (up_bias is None) == (down_bias is None),
+        lambda: f"moec::{name}: up and down must both have biases, or none",
+    )
+    if up_bias is not None and down_bias is not None:
+        check(
+            up_bias.shape == up.shape[:3]
+            and down_bias.shape == down.shape[:2]
+            and up_bias.dtype == down_bias.dtype == up.dtype,
+            lambda: (
+                f"moec::{name}: biases must be [E, G, F] and [E, D] in the dtype of up {list(up.shape)}, {up.dtype}, "
+                f"not {list(up_bias.shape)}, {up_bias.dtype} and {list(down_bias.shape)}, {down_bias.dtype}"
+            ),
+        )
+
+
+def _fake_expert_mlp(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), rows.new_empty((rows.shape[0], *up.shape[1:3]))
 
 
 expert_mlp = define(
-    "expert_mlp(Tensor rows, Tensor counts, Tensor up, Tensor down, str activation) -> (Tensor out, Tensor hidden)",
+    "expert_mlp(Tensor rows, Tensor counts, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
+    " str activation) -> (Tensor out, Tensor hidden)",
     fake=_fake_expert_mlp,
     check=_check_expert_mlp,
 )
-"""`activation(row @ up[e]ᵀ) @ down[e]ᵀ` for the rows of each expert e.
+"""`activation(row @ up[e]ᵀ + up_bias[e]) @ down[e]ᵀ + down_bias[e]` for the rows of each expert e.
 
-rows [R, D], counts [sources, E] int64, up [E, G, F, D] and down [E, D, F], all but counts of one floating dtype;
+rows [R, D], counts [sources, E] int64, up [E, G, F, D], down [E, D, F], up_bias [E, G, F] and down_bias [E, D], or
+neither of these; all but counts of one floating dtype;
 activation "swiglu" or "geglu" (gate first, G = 2), "gelu", "relu" or its square "relu2" (G = 1), gelu being the exact
 one, computed in at least float32. Rows lie source-major, then by expert, which is how an all-to-all delivers them;
 sources is 1 where there was none. Gives
@@ -64,40 +102,57 @@ Raises `RuntimeError` if the counts do not add up to R.
 """
 
 
-def _check_expert_mlp_backward(
-    grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
-) -> None:
-    _check_expert_mlp(rows, counts, up, down, activation)
+def _check_expert_mlp_backward(grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, *others: Any) -> None:
+    _check_expert_mlp(rows, counts, *others)
 
 
 def _fake_expert_mlp_backward(
-    grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, up: Tensor, down: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    return rows.new_empty(rows.shape), up.new_empty(up.shape), down.new_empty(down.shape)
+    grad: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, ...]:
+    return *(t.new_empty(t.shape) for t in (rows, up, down)), *empty_biases(up, up_bias, down_bias)
+
+
+def empty_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Room for the biases' gradients. Of shape [0] where there is no bias: operators return no optional tensors."""
+    of_up, of_down = (up.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
+    return of_up, of_down
 
 
 expert_mlp_backward = define(
     "expert_mlp_backward(Tensor grad, Tensor rows, Tensor hidden, Tensor counts, Tensor up, Tensor down,"
-    " str activation) -> (Tensor, Tensor, Tensor)",
+    " Tensor? up_bias, Tensor? down_bias, str activation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_expert_mlp_backward,
     check=_check_expert_mlp_backward,
 )
 
 
 def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, counts, up, down, ctx.activation = inputs
+    rows, counts, up, down, up_bias, down_bias, ctx.activation = inputs
     _, hidden = output
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(rows, hidden, counts, up, down)
+    ctx.save_for_backward(rows, hidden, counts, up, down, up_bias, down_bias)
 
 
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return None, None, None, None, None
-    rows, hidden, counts, up, down = ctx.saved_tensors
-    grad_rows, grad_up, grad_down = expert_mlp_backward(grad, rows, hidden, counts, up, down, ctx.activation)
-    return grad_rows, None, grad_up, grad_down, None
+        return (None,) * 7
+    saved = ctx.saved_tensors
+    grad_rows, grad_up, grad_down, *of_biases = expert_mlp_backward(grad, *saved, ctx.activation)
+    return grad_rows, None, grad_up, grad_down, *of_given(of_biases, saved[-2:]), None
+
+
+def of_given(gradients: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The biases' gradients; None for those that there are not."""
+    return tuple(None if bias is None else gradient for gradient, bias in zip(gradients, biases, strict=True))
 
 
 differentiate(expert_mlp, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)

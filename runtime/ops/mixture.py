@@ -7,11 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.runtime.ops.experts import FACTORS
+from moec.runtime.ops.experts import FACTORS, check_biases, empty_biases, of_given
 from moec.runtime.ops.registry import check, define, differentiate
 
 
-def _check_mixture_mlp(x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> None:
+def _check_mixture_mlp(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> None:
     check(
         activation in FACTORS,
         lambda: f"moec::mixture_mlp: activation must be one of {', '.join(FACTORS)}, not {activation!r}",
@@ -42,10 +51,18 @@ def _check_mixture_mlp(x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, 
         x.dtype == up.dtype == down.dtype,
         lambda: f"moec::mixture_mlp: x, up and down must share a dtype, not {x.dtype}, {up.dtype} and {down.dtype}",
     )
+    check_biases("mixture_mlp", up, down, up_bias, down_bias)
 
 
 def _fake_mixture_mlp(
-    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
@@ -56,15 +73,15 @@ def _fake_mixture_mlp(
 
 
 mixture_mlp = define(
-    "mixture_mlp(Tensor x, Tensor experts, Tensor weights, Tensor up, Tensor down, str activation)"
-    " -> (Tensor mixed, Tensor counts, Tensor hidden, Tensor positions)",
+    "mixture_mlp(Tensor x, Tensor experts, Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
+    " str activation) -> (Tensor mixed, Tensor counts, Tensor hidden, Tensor positions)",
     fake=_fake_mixture_mlp,
     check=_check_mixture_mlp,
 )
 """mixed[t] = Σⱼ weights[t, j] · f_e(x[t]), e = experts[t, j], with f as `expert_mlp`'s; nothing for e = −1.
 
-x [B, S, D], up [E, G, F, D] and down [E, D, F] of one floating dtype, experts [B, S, k] int64, weights [B, S, k]
-float32 or float64. Gives
+x [B, S, D], up [E, G, F, D], down [E, D, F], up_bias [E, G, F] and down_bias [E, D] (or neither) of one floating
+dtype, experts [B, S, k] int64, weights [B, S, k] float32 or float64. Gives
   - mixed [B, S, D], summed in at least float32;
   - counts [1, E] int64: how many choices each expert got;
   - hidden [B·S·k, G, F] and positions [B, S, k] int64, for backward: the pre-activation in the order of experts, and
@@ -80,13 +97,10 @@ def _check_backward(
     hidden: Tensor,
     counts: Tensor,
     positions: Tensor,
-    weights: Tensor,
-    up: Tensor,
-    down: Tensor,
-    activation: str,
+    *others: Any,
 ) -> None:
     check(grad.shape == x.shape, lambda: f"moec::mixture_mlp_backward: grad must be {list(x.shape)}")
-    _check_mixture_mlp(x, positions, weights, up, down, activation)
+    _check_mixture_mlp(x, positions, *others)
 
 
 def _fake_backward(
@@ -98,32 +112,36 @@ def _fake_backward(
     weights: Tensor,
     up: Tensor,
     down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, ...]:
-    return tuple(t.new_empty(t.shape) for t in (x, weights, up, down))
+    return *(t.new_empty(t.shape) for t in (x, weights, up, down)), *empty_biases(up, up_bias, down_bias)
 
 
 mixture_mlp_backward = define(
     "mixture_mlp_backward(Tensor grad, Tensor x, Tensor hidden, Tensor counts, Tensor positions, Tensor weights,"
-    " Tensor up, Tensor down, str activation) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     check=_check_backward,
 )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, up, down, ctx.activation = inputs
+    x, _, weights, *of_experts, ctx.activation = inputs
     _, counts, hidden, positions = output
     ctx.mark_non_differentiable(counts, hidden, positions)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, hidden, counts, positions, weights, up, down)
+    ctx.save_for_backward(x, hidden, counts, positions, weights, *of_experts)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 6
-    grad_x, grad_weights, grad_up, grad_down = mixture_mlp_backward(grad, *ctx.saved_tensors, ctx.activation)
-    return grad_x, None, grad_weights, grad_up, grad_down, None
+        return (None,) * 8
+    saved = ctx.saved_tensors
+    grad_x, *grads = mixture_mlp_backward(grad, *saved, ctx.activation)
+    return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), None
 
 
 differentiate(mixture_mlp, setup=_setup, backward=_differentiate)

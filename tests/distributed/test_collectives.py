@@ -222,11 +222,11 @@ def moe_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: str | No
     probabilities, weights, experts = ops.route(x @ gate.t(), 2, "softmax", False, True)
     rows, counts, positions = ops.permute(x, experts, NUM_EXPERTS)
     if group is None:
-        out, _ = ops.expert_mlp(rows, counts, up, down, "swiglu")
+        out, _ = ops.expert_mlp(rows, counts, up, down, None, None, "swiglu")
     else:
         received, splits = collectives.exchange_counts(counts, group)
         arrived = collectives.all_to_all(rows, splits, group, False)
-        done, _ = ops.expert_mlp(arrived, received, up, down, "swiglu")
+        done, _ = ops.expert_mlp(arrived, received, up, down, None, None, "swiglu")
         out = collectives.all_to_all(done, splits, group, True)
     return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(
         probabilities, ops.count_choices(experts, NUM_EXPERTS, 0)

@@ -113,7 +113,7 @@ def test_a_plan_lists_the_kernels_that_are_run(monkeypatch: pytest.MonkeyPatch) 
     _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), 2, "softmax", False, True)
     rows, counts, positions = triton_backend.permute(x, experts, 4)
     up, down = torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
-    triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, "swiglu")
+    triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, None, None, "swiglu")
     triton_backend.combine(rows, positions, weights)
     assert run == listed
 
@@ -134,8 +134,8 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(monkeypatch: pyte
     logits = torch.randn(1, 4, 4)
     probabilities, weights, experts = triton_backend.route(logits, 2, "softmax", False, True)
     triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", False, True)
-    mixed, counts, hidden, positions = triton_backend.mixture_mlp(x, experts, weights, up, down, "swiglu")
-    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, positions, weights, up, down, "swiglu")
+    mixed, counts, hidden, positions = triton_backend.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
+    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, positions, weights, up, down, None, None, "swiglu")
     assert run == listed
     assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
 

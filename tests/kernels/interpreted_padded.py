@@ -197,7 +197,7 @@ def test_a_plan_lists_the_kernels_that_a_capacity_runs(capacity: str, monkeypatc
         rows, _, positions = triton_backend.permute_dynamic(x, kept, largest, 4)
     places = 2 * rows.shape[1]
     exchanged, up, down = torch.randn(2 * places, 8), torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
-    triton_backend.expert_mlp(exchanged, torch.full((1, 2), places), up, down, "swiglu")
+    triton_backend.expert_mlp(exchanged, torch.full((1, 2), places), up, down, None, None, "swiglu")
     triton_backend.combine_padded(rows, positions, weights)
     assert run == set(listed)
     assert len(run) == len(listed), "a shape is listed twice"

@@ -61,14 +61,20 @@ def rows(layer: tuple[int, int, int, int], dtype: str) -> Iterator[KernelShape]:
 
 
 def products(
-    layer: tuple[int, int, int, int], dtype: str, activation: str, tokens: int, gathered: bool, target: str
+    layer: tuple[int, int, int, int],
+    dtype: str,
+    activation: str,
+    tokens: int,
+    gathered: bool,
+    target: str,
+    bias: bool = False,
 ) -> Iterator[KernelShape]:
     """The experts'."""
     dim, hidden, experts, k = layer
     tiles = tiles_for(dtype, tokens * k, experts, (dim, hidden), FAMILIES[target])
     yield TilesShape(experts=experts, rows=tiles.up.rows)
     # Rows from other ranks lie where they came; those of tokens that stayed are gathered from these.
-    known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k)
+    known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k, bias)
     yield UpShape.of(*known, tiles.up)
     yield DownShape.of(*known, tiles.down)
 
@@ -95,9 +101,15 @@ def test_all_kernels_of_a_layer_compile() -> None:
         require_fits(shape, "sm_90")
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_experts_with_biases_compile(gathered: bool) -> None:
+    for shape in products(LAYERS["gpt-oss 120b"], "bf16", "swiglu", 8192, gathered, "sm_90", bias=True):
+        require_fits(shape, "sm_90")
+
+
 def shipped_shapes(device: str, key: TileKey, tiles: Tiles) -> tuple[str, UpShape, DownShape]:
     """What to compile for, and the products of what is shipped, with rows gathered, which takes more registers."""
-    known = (key.experts or 8, key.dim, key.hidden, "swiglu" if key.gated else "gelu", key.dtype, True, 0)
+    known = (key.experts or 8, key.dim, key.hidden, "swiglu" if key.gated else "gelu", key.dtype, True, 0, False)
     return "sm_80" if device == "a100" else "sm_90", UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
 
 
@@ -124,7 +136,7 @@ def test_nothing_that_is_shipped_spills(device: str) -> None:
 
 def test_tuning_leaves_out_tiles_that_spill_or_do_not_fit_or_do_not_compile() -> None:
     default, wide, deep = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 128, 8, 4)
-    shape = DownShape.of(8, 4096, 14336, "swiglu", "bf16", True, 0, default)
+    shape = DownShape.of(8, 4096, 14336, "swiglu", "bf16", True, 0, False, default)
     h100 = Bench(torch.device("cpu"), "h100", "sm_90", SHARED["sm_90"])
     assert fits(shape, default, Tile(128, 64, 64, 8, 4), h100)
     # Its sums and buffers would fit; down_backward reads hidden beside them.

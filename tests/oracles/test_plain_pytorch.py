@@ -41,6 +41,8 @@ SPECS = {
     "shared-bias": layers(
         MHA, moe("topk(2)", beside="shared = geglu(8, bias = true, gated = true); residual = relu(8, bias = true)")
     ),
+    "expert-biases": layers(GQA, moe("topk(2, normalize = true)", body="swiglu(12, bias = true)", balance=BOTH)),
+    "expert-biases-gelu": layers(MHA, moe("topk(1)", body="gelu(12, bias = true)", beside="capacity = factor(0.75)")),
     "one-expert": layers(MHA, moe("topk(1)", experts=1, balance=BOTH)),
     "gelu-experts": layers(GQA, moe("topk(2)", body="gelu(20)", balance=BOTH)),
     "switch-loss": layers(GQA, moe("topk(2)", balance="switch_loss(0.3)")),

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
-from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
-from moec.passes.ir.ops.linear import ACTIVATION_PARTS
-from moec.passes.ir.ops.moe import experts_layout, grouped
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require, size_of
+from moec.passes.ir.ops.moe import experts_held, experts_layout, grouped, require_experts
 from moec.passes.ir.ops.tokens import Blocks, own_tokens
 from moec.passes.ir.value import Value
 
@@ -171,28 +170,23 @@ class PermuteDynamic(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMlpPadded(Op):
-    """Each row through its expert: rows `[experts, places, dim]`, up `[experts, parts, hidden, dim]`, down."""
+    """Each row through its expert: rows `[experts, places, dim]`, and weights as `require_experts` says."""
 
     mnemonic: ClassVar[str] = "expert_mlp_padded"
     activation: str
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        rows, up, down = operands
-        experts, parts, hidden, dim = up.shape
-        require(parts == ACTIVATION_PARTS[self.activation], self, f"{parts} parts")
-        require(down.shape == (experts, dim, hidden) and rows.shape[2] == dim, self, "widths differ")
+        rows, *weights = operands
+        require_experts(self, self.activation, rows.shape[2], weights)
         return (Type(shape=rows.shape, dtype=rows.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        held = layout_of(operands[1])
-        for axis, placement in held.placements:
-            if placement != Shard(0):
-                raise LayoutError(f"expert_mlp_padded has no rule for experts with {axis}:{placement}")
+        held = experts_held(self, operands[1])
         rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
-        return Placing((rows, held, held), (rows,))
+        return Placing((rows, *(held,) * len(operands[1:])), (rows,))
 
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
-        _, up, down = operands
+        up, down = operands[1:3]
         return 2 * sizes["places"] * (size_of(up.shape, sizes) + size_of(down.shape, sizes))
 
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require, size_of
-from moec.passes.ir.ops.linear import ACTIVATION_PARTS
-from moec.passes.ir.ops.moe import experts_layout
+from moec.passes.ir.ops.moe import experts_layout, require_experts
 from moec.passes.ir.ops.tokens import Blocks
 from moec.passes.ir.value import Value
 
@@ -19,9 +18,9 @@ from moec.passes.ir.value import Value
 class MixtureMlp(Op):
     """Each token's weighted sum of its experts' feed-forwards: x, experts, weights, up, down → mixed, counts.
 
-    What permute, expert_mlp and combine give where nothing lies between them, without a copy of a token per choice. A
-    choice of −1 is dropped. `communicate` decided over which axes its parameters' gradients are summed, when these ops
-    stood apart.
+    What permute, expert_mlp and combine give where nothing lies between them, without a copy of a token per choice. Up
+    and down, and their biases where there are any, are as `require_experts` says. A choice of −1 is dropped.
+    `communicate` decided over which axes its parameters' gradients are summed, when these ops stood apart.
     """
 
     mnemonic: ClassVar[str] = "mixture_mlp"
@@ -29,18 +28,17 @@ class MixtureMlp(Op):
     activation: str
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        x, experts, weights, up, down = operands
-        count, parts, hidden, dim = up.shape
+        x, experts, weights, *of_experts = operands
         require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
         require(experts.shape == weights.shape, self, "wants a weight for each choice")
-        require(parts == ACTIVATION_PARTS[self.activation], self, f"{parts} parts")
-        require(down.shape == (count, dim, hidden) and x.shape[-1] == dim, self, "widths differ")
-        return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", count), dtype="int64"))
+        require_experts(self, self.activation, x.shape[-1], of_experts)
+        return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", of_experts[0].shape[0]), dtype="int64"))
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        return Placing((*(tokens,) * 3, *(REPLICATED,) * 2), (tokens, experts_layout(meshes, {}, Shard(0))))
+        weights = (REPLICATED,) * len(operands[3:])
+        return Placing((*(tokens,) * 3, *weights), (tokens, experts_layout(meshes, {}, Shard(0))))
 
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
-        up, down = operands[3:]
+        up, down = operands[3:5]
         return 2 * sizes["rows"] * (size_of(up.shape[1:], sizes) + size_of(down.shape[1:], sizes))

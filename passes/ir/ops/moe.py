@@ -10,7 +10,7 @@ from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS
 from moec.passes.ir.ops.tokens import Blocks, own_tokens, sum_tokens
-from moec.passes.ir.value import Value
+from moec.passes.ir.value import Dim, Value
 
 
 @register
@@ -84,33 +84,50 @@ class Permute(Op):
         return Placing(tokens, (own_rows, own_counts, tokens[0]))
 
 
+def require_experts(op: Op, activation: str, dim: Dim, weights: Sequence[Value]) -> None:
+    """Experts' `weights` are up `[experts, parts, hidden, dim]`, down `[experts, dim, hidden]`, and maybe both biases.
+
+    A bias is `[experts, parts, hidden]` or `[experts, dim]`: one number for each output.
+    """
+    up, down, *biases = weights
+    experts, parts, hidden, _ = up.shape
+    require(parts == ACTIVATION_PARTS[activation], op, f"{parts} parts")
+    require(up.shape[3] == dim and down.shape == (experts, dim, hidden), op, "widths differ")
+    wanted = [up.shape[:-1], down.shape[:-1]]
+    require(not biases or [bias.shape for bias in biases] == wanted, op, "wants a bias for each output, or none")
+
+
+def experts_held(op: Op, up: Value) -> Layout:
+    """How experts lie over ranks: all that they have alike, each whole on one."""
+    held = layout_of(up)
+    for axis, placement in held.placements:
+        if placement != Shard(0):
+            raise LayoutError(f"{op.mnemonic} has no rule for experts with {axis}:{placement}")
+    return held
+
+
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMlp(Op):
-    """Each row through its expert: rows, counts, up `[experts, parts, hidden, dim]`, down `[experts, dim, hidden]`."""
+    """Each row through its expert: rows, counts, and weights as `require_experts` says."""
 
     mnemonic: ClassVar[str] = "expert_mlp"
     activation: str
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        rows, counts, up, down = operands
-        experts, parts, hidden, dim = up.shape
+        rows, counts, *weights = operands
         require(rows.ragged == counts.name, self, f"rows are counted by {rows.ragged}, not {counts.name}")
-        require(parts == ACTIVATION_PARTS[self.activation], self, f"{parts} parts")
-        require(down.shape == (experts, dim, hidden) and rows.shape[2] == dim, self, "widths differ")
+        require_experts(self, self.activation, rows.shape[2], weights)
         return (Type(shape=rows.shape, dtype=rows.dtype, ragged=rows.ragged),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        held = layout_of(operands[2])
-        for axis, placement in held.placements:
-            if placement != Shard(0):
-                raise LayoutError(f"expert_mlp has no rule for experts with {axis}:{placement}")
+        held = experts_held(self, operands[2])
         rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
         counts = experts_layout(meshes, dict.fromkeys(held.axes, Shard(1)), Shard(0))
-        return Placing((rows, counts, held, held), (rows,))
+        return Placing((rows, counts, *(held,) * len(operands[2:])), (rows,))
 
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
-        _, _, up, down = operands
+        up, down = operands[2:4]
         return 2 * sizes["rows"] * (size_of(up.shape[1:], sizes) + size_of(down.shape[1:], sizes))
 
 

@@ -119,8 +119,18 @@ WIDTHS = [(6, 5), (64, 32), (70, 40)]
 ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu", "relu2")
 
 
+def new_biases(numbers: Numbers, up: Tensor, down: Tensor, bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """One number for each output; with `bias` false, none."""
+    return (numbers.normal(*up.shape[:3]), numbers.normal(*down.shape[:2])) if bias else (None, None)
+
+
 def experts(
-    backend: Backend, numbers: Numbers, counts: list[list[int]], widths: tuple[int, int], activation: str
+    backend: Backend,
+    numbers: Numbers,
+    counts: list[list[int]],
+    widths: tuple[int, int],
+    activation: str,
+    bias: bool = False,
 ) -> list[Tensor]:
     """Random numbers of unit variance throughout."""
     of_experts = numbers.whole(torch.tensor(counts))
@@ -129,9 +139,10 @@ def experts(
     given = numbers.normal(int(of_experts.sum()), dim)
     up = numbers.normal(num_experts, parts, hidden, dim, scale=dim**-0.5)
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
-    out, saved = backend.expert_mlp(given, of_experts, up, down, activation)
+    biases = new_biases(numbers, up, down, bias)
+    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, activation)
     grad = numbers.normal(*out.shape)
-    return [out, *backend.expert_mlp_backward(grad, given, saved, of_experts, up, down, activation)]
+    return [out, *backend.expert_mlp_backward(grad, given, saved, of_experts, up, down, *biases, activation)]
 
 
 def random_experts() -> Iterator[tuple[str, Case]]:
@@ -140,7 +151,8 @@ def random_experts() -> Iterator[tuple[str, Case]]:
         num_experts, sources, most = draw.randint(1, 9), draw.choice([1, 1, 3]), draw.choice([1, 5, 90])
         counts = [[draw.randint(0, most) for _ in range(num_experts)] for _ in range(sources)]
         widths, activation = (draw.randint(1, 80), draw.randint(1, 80)), draw.choice(ACTIVATIONS)
-        yield f"experts, random {number}", partial(experts, counts=counts, widths=widths, activation=activation)
+        case = partial(experts, counts=counts, widths=widths, activation=activation, bias=number % 2 == 1)
+        yield f"experts, random {number}", case
 
 
 # ---- mixture_mlp -------------------------------------------------------------------------------------
@@ -154,6 +166,7 @@ def mixture(
     activation: str = "swiglu",
     dropped: float = 0.0,
     skew: float = 0.0,
+    bias: bool = False,
 ) -> list[Tensor]:
     """Forward and backward; of the choices, a share is dropped."""
     (batch, tokens, num_experts, k), (dim, hidden) = shape, widths
@@ -163,9 +176,10 @@ def mixture(
     weights = numbers.of_router(*choices.shape)
     up = numbers.normal(num_experts, 2 if activation in ("swiglu", "geglu") else 1, hidden, dim, scale=dim**-0.5)
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
-    mixed, counts, saved, positions = backend.mixture_mlp(x, choices, weights, up, down, activation)
+    biases = new_biases(numbers, up, down, bias)
+    mixed, counts, saved, positions = backend.mixture_mlp(x, choices, weights, up, down, *biases, activation)
     grad = numbers.normal(*mixed.shape)
-    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, weights, up, down, activation)
+    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, weights, up, down, *biases, activation)
     return [mixed, counts, positions, *grads]
 
 
@@ -252,6 +266,16 @@ CASES: dict[str, Case] = {
         for activation, widths in itertools.product(ACTIVATIONS, WIDTHS)
         for counts in ([[3, 1, 40]], [[3, 1], [2, 5]])
     },
+    **{
+        f"experts with biases, {name}": partial(experts, counts=counts, widths=(20, 9), activation="swiglu", bias=True)
+        for name, counts in COUNTS.items()
+    },
+    **{
+        f"experts with biases, {activation} {widths}": partial(
+            experts, counts=[[3, 1], [2, 45]], widths=widths, activation=activation, bias=True
+        )
+        for activation, widths in itertools.product(("swiglu", "gelu"), WIDTHS)
+    },
     **dict(random_experts()),
     **{f"mixture, {name}": partial(mixture, shape=shape, widths=(20, 9)) for name, shape in MIXTURES.items()},
     **{
@@ -260,6 +284,19 @@ CASES: dict[str, Case] = {
         )
         for activation, widths in itertools.product(ACTIVATIONS, WIDTHS)
     },
+    **{
+        f"mixture with biases, {name}": partial(mixture, shape=shape, widths=(20, 9), bias=True)
+        for name, shape in MIXTURES.items()
+    },
+    **{
+        f"mixture with biases, {activation} {widths}": partial(
+            mixture, shape=(2, 20, 5, 2), widths=widths, activation=activation, dropped=0.3, skew=1.0, bias=True
+        )
+        for activation, widths in itertools.product(("swiglu", "gelu"), WIDTHS)
+    },
+    # More than one tile of columns in both directions.
+    "mixture with biases, wide": partial(mixture, shape=(1, 40, 3, 2), widths=(200, 300), bias=True),
+    "mixture with biases, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0, bias=True),
     "mixture, one expert takes nearly all": partial(mixture, shape=(1, 140, 6, 1), skew=20.0),
     "mixture, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0),
     "swiglu": partial(gated, name="swiglu"),

@@ -60,8 +60,8 @@ def test_more_experts_than_kernels_take_run_in_plain_torch_with_one_warning(back
     def layer(with_backend: Backend) -> list[torch.Tensor]:
         probabilities, weights, chosen = with_backend.route(logits, 2, "softmax", False, True)
         rows, counts, positions = with_backend.permute(x, chosen, num_experts)
-        out, hidden = with_backend.expert_mlp(rows, counts, up, down, "swiglu")
-        grads = with_backend.expert_mlp_backward(out, rows, hidden, counts, up, down, "swiglu")
+        out, hidden = with_backend.expert_mlp(rows, counts, up, down, None, None, "swiglu")
+        grads = with_backend.expert_mlp_backward(out, rows, hidden, counts, up, down, None, None, "swiglu")
         grad = with_backend.route_backward(logits, probabilities, None, weights, chosen, "softmax", False, True)
         return [*grads, grad, with_backend.combine(out, positions, weights)]
 
@@ -103,9 +103,9 @@ def test_counts_that_do_not_add_up_are_refused_or_lead_nowhere(place: Place, cou
     if place.device == "cpu" or place.backend is torch_backend:
         total = sum(map(sum, counts))
         with pytest.raises(RuntimeError, match=f"the counts add up to {total}, but there are 5 rows"):
-            place.backend.expert_mlp(rows, given, up, down, "gelu")
+            place.backend.expert_mlp(rows, given, up, down, None, None, "gelu")
         return
-    out, _ = place.backend.expert_mlp(rows, given, up, down, "gelu")
+    out, _ = place.backend.expert_mlp(rows, given, up, down, None, None, "gelu")
     torch.cuda.synchronize()
     assert out.shape == rows.shape
 

@@ -106,7 +106,7 @@ def test_kernels_are_of_a_plan(tmp_path: Path) -> None:
 
 
 def test_work_is_that_of_the_tensors() -> None:
-    up, down = (cls(**COUNTED, activation="swiglu") for cls in (UpShape, DownShape))
+    up, down = (cls(**COUNTED, activation="swiglu", bias=True) for cls in (UpShape, DownShape))
     work = work_of(up, "up", 50, 100)
     assert work is not None
     # Gate and up: 2 · 100 · 64 · 64; rows, hidden, activated and the matrices once each.
@@ -114,6 +114,9 @@ def test_work_is_that_of_the_tensors() -> None:
     total = sum(work_of(up, name, 50, 100).flops for name in ("up", "up_backward", "up_weights"))
     total += sum(work_of(down, name, 50, 100).flops for name in ("down", "down_backward", "down_weights"))
     assert total == 18 * 100 * 64 * 32  # 6 forward and 12 backward, gated
+    # Sums of what is read once.
+    biases = work_of(up, "up_bias", 50, 100), work_of(down, "down_bias", 50, 100)
+    assert [work and (work.flops, work.moved) for work in biases] == [(0, 4 * 100 * 64), (0, 4 * 100 * 64)]
 
     combine = work_of(PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", 50, 100)
     assert combine is not None

@@ -31,7 +31,6 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"attention": "mha(heads = 4, window = 128)"}, "`window`", ""),
         ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),
         ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, swiglu"),
-        ({"ffn": "moe { experts = 4 * gelu(4, bias = true); gate = topk(2) }"}, "`bias` here", ""),
         ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, swiglu"),
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"}, "`gshard`", "switch, topk"),

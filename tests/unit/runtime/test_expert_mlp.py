@@ -27,6 +27,7 @@ COUNTS = {
     "two sources, an expert that neither uses": [[2, 0, 1], [1, 0, 2]],
 }
 loads = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+with_or_without = pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
 activations = pytest.mark.parametrize("activation", ["swiglu", "geglu", "gelu", "relu", "relu2"])
 
 
@@ -50,28 +51,40 @@ def inputs(counts: list[list[int]], activation: str, dtype: torch.dtype) -> list
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
-def naive_expert_mlp(rows: Tensor, counts: list[list[int]], up: Tensor, down: Tensor, activation: str) -> Tensor:
+def biases_of(up: Tensor, down: Tensor) -> list[Tensor]:
+    """up_bias and down_bias: a number for each output."""
+    return [torch.randn(t.shape[:-1], dtype=t.dtype, requires_grad=True) for t in (up, down)]
+
+
+def naive_expert_mlp(
+    rows: Tensor, counts: list[list[int]], up: Tensor, down: Tensor, activation: str, *biases: Tensor
+) -> Tensor:
     owners = [expert for source in counts for expert, count in enumerate(source) for _ in range(count)]
     out = []
     for row, expert in zip(rows, owners, strict=True):
         hidden = [half @ row for half in up[expert]]
+        if biases:
+            hidden = [one + bias for one, bias in zip(hidden, biases[0][expert], strict=True)]
         active = ACTIVE[activation](hidden[0])
         activated = active * hidden[1] if len(hidden) == 2 else active
-        out.append(down[expert] @ activated)
-    return torch.stack(out) if out else rows * up.sum() * down.sum()
+        out.append(down[expert] @ activated + (biases[1][expert] if biases else 0))
+    given = 0 * sum(t.sum() for t in (rows, up, down, *biases))
+    return torch.stack(out) + given if out else rows + given
 
 
 @loads
 @activations
+@with_or_without
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_expert_mlp_and_its_gradients_agree_with_a_loop_over_rows(
-    counts: list[list[int]], activation: str, dtype: torch.dtype
+    counts: list[list[int]], activation: str, bias: bool, dtype: torch.dtype
 ) -> None:
     tensors = inputs(counts, activation, dtype)
+    tensors += biases_of(*tensors[1:]) if bias else []
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    rows, up, down = tensors
-    out, hidden = ops.expert_mlp(rows, torch.tensor(counts), up, down, activation)
-    expected = naive_expert_mlp(exact[0], counts, exact[1], exact[2], activation)
+    rows, up, down = tensors[:3]
+    out, hidden = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(tensors[3:] or (None, None)), activation)
+    expected = naive_expert_mlp(exact[0], counts, exact[1], exact[2], activation, *exact[3:])
     assert out.dtype == dtype
     assert not hidden.requires_grad
     tolerance = {"rtol": TOLERANCE[dtype], "atol": 10 * TOLERANCE[dtype]}
@@ -89,7 +102,7 @@ def test_expert_mlp_and_its_gradients_agree_with_a_loop_over_rows(
 @activations
 def test_an_unused_expert_gets_zero_gradients(activation: str) -> None:
     rows, up, down = inputs([[2, 0, 3]], activation, torch.float32)
-    out, _ = ops.expert_mlp(rows, torch.tensor([[2, 0, 3]]), up, down, activation)
+    out, _ = ops.expert_mlp(rows, torch.tensor([[2, 0, 3]]), up, down, None, None, activation)
     out.sum().backward()
     assert up.grad is not None
     assert down.grad is not None
@@ -102,8 +115,8 @@ def test_rows_from_many_sources_cost_the_same_numbers_as_from_one() -> None:
     rows, up, down = inputs(counts, "swiglu", torch.float64)
     owners = torch.tensor([e for source in counts for e, count in enumerate(source) for _ in range(count)])
     order = owners.sort(stable=True)[1]
-    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, "swiglu")
-    merged, _ = ops.expert_mlp(rows[order], torch.tensor(counts).sum(0, keepdim=True), up, down, "swiglu")
+    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, None, None, "swiglu")
+    merged, _ = ops.expert_mlp(rows[order], torch.tensor(counts).sum(0, keepdim=True), up, down, None, None, "swiglu")
     assert torch.equal(out[order], merged)
 
 
@@ -117,33 +130,45 @@ def test_layouts_that_are_not_contiguous_give_the_same_numbers() -> None:
     ]
     for t in strided:
         t.requires_grad_()
-    ours = ops.expert_mlp(strided[0], counts, strided[1], strided[2], "swiglu")[0]
-    torch.testing.assert_close(ours, ops.expert_mlp(rows, counts, up, down, "swiglu")[0])
+    ours = ops.expert_mlp(strided[0], counts, strided[1], strided[2], None, None, "swiglu")[0]
+    torch.testing.assert_close(ours, ops.expert_mlp(rows, counts, up, down, None, None, "swiglu")[0])
     ours.sum().backward()  # a gradient with stride 0
     assert all(t.grad is not None for t in strided)
 
 
 @loads
 @activations
-def test_gradients(counts: list[list[int]], activation: str) -> None:
+@with_or_without
+def test_gradients(counts: list[list[int]], activation: str, bias: bool) -> None:
     tensors = inputs(counts, activation, torch.float64)
-    assert gradcheck(
-        lambda rows, up, down: ops.expert_mlp(rows, torch.tensor(counts), up, down, activation)[0], tensors
-    )
+    tensors += biases_of(*tensors[1:]) if bias else []
+
+    def run(rows: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), activation)
+        return out
+
+    assert gradcheck(run, tensors)
 
 
 def test_counts_that_do_not_add_up_are_refused() -> None:
     rows, up, down = inputs([[2, 3]], "gelu", torch.float32)
     with pytest.raises(RuntimeError, match="the counts add up to 6, but there are 5 rows"):
-        ops.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, "gelu")
+        ops.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, None, None, "gelu")
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     rows, up, down = inputs([[2, 3]], "gelu", torch.float32)
     counts = torch.tensor([[2, 3]])
     with pytest.raises(RuntimeError, match="activation must be one of swiglu, geglu, gelu, relu, relu2, not 'tanh'"):
-        ops.expert_mlp(rows, counts, up, down, "tanh")
+        ops.expert_mlp(rows, counts, up, down, None, None, "tanh")
     with pytest.raises(RuntimeError, match=r"up \[2, 1, 5, 6\] does not fit swiglu"):
-        ops.expert_mlp(rows, counts, up, down, "swiglu")
+        ops.expert_mlp(rows, counts, up, down, None, None, "swiglu")
     with pytest.raises(RuntimeError, match="must share a dtype"):
-        ops.expert_mlp(rows.bfloat16(), counts, up, down, "gelu")
+        ops.expert_mlp(rows.bfloat16(), counts, up, down, None, None, "gelu")
+    up_bias, down_bias = biases_of(up, down)
+    with pytest.raises(RuntimeError, match="must both have biases, or none"):
+        ops.expert_mlp(rows, counts, up, down, up_bias, None, "gelu")
+    with pytest.raises(RuntimeError, match=r"biases must be \[E, G, F\] and \[E, D\]"):
+        ops.expert_mlp(rows, counts, up, down, up_bias, up_bias, "gelu")
+    with pytest.raises(RuntimeError, match=r"not \[2, 1, 5\], torch.float32 and \[2, 6\], torch.float64"):
+        ops.expert_mlp(rows, counts, up, down, up_bias, down_bias.double(), "gelu")

@@ -35,6 +35,9 @@ SHAPES = {
 }
 
 
+with_or_without = pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
+
+
 def inputs(
     shape: tuple[int, int, int, int, float], activation: str, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -51,27 +54,40 @@ def inputs(
     return x, experts, weights, up, down
 
 
-def naive(x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str) -> Tensor:
-    mixed = x * 0 + 0 * (up.sum() + down.sum() + weights.sum())
+def biases_of(up: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    """up_bias and down_bias: a number for each output."""
+    of_up, of_down = (torch.randn(t.shape[:-1], dtype=t.dtype, requires_grad=True) for t in (up, down))
+    return of_up, of_down
+
+
+def naive(
+    x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, down: Tensor, activation: str, *biases: Tensor
+) -> Tensor:
+    mixed = x * 0 + 0 * sum(t.sum() for t in (up, down, weights, *biases))
     for expert in range(up.shape[0]):
         hidden = [x @ half.T for half in up[expert]]
+        if biases:
+            hidden = [one + bias for one, bias in zip(hidden, biases[0][expert], strict=True)]
         active = ACTIVE[activation](hidden[0])
         out = (active * hidden[1] if len(hidden) == 2 else active) @ down[expert].T
+        out = out + biases[1][expert] if biases else out
         mixed = mixed + out * ((experts == expert) * weights).sum(-1, keepdim=True)
     return mixed
 
 
 @pytest.mark.parametrize("activation", ACTIVE)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@with_or_without
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_mixture_mlp_and_its_gradients_agree_with_a_loop(
-    shape: tuple[int, int, int, int, float], activation: str, dtype: torch.dtype
+    shape: tuple[int, int, int, int, float], activation: str, bias: bool, dtype: torch.dtype
 ) -> None:
     x, experts, weights, up, down = inputs(shape, activation, dtype)
-    mixed, counts, _, _ = ops.mixture_mlp(x, experts, weights, up, down, activation)
-    ours = (x, weights, up, down)
+    biases = biases_of(up, down) if bias else ()
+    mixed, counts, _, _ = ops.mixture_mlp(x, experts, weights, up, down, *(biases or (None, None)), activation)
+    ours = (x, weights, up, down, *biases)
     exact = [t.detach().double().requires_grad_() for t in ours]
-    expected = naive(exact[0], experts, *exact[1:], activation)
+    expected = naive(exact[0], experts, *exact[1:4], activation, *exact[4:])
     grad = torch.randn_like(mixed)
     mixed.backward(grad)
     expected.backward(grad.double())
@@ -85,9 +101,9 @@ def test_mixture_mlp_and_its_gradients_agree_with_a_loop(
 
 def test_it_is_what_permute_expert_mlp_and_combine_compute() -> None:
     x, experts, weights, up, down = inputs((3, 40, 7, 3, 0.0), "swiglu", torch.float64)
-    mixed, counts, hidden, positions = ops.mixture_mlp(x, experts, weights, up, down, "swiglu")
+    mixed, counts, hidden, positions = ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
     rows, alone, places = ops.permute(x, experts, 7)
-    out, saved = ops.expert_mlp(rows, alone, up, down, "swiglu")
+    out, saved = ops.expert_mlp(rows, alone, up, down, None, None, "swiglu")
     for one, other in zip(
         (mixed, counts, hidden, positions), (ops.combine(out, places, weights), alone, saved, places), strict=True
     ):
@@ -100,7 +116,7 @@ def test_a_dropped_choice_does_not_matter_even_beside_nan() -> None:
     with torch.no_grad():
         x[0, 0] = torch.nan
         weights[0, 1] = 3.0
-    mixed, _, _, positions = ops.mixture_mlp(x, experts, weights, up, down, "swiglu")
+    mixed, _, _, positions = ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
     assert mixed[0, 0].isnan().all()
     assert mixed[0, 1].tolist() == [0.0] * 6
     assert positions[0, :2].tolist()[1] == [-1, -1]
@@ -110,11 +126,16 @@ def test_a_dropped_choice_does_not_matter_even_beside_nan() -> None:
 
 
 @pytest.mark.parametrize("activation", ACTIVE)
-def test_gradients_of_mixture_mlp(activation: str) -> None:
+@with_or_without
+def test_gradients_of_mixture_mlp(activation: str, bias: bool) -> None:
     x, experts, weights, up, down = inputs((1, 5, 4, 2, 0.2), activation, torch.float64)
-    assert gradcheck(
-        lambda *given: ops.mixture_mlp(given[0], experts, *given[1:], activation)[0], (x, weights, up, down)
-    )
+    tensors = (x, weights, up, down, *(biases_of(up, down) if bias else ()))
+
+    def run(*given: Tensor) -> Tensor:
+        mixed, *_ = ops.mixture_mlp(given[0], experts, *given[1:4], *(given[4:] or (None, None)), activation)
+        return mixed
+
+    assert gradcheck(run, tensors)
 
 
 def test_nothing_of_a_row_per_choice_is_saved_but_the_pre_activation() -> None:
@@ -126,7 +147,7 @@ def test_nothing_of_a_row_per_choice_is_saved_but_the_pre_activation() -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        ops.mixture_mlp(x, experts, weights, up, down, "swiglu")
+        ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
     assert sorted(saved) == sorted([(2, 50, 6), (300, 2, 5), (1, 4), (2, 50, 3), (2, 50, 3), (4, 2, 5, 6), (4, 6, 5)])
 
 
@@ -147,4 +168,4 @@ def test_what_does_not_fit_is_refused(change: dict[str, Tensor], complaint: str)
         zip(("x", "experts", "weights", "up", "down"), inputs((1, 3, 4, 2, 0.0), "gelu", torch.float32), strict=True)
     )
     with pytest.raises(RuntimeError, match=complaint):
-        ops.mixture_mlp(*(given | change).values(), "gelu")
+        ops.mixture_mlp(*(given | change).values(), None, None, "gelu")

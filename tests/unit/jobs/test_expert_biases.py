@@ -1,0 +1,86 @@
+"""Biases of routed experts: plans equal the unsharded model, and a forgotten one is found."""
+
+from __future__ import annotations
+
+import pytest
+from faults import bypass, change_node, change_sums
+from models import moe_plan, moe_spec
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import Init
+from moec.passes.pipeline import compile_program
+from moec.runtime.verify import verify
+
+EXPERT = "swiglu(16, bias = true)"
+CAPACITIES = ["dropless", "factor(1.25)", "dynamic", "dynamic(max = 0.75)"]
+DEGREES = [{"ep": 1}, {"ep": 2}, {"ep": 1, "tp": 2}, {"ep": 2, "tp": 2}]
+
+
+def biased(capacity: str = "dropless", expert: str = EXPERT, **options: object) -> Plan:
+    return moe_plan(expert=expert, beside=f"capacity = {capacity}", **options)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+def test_plans_equal_the_unsharded_model(capacity: str, degrees: dict[str, int]) -> None:
+    report = verify(biased(capacity, **degrees), float32=False)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("expert", ["geglu", "gelu", "relu2"])
+def test_with_other_activations_in_float32_too(expert: str, ep: int) -> None:
+    report = verify(biased(expert=f"{expert}(16, bias = true)", ep=ep))
+    assert report.ok, report
+    assert report.float32 is not None
+    assert report.float32.ok
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_at_toy_widths(ep: int) -> None:
+    plan = biased(expert="swiglu(4096, bias = true)", dim=1024, dtype="bf16", ep=ep)
+    report = verify(plan, scale=True)
+    assert report.scaled
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("part", ["up", "down"])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_they_start_at_zero_do_not_decay_and_lie_with_their_experts(part: str, ep: int) -> None:
+    program = compile_program(moe_spec(expert=EXPERT, ep=ep)).program
+    parameters = {p.name: p for p in program.block("layers[1..2]").parameters}
+    weight, bias = (parameters[f"moe.experts.{part}.{kind}"] for kind in ("weight", "bias"))
+    assert bias.shape == weight.shape[:-1]
+    assert bias.init == Init(kind="zeros")
+    assert weight.decays
+    assert not bias.decays
+    assert (bias.layout, bias.sum_over, bias.dtype) == (weight.layout, weight.sum_over, weight.dtype)
+    assert bias.span is not None
+
+
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)"])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_biases_that_are_forgotten_are_found(capacity: str, ep: int) -> None:
+    plan, graph = biased(capacity, ep=ep), "layers[1..2].experts"
+    node = next(n for n in plan.stages[0].graph(graph).nodes if n.name == "y_all")
+    report = verify(change_node(plan, graph, "y_all", args=(*node.args[:-3], None, None, node.args[-1])))
+    assert not report.ok
+    found = report.first_difference
+    assert found is not None
+    assert (found.layer, found.value) == (("layers.1", "mixed") if ep == 1 else ("layers.1.moe.experts", "y"))
+    assert found.span == "tiny.moe:10"
+
+
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)"])
+@pytest.mark.parametrize("part", ["up", "down"])
+def test_a_gradient_that_is_not_summed_is_found(part: str, capacity: str) -> None:
+    found = verify(change_sums(biased(capacity), f"experts.{part}.bias", ())).first_difference
+    assert found is not None
+    assert (found.layer, found.value) == ("layers.1.moe.experts", f"@{part}.bias")
+
+
+@pytest.mark.parametrize("capacity", ["factor(1.25)", "dynamic"])
+def test_what_biases_make_of_empty_places_is_not_blamed(capacity: str) -> None:
+    found = verify(bypass(biased(capacity), "layers[1..2]", "x_2")).first_difference
+    assert found is not None
+    assert (found.layer, found.value) == ("forward", "x.2")
