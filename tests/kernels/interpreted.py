@@ -57,6 +57,10 @@ parallel { ep = 2 }
 """
 
 
+BIASED = TINY.replace("swiglu(8)", "swiglu(8, bias = true)")
+with_or_without_biases = pytest.mark.parametrize("text", [TINY, BIASED], ids=["plain", "biases"])
+
+
 def test_verify_proves_the_kernels_against_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = moec.compile(TINY)
     report = moec.verify(plan, scale=True)
@@ -74,6 +78,23 @@ def test_verify_proves_the_kernels_against_plain_torch(monkeypatch: pytest.Monke
     assert report.first_difference is not None
     assert report.first_difference.op == "moec.combine.default"
     assert report.first_difference.span == "<text>:9"
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_verify_proves_the_kernels_of_experts_with_biases(ep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(BIASED.replace("ep = 2", f"ep = {ep}"))
+    report = moec.verify(plan, scale=True)
+    assert report.ok, report
+    launch = Kernels.launch
+
+    def forgetful(kernels: Kernels, kernel: str, *arguments: object, **options: object) -> None:
+        if kernel != "down_bias":
+            launch(kernels, kernel, *arguments, **options)
+
+    monkeypatch.setattr(Kernels, "launch", forgetful)
+    found = moec.verify(plan, scale=True).first_difference
+    assert found is not None
+    assert found.value == "@down.bias"
 
 
 def test_a_plan_in_bf16_is_proven_but_not_trained_in_the_interpreter() -> None:
@@ -104,8 +125,9 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:
     return run
 
 
-def test_a_plan_lists_the_kernels_that_are_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = moec.compile(GPU + TINY.replace("device = cpu", 'device = "toy"'))
+@with_or_without_biases
+def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
     listed = {kernel.shape for kernel in kernels_of(plan)}
     run = noting(monkeypatch)
     # A rank of two: half the batch, half the experts, rows from both.
@@ -113,13 +135,15 @@ def test_a_plan_lists_the_kernels_that_are_run(monkeypatch: pytest.MonkeyPatch) 
     _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), 2, "softmax", False, True)
     rows, counts, positions = triton_backend.permute(x, experts, 4)
     up, down = torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
-    triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, None, None, "swiglu")
+    biases = (torch.randn(2, 2, 8), torch.randn(2, 8)) if text == BIASED else (None, None)
+    triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, *biases, "swiglu")
     triton_backend.combine(rows, positions, weights)
     assert run == listed
 
 
-def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = moec.compile(GPU + TINY.replace("device = cpu", 'device = "toy"').replace("ep = 2", "ep = 1"))
+@with_or_without_biases
+def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"').replace("ep = 2", "ep = 1"))
     listed = {kernel.shape for kernel in kernels_of(plan)}
     run = noting(monkeypatch)
     launched: set[str] = set()
@@ -134,8 +158,9 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(monkeypatch: pyte
     logits = torch.randn(1, 4, 4)
     probabilities, weights, experts = triton_backend.route(logits, 2, "softmax", False, True)
     triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", False, True)
-    mixed, counts, hidden, positions = triton_backend.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
-    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, positions, weights, up, down, None, None, "swiglu")
+    of_experts = (up, down, *((torch.randn(4, 2, 8), torch.randn(4, 8)) if text == BIASED else (None, None)), "swiglu")
+    mixed, counts, hidden, positions = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
+    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, positions, weights, *of_experts)
     assert run == listed
     assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
 

@@ -117,6 +117,19 @@ def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     assert again.entries[0].measured is not None
 
 
+@pytest.mark.parametrize("ep", [1, 2])
+def test_experts_with_biases_are_tuned_with_them(ep: int) -> None:
+    plan = moec.compile(ON_TOY.replace("swiglu(8)", "swiglu(8, bias = true)").replace("ep = 2", f"ep = {ep}"))
+    (products,) = products_of(plan)
+    results = TunedLayer(products, torch.device("cpu")).results(OTHER)
+    experts = 4 // ep
+    assert [tuple(grad.shape) for grad in results[-2:]] == [(experts, 2, 8), (experts, 8)]
+    assert all(grad.abs().min() > 0 for grad in results[-2:])
+    (found,) = tune(plan, most=1).results
+    assert found.tried > 1
+    assert found.wrong == 0
+
+
 def test_a_plans_tiles_are_in_force_while_its_job_runs_and_not_beyond(alone: Plan, launched: set[Tile]) -> None:
     step(alone)
     untuned = set(launched)

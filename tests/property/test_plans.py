@@ -46,6 +46,10 @@ CAPACITIES = [
     "group = rank",
 ]
 
+EXPERTS = [
+    *("swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"),
+    *("swiglu(8, bias = true)", "gelu(7, bias = true)"),
+]
 FFNS = ["gelu({2})", "geglu({0})", "relu({1})", "relu2({0})", "swiglu({1}, bias = true)"]
 
 MODELS = [
@@ -88,7 +92,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         sequence_parallel=sequence_parallel,
         ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
         experts=experts,
-        expert=draw(st.sampled_from(["swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"])),
+        expert=draw(st.sampled_from(EXPERTS)),
         gate=draw(st.sampled_from([topk, topk, topk, "switch"])),
         balance=balance,
         model=draw(st.sampled_from(MODELS)),

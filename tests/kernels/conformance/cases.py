@@ -294,8 +294,8 @@ CASES: dict[str, Case] = {
         )
         for activation, widths in itertools.product(("swiglu", "gelu"), WIDTHS)
     },
-    # More than one tile of columns in both directions.
-    "mixture with biases, wide": partial(mixture, shape=(1, 40, 3, 2), widths=(200, 300), bias=True),
+    # More than one tile of columns either way.
+    "mixture with biases, wide": partial(mixture, shape=(1, 20, 3, 2), widths=(70, 140), bias=True),
     "mixture with biases, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0, bias=True),
     "mixture, one expert takes nearly all": partial(mixture, shape=(1, 140, 6, 1), skew=20.0),
     "mixture, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0),

@@ -63,7 +63,7 @@ def experts(numbers: Numbers) -> Iterator[Call]:
             parts, num_experts = 2 if activation in ("swiglu", "geglu") else 1, counts.shape[1]
             given = numbers.normal(int(counts.sum()), 4)
             up, down = numbers.normal(num_experts, parts, 3, 4), numbers.normal(num_experts, 4, 3)
-            for bias in (False, True) if activation == "swiglu" else (False,):
+            for bias in (False, True) if (activation, name) == ("swiglu", "four sources") else (False,):
                 of_experts = up, down, *new_biases(numbers, up, down, bias)
                 yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), activation)
                 out, hidden = ops.expert_mlp(given, counts, *of_experts, activation)
@@ -78,7 +78,7 @@ def mixture(numbers: Numbers) -> Iterator[Call]:
                 choices[0, 1], choices[1, 0, 1] = -1, -1
             weights, parts = numbers.of_router(2, 3, 2), 2 if activation in ("swiglu", "geglu") else 1
             up, down = numbers.normal(5, parts, 3, 4), numbers.normal(5, 4, 3)
-            for bias in (False, True) if activation == "swiglu" else (False,):
+            for bias in (False, True) if not dropped else (False,):
                 matrices = weights, up, down, *new_biases(numbers, up, down, bias)
                 yield "mixture_mlp", (leaf(x), choices, *map(leaf, matrices), activation)
                 mixed, counts, hidden, positions = ops.mixture_mlp(x, choices, *matrices, activation)
