@@ -6,6 +6,7 @@ import math
 import os
 from contextlib import ExitStack
 from datetime import timedelta
+from itertools import count
 from types import TracebackType
 from typing import Self
 
@@ -244,6 +245,10 @@ class Job:
         return _broadcast_text(f"rank {speaker}: {complaint}" if speaker == self.rank else "", speaker, device)
 
 
+_joined = count()
+"""Jobs that this process has started: as many on every rank, for all run the same script."""
+
+
 def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
     backend = "nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":
@@ -253,9 +258,9 @@ def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> N
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    # After a restart the agent's store still holds the last attempt's addresses.
+    # The agent's store still holds the addresses of the last attempt, and of the last job of this process.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt_{attempt}", store)
+    store = PrefixStore(f"attempt_{attempt}_job_{next(_joined)}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
