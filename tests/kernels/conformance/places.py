@@ -51,10 +51,10 @@ NO_CUDA = "" if torch.cuda.is_available() or INTERPRETED else "no CUDA device he
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
-    # Inputs are rounded before either side sees them; five roundings lie between them and a result: of the
-    # pre-activation, of its gate, of what is activated, of the row, of the result.
-    torch.bfloat16: 5 * 2**-8,
-    torch.float16: 5 * 2**-11,
+    # Inputs are rounded before either side sees them; three roundings lie between them and a result: of the
+    # pre-activation, of what is activated, of the result.
+    torch.bfloat16: 3 * 2**-8,
+    torch.float16: 3 * 2**-11,
 }
 """How far from the definition a result may be, in units of its largest number or 1."""
 

@@ -42,4 +42,7 @@ def test_a_backend_computes_what_the_definition_says(place: Place, name: str, dt
         elif one.numel():
             scale = max(1.0, float(other.abs().max()))
             error = float((one.cpu().double() - other).abs().max()) / scale
-            assert error <= TOLERANCE[dtype], number
+            # Experts round their gate too, and a whole mixture its rows.
+            roundings = 5 if name.startswith("mixture") else 4 if name.startswith("experts") else 3
+            more = roundings / 3 if dtype in (torch.bfloat16, torch.float16) else 1
+            assert error <= more * TOLERANCE[dtype], number
