@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from moec.runtime.backends.torch_blocks import blocks
+from moec.runtime.backends.torch_memory import gather, new_empty
 
 
 def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,7 +19,7 @@ def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     order = stable_order(choices, num_experts)
     k = experts.shape[2]
     tokens = order if k == 1 else order.div(k, rounding_mode="floor")
-    rows = x.reshape(-1, x.shape[-1]).index_select(0, tokens)
+    rows = gather(x.reshape(-1, x.shape[-1]), tokens)
     return rows, counts[None], inverse(order).view(experts.shape)
 
 
@@ -63,7 +64,7 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
     choices = inverse(positions.reshape(-1))
     tokens = choices.div(positions.shape[2], rounding_mode="floor")
     scale = weights.reshape(-1).index_select(0, choices).to(dtype)[:, None]
-    grad_rows, by_row = torch.empty_like(rows), weights.new_empty(rows.shape[0])
+    grad_rows, by_row = new_empty(rows, rows.shape), weights.new_empty(rows.shape[0])
     for block in blocks(rows):
         gathered = grad.index_select(0, tokens[block]).to(dtype)
         torch.mul(gathered, scale[block], out=grad_rows[block])
