@@ -7,8 +7,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch_experts import activate, activate_backward, new_biases, project, sum_rows
-from moec.runtime.backends.torch_gated import Weigh
+from moec.runtime.backends.torch_experts import (
+    activate,
+    activate_backward,
+    new_biases,
+    project,
+    sum_rows,
+    weighing,
+)
 from moec.runtime.backends.torch_rows import inverse, refuse_out_of_range, stable_order, sums_of
 
 
@@ -97,7 +103,7 @@ def mixture_mlp_backward(
         own_activated, own_grad_activated, own_scale = activated[:size], grad_activated[:size], scale[where]
         own_grad = torch.index_select(grad, 0, tokens[where], out=grads[:size])
         torch.mm(own_grad, down[expert], out=own_grad_activated)
-        weigh = _weighing(own_grad_activated, own_activated, own_scale, of_weights[where])
+        weigh = weighing(own_grad_activated, own_activated, own_scale, of_weights[where])
         own_grad_hidden = grad_hidden[:size]
         activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[where], activation, weigh)
         if down_bias is not None:
@@ -115,14 +121,3 @@ def mixture_mlp_backward(
         grad_x.index_add_(0, tokens[where], grad_rows.to(grad_x.dtype))
     of_weights = of_weights[places].view(weights.shape)
     return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
-
-
-def _weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:
-    """Weighs the gradient [N, F] of rows; before that, its product with them is the gradient of their weights [N]."""
-
-    def weigh(block: slice, room: Tensor) -> None:
-        torch.mul(grad[block], activated[block], out=room)
-        of_weights[block] = room.sum(dim=-1, dtype=of_weights.dtype)
-        grad[block].mul_(scale[block])
-
-    return weigh
