@@ -19,6 +19,7 @@ def expert_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
     width = down.shape[2]
@@ -33,6 +34,8 @@ def expert_mlp(
             activate(own_activated, own_hidden, activation)
             own_out = share.room(out)
             project(own_activated, down, down_bias, expert, own_out)
+            if weights is not None:
+                own_out.mul_(share.scale(weights, rows.dtype))
             share.scatter(own_out, out)
     return out, hidden
 
@@ -47,7 +50,8 @@ def expert_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
     factor, width = up.shape[1:3]
     shares = _shares(counts, rows.shape[0])
@@ -55,6 +59,7 @@ def expert_mlp_backward(
     grad_rows = torch.empty_like(rows)
     grad_up, grad_down = torch.empty(up.shape, dtype=up.dtype, device=up.device), torch.empty_like(down)
     of_up_bias, of_down_bias = new_biases(up, up_bias, down_bias)
+    of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
     # What one expert needs at a time, reused by the next, so that it stays in cache.
     activated, grad_activated = rows.new_empty((2, longest, width))
@@ -68,16 +73,25 @@ def expert_mlp_backward(
         own_grad_hidden, flat = grad_hidden[: share.size], grad_hidden[: share.size].flatten(1)
         own_grad = share.gather(grad)
         torch.mm(own_grad, down[expert], out=own_grad_activated)
-        activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[share.where], activation)
+        weigh = None
+        if weights is not None:
+            scale, own_of_weights = share.scale(weights, rows.dtype), share.room(of_weights)
+            weigh = weighing(own_grad_activated, own_activated, scale, own_of_weights)
+        activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[share.where], activation, weigh)
+        if weights is not None:
+            if down_bias is not None:
+                own_of_weights += (own_grad * down_bias[expert]).sum(-1, dtype=weights.dtype)
+            share.scatter(own_of_weights, of_weights)
+            own_activated.mul_(scale)
         torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
         torch.mm(flat.t(), share.gather(rows), out=by_expert[expert])
         if up_bias is not None:
             sum_rows(own_grad_hidden, of_up_bias[expert])
-            sum_rows(own_grad, of_down_bias[expert])
+            sum_rows(own_grad if weights is None else own_grad * scale, of_down_bias[expert])
         own_grad_rows = share.room(grad_rows)
         torch.mm(flat, up[expert], out=own_grad_rows)
         share.scatter(own_grad_rows, grad_rows)
-    return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias
+    return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias, of_weights
 
 
 def project(rows: Tensor, weights: Tensor, biases: Tensor | None, expert: int, out: Tensor) -> None:
@@ -140,6 +154,17 @@ def activate_backward(
             torch.clamp_min(hidden[:, 0], 0, out=grad_up).mul_(grad).mul_(2)
 
 
+def weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:
+    """Weighs the gradient [N, F] of rows; before that, its product with them is the gradient of their weights [N]."""
+
+    def weigh(block: slice, room: Tensor) -> None:
+        torch.mul(grad[block], activated[block], out=room)
+        of_weights[block] = room.sum(dim=-1, dtype=of_weights.dtype)
+        grad[block].mul_(scale[block])
+
+    return weigh
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     """One expert's rows: in one piece of `hidden`, and in as many pieces of `rows` as there are sources."""
@@ -152,14 +177,18 @@ class _Share:
         return int(self.where.stop - self.where.start)
 
     def gather(self, x: Tensor) -> Tensor:
-        """The expert's rows of x [R, ·], side by side; a view where they are already."""
+        """The expert's rows of x [R, …], side by side; a view where they are already."""
         if len(self.pieces) == 1:
             return x[self.pieces[0]]
         return torch.cat([x[piece] for piece in self.pieces])
 
+    def scale(self, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """The weights [R] of the expert's rows, [N, 1], rounded: a product of two dtypes takes 15 times as long."""
+        return self.gather(weights).to(dtype)[:, None]
+
     def room(self, out: Tensor) -> Tensor:
-        """Where to put the expert's rows of out [R, ·]: there, if they lie side by side."""
-        return out[self.pieces[0]] if len(self.pieces) == 1 else out.new_empty((self.size, out.shape[1]))
+        """Where to put the expert's rows of out [R, …]: there, if they lie side by side."""
+        return out[self.pieces[0]] if len(self.pieces) == 1 else out.new_empty((self.size, *out.shape[1:]))
 
     def scatter(self, own: Tensor, out: Tensor) -> None:
         """Move what was put into `room` to its places in out."""

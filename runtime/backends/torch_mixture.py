@@ -7,8 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch_experts import activate, activate_backward, new_biases, project, sum_rows
-from moec.runtime.backends.torch_gated import Weigh
+from moec.runtime.backends.torch_experts import (
+    activate,
+    activate_backward,
+    new_biases,
+    project,
+    sum_rows,
+    weighing,
+)
 from moec.runtime.backends.torch_memory import new_empty
 from moec.runtime.backends.torch_rows import inverse, refuse_out_of_range, stable_order, sums_of
 from moec.runtime.backends.torch_threads import InTurn, each_expert
@@ -116,7 +122,7 @@ def mixture_mlp_backward(
             room = spare.pop() if spare else x.new_empty((longest, dim))
             own_grad = torch.index_select(grad, 0, own_tokens, out=room[:size])
             torch.mm(own_grad, down[expert], out=own_grad_activated)
-            weigh = _weighing(own_grad_activated, own_activated, scale_of[expert], weights_of[expert])
+            weigh = weighing(own_grad_activated, own_activated, scale_of[expert], weights_of[expert])
             activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden_of[expert], activation, weigh)
             if down_bias is not None:
                 products = torch.mul(own_grad, down_bias[expert], out=rows[:size])
@@ -140,14 +146,3 @@ def mixture_mlp_backward(
     each_expert(sizes, 3 * dim * width, begin)
     of_weights = of_weights[places].view(weights.shape)
     return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
-
-
-def _weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:
-    """Weighs the gradient [N, F] of rows; before that, its product with them is the gradient of their weights [N]."""
-
-    def weigh(block: slice, room: Tensor) -> None:
-        torch.mul(grad[block], activated[block], out=room)
-        of_weights[block] = room.sum(dim=-1, dtype=of_weights.dtype)
-        grad[block].mul_(scale[block])
-
-    return weigh

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -70,6 +72,30 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
         torch.mul(gathered, scale[block], out=grad_rows[block])
         by_row[block] = gathered.mul_(rows[block]).sum(dim=-1)
     return grad_rows, by_row[positions]
+
+
+def sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    refuse_other_number(rows, positions)
+    *tokens, k = positions.shape
+    flat = rows.reshape(-1, rows.shape[-1])
+    return sums_of(flat, positions.reshape(-1, k), some_are_none=rows.dim() == 3).view(*tokens, flat.shape[1])
+
+
+def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Sequence[int]) -> Tensor:
+    flat, places, k = grad.reshape(-1, grad.shape[2]), positions.reshape(-1), positions.shape[2]
+    if len(shape) == 1:
+        return flat.index_select(0, inverse(places).div(k, rounding_mode="floor"))
+    rows = flat.new_zeros((*shape, flat.shape[1]))
+    kept = (places >= 0).nonzero()[:, 0]
+    rows.view(-1, flat.shape[1]).index_copy_(0, places[kept], flat.index_select(0, kept // k))
+    return rows
+
+
+def refuse_other_number(rows: Tensor, positions: Tensor) -> None:
+    """Rows [R, D] are each somebody's."""
+    if rows.dim() == 2 and rows.shape[0] != positions.numel():
+        message = f"moec::sum_rows: {rows.shape[0]} rows for {positions.numel()} positions"
+        raise RuntimeError(message)
 
 
 def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:

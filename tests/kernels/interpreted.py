@@ -29,6 +29,7 @@ from moec.runtime.backends import (
 from moec.runtime.backends.triton_launch import Kernels
 from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.backends.triton_modules import module_of
+from moec.runtime.ops import permute_weights
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -67,16 +68,16 @@ def test_verify_proves_the_kernels_against_plain_torch(monkeypatch: pytest.Monke
     assert report.ok
     assert report.max_gradient_error > 0  # kernels and definition round differently, so that both have run
 
-    def slightly_off(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-        grad_rows, grad_weights = exact(*arguments)
-        return grad_rows * (1 + 1e-6), grad_weights
+    def slightly_off(*arguments: Tensor) -> tuple[Tensor, ...]:
+        *grads, grad_weights = exact(*arguments)
+        return *grads, grad_weights * (1 + 1e-6)
 
-    exact = triton_backend.combine_backward
-    monkeypatch.setattr(triton_backend, "combine_backward", slightly_off)
+    exact = triton_backend.expert_mlp_backward
+    monkeypatch.setattr(triton_backend, "expert_mlp_backward", slightly_off)
     report = moec.verify(plan, scale=True)
     assert not report.ok
     assert report.first_difference is not None
-    assert report.first_difference.op == "moec.combine.default"
+    assert (report.first_difference.value, report.first_difference.gradient) == ("row_weights.1", True)
     assert report.first_difference.span == "<text>:9"
 
 
@@ -136,8 +137,9 @@ def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.Mo
     rows, counts, positions = triton_backend.permute(x, experts, 4)
     up, down = torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
     biases = (torch.randn(2, 2, 8), torch.randn(2, 8)) if text == BIASED else (None, None)
-    triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, *biases, "swiglu")
-    triton_backend.combine(rows, positions, weights)
+    beside = permute_weights(weights, positions, rows)
+    triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, *biases, "swiglu", beside)
+    triton_backend.sum_rows(rows, positions, counts)
     assert run == listed
 
 

@@ -60,9 +60,9 @@ FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "ep and edp are swapped": (swap_groups, "rows"),
     "rows come back the way they went": (
         lambda p: change_node(
-            p, BODY, "y_1", args=(Ref(node="y"), Ref(node="splits"), "ep[1..2]", False)
+            p, BODY, "weighted_1", args=(Ref(node="weighted"), Ref(node="splits"), "ep[1..2]", False)
         ),
-        "y_1",
+        "weighted_1",
     ),
     "rows go over the wrong group": (
         lambda p: change_node(
@@ -175,7 +175,12 @@ def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
     assert report.max_output_error < BOUND < report.max_gradient_error
     found = report.first_difference
     assert found is not None
-    assert (found.layer, found.op, found.value, found.gradient) == ("layers.2", "moec.all_to_all.default", "y", True)
+    assert (found.layer, found.op, found.value, found.gradient) == (
+        "layers.2",
+        "moec.all_to_all.default",
+        "weighted",
+        True,
+    )
 
 
 @pytest.mark.parametrize(
