@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -133,10 +133,41 @@ def results(activation: str, dtype: torch.dtype, biased: bool) -> list[Tensor]:
     return [mixed, counts, positions, *grads]
 
 
+def results_of_sources(activation: str, dtype: torch.dtype, biased: bool) -> list[Tensor]:
+    """Forward and backward of experts whose rows come from two ranks: R 350, D 24, F 16, E 7."""
+    torch.manual_seed(0)
+    factor = 2 if activation == "swiglu" else 1
+    counts = torch.tensor([[20, 30, 0, 25, 25, 20, 30], [30, 20, 50, 25, 25, 30, 20]])
+    rows, grad, up, down = (
+        torch.randn(size).to(dtype) for size in ((350, 24), (350, 24), (7, factor, 16, 24), (7, 24, 16))
+    )
+    biases = (torch.randn(7, factor, 16).to(dtype), torch.randn(7, 24).to(dtype)) if biased else (None, None)
+    weights = torch.rand(350)
+    out, hidden = torch_backend.expert_mlp(rows, counts, up, down, *biases, activation, weights)
+    grads = torch_backend.expert_mlp_backward(grad, rows, hidden, counts, up, down, *biases, activation, weights)
+    return [out, hidden, *grads]
+
+
+@pytest.mark.parametrize("results", [results, results_of_sources])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ["swiglu", "relu2"])
-def test_a_mixture_is_the_same_on_any_number_of_threads(activation: str, dtype: torch.dtype, biased: bool) -> None:
+def test_experts_are_the_same_on_any_number_of_threads(
+    results: Callable[[str, torch.dtype, bool], list[Tensor]],
+    activation: str,
+    dtype: torch.dtype,
+    biased: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[int] = []
+    number = torch_threads._threads
+    monkeypatch.setattr(torch_threads, "EVEN", 2)
+
+    def counted(sizes: Sequence[int], numbers: int) -> int:
+        begun.append(number(sizes, numbers))
+        return begun[-1]
+
+    monkeypatch.setattr(torch_threads, "_threads", counted)
     torch.set_num_threads(1)
     alone = results(activation, dtype, biased)
     for threads in (2, 3):
@@ -144,6 +175,7 @@ def test_a_mixture_is_the_same_on_any_number_of_threads(activation: str, dtype: 
         for own, expected in zip(results(activation, dtype, biased), alone, strict=True):
             # Not bit by bit: MKL's sums of float32 depend on where in memory a matrix begins.
             torch.testing.assert_close(own, expected, **CLOSE[dtype])
+        assert begun[-2:] == [threads, threads]
 
 
 def _in_child(answers: multiprocessing.Queue[bool]) -> None:
