@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -81,6 +82,13 @@ def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    # Triton launches on the current device, whatever device the tensors are on. In the interpreter exp(1000) is inf, as
-    # on a device, and NumPy would warn of it.
-    return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
+    # Triton launches on the current device, whatever device the tensors are on.
+    return torch.cuda.device(device) if device.type == "cuda" else _like_a_device()
+
+
+@contextmanager
+def _like_a_device() -> Iterator[None]:
+    """In the interpreter exp(1000) is inf, and the largest of NaNs is NaN, of which NumPy would warn."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield
