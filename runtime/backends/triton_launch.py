@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels import MOST_EXPERTS, KernelShape
-from moec.runtime.backends import BackendError
+from moec.runtime.backends import BackendError, warn_first
 from moec.runtime.backends.triton_modules import module_of
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -66,9 +66,7 @@ def too_many(num_experts: int) -> bool:
     """Whether plain torch must serve so many experts; warns of it, once."""
     if num_experts <= MOST_EXPERTS:
         return False
-    warnings.warn(
-        f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", stacklevel=3
-    )
+    warn_first(f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", "RANK")
     return True
 
 
@@ -77,7 +75,7 @@ def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether plain torch must multiply float64 matrices: Triton 3.6 compiles no such product for AMD. Warns once."""
     if dtype != torch.float64 or device.type != "cuda" or torch.version.hip is None:
         return False
-    warnings.warn("moec has no float64 products for AMD devices; they run in plain torch", stacklevel=3)
+    warn_first("moec has no float64 products for AMD devices; they run in plain torch", "LOCAL_RANK")
     return True
 
 
