@@ -55,6 +55,19 @@ def parameter_sites(module: fx.GraphModule, prefix: str = "") -> dict[str, str]:
     return sites
 
 
+def operator_sites(module: fx.GraphModule, target: str, prefix: str = "") -> list[str]:
+    """What of the model each node of the operator `target` serves, in the order in which they run."""
+    sites: list[str] = []
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.meta["moec"].target == target:
+            sites.append(_site(node.meta["moec"], prefix))
+        elif node.op == "call_module":
+            body = module.get_submodule(node.target)
+            assert isinstance(body, fx.GraphModule)
+            sites += operator_sites(body, target, f"{prefix}{node.target}.")
+    return sites
+
+
 def _build(graphs: Mapping[str, Graph], data: Graph, prefix: str, make: MakeParameter, float64: bool) -> fx.GraphModule:
     root = nn.Module()
     graph = fx.Graph()

@@ -16,7 +16,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.runtime.backends import plain_torch
-from moec.runtime.lockstep import LOSS, Lockstep, PerRank, Step, StepError
+from moec.runtime.lockstep import LOSS, BackwardError, Lockstep, PerRank, Step, StepError
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
 from moec.runtime.shards import local_slices
@@ -64,7 +64,11 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     with plain_torch():
         whole_loss[0].backward()
     differentiate(weighted, computed)
-    cluster.backward(losses)
+    stopped = False
+    try:
+        cluster.backward(losses)
+    except BackwardError:
+        stopped = True
     branches = _branches(steps)
     for index in range(len(steps) - 1, -1, -1):
         step = steps[index]
@@ -73,7 +77,18 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
             # The value's gradient is wrong, its consumers' results have right ones: the consumer is at fault.
             users = (s for s in steps[index + 1 :] if s.path == step.path and step.node.name in s.node.refs())
             return _difference(next(users, step), steps, error, gradient=True, value=step.node.value)
+    if stopped:
+        return _difference(_where_backward_stopped(steps), steps, math.inf, gradient=True)
     return _parameter_difference(plan, model, cluster, steps)
+
+
+def _where_backward_stopped(steps: Sequence[Step]) -> Step:
+    """Backward goes through the ops in reverse, so the first that it reached is the one that it did not pass."""
+    return next((step for step in steps if any(map(_has_gradient, step.values))), steps[-1])
+
+
+def _has_gradient(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_leaf and value.grad is not None
 
 
 def _run(cluster: VirtualCluster, inputs: Inputs) -> tuple[PerRank, StepError | None]:

@@ -12,7 +12,7 @@ HEAD_START_SECONDS = 2.0
 
 
 class JobError(DiagnosticError):
-    """Something a training script or its launch got wrong, found before any collective that trains has begun."""
+    """Something a training script, its launch or its numbers got wrong, alike on every rank and before any gradient."""
 
     def __init__(self, code: str, message: str, help: str = "") -> None:
         super().__init__([diagnose(code, None, message, help=help)])

@@ -66,7 +66,7 @@ class Job:
         self.data_size = plan.data_size
         self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._timeout = timeout
-        self._check_every, self._steps = check_replicas, 0
+        self._check_every, self._steps, self._in_step = check_replicas, 0, False
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -161,7 +161,11 @@ class Job:
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             self.check_replicas(model)
-        loss = model(tokens, labels).loss
+        self._in_step = True
+        try:
+            loss = model(tokens, labels).loss
+        finally:
+            self._in_step = False
         loss.backward()
         detached: Tensor = loss.detach()
         return detached
@@ -225,16 +229,18 @@ class Job:
         mesh = None if data.mesh == "dense" else data.mesh
         return tuple(group_name(axis, mesh) for axis in Layout.parse(data.layout).sharded_axes())
 
-    def _agree(self, complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
+    def _agree(self, site: str, complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
         """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs.
 
         The same reduction finds numbers of `alike` that differ between ranks: a complaint of none of them.
         """
+        if complaint:
+            complaint = self._with_place(complaint)
         if self.world_size == 1:
             return complaint
         bounds = [bound for number in alike for bound in (number, -number)]
         lowest = torch.tensor([self.rank if complaint else self.world_size, *bounds], device=device)
-        with collective("all_reduce", "", "start of a forward pass"):
+        with collective("all_reduce", "", site):
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
         speaker, *bounds = lowest.tolist()
         if speaker == self.world_size:
@@ -242,7 +248,12 @@ class Job:
             if least == most:
                 return None
             return f"tokens have shapes from {least} to {most} on the ranks; experts with a capacity want one"
-        return _broadcast_text(f"rank {speaker}: {complaint}" if speaker == self.rank else "", speaker, device)
+        return _broadcast_text(complaint or "", speaker, device)
+
+    def _with_place(self, complaint: str) -> str:
+        place = [f"rank {self.rank}"] if self.world_size > 1 else []
+        place += [f"step {self._steps}"] if self._in_step else []
+        return f"{', '.join(place)}: {complaint}" if place else complaint
 
 
 _joined = count()

@@ -34,12 +34,20 @@ class Step:
     values: PerRank
 
 
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError)
+"""What operators raise where their inputs do not fit them."""
+
+
 class StepError(Exception):
     """A node could not run: its inputs do not fit it, so the plan is wrong before it or in it."""
 
     def __init__(self, path: str, node: Node, error: Exception) -> None:
         super().__init__(f"{path}{node.name}: {error}")
         self.path, self.node = path, node
+
+
+class BackwardError(Exception):
+    """The backward pass could not run to its end: an op's gradient does not fit what it was given."""
 
 
 class _Recomputed(torch.autograd.Function):
@@ -146,7 +154,7 @@ class Lockstep:
     def _attempt(self, path: str, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
         try:
             return self._call(node, data, values)
-        except (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
+        except FAILURES as error:
             raise StepError(path, data, error) from error
 
     def _call(self, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:

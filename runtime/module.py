@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from moec.codegen.fx import MakeParameter, build_module, parameter_sites
+from moec.codegen.fx import MakeParameter, build_module, operator_sites, parameter_sites
 from moec.codegen.graph import Ref, StageGraphs
 from moec.grammar.spec import Model
-from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime import (
+    operators,  # noqa: F401  (registers torch.ops.moec.*)
+    unscored,
+)
 from moec.runtime.errors import JobError
 
 IGNORED_LABEL = -100
+WITHOUT_SCORES = (
+    "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
+    "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
+)
 _CAPACITY = ("moec.permute_padded.default", "moec.keep_choices.default")
 
-Agree = Callable[[str | None, tuple[int, ...], torch.device], str | None]
-"""Takes this rank's complaint and what must be alike on all ranks; gives one complaint on every rank, or None."""
+Agree = Callable[[str, str | None, tuple[int, ...], torch.device], str | None]
+"""Takes where it is, this rank's complaint and what must be alike on all; gives every rank one complaint, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +43,7 @@ class ModelOutput:
     loss: Tensor | None = None
 
 
-def _alone(complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
+def _alone(site: str, complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
     return complaint
 
 
@@ -71,6 +78,7 @@ class PlanModule(nn.Module):
         self.__dict__["_loss_graph"] = build_module(stage, "loss", make_parameter, float64=float64)
         self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
         self._agree = agree
+        self._routers = operator_sites(forward, "moec.route.default")
         self._padded = any(n.target in _CAPACITY for g in stage.graphs for n in g.nodes)
         self.vocab, self.context, self.tensor_parallel = model.vocab, context, tensor_parallel
         self.num_tokens = 0
@@ -81,16 +89,19 @@ class PlanModule(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> ModelOutput:
         """tokens int64 `[batch, sequence]`, labels alike, already shifted, −100 where there is none.
 
-        Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model.
+        Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model, and
+        for router logits that are NaN or infinite, after those of the layers and before any gradient.
         """
         # A capacity counts the tokens of one rank, and takes them to be as many on every other.
         alike = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
-        complaint = self._agree(self._complaint(tokens, labels), alike, tokens.device)
+        complaint = self._agree("start of a forward pass", self._complaint(tokens, labels), alike, tokens.device)
         if complaint:
             raise JobError("MOE0702", complaint)
         self.num_tokens = tokens.numel()
         graph: fx.GraphModule = self.__dict__["_forward_graph" if self.training else "_evaluation_graph"]
-        out = graph(tokens)
+        with unscored.noting() as noted:
+            out = graph(tokens)
+        self._require_scores(noted, tokens.device)
         results = dict(zip(self._results, out if isinstance(out, tuple) else (out,), strict=True))
         logits, balance = results.pop("logits"), results.pop("balance", None)
         self.expert_counts = {int(name.removeprefix("counts_")): counts[0] for name, counts in results.items()}
@@ -107,6 +118,13 @@ class PlanModule(nn.Module):
     def parameter_sites(self) -> dict[str, str]:
         """What of the model uses each parameter, in words; by the parameter's name."""
         return parameter_sites(self.__dict__["_forward_graph"])
+
+    def _require_scores(self, noted: Sequence[Tensor], device: torch.device) -> None:
+        if not self._routers:
+            return
+        complaint = self._agree("end of a forward pass", unscored.complaint(noted, self._routers), (), device)
+        if complaint:
+            raise JobError("MOE0708", complaint, WITHOUT_SCORES)
 
     def _complaint(self, tokens: Tensor, labels: Tensor | None) -> str | None:
         for name, ids in (("tokens", tokens), ("labels", labels)):

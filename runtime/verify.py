@@ -15,7 +15,7 @@ from moec.passes.ir import Layout
 from moec.passes.lower import context_of
 from moec.runtime.backends import plain_torch, select, triton_tiles
 from moec.runtime.errors import JobError
-from moec.runtime.lockstep import StepError
+from moec.runtime.lockstep import BackwardError, StepError
 from moec.runtime.module import IGNORED_LABEL, PlanModule
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
@@ -260,7 +260,12 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         total = _total(cluster.lockstep.counts.get(layer, []))
         errors.add("counts", f"the expert counts of layer {layer}", total, counts, counts)
     whole = dict(model.named_parameters())
-    for name, rank, got in _per_rank(cluster.backward(loss)):
+    try:
+        summed = cluster.backward(loss)
+    except BackwardError as failure:
+        errors.largest["gradient"] = (math.inf, str(failure))
+        return errors
+    for name, rank, got in _per_rank(summed):
         data = plan.parameters[name]
         index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
         gradient, parameter = gradients[name], whole[name].detach()

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
-from moec.runtime.lockstep import Lockstep, PerRank
+from moec.runtime.lockstep import FAILURES, BackwardError, Lockstep, PerRank
 from moec.runtime.shards import local_slices
 
 
@@ -39,13 +39,19 @@ class VirtualCluster:
         return whole.detach()[index].requires_grad_()
 
     def backward(self, loss: PerRank) -> dict[str, list[Tensor]]:
-        """Runs backward on every rank, sums gradients over the plan's groups; gives each parameter's, rank by rank."""
+        """Runs backward on every rank, sums gradients over the plan's groups; gives each parameter's, rank by rank.
+
+        Raises `BackwardError` where an op cannot.
+        """
         for parts in self.parameters.values():
             for leaf in parts:
                 leaf.grad = None
         # A wrong plan's loss may depend on nothing; then nothing has a gradient.
         live = [value for value in loss if value.requires_grad]
-        torch.autograd.backward(live, [torch.ones_like(value) for value in live])
+        try:
+            torch.autograd.backward(live, [torch.ones_like(value) for value in live])
+        except FAILURES as error:
+            raise BackwardError(f"the backward pass, which stopped: {error}") from error
         return self.gradients()
 
     def gradients(self) -> dict[str, list[Tensor]]:

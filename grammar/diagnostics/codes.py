@@ -92,6 +92,7 @@ CODES: dict[str, str] = {
     "MOE0705": "a rank has died or stalled",
     "MOE0706": "nothing here to measure this plan's kernels on",
     "MOE0707": "the kernels asked for cannot run here",
+    "MOE0708": "a router's logits are NaN or infinite",
 }
 
 

@@ -29,12 +29,18 @@ HEAD = ("kernel", "tile", "from", "registers", "spilled", "shared", "bound by", 
 
 
 def inspect_kernels(path: Path) -> str:
-    """The text. Compiles every kernel, which takes some seconds for each."""
+    """The text. Compiles every kernel, which takes some seconds for each; raises `BackendError` where Triton cannot."""
     plan = load(path)
     kernels = kernels_of(plan)
     device = plan.spec.cluster.device
     if not kernels:
         return f"{plan.name}: on {device.name} plain torch does the work; there are no kernels"
+    from moec.runtime.backends import BackendError
+    from moec.runtime.backends.triton_support import TRITONS, triton_complaint
+
+    unfit = triton_complaint()
+    if unfit is not None:
+        raise BackendError(f"`moec inspect --kernels` compiles them, and {unfit}", f"install {TRITONS}")
     return "\n".join(_lines(plan, device, kernels))
 
 

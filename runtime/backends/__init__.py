@@ -203,5 +203,14 @@ def _select(forced: str | None, device: str) -> Backend:
         return triton_backend
     if forced == "triton":
         raise BackendError(f"{VARIABLE}=triton: {unfit}", f"unset it, or say {VARIABLE}=torch")
-    warnings.warn(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", stacklevel=2)
+    warn_first(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", "LOCAL_RANK")
     return torch_backend
+
+
+def warn_first(message: str, rank: str) -> None:
+    """Warns on one rank: of what the model is, on that with `RANK` 0; of a machine, on each one's first, `LOCAL_RANK`.
+
+    Other ranks find the same and say nothing. Without torchrun every process is a first one.
+    """
+    if os.environ.get(rank, "0") == "0":
+        warnings.warn(message, stacklevel=3)

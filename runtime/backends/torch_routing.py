@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from moec.runtime.unscored import note_or_refuse
+
 
 def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     sigmoid = score == "sigmoid"
@@ -25,8 +27,7 @@ def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> t
         weights = best.sigmoid()
     else:
         weights = best
-    if logits.device.type == "cpu":
-        refuse_nan(probabilities, weights)
+    note_or_refuse(probabilities, weights)
     return probabilities, weights, experts
 
 
@@ -85,18 +86,6 @@ def _largest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
         if choice < k - 1:
             remaining.scatter_(-1, experts.narrow(-1, choice, 1), -torch.inf)
     return best, experts
-
-
-def refuse_nan(probabilities: Tensor, weights: Tensor) -> None:
-    """Raises `FloatingPointError` for NaN, which is in the first of either: softmax spreads it, and it is the best."""
-    bad = (probabilities[..., 0] + weights[..., 0]).isnan()
-    if bad.any():
-        sequence, token = bad.nonzero()[0].tolist()
-        message = (
-            f"moec::route: the router logits of sequence {sequence}, token {token} "
-            f"({int(bad.sum())} tokens in all) are NaN or infinite"
-        )
-        raise FloatingPointError(message)
 
 
 def count_choices(experts: Tensor, num_experts: int, groups: int) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels import MOST_EXPERTS, KernelShape
-from moec.runtime.backends import BackendError
+from moec.runtime.backends import BackendError, warn_first
 from moec.runtime.backends.triton_modules import module_of
 
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
@@ -65,9 +66,7 @@ def too_many(num_experts: int) -> bool:
     """Whether plain torch must serve so many experts; warns of it, once."""
     if num_experts <= MOST_EXPERTS:
         return False
-    warnings.warn(
-        f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", stacklevel=3
-    )
+    warn_first(f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", "RANK")
     return True
 
 
@@ -76,11 +75,18 @@ def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether plain torch must multiply float64 matrices: Triton 3.6 compiles no such product for AMD. Warns once."""
     if dtype != torch.float64 or device.type != "cuda" or torch.version.hip is None:
         return False
-    warnings.warn("moec has no float64 products for AMD devices; they run in plain torch", stacklevel=3)
+    warn_first("moec has no float64 products for AMD devices; they run in plain torch", "LOCAL_RANK")
     return True
 
 
 def _on(device: torch.device) -> AbstractContextManager[Any]:
-    # Triton launches on the current device, whatever device the tensors are on. In the interpreter exp(1000) is inf, as
-    # on a device, and NumPy would warn of it.
-    return torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
+    # Triton launches on the current device, whatever device the tensors are on.
+    return torch.cuda.device(device) if device.type == "cuda" else _like_a_device()
+
+
+@contextmanager
+def _like_a_device() -> Iterator[None]:
+    """In the interpreter exp(1000) is inf, and the largest of NaNs is NaN, of which NumPy would warn."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield

@@ -8,6 +8,7 @@ from torch import Tensor
 from moec.codegen.kernels import RouteShape
 from moec.runtime.backends import torch_routing
 from moec.runtime.backends.triton_launch import dtype_name, kernels_of, too_many
+from moec.runtime.unscored import note_or_refuse
 
 
 def _shape(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> RouteShape:
@@ -27,8 +28,7 @@ def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> t
         shape = _shape(logits, k, score, after, normalize)
         kernels = kernels_of(shape, logits)
         kernels.launch("route", kernels.blocks(num_tokens), logits, probabilities, weights, experts, num_tokens)
-        if logits.device.type == "cpu":
-            torch_routing.refuse_nan(probabilities, weights)
+    note_or_refuse(probabilities, weights)
     return probabilities, weights, experts
 
 

@@ -45,9 +45,10 @@ logits [B, S, E], float32 or float64. Gives, in the logits' dtype,
   - weights [B, S, k], best choice first: `score` ("softmax" or "sigmoid") of all experts, the k best kept; with
     `after`, the k best logits are kept and only those are scored. `normalize` divides by the k scores' sum;
   - experts [B, S, k], int64. Equal scores go to the lower index.
-Gradients flow from probabilities and weights. On CPU, raises `FloatingPointError` where a token's scores are NaN (a
-logit is NaN, or infinite so that no score is left); on other devices, where looking would cost a synchronisation, its
-probabilities or weights are NaN and its k experts are in range all the same.
+Gradients flow from probabilities and weights. Where a token's scores are NaN (a logit is NaN, or infinite so that no
+score is left), its probabilities or weights are NaN and its k experts are in range all the same: a model's forward pass
+says so at its end (`moec.runtime.unscored`). Called by itself, raises `FloatingPointError` on CPU; on other devices
+looking would cost a synchronisation.
 """
 
 

@@ -15,9 +15,10 @@ import pytest
 HERE = Path(__file__).parent
 # The last are the operators' own: a queue kept by hand, what has no tokens.
 OPERATORS = HERE.parent / "unit" / "runtime" / "test_padded.py"
+ONE_EXPERT = HERE.parent / "unit" / "jobs" / "test_one_expert.py"
 FILES: dict[str, list[str | Path]] = {
     "operators": [HERE / "conformance"],
-    "plans": [HERE / "interpreted.py", HERE / "interpreted_tuning.py"],
+    "plans": [HERE / "interpreted.py", HERE / "interpreted_tuning.py", ONE_EXPERT],
     "capacities": [HERE / "interpreted_padded.py", OPERATORS, "-k", "not test_gradients"],
 }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from models import moe_plan
 from typer.testing import CliRunner
 
@@ -16,7 +18,9 @@ from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 from moec.codegen.plan_kernels import products_of
 from moec.codegen.stored_tiles import Entry, StoredTiles
 from moec.codegen.tiles import Tile, Tiles
+from moec.commands.inspect_kernels import inspect_kernels
 from moec.driver import compile as compile_source
+from moec.runtime.backends import BackendError
 
 SMALL = """
 device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }
@@ -35,6 +39,23 @@ train { batch = 2; sequence = 64; optimizer = adamw(lr = 1e-2) }
 """
 TILE = Tile(16, 16, 16, 4, 2)
 COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "k": 0, "tile": TILE}
+
+
+@pytest.mark.parametrize(
+    ("has", "why"),
+    [("", "Triton is not installed"), ("3.5.1", "the kernels are for Triton 3.6 to 3.9, this is 3.5.1")],
+)
+def test_a_triton_that_cannot_compile_them_is_a_diagnostic(
+    tmp_path: Path, has: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = compile_source(SMALL).save(tmp_path / "small.plan")
+    if has:
+        monkeypatch.setattr("triton.__version__", has)
+    else:
+        monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(BackendError, match=f"MOE0707.*`moec inspect --kernels` compiles them, and {why}") as refused:
+        inspect_kernels(folder)
+    assert refused.value.diagnostics[0].help == "install Triton 3.6 to 3.9"
 
 
 def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: Path) -> None:

@@ -117,6 +117,17 @@ def unknown_backend() -> Sequence[Diagnostic]:
         return raised(lambda: verify(moe_plan()))
 
 
+def router_without_scores() -> Sequence[Diagnostic]:
+    import torch
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model = reference(moe_spec())
+    model.get_parameter("layers.1.moe.gate.weight").data[3] = torch.nan
+    return raised(lambda: model(torch.zeros(2, 4, dtype=torch.int64)))
+
+
 def another_device() -> Sequence[Diagnostic]:
     from moec.driver import compile as compile_source
     from moec.runtime.tune import require_fit
@@ -160,6 +171,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0703": too_large_to_verify,
     "MOE0704": drifted,
     "MOE0705": killed,
-    "MOE0707": unknown_backend,
     "MOE0706": another_device,
+    "MOE0707": unknown_backend,
+    "MOE0708": router_without_scores,
 }

@@ -1,55 +1,24 @@
-"""Capacities: what promises to be independent of the sharding is, and evaluation has one of its own."""
+"""Capacities: plans with one equal the unsharded model, and evaluation has one of its own.
+
+What a routing group promises of them is in test_routing_groups.py.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from faults import change_node
-from models import moe_plan, moe_spec
-from torch import Tensor
+from models import moe_plan
 
 from moec.codegen.checks import require_consistent
 from moec.codegen.folder import PlanError
 from moec.codegen.graph import Ref
 from moec.codegen.plan import Plan
-from moec.runtime.reference import reference
 from moec.runtime.verify import verify
 
 EVALUATED = "capacity = factor(0.5, eval = 1.5); group = {}"
 PERMUTE = ("layers[1..2]", "rows_all")
-
-
-def logits(capacity: str, group: str, *parts: Tensor, dp: int = 1) -> Tensor:
-    """Of an unsharded model's micro-batches, side by side."""
-    spec = moe_spec(ranks=dp, dp=dp, ep=1, beside=f"capacity = {capacity}; group = {group}", dtype="fp32")
-    model = reference(spec, seed=3, dtype=torch.float64)
-    with torch.no_grad():
-        return torch.cat([model(part).logits for part in parts])
-
-
-TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(5))
-
-
-@pytest.mark.parametrize("capacity", ["factor(0.75)", "dynamic(max = 0.75)"])
-def test_sequences_keep_their_choices_in_any_micro_batch(capacity: str):
-    whole = logits(capacity, "sequence", TOKENS)
-    torch.testing.assert_close(logits(capacity, "sequence", *TOKENS.chunk(4)), whole)
-    torch.testing.assert_close(logits(capacity, "sequence", TOKENS, dp=4), whole)
-
-
-@pytest.mark.parametrize("capacity", ["factor(0.75)", "dynamic(max = 0.75)"])
-def test_a_batch_is_one_micro_batch_of_all_ranks(capacity: str):
-    whole = logits(capacity, "batch", TOKENS)
-    assert (logits(capacity, "batch", *TOKENS.chunk(4)) - whole).abs().max() > 1e-3
-    torch.testing.assert_close(logits(capacity, "batch", TOKENS, dp=4), whole)
-
-
-@pytest.mark.parametrize("capacity", ["factor(0.75)", "dynamic(max = 0.75)"])
-def test_a_ranks_part_depends_on_dp(capacity: str):
-    whole = logits(capacity, "rank", TOKENS)
-    assert (logits(capacity, "rank", TOKENS, dp=4) - whole).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("group", ["sequence", "batch", "rank"])

@@ -115,12 +115,15 @@ def test_a_batch_keeps_the_same_choices_on_any_ranks(dp: int, ep: int, tp: int):
     assert distance(found, alone) < BOUND
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch"])
-@pytest.mark.parametrize(("dp", "ep", "tp"), [(1, 1, 1), (2, 4, 2), (4, 2, 1)])
-def test_a_dynamic_capacity_up_to_a_factor_keeps_what_the_factor_keeps(group: str, dp: int, ep: int, tp: int):
-    found = outcome(group, dp, ep, tp, capacity="dynamic(max = 1.0)")
-    assert found.drops == outcome(group).drops
-    assert distance(found, outcome(group)) < BOUND
+@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+@pytest.mark.parametrize(("dp", "ep", "tp", "micro_batches"), [(1, 1, 1, 1), (1, 1, 1, 4), (2, 4, 2, 1), (4, 2, 1, 2)])
+def test_a_dynamic_capacity_up_to_a_factor_keeps_what_the_factor_keeps(
+    group: str, dp: int, ep: int, tp: int, micro_batches: int
+):
+    factor = outcome(group, dp, micro_batches=micro_batches)
+    found = outcome(group, dp, ep, tp, micro_batches, capacity="dynamic(max = 1.0)")
+    assert found.drops == factor.drops
+    assert distance(found, factor) < BOUND
 
 
 def test_a_batch_in_micro_batches_is_another_one():

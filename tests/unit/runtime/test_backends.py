@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -64,6 +65,21 @@ def test_a_backend_that_cannot_be_had_is_a_diagnostic(monkeypatch: pytest.Monkey
         assert [diagnostic.code for diagnostic in error.value.diagnostics] == ["MOE0707"]
 
 
+def test_an_old_device_is_served_by_torch_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEC_BACKEND", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    _select.cache_clear()
+    with pytest.warns(UserWarning, match=r"plain torch.*compute capability 8.0, Tesla V100 has 7.0"):
+        assert select("cuda") is torch_backend
+    assert select("cuda") is torch_backend  # a second warning would be an error
+    monkeypatch.setenv("MOEC_BACKEND", "triton")
+    with pytest.raises(BackendError, match=r"MOE0707.*MOEC_BACKEND=triton: the kernels need compute capability 8.0"):
+        select("cuda")
+    _select.cache_clear()
+
+
 # ---- why kernels cannot run --------------------------------------------------------------------------
 
 
@@ -101,6 +117,13 @@ def test_a_device_without_bf16_products_is_refused_and_its_cpu_is_not(monkeypatc
     assert complaint("cuda") == "the kernels need compute capability 8.0, Tesla V100 has 7.0"
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert complaint("cpu") is None
+
+
+def test_a_broken_triton_is_no_mistake_of_moecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "triton.py").write_text('raise ImportError("libtriton.so: no such file")')
+    monkeypatch.delitem(sys.modules, "triton")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert complaint("cuda") == "Triton cannot be imported: libtriton.so: no such file"
 
 
 WITHOUT_TRITON = """

@@ -1,0 +1,137 @@
+"""Router logits that are NaN or infinite end a job in one message, on every rank and before any gradient."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from models import moe_plan, moe_spec
+
+import moec
+from moec.runtime.errors import JobError
+from moec.runtime.reference import reference
+
+UNSEEN = 31
+"""An id that only the bad batch has."""
+
+
+def steps_as_rank(options: dict[str, Any], fault: str) -> tuple[list[str], list[float], bool]:
+    """What this rank was told at the second of four steps, the losses of the others, and whether it had gradients."""
+    plan = moe_plan(**options)
+    told, losses, graded = [], [], False
+    with moec.launch(plan, device="cpu", timeout=20) as job:
+        model = job.build(seed=1)
+        tokens = torch.arange(8 * job.data_size).reshape(-1, 4) % UNSEEN
+        mine = tokens.chunk(job.data_size)[job.data_rank].clone()
+        gates = [p for name, p in model.named_parameters() if name.endswith("moe.gate.weight")]
+        held = [gate.detach().clone() for gate in gates]
+        embedding = model.get_parameter("embedding.weight").data
+        if (job.rank + 1) % (32 // len(embedding)) == 0:  # with tp, the last of its ranks has the last ids
+            embedding[-1] = torch.nan
+        for step in range(4):
+            batch = mine.clone()
+            if step == 1 and fault == "nan" and job.data_rank == 1:
+                batch[1, 2] = UNSEEN
+            if fault == "inf":
+                for gate, values in zip(gates, held, strict=True):
+                    gate.data.copy_(torch.full_like(gate, torch.inf) if step == 1 else values)
+            try:
+                losses.append(job.step(model, batch, mine).item())
+            except JobError as error:
+                told.append(str(error))
+                graded = any(p.grad is not None for p in model.parameters())
+            model.zero_grad()
+    return told, losses, graded
+
+
+def require_told(results: list[tuple[list[str], list[float], bool]], words: str) -> None:
+    """Every rank in the same words, once; the other steps are as if nothing had been."""
+    for told, losses, graded in results:
+        assert told == [f"error[MOE0708]: a router's logits are NaN or infinite: {words}"]
+        assert len(losses) == 3
+        assert set(losses) == {results[0][1][0]}
+        assert not graded
+
+
+PLANS = {
+    "ep 2": {"ranks": 2, "ep": 2},
+    "ep 1": {"ranks": 2, "ep": 1},
+    "a capacity": {"ranks": 2, "ep": 2, "beside": "capacity = factor(0.5); group = batch"},
+    "dynamic": {"ranks": 2, "ep": 2, "beside": "capacity = dynamic()"},
+    "sigmoid": {"ranks": 2, "ep": 2, "gate": "topk(2, score = sigmoid, normalize = true)"},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_nan_on_one_rank_is_said_on_all_of_them_and_they_go_on(gloo: GlooPool, plan: str) -> None:
+    # A token spoils its sequence: what is masked is multiplied by 0.
+    where = "rank 1, step 2: the router logits of layer 1 (tiny.moe:11) are NaN or infinite"
+    require_told(
+        gloo.run(2, steps_as_rank, PLANS[plan], "nan"), f"{where} for 4 of 8 tokens, first token 0 of sequence 1"
+    )
+
+
+def test_inf_on_every_rank_is_said_in_the_words_of_one(gloo: GlooPool) -> None:
+    where = "rank 0, step 2: the router logits of layer 1 (tiny.moe:11) are NaN or infinite"
+    require_told(
+        gloo.run(2, steps_as_rank, PLANS["ep 2"], "inf"), f"{where} for 8 of 8 tokens, first token 0 of sequence 0"
+    )
+
+
+def test_ranks_that_share_a_sequence_agree_as_well(gloo: GlooPool) -> None:
+    results = gloo.run(4, steps_as_rank, {"ranks": 4, "tp": 2, "ep": 4}, "nan")
+    # Each of the two has half of every sequence.
+    where = "rank 2, step 2: the router logits of layer 1 (tiny.moe:11) are NaN or infinite"
+    require_told(results, f"{where} for 2 of 4 tokens, first token 0 of sequence 1")
+
+
+SCRIPT = """
+import sys, torch, moec
+torch.set_num_threads(1)
+with moec.launch(moec.load("two.plan"), device="cpu") as job:
+    model = job.build(seed=1)
+    tokens = torch.arange(16).reshape(4, 4)
+    mine = tokens.chunk(job.data_size)[job.data_rank]
+    job.step(model, mine, mine)
+    if job.rank == 1:
+        model.get_parameter("layers.2.moe.gate.weight").data.fill_(float(sys.argv[1]))
+    job.step(model, mine, mine)
+"""
+
+
+@pytest.mark.parametrize(("backend", "value"), [("torch", "nan"), ("triton", "inf")])
+def test_a_script_ends_with_one_diagnostic_on_either_backend(tmp_path: Path, backend: str, value: str) -> None:
+    moe_plan(ranks=2, ep=2).save(tmp_path / "two.plan")
+    (tmp_path / "train.py").write_text(SCRIPT)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    environment = {**os.environ, "MOEC_BACKEND": backend, "TRITON_INTERPRET": str(int(backend == "triton"))}
+    done = subprocess.run(
+        [*launcher, "train.py", value], cwd=tmp_path, capture_output=True, text=True, timeout=100, env=environment
+    )
+    assert done.returncode
+    assert done.stderr.count("error[MOE0708]") == 1, done.stderr
+    said = "rank 1, step 2: the router logits of layer 2 (tiny.moe:11) are NaN or infinite for 8 of 8 tokens"
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr.split("error[MOE0708]")[0]
+    assert "Warning" not in done.stderr
+
+
+@pytest.mark.parametrize("mode", ["training", "evaluation", "without labels", "compiled"])
+def test_an_unsharded_model_says_it_too(mode: str) -> None:
+    model = reference(moe_spec(beside="capacity = factor(0.5, eval = 1.0); group = batch"), seed=1)
+    model.train(mode != "evaluation")
+    if mode == "compiled":
+        model.compile(fullgraph=True, backend="aot_eager")
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    model.get_parameter("layers.2.moe.gate.weight").data[3] = torch.nan
+    words = r"MOE0708.*: the router logits of layer 2 \(tiny.moe:11\) are NaN or infinite for 8 of 8 tokens"
+    with pytest.raises(JobError, match=words):
+        model(tokens, None if mode == "without labels" else tokens)
+    model.get_parameter("layers.2.moe.gate.weight").data[3] = 0
+    assert model(tokens).logits.isfinite().all()

@@ -1,0 +1,47 @@
+"""Every token goes to the same expert, the worst that a router can do; in Triton's interpreter as well."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import moe_plan
+
+from moec.grammar.spec import Spec
+from moec.runtime import verify as verifying
+from moec.runtime.module import PlanModule
+from moec.runtime.reference import reference
+from moec.runtime.verify import verify
+
+CAPACITIES = {
+    "dropless": "",
+    "factor": "capacity = factor(1.0)",
+    "factor over the batch": "capacity = factor(1.0); group = batch",
+    "dynamic": "capacity = dynamic()",
+    "dynamic up to a factor": "capacity = dynamic(max = 1.0)",
+}
+
+
+@pytest.mark.parametrize("degrees", [{"ranks": 1, "ep": 1}, {"ranks": 2, "ep": 1}, {"ranks": 2, "ep": 2}], ids=str)
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_a_plan_equals_the_unsharded_model_where_one_expert_is_chosen_by_all(
+    capacity: str, degrees: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[PlanModule] = []
+
+    def undecided(spec: Spec, *, seed: int, dtype: torch.dtype) -> PlanModule:
+        """Equal scores go to the lower index: expert 0."""
+        model = reference(spec, seed=seed, dtype=dtype)
+        for name, parameter in model.named_parameters():
+            if name.endswith("moe.gate.weight"):
+                torch.nn.init.zeros_(parameter)
+        made.append(model)
+        return model
+
+    monkeypatch.setattr(verifying, "reference", undecided)
+    plan = moe_plan(gate="topk(1)", experts=4, dim=8, expert="swiglu(4)", beside=CAPACITIES[capacity], **degrees)
+    report = verify(plan, float32=False)
+    assert report.ok, report
+    tokens = degrees["ranks"] * verifying.SEQUENCES_PER_RANK * plan.spec.train.sequence
+    # A factor of 1 has places for as many as there would be if all experts were liked alike.
+    kept = tokens if capacity in ("dropless", "dynamic") else tokens // 4
+    assert all(counts.tolist() == [kept, 0, 0, 0] for counts in made[0].expert_counts.values())
