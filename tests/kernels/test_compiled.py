@@ -101,6 +101,12 @@ def test_all_kernels_of_a_layer_compile() -> None:
         require_fits(shape, "sm_90")
 
 
+def test_experts_of_weighted_rows_in_places_compile() -> None:
+    dim, hidden, experts, k = LAYERS["olmoe"]
+    tile = tiles_for("bf16", 8192 * k, experts, (dim, hidden), "hopper").down
+    require_fits(DownShape.of(experts, dim, hidden, "swiglu", "bf16", False, 0, False, tile, weighted=True), "sm_90")
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_experts_with_biases_compile(gathered: bool) -> None:
     for shape in products(LAYERS["gpt-oss 120b"], "bf16", "swiglu", 8192, gathered, "sm_90", bias=True):
