@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from moec.runtime.lockstep import LOSS, BackwardError, Lockstep, PerRank, Step, 
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
 from moec.runtime.shards import local_slices
+from moec.runtime.uses import Origin, Uses
 from moec.runtime.verify import BOUND, Difference, Inputs, relative_error
 from moec.runtime.virtual import VirtualCluster
 from moec.runtime.weighted_rows import EXPERTS, differentiate, weighted_rows
@@ -28,8 +28,6 @@ PARTIAL_GRADIENTS = ("moec.all_gather.default", "moec.copy_to.default")
 """What gives ops that are sharded on an axis a value that is whole on it: each rank's gradient is a term there."""
 
 Groups = Sequence[Sequence[int]]
-Origin = tuple[str, str]
-"""A value of the lowered Program: the path of the module, and the value's name there."""
 
 
 def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Difference | None:
@@ -53,7 +51,7 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     judge = _Judge(plan, expected, steps)
     origins = _origins(steps)
     for step in steps:
-        error = judge.error(step, origins.get((step.path, step.node.name)), gradient=False)
+        error = judge.error(step, origins.get((step.path, step.node.name)))
         if error > BOUND:
             return _difference(step, steps, error, gradient=False)
     if failure is not None:
@@ -69,17 +67,39 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
         cluster.backward(losses)
     except BackwardError:
         stopped = True
-    branches = _branches(steps)
-    for index in range(len(steps) - 1, -1, -1):
-        step = steps[index]
-        error = judge.error(step, origins.get((step.path, step.node.name)), gradient=True)
-        if error > BOUND and (step.path, step.node.name) not in branches:
-            # The value's gradient is wrong, its consumers' results have right ones: the consumer is at fault.
-            users = (s for s in steps[index + 1 :] if s.path == step.path and step.node.name in s.node.refs())
-            return _difference(next(users, step), steps, error, gradient=True, value=step.node.value)
+    branches, uses = _branches(steps), Uses(whole, cluster.lockstep, _origins(whole.steps or ()))
+    for step in reversed(steps):
+        key = (step.path, step.node.name)
+        origin, wanted = origins.get(key), None
+        if key in branches and origin is not None:
+            wanted = uses.expected(step, origin)
+            if wanted is None:
+                continue
+        error = judge.gradient_error(step, origin, wanted)
+        if error > BOUND:
+            # The value's gradient is wrong, its consumers' results have right ones: a consumer is at fault.
+            assert origin is not None
+            consumer = _at_fault(step, origin, uses, judge) or step
+            return _difference(consumer, steps, error, gradient=True, value=step.node.value)
     if stopped:
         return _difference(_where_backward_stopped(steps), steps, math.inf, gradient=True)
     return _parameter_difference(plan, model, cluster, steps)
+
+
+def _at_fault(step: Step, origin: Origin, uses: Uses, judge: _Judge) -> Step | None:
+    """The consumer whose part of a wrong gradient is furthest off; where all known parts are right, an unknown one."""
+    consumers = uses.contributing(step, origin)
+    errors: list[tuple[float, Step]] = []
+    for consumer in consumers:
+        wanted = uses.expected_of(consumer, step, origin)
+        if wanted is not None:
+            got = uses.part(consumer, step) or [torch.zeros_like(value) for value in step.values]
+            errors.append((judge.gradient_error(step, origin, wanted, got), consumer))
+    error, worst = max(errors, key=lambda pair: pair[0], default=(0.0, None))
+    if error > BOUND:
+        return worst
+    known = [consumer for _, consumer in errors]
+    return next((c for c in consumers if all(c is not other for other in known)), next(iter(consumers), None))
 
 
 def _where_backward_stopped(steps: Sequence[Step]) -> Step:
@@ -155,19 +175,33 @@ class _Judge:
         self.expected = expected
         self.routed = {s.path: Layout.parse(s.node.layout or "replicate") for s in steps if s.node.value == "e"}
 
-    def error(self, step: Step, origin: Origin | None, *, gradient: bool) -> float:
-        """The largest error over ranks; 0 for what the reference does not have or cannot be compared."""
+    def error(self, step: Step, origin: Origin | None) -> float:
+        """Of a value, the largest over ranks; 0 for what the reference does not have or cannot be compared."""
         if origin is None or origin not in self.expected:
             return 0.0
         whole = self.expected[origin]
-        layout = Layout.parse(step.node.layout or "replicate")
-        got: Sequence[Any] = step.values
-        if not all(isinstance(value, Tensor) for value in (whole, *got)):
+        if not _are_tensors(whole, *step.values):
             return math.inf if step.node.value else 0.0  # several results at once are taken apart by the nodes after
-        if gradient:
-            if whole.grad is None or whole.is_leaf or any(v.is_leaf or v.grad is None for v in got):
-                return 0.0
-            whole, got = whole.grad, [v.grad for v in got]
+        return self._error(step, origin, whole, step.values, gradient=False)
+
+    def gradient_error(
+        self, step: Step, origin: Origin | None, wanted: Tensor | None = None, got: Sequence[Tensor] | None = None
+    ) -> float:
+        """The same of a value's gradient, or where `wanted` or `got` are given of a part of it."""
+        if origin is None or origin not in self.expected:
+            return 0.0
+        whole = self.expected[origin]
+        if not _are_tensors(whole, *step.values):
+            return math.inf if step.node.value else 0.0
+        if any(value.is_leaf or value.grad is None for value in (whole, *step.values)):
+            return 0.0
+        assert whole.grad is not None
+        whole = whole.grad if wanted is None else wanted
+        gradients = [value.grad for value in step.values] if got is None else got
+        return self._error(step, origin, whole, gradients, gradient=True)
+
+    def _error(self, step: Step, origin: Origin, whole: Tensor, got: Sequence[Tensor], *, gradient: bool) -> float:
+        layout = Layout.parse(step.node.layout or "replicate")
         if whole.dtype == torch.int64:
             return 0.0  # counts and positions are a rank's own; where they are wrong, what they lead to is
         if step.node.ragged is not None:
@@ -260,6 +294,10 @@ class _Judge:
         group = next(ranks for ranks in mesh.groups("ep") if rank in ranks)
         each, position = count // len(group), mesh.coordinate(rank, "ep")
         return group, range(position * each, (position + 1) * each)
+
+
+def _are_tensors(*values: object) -> bool:
+    return all(isinstance(value, Tensor) for value in values)
 
 
 def _reduced(terms: Sequence[Tensor], groups: Groups, reduce: str) -> Sequence[Tensor]:

@@ -21,6 +21,9 @@ from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.shuffles import SHUFFLES
 
 PerRank = list[Any]
+Use = tuple[str, str, str]
+"""The path of the module, the consumer's name and the name of what it uses there."""
+
 LOSS = "loss."
 """The path of the steps of the loss graph; it has no parameters."""
 
@@ -88,6 +91,8 @@ class Lockstep:
     ) -> None:
         self.ranks = range(world_size)
         self.steps: list[Step] | None = None
+        self.uses: dict[Use, PerRank] = {}
+        """What each rank's consumer was given of a value that has several: a tensor with that consumer's gradient."""
         self.counts: dict[int, PerRank] = {}
         """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
         self._groups = groups
@@ -99,7 +104,7 @@ class Lockstep:
         self, tokens: Sequence[Tensor], labels: Sequence[Tensor], *, record: bool = False
     ) -> tuple[PerRank, PerRank]:
         """Logits and loss of every rank; `record` keeps every step in `self.steps`, with gradients retained."""
-        self.steps = [] if record else None
+        self.steps, self.uses = [] if record else None, {}
         forward, of_loss = self._graphs["forward"], self._graphs["loss"]
         named = dict(zip(forward.outputs, self._run(forward, "", [list(tokens)]), strict=True))
         counts = {name: values for name, values in named.items() if name.startswith("counts_")}
@@ -127,7 +132,7 @@ class Lockstep:
                     return [values[name] for name in graph.outputs]
                 case "call_module":
                     assert data.graph is not None
-                    arguments = [values[arg.name] for arg in node.args]
+                    arguments = [self._used(path, data, arg, values[arg.name]) for arg in node.args]
                     results = self._call_module(self._graphs[data.graph], f"{path}{data.target}.", arguments)
                     values[node.name] = (
                         results[0] if len(results) == 1 else [list(r) for r in zip(*results, strict=True)]
@@ -153,7 +158,8 @@ class Lockstep:
 
     def _attempt(self, path: str, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
         try:
-            return self._call(node, data, values)
+            given = {used.name: self._used(path, data, used, values[used.name]) for used in node.all_input_nodes}
+            return self._call(node, data, given)
         except FAILURES as error:
             raise StepError(path, data, error) from error
 
@@ -170,6 +176,17 @@ class Lockstep:
             assert callable(node.target)
             results.append(node.target(*args, **kwargs))
         return results
+
+    def _used(self, path: str, data: Node, used: fx.Node, values: PerRank) -> PerRank:
+        """The values for one of several consumers; where steps are recorded, each has its own view of them."""
+        if self.steps is None or len(used.users) < 2:
+            return values
+        own = [value.view_as(value) if isinstance(value, Tensor) and value.requires_grad else value for value in values]
+        for view in own:
+            if isinstance(view, Tensor) and view.requires_grad:
+                view.retain_grad()
+        self.uses[path, data.name, used.name] = own
+        return own
 
     def _note(self, path: str, data: Node, values: PerRank) -> None:
         if self.steps is None:

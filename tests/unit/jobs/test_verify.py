@@ -184,51 +184,6 @@ def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
     )
 
 
-WHOLE_TOKENS = {"tp": 2, "ep": 4, "sequence_parallel": False}
-STOPS = {
-    "moec.all_gather.default": ({"tp": 2, "ep": 4}, "forward"),
-    "moec.all_gather_alike.default": (WHOLE_TOKENS, "layers.2"),
-    "moec.all_reduce.default": ({"ep": 4}, "loss"),
-    "moec.all_to_all.default": ({"ep": 4}, "layers.2"),
-    "moec.all_to_all_padded.default": ({"ep": 4, "beside": "capacity = factor(1.0)"}, "layers.2"),
-    "moec.copy_to.default": (WHOLE_TOKENS, "forward"),
-    "moec.embed_part.default": ({"tp": 2}, "forward"),
-    "moec.label_logit.default": ({"tp": 2}, "loss"),
-    "moec.reduce_scatter.default": ({"tp": 2, "ep": 4}, "layers.2"),
-    "moec.slice.default": (WHOLE_TOKENS, "layers.2"),
-}
-"""A plan that has the operator, and where backward comes to it first."""
-
-
-@pytest.mark.parametrize("target", STOPS)
-def test_an_operator_whose_backward_cannot_run_is_named(target: str, monkeypatch):
-    options, layer = STOPS[target]
-    shuffle, reached = shuffles.SHUFFLES[target], []
-
-    def refusing(data: Node, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        class Refusing(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, value):
-                return value.clone()
-
-            @staticmethod
-            def backward(ctx, gradient):
-                reached.append((data.value or data.name, data.span))
-                raise RuntimeError("shape '[3]' is invalid")
-
-        return [Refusing.apply(result) for result in shuffle(data, inputs)]
-
-    monkeypatch.setitem(shuffles.SHUFFLES, target, refusing)
-    report = verify(moe_plan(**options), float32=False)
-    assert not report.ok
-    assert report.max_output_error < BOUND
-    assert report.worst == "gradient of the backward pass, which stopped: shape '[3]' is invalid"
-    found = report.first_difference
-    assert found is not None
-    assert found.gradient
-    assert (found.op, found.layer, (found.value, found.span)) == (target, layer, reached[0])
-
-
 @pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)", "dynamic"])
 def test_weights_that_stay_where_rows_travel_are_found(capacity: str):
     """With a capacity there are as many as there should be, those of other experts; else experts refuse them."""

@@ -62,6 +62,18 @@ def test_experts_become_fewer_only_where_memory_wants_it():
     assert verify(few.plan).ok
 
 
+@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+@pytest.mark.parametrize("capacity", ["factor(0.5, eval = 1.5, min = 2)", "dynamic(max = 0.7)"])
+def test_capacities_of_fewer_experts_are_those_of_their_number(capacity: str, group: str):
+    """A graph says the factor, and how many experts there are is seen from its rows: no literal depends on it."""
+    plan = moe_plan(experts=64, ep=2, beside=f"capacity = {capacity}; group = {group}")
+    few = at_toy_widths(plan, fewer_experts=True)
+    assert "experts 64 -> 2" in map(str, few.widths)
+    assert few.unlike is None
+    report = verify(few.plan, float32=False)
+    assert report.ok, report
+
+
 def test_the_toy_plan_runs_the_graphs_that_were_given():
     plan = change_node(moe_plan(**LARGE), BODY, "q_1", args=(*refs(moe_plan(**LARGE), "q_1"), 20_000.0))
     toy = at_toy_widths(plan)
