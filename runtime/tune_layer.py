@@ -95,7 +95,8 @@ class TunedLayer:
             grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *matrices)
             return mixed, grad_x, *grads
         out, hidden = expert_mlp(self._x, self._counts, *matrices, self._weights)
-        return (out, *expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices, self._weights))
+        *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices, self._weights)
+        return out, *grads
 
 
 def even_counts(rows: int, sources: int, experts: int) -> Tensor:
