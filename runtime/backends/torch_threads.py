@@ -1,8 +1,8 @@
 """Experts side by side on CPU: each thread computes whole experts, instead of all threads each of their products.
 
 Threads that share a product wait for each other at its end, some hundred times in a layer. On two quiet cores that
-costs 4 to 25 % (T 2048; E 16 k 2 and E 64 k 8), and where other processes take a core now and then, two to five times
-as much as side by side (measured).
+costs 1 to 8 % of a layer of 2,048 tokens; with another process on each core, sharing takes four to six times as long as
+side by side (measured, benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ROWS_OF_WEIGHTS = 16
 EVEN = 1.15
 """Side by side at most so many times the time of an even division, else products are shared."""
 
-ENOUGH = 2**31
-"""Multiplications, some ten milliseconds of a core. torch's own threads keep their cores busy for some milliseconds
-after they worked: at 1.2e9 in three products of bfloat16, side by side took 13 ms, sharing 10; at 6.8e9 it gained."""
+ENOUGH = 2**30
+"""Multiplications, some ten milliseconds of a core: torch's own threads keep their cores busy for some milliseconds
+after they worked. At 1.2e9 of them both ways take as long on quiet cores (measured)."""
 
 
 def each_expert(sizes: Sequence[int], numbers: int, begin: Callable[[], Callable[[int], None]]) -> None:
