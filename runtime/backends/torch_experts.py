@@ -46,7 +46,7 @@ def expert_mlp(
 
         return compute
 
-    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, begin)
+    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, rows.device, begin)
     return out, hidden
 
 
@@ -108,7 +108,7 @@ def expert_mlp_backward(
 
         return compute
 
-    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, begin)
+    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, rows.device, begin)
     return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias, of_weights
 
 

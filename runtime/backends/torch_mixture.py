@@ -60,7 +60,7 @@ def mixture_mlp(
 
         return compute
 
-    each_expert(sizes, 3 * dim * width, begin)
+    each_expert(sizes, 3 * dim * width, x.device, begin)
     positions = (chosen.where(chosen < num_rows, -1) if dropped else chosen).view(experts.shape)
     mixed = sums_of(out, positions.view(-1, k), weights.reshape(-1, k), dropped > 0).view(x.shape)
     return mixed, buckets[None, 1:].clone(), hidden, positions
@@ -143,6 +143,6 @@ def mixture_mlp_backward(
 
         return compute
 
-    each_expert(sizes, 3 * dim * width, begin)
+    each_expert(sizes, 3 * dim * width, x.device, begin)
     of_weights = of_weights[places].view(weights.shape)
     return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias

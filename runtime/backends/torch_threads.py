@@ -27,14 +27,17 @@ ENOUGH = 2**30
 after they worked. At 1.2e9 of them both ways take as long on quiet cores (measured)."""
 
 
-def each_expert(sizes: Sequence[int], numbers: int, begin: Callable[[], Callable[[int], None]]) -> None:
+def each_expert(
+    sizes: Sequence[int], numbers: int, device: torch.device, begin: Callable[[], Callable[[int], None]]
+) -> None:
     """Calls what `begin` gives with every expert: on several threads at once where experts divide evenly among them.
 
-    `sizes`: each expert's rows; `numbers`: of its weights. `begin` is called here, once for each thread, and gives what
-    that one calls; every expert is computed once, the first ones first. Raises what the first thread raised that did.
+    `sizes`: each expert's rows; `numbers`: of its weights; `device`: where both are, for threads are a matter of CPUs
+    alone. `begin` is called here, once for each thread, and gives what that one calls; every expert is computed once,
+    the first ones first. Raises what the first thread raised that did.
     """
     waiting = deque(range(len(sizes)))
-    works = [begin() for _ in range(_threads(sizes, numbers))]
+    works = [begin() for _ in range(_threads(sizes, numbers) if device.type == "cpu" else 1)]
     if len(works) == 1:
         _work(works[0], waiting)
         return
@@ -89,23 +92,20 @@ class InTurn:
 
 
 class _Threads:
-    """As many as were asked for last; a forked child starts its own."""
+    """Pools by how many threads they have, started when they are first needed; a forked child starts its own."""
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._number = 0
+        self._pools: dict[int, ThreadPoolExecutor] = {}
 
     def of(self, number: int) -> ThreadPoolExecutor:
         with self._lock:
-            if self._pool is None or self._number != number:
-                if self._pool is not None:
-                    self._pool.shutdown(wait=False)
-                self._pool, self._number = _start(number), number
-            return self._pool
-
-    def forget(self) -> None:
-        self.__init__()  # type: ignore[misc]
+            if number not in self._pools:
+                self._pools[number] = _start(number)
+            return self._pools[number]
 
 
 def _start(number: int) -> ThreadPoolExecutor:

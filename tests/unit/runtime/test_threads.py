@@ -13,6 +13,8 @@ from torch import Tensor
 from moec.runtime.backends import torch_backend, torch_threads
 from moec.runtime.backends.torch_threads import InTurn, each_expert
 
+CPU = torch.device("cpu")
+
 
 @pytest.fixture(autouse=True)
 def _any_size_is_enough(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -51,7 +53,7 @@ def test_every_expert_is_computed_once(threads: int) -> None:
     torch.set_num_threads(threads)
     for _ in range(3):
         seen = Seen()
-        each_expert([100] * 24, 1, seen.begin)
+        each_expert([100] * 24, 1, CPU, seen.begin)
         assert seen.experts == list(range(24))
         assert seen.begun == threads
         assert torch.get_num_threads() == threads
@@ -74,9 +76,16 @@ def test_every_expert_is_computed_once(threads: int) -> None:
 def test_threads_share_products_where_experts_do_not_divide_evenly(sizes: list[int], threads: int) -> None:
     torch.set_num_threads(2)
     seen = Seen()
-    each_expert(sizes, 1, seen.begin)
+    each_expert(sizes, 1, CPU, seen.begin)
     assert seen.begun == threads
     assert seen.experts == list(range(len(sizes)))
+
+
+def test_a_device_that_queues_its_work_has_one_thread() -> None:
+    torch.set_num_threads(2)
+    seen = Seen()
+    each_expert([100] * 8, 1, torch.device("cuda"), seen.begin)
+    assert seen.by_thread == {threading.get_ident(): list(range(8))}
 
 
 def test_little_work_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +94,7 @@ def test_little_work_wakes_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
     for numbers in (100, 10_000):
         seen = Seen()
-        each_expert([100] * 8, numbers, seen.begin)
+        each_expert([100] * 8, numbers, CPU, seen.begin)
         begun.append(seen.begun)
     assert begun == [1, 2]
 
@@ -100,7 +109,7 @@ def test_what_a_thread_raises_is_raised_when_all_have_ended() -> None:
         ended.append(expert)
 
     with pytest.raises(RuntimeError, match="expert 0 cannot"):
-        each_expert([100] * 16, 1, lambda: compute)
+        each_expert([100] * 16, 1, CPU, lambda: compute)
     assert sorted(ended) == list(range(1, 16))
 
 
@@ -180,13 +189,13 @@ def test_experts_are_the_same_on_any_number_of_threads(
 
 def _in_child(answers: multiprocessing.Queue[bool]) -> None:
     seen = Seen()
-    each_expert([100] * 8, 1, seen.begin)
+    each_expert([100] * 8, 1, CPU, seen.begin)
     answers.put(seen.begun == 2 and seen.experts == list(range(8)))
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
     torch.set_num_threads(2)
-    each_expert([100] * 8, 1, Seen().begin)
+    each_expert([100] * 8, 1, CPU, Seen().begin)
     fork = multiprocessing.get_context("fork")
     answers: multiprocessing.Queue[bool] = fork.Queue()
     child = fork.Process(target=_in_child, args=(answers,))
