@@ -138,6 +138,7 @@ class ProductShape(KernelShape):
         k: int,
         bias: bool,
         tile: Tile,
+        **more: bool,
     ) -> Self:
         """The shape of these, in order."""
         return cls(
@@ -150,6 +151,7 @@ class ProductShape(KernelShape):
             k=k,
             bias=bias,
             tile=tile,
+            **more,
         )
 
     def constants(self) -> dict[str, Any]:
@@ -160,6 +162,7 @@ class ProductShape(KernelShape):
             "GROUP": 8,
             "weights_tile": min(128, self.tile.columns),
             "wide": parts * self.hidden * self.dim >= MOST_ELEMENTS,
+            "weighs": False,
         }
 
     def warps(self, kernel: str) -> int:
@@ -169,7 +172,7 @@ class ProductShape(KernelShape):
         return self.tile.warps if not kernel.endswith("_weights") else 8 if self.tile.columns >= 128 else 4
 
     def pointers(self) -> dict[str, str]:
-        """The table of tiles; weights of choices, and what adds up to their gradients."""
+        """The table of tiles; weights of choices or rows, and what adds up to their gradients."""
         return {
             **dict.fromkeys(TABLES, "i32"),
             **dict.fromkeys(("weights_ptr", "parts_ptr"), accumulator(self.dtype)),
@@ -182,10 +185,16 @@ class UpShape(ProductShape):
     template: ClassVar[str] = "up"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DownShape(ProductShape):
-    """The down projection, and its gradients."""
+    """The down projection, and its gradients. `weighted`: each row comes with a weight of its own."""
 
     template: ClassVar[str] = "down"
+    weighted: bool = False
+
+    def constants(self) -> dict[str, Any]:
+        """Whether backward weighs rows: by weights of their own, or of the choices that they are."""
+        return {**ProductShape.constants(self), "weighs": self.weighted or self.k > 0}
 
 
 def power_of_two(number: int) -> int:

@@ -21,56 +21,71 @@ def _permute(e: BlockEmitter, op: Op) -> None:
     e.results(op, "moec.permute.default", *e.refs(op), op.num_experts)
 
 
-def _combine(e: BlockEmitter, op: Op) -> None:
+def _of_operands(e: BlockEmitter, op: Op) -> None:
     e.result(op, f"moec.{op.mnemonic}.default", *e.refs(op))
 
 
 def _expert_mlp(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.ExpertMlp)
-    rows, counts, *weights = op.operands
-    args = (Ref(node="rows"), Ref(node="counts"), *_of_experts(weights), op.activation)
+    inputs, experts = _apart(op, "rows", "counts", "weights")
+    args = (Ref(node="rows"), Ref(node="counts"), *_of_experts(experts), op.activation, _weights(inputs))
     span = str(op.span) if op.span else None
     body = [
         Node(name="y_all", op="call_function", target="moec.expert_mlp.default", args=args, span=span),
         _result(op, GETITEM, Ref(node="y_all"), 0),
     ]
-    _in_own_module(e, op, {"rows": rows, "counts": counts}, weights, body)
+    _in_own_module(e, op, inputs, experts, body)
 
 
 def _expert_mlp_padded(e: BlockEmitter, op: Op) -> None:
     """All places of an expert are rows to it: those of zeros come out as something that is never combined."""
     assert isinstance(op, o.ExpertMlpPadded)
-    rows, *weights = op.operands
+    inputs, experts = _apart(op, "rows", "weights")
     span = str(op.span) if op.span else None
 
     def call(name: str, target: str, *args: Arg) -> Node:
         return Node(name=name, op="call_function", target=target, args=args, span=span)
 
+    flat = {name: call(f"flat_{name}", "aten.flatten.using_ints", Ref(node=name), 0, 1) for name in inputs}
+    weights = Ref(node="flat_weights") if "weights" in flat else None
     body = [
         call("counts", "moec.even_counts.default", Ref(node="rows")),
-        call("flat", "aten.flatten.using_ints", Ref(node="rows"), 0, 1),
+        *flat.values(),
         call(
             "y_all", "moec.expert_mlp.default",
-            Ref(node="flat"), Ref(node="counts"), *_of_experts(weights), op.activation,
+            Ref(node="flat_rows"), Ref(node="counts"), *_of_experts(experts), op.activation, weights,
         ),
         call("y_flat", GETITEM, Ref(node="y_all"), 0),
         _result(op, "aten.view_as.default", Ref(node="y_flat"), Ref(node="rows")),
     ]  # fmt: skip
-    _in_own_module(e, op, {"rows": rows}, weights, body)
+    _in_own_module(e, op, inputs, experts, body)
 
 
 def _mixture_mlp(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.MixtureMlp)
-    x, experts, weights, *of_experts = op.operands
-    names = ("x", "experts", "weights")
-    args: tuple[Arg, ...] = (*(Ref(node=name) for name in names), *_of_experts(of_experts), op.activation)
+    inputs, of_experts = _apart(op, "x", "experts", "weights")
+    args: tuple[Arg, ...] = (*(Ref(node=name) for name in inputs), *_of_experts(of_experts), op.activation)
     span = str(op.span) if op.span else None
     body = [
         Node(name="y_all", op="call_function", target="moec.mixture_mlp.default", args=args, span=span),
         _result(op, GETITEM, Ref(node="y_all"), 0),
         _result(op, GETITEM, Ref(node="y_all"), 1, which=1),
     ]
-    _in_own_module(e, op, {"x": x, "experts": experts, "weights": weights}, of_experts, body)
+    _in_own_module(e, op, inputs, of_experts, body)
+
+
+def _apart(op: Op, *names: str) -> tuple[dict[str, str], list[str]]:
+    """What experts are given, by the names that it has in their module, and the names of their parameters.
+
+    What may be left out, weights of rows, is named last.
+    """
+    experts = [name for name in op.operands if name.startswith("@")]
+    given = op.operands[: len(op.operands) - len(experts)]
+    return dict(zip(names, given, strict=False)), experts
+
+
+def _weights(inputs: dict[str, str]) -> Ref | None:
+    return Ref(node="weights") if "weights" in inputs else None
 
 
 def _result(op: Op, target: str, *args: Ref | int, which: int = 0) -> Node:
@@ -119,10 +134,6 @@ def _count_choices(e: BlockEmitter, op: Op) -> None:
     e.result(op, "moec.count_choices.default", *e.refs(op), op.num_experts, _groups(e, op.group, op.shares))
 
 
-def _switch_loss(e: BlockEmitter, op: Op) -> None:
-    e.result(op, "moec.switch_loss.default", *e.refs(op))
-
-
 def _queue_starts(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.QueueStarts)
     e.result(op, "moec.queue_starts.default", *e.refs(op), _groups(e, op.group, op.shares))
@@ -161,8 +172,8 @@ def _permute_dynamic(e: BlockEmitter, op: Op) -> None:
 
 
 MIXTURES: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
-    o.Combine: _combine,
-    o.CombinePadded: _combine,
+    o.Combine: _of_operands,
+    o.CombinePadded: _of_operands,
     o.CountChoices: _count_choices,
     o.CountQueues: _counting,
     o.ExpertMlp: _expert_mlp,
@@ -173,7 +184,9 @@ MIXTURES: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.Permute: _permute,
     o.PermuteDynamic: _permute_dynamic,
     o.PermutePadded: _permute_padded,
+    o.PermuteWeights: _of_operands,
     o.QueueStarts: _queue_starts,
     o.Route: _route,
-    o.SwitchLoss: _switch_loss,
+    o.SumRows: _of_operands,
+    o.SwitchLoss: _of_operands,
 }

@@ -74,7 +74,9 @@ COMPUTE = {
     "moec.count_choices.default": _takes("tensor int int"),
     "moec.count_queues.default": _takes("tensor int"),
     "moec.even_counts.default": _takes("tensor"),
-    "moec.expert_mlp.default": _takes("tensor tensor tensor tensor tensor_or_none tensor_or_none activation"),
+    "moec.expert_mlp.default": _takes(
+        "tensor tensor tensor tensor tensor_or_none tensor_or_none activation tensor_or_none"
+    ),
     "moec.geglu.default": _takes("tensor"),
     "moec.keep_choices.default": _takes("tensor tensor int int int int int"),
     "moec.mixture_mlp.default": _takes("tensor tensor tensor tensor tensor tensor_or_none tensor_or_none activation"),
@@ -82,9 +84,11 @@ COMPUTE = {
     "moec.largest_load.default": _takes("tensor int"),
     "moec.permute_dynamic.default": _takes("tensor tensor tensor int"),
     "moec.permute_padded.default": _takes("tensor tensor tensor int int int int int"),
+    "moec.permute_weights.default": _takes("tensor tensor tensor"),
     "moec.queue_starts.default": _takes("tensor int"),
     "moec.rope.default": _takes("tensor float"),
     "moec.route.default": _takes("tensor int score bool bool"),
+    "moec.sum_rows.default": _takes("tensor tensor tensor"),
     "moec.swiglu.default": _takes("tensor"),
     "moec.switch_loss.default": _takes("tensor tensor"),
 }

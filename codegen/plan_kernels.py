@@ -136,6 +136,8 @@ def _of_rows(target: str, experts: int, k: int, dim: int, dtype: str) -> Iterato
             yield places, ("combine", "combine_backward")
         case "combine_padded":
             yield places, ("combine", "mark", "combine_backward")
+        case "sum_rows":
+            yield places, ("add_rows", "fill")
         case "count_queues":
             yield own, counting
         case "queue_starts":
@@ -161,14 +163,14 @@ def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
 
 
 def _products(plan: Plan, up: ParameterData, node: Node, k: int, sources: int, of_tokens: int) -> Iterator[KernelShape]:
-    bias, activation = node.args[-2] is not None, str(node.args[-1])
+    bias, activation, *weights = node.args[6:] if of_tokens else node.args[5:]
     experts, _, hidden, dim = _local_shape(plan, up)
     rows = rows_per_rank(plan, k)
-    tiles = tiles_of(plan, up.dtype, rows, experts, (dim, hidden), activation).tiles
-    known = (experts, dim, hidden, activation, up.dtype, sources > 1, of_tokens, bias)
+    tiles = tiles_of(plan, up.dtype, rows, experts, (dim, hidden), str(activation)).tiles
+    known = (experts, dim, hidden, str(activation), up.dtype, sources > 1, of_tokens, bias is not None)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
     yield UpShape.of(*known, tiles.up)
-    yield DownShape.of(*known, tiles.down)
+    yield DownShape.of(*known, tiles.down, weighted=any(weight is not None for weight in weights))
 
 
 def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:

@@ -211,6 +211,7 @@ def _collective_traffic(program: Program, runs: Mapping[str, int], batch: int, s
 
 
 def _purpose(op: Collective) -> str:
+    """What a collective is listed under: the weights of rows under the rows that they travel with."""
     if isinstance(op, AllToAll):
         return "all_to_all of rows"
     return "counts" if isinstance(op, ExchangeCounts) else "activations"

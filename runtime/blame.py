@@ -22,6 +22,7 @@ from moec.runtime.shards import local_slices
 from moec.runtime.uses import Origin, Uses
 from moec.runtime.verify import BOUND, Difference, Inputs, relative_error
 from moec.runtime.virtual import VirtualCluster
+from moec.runtime.weighted_rows import EXPERTS, differentiate, weighted_rows
 
 PARTIAL_GRADIENTS = ("moec.all_gather.default", "moec.copy_to.default")
 """What gives ops that are sharded on an axis a value that is whole on it: each rank's gradient is a term there."""
@@ -43,7 +44,9 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
         _, whole_loss = whole.run([inputs.tokens], [inputs.labels], record=True)
     cluster = VirtualCluster(plan, parameters)
     losses, failure = _run(cluster, inputs)
-    expected = {(s.path, s.node.value or ""): s.values[0] for s in whole.steps or () if s.node.value}
+    computed = {(s.path, s.node.value or ""): s.values[0] for s in whole.steps or () if s.node.value}
+    weighted = weighted_rows(computed)
+    expected = {**computed, **weighted}
     steps = cluster.lockstep.steps or []
     judge = _Judge(plan, expected, steps)
     origins = _origins(steps)
@@ -58,6 +61,7 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
         return _difference(steps[-1], steps, error, gradient=False)
     with plain_torch():
         whole_loss[0].backward()
+    differentiate(weighted, computed)
     stopped = False
     try:
         cluster.backward(losses)
@@ -231,9 +235,9 @@ class _Judge:
         Where each choice of a token went in the reference, `positions` says; a rank's rows are those of its tokens in
         the same order.
         """
-        path = origin[0].removesuffix("moe.experts.")
+        path = origin[0].removesuffix(EXPERTS)
         experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
-        if whole.dim() != 2 or len(whole) != positions.numel():
+        if whole.dim() not in (1, 2) or len(whole) != positions.numel():
             return math.inf  # a conversion of something else
         own = [
             torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
@@ -256,14 +260,14 @@ class _Judge:
 
         What lies in these, zeros and what experts with biases make of them, is never combined: its gradient is zero.
         """
-        path = origin[0].removesuffix("moe.experts.")
+        path = origin[0].removesuffix(EXPERTS)
         experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
-        if whole.dim() != 3:
+        if whole.dim() not in (2, 3):
             return math.inf  # a conversion of something else
         reference, worst = whole.flatten(0, 1), 0.0
         for rank, rows in enumerate(got):
             sources, held = self._held(origin, layout, rank, len(whole))
-            if rows.dim() != 3 or len(rows) != len(held) or rows.shape[1] % len(sources):
+            if rows.dim() != whole.dim() or len(rows) != len(held) or rows.shape[1] % len(sources):
                 return math.inf
             expected, each = torch.zeros_like(rows) if gradient else rows.clone(), rows.shape[1] // len(sources)
             for index, source in enumerate(sources):

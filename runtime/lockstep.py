@@ -105,17 +105,17 @@ class Lockstep:
     ) -> tuple[PerRank, PerRank]:
         """Logits and loss of every rank; `record` keeps every step in `self.steps`, with gradients retained."""
         self.steps, self.uses = [] if record else None, {}
-        forward = self._graphs["forward"]
+        forward, of_loss = self._graphs["forward"], self._graphs["loss"]
         named = dict(zip(forward.outputs, self._run(forward, "", [list(tokens)]), strict=True))
-        if "logits" not in named:
-            output = forward.module.graph.output_node().meta["moec"]
-            raise StepError("", output, KeyError("logits"))
         counts = {name: values for name, values in named.items() if name.startswith("counts_")}
         self.counts = {int(name.removeprefix("counts_")): values for name, values in counts.items()}
-        inputs = [named["logits"], list(labels)]
-        if "balance" in named:
-            inputs.append(named["balance"])
-        (loss,) = self._run(self._graphs["loss"], LOSS, inputs)
+        wanted = of_loss.module.graph.find_nodes(op="placeholder")
+        missing = {"logits", *("balance" for _ in wanted[2:])} - set(forward.outputs)
+        if missing:
+            output = forward.module.graph.output_node().meta["moec"]
+            raise StepError("", output, KeyError(", ".join(sorted(missing))))
+        inputs = [named["logits"], list(labels), *(named["balance"] for _ in wanted[2:])]
+        (loss,) = self._run(of_loss, LOSS, inputs)
         return named["logits"], loss
 
     def _run(self, graph: PreparedGraph, path: str, inputs: Sequence[PerRank]) -> list[PerRank]:

@@ -57,7 +57,8 @@ class TunedLayer:
         # Experts in turn: each as often, and none twice by a token.
         choices = torch.arange(self.rows, device=device) % shape.experts
         self._choices = choices.view(1, -1, self.k or 1)
-        self._weights = torch.full(self._choices.shape, 1 / (self.k or 1), device=device)
+        of_rows = self._choices.shape if self.k else (self.rows,)
+        self._weights = torch.full(of_rows, 1 / (self.k or 1), device=device)
 
     def default(self) -> Tiles:
         """What runs unless it is tuned: shipped tiles, or the rule's."""
@@ -93,8 +94,9 @@ class TunedLayer:
             saved = (self._x, hidden, counts, positions, self._weights)
             grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *matrices)
             return mixed, grad_x, *grads
-        out, hidden = expert_mlp(self._x, self._counts, *matrices)
-        return (out, *expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices))
+        out, hidden = expert_mlp(self._x, self._counts, *matrices, self._weights)
+        *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices, self._weights)
+        return out, *grads
 
 
 def even_counts(rows: int, sources: int, experts: int) -> Tensor:

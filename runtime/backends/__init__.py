@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -106,6 +106,7 @@ class Backend(Protocol):
         up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: str,
+        weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
 
     def expert_mlp_backward(
@@ -119,7 +120,8 @@ class Backend(Protocol):
         up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: str,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+        weights: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
     def mixture_mlp(
         self,
@@ -153,6 +155,10 @@ class Backend(Protocol):
     def combine_backward(
         self, grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor
     ) -> tuple[Tensor, Tensor]: ...
+
+    def sum_rows(self, rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor: ...
+
+    def sum_rows_backward(self, grad: Tensor, positions: Tensor, counts: Tensor, shape: Sequence[int]) -> Tensor: ...
 
 
 def select(device: str) -> Backend:

@@ -22,7 +22,14 @@ from moec.runtime.backends.torch_padded import (
 )
 from moec.runtime.backends.torch_rope import rope, rope_backward
 from moec.runtime.backends.torch_routing import count_choices, route, route_backward, switch_loss, switch_loss_backward
-from moec.runtime.backends.torch_rows import combine, combine_backward, permute, permute_backward
+from moec.runtime.backends.torch_rows import (
+    combine,
+    combine_backward,
+    permute,
+    permute_backward,
+    sum_rows,
+    sum_rows_backward,
+)
 
 __all__ = [
     "combine",
@@ -49,6 +56,8 @@ __all__ = [
     "rope_backward",
     "route",
     "route_backward",
+    "sum_rows",
+    "sum_rows_backward",
     "swiglu",
     "swiglu_backward",
     "switch_loss",

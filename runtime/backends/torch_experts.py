@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from moec.runtime.backends.torch_gated import Weigh, gated_backward_into, gated_into
+from moec.runtime.backends.torch_memory import new_empty
+from moec.runtime.backends.torch_shares import longest, shares_of
+from moec.runtime.backends.torch_threads import each_expert
 
 
 def expert_mlp(
@@ -19,21 +21,32 @@ def expert_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
     width = down.shape[2]
-    shares = _shares(counts, rows.shape[0])
-    hidden = rows.new_empty((rows.shape[0], up.shape[1] // width, width))
-    out = torch.empty_like(rows)
-    activated = rows.new_empty((_longest(shares), width))
-    for expert, share in enumerate(shares):
-        if share.size:
-            own_hidden, own_activated = hidden[share.where], activated[: share.size]
-            project(share.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
-            activate(own_activated, own_hidden, activation)
-            own_out = share.room(out)
-            project(own_activated, down, down_bias, expert, own_out)
-            share.scatter(own_out, out)
+    shares = shares_of(counts, rows.shape[0])
+    hidden = new_empty(rows, (rows.shape[0], up.shape[1] // width, width))
+    out = new_empty(rows, rows.shape)
+
+    def begin() -> Callable[[int], None]:
+        activated = rows.new_empty((longest(shares), width))
+
+        def compute(expert: int) -> None:
+            share = shares[expert]
+            if share.size:
+                own_hidden, own_activated = hidden[share.where], activated[: share.size]
+                project(share.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
+                activate(own_activated, own_hidden, activation)
+                own_out = share.room(out)
+                project(own_activated, down, down_bias, expert, own_out)
+                if weights is not None:
+                    own_out.mul_(share.scale(weights, rows.dtype))
+                share.scatter(own_out, out)
+
+        return compute
+
+    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, begin)
     return out, hidden
 
 
@@ -47,37 +60,56 @@ def expert_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
     factor, width = up.shape[1:3]
-    shares = _shares(counts, rows.shape[0])
-    longest = _longest(shares)
-    grad_rows = torch.empty_like(rows)
-    grad_up, grad_down = torch.empty(up.shape, dtype=up.dtype, device=up.device), torch.empty_like(down)
+    shares = shares_of(counts, rows.shape[0])
+    grad_rows = new_empty(rows, rows.shape)
+    grad_up, grad_down = new_empty(up, up.shape), new_empty(down, down.shape)
     of_up_bias, of_down_bias = new_biases(up, up_bias, down_bias)
+    of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
-    # What one expert needs at a time, reused by the next, so that it stays in cache.
-    activated, grad_activated = rows.new_empty((2, longest, width))
-    grad_hidden = rows.new_empty((longest, factor, width))
-    for expert, share in enumerate(shares):
-        if not share.size:
-            grad_up[expert].zero_()
-            grad_down[expert].zero_()
-            continue
-        own_activated, own_grad_activated = activated[: share.size], grad_activated[: share.size]
-        own_grad_hidden, flat = grad_hidden[: share.size], grad_hidden[: share.size].flatten(1)
-        own_grad = share.gather(grad)
-        torch.mm(own_grad, down[expert], out=own_grad_activated)
-        activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden[share.where], activation)
-        torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
-        torch.mm(flat.t(), share.gather(rows), out=by_expert[expert])
-        if up_bias is not None:
-            sum_rows(own_grad_hidden, of_up_bias[expert])
-            sum_rows(own_grad, of_down_bias[expert])
-        own_grad_rows = share.room(grad_rows)
-        torch.mm(flat, up[expert], out=own_grad_rows)
-        share.scatter(own_grad_rows, grad_rows)
-    return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias
+
+    def begin() -> Callable[[int], None]:
+        # What one expert needs at a time, reused by the next, so that it stays in cache.
+        activated, grad_activated = rows.new_empty((2, longest(shares), width))
+        grad_hidden = rows.new_empty((longest(shares), factor, width))
+
+        def compute(expert: int) -> None:
+            share = shares[expert]
+            if not share.size:
+                grad_up[expert].zero_()
+                grad_down[expert].zero_()
+                return
+            own_activated, own_grad_activated = activated[: share.size], grad_activated[: share.size]
+            own_grad_hidden, flat = grad_hidden[: share.size], grad_hidden[: share.size].flatten(1)
+            own_grad = share.gather(grad)
+            torch.mm(own_grad, down[expert], out=own_grad_activated)
+            weigh = None
+            if weights is not None:
+                scale, own_of_weights = share.scale(weights, rows.dtype), share.room(of_weights)
+                weigh = weighing(own_grad_activated, own_activated, scale, own_of_weights)
+            own_hidden = hidden[share.where]
+            activate_backward(own_grad_hidden, own_activated, own_grad_activated, own_hidden, activation, weigh)
+            if weights is not None:
+                if down_bias is not None:
+                    own_of_weights += (own_grad * down_bias[expert]).sum(-1, dtype=weights.dtype)
+                share.scatter(own_of_weights, of_weights)
+                own_activated.mul_(scale)
+            torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
+            torch.mm(flat.t(), share.gather(rows), out=by_expert[expert])
+            if up_bias is not None:
+                sum_rows(own_grad_hidden, of_up_bias[expert])
+                sum_rows(own_grad if weights is None else own_grad * scale, of_down_bias[expert])
+            own_grad_rows = share.room(grad_rows)
+            torch.mm(flat, up[expert], out=own_grad_rows)
+            share.scatter(own_grad_rows, grad_rows)
+
+        return compute
+
+    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, begin)
+    return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias, of_weights
 
 
 def project(rows: Tensor, weights: Tensor, biases: Tensor | None, expert: int, out: Tensor) -> None:
@@ -140,59 +172,12 @@ def activate_backward(
             torch.clamp_min(hidden[:, 0], 0, out=grad_up).mul_(grad).mul_(2)
 
 
-@dataclass(frozen=True, slots=True)
-class _Share:
-    """One expert's rows: in one piece of `hidden`, and in as many pieces of `rows` as there are sources."""
+def weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:
+    """Weighs the gradient [N, F] of rows; before that, its product with them is the gradient of their weights [N]."""
 
-    where: slice
-    pieces: tuple[slice, ...]
+    def weigh(block: slice, room: Tensor) -> None:
+        torch.mul(grad[block], activated[block], out=room)
+        of_weights[block] = room.sum(dim=-1, dtype=of_weights.dtype)
+        grad[block].mul_(scale[block])
 
-    @property
-    def size(self) -> int:
-        return int(self.where.stop - self.where.start)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The expert's rows of x [R, ·], side by side; a view where they are already."""
-        if len(self.pieces) == 1:
-            return x[self.pieces[0]]
-        return torch.cat([x[piece] for piece in self.pieces])
-
-    def room(self, out: Tensor) -> Tensor:
-        """Where to put the expert's rows of out [R, ·]: there, if they lie side by side."""
-        return out[self.pieces[0]] if len(self.pieces) == 1 else out.new_empty((self.size, out.shape[1]))
-
-    def scatter(self, own: Tensor, out: Tensor) -> None:
-        """Move what was put into `room` to its places in out."""
-        if len(self.pieces) > 1:
-            start = 0
-            for piece in self.pieces:
-                stop = start + piece.stop - piece.start
-                out[piece] = own[start:stop]
-                start = stop
-
-
-def _shares(counts: Tensor, num_rows: int) -> list[_Share]:
-    """Each expert's share of rows that lie source-major, by counts [sources, E]."""
-    by_source: list[list[int]] = counts.tolist()
-    pieces: list[list[slice]] = [[] for _ in range(counts.shape[1])]
-    start = 0
-    for source in by_source:
-        for expert, count in enumerate(source):
-            if count:
-                pieces[expert].append(slice(start, start + count))
-                start += count
-    if start != num_rows:
-        message = f"moec::expert_mlp: the counts add up to {start}, but there are {num_rows} rows"
-        raise RuntimeError(message)
-    shares, start = [], 0
-    for own in pieces:
-        if all(first.stop == second.start for first, second in pairwise(own)):
-            own = [slice(own[0].start, own[-1].stop)] if own else []
-        size = sum(piece.stop - piece.start for piece in own)
-        shares.append(_Share(slice(start, start + size), tuple(own)))
-        start += size
-    return shares
-
-
-def _longest(shares: list[_Share]) -> int:
-    return max((share.size for share in shares), default=0)
+    return weigh

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
-BLOCK = 2**18
-"""Elements of a block: what it reads and writes stays in cache, and nothing is allocated. Half of it is slower, and so
-is all at once (measured)."""
+from moec.runtime.backends.torch_blocks import blocks
 
 Weigh = Callable[[slice, Tensor], None]
 """Given a block of rows, and room [rows, F] for a product."""
@@ -53,7 +51,7 @@ def _gated_backward(grad: Tensor, x: Tensor, kind: str) -> Tensor:
 def gated_into(out: Tensor, x: Tensor, kind: str) -> None:
     """out [N, F] = f(x[:, 0]) · x[:, 1], for x [N, 2, F]; f is silu for `swiglu`, the exact gelu for `geglu`."""
     activate, _ = _OF_GATE[kind]
-    for block in _blocks(out):
+    for block in blocks(out):
         gate, up = x[block].unbind(1)
         own = out[block]
         activate(gate, out=own)
@@ -69,7 +67,7 @@ def gated_backward_into(
     with each block of rows before their gradient is used.
     """
     activate, differentiate = _OF_GATE[kind]
-    for block in _blocks(grad):
+    for block in blocks(grad):
         gate, up = x[block].unbind(1)
         grad_gate, grad_up = grad_x[block].unbind(1)
         activate(gate, out=grad_up)
@@ -80,10 +78,3 @@ def gated_backward_into(
         grad_up.mul_(grad[block])
         torch.mul(grad[block], up, out=grad_gate)
         differentiate(grad_gate, gate, grad_input=grad_gate)
-
-
-def _blocks(x: Tensor) -> Iterator[slice]:
-    """Row ranges of x [N, F]."""
-    step = max(1, BLOCK // max(1, x.shape[1])) if x.device.type == "cpu" else max(1, x.shape[0])
-    for start in range(0, x.shape[0], step):
-        yield slice(start, start + step)

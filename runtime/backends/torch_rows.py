@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from moec.runtime.backends.torch_blocks import blocks
+from moec.runtime.backends.torch_memory import gather, new_empty
 
 
 def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -18,7 +21,7 @@ def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     order = stable_order(choices, num_experts)
     k = experts.shape[2]
     tokens = order if k == 1 else order.div(k, rounding_mode="floor")
-    rows = x.reshape(-1, x.shape[-1]).index_select(0, tokens)
+    rows = gather(x.reshape(-1, x.shape[-1]), tokens)
     return rows, counts[None], inverse(order).view(experts.shape)
 
 
@@ -63,12 +66,36 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
     choices = inverse(positions.reshape(-1))
     tokens = choices.div(positions.shape[2], rounding_mode="floor")
     scale = weights.reshape(-1).index_select(0, choices).to(dtype)[:, None]
-    grad_rows, by_row = torch.empty_like(rows), weights.new_empty(rows.shape[0])
+    grad_rows, by_row = new_empty(rows, rows.shape), weights.new_empty(rows.shape[0])
     for block in blocks(rows):
         gathered = grad.index_select(0, tokens[block]).to(dtype)
         torch.mul(gathered, scale[block], out=grad_rows[block])
         by_row[block] = gathered.mul_(rows[block]).sum(dim=-1)
     return grad_rows, by_row[positions]
+
+
+def sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    refuse_other_number(rows, positions)
+    *tokens, k = positions.shape
+    flat = rows.reshape(-1, rows.shape[-1])
+    return sums_of(flat, positions.reshape(-1, k), some_are_none=rows.dim() == 3).view(*tokens, flat.shape[1])
+
+
+def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Sequence[int]) -> Tensor:
+    flat, places, k = grad.reshape(-1, grad.shape[2]), positions.reshape(-1), positions.shape[2]
+    if len(shape) == 1:
+        return flat.index_select(0, inverse(places).div(k, rounding_mode="floor"))
+    rows = flat.new_zeros((*shape, flat.shape[1]))
+    kept = (places >= 0).nonzero()[:, 0]
+    rows.view(-1, flat.shape[1]).index_copy_(0, places[kept], flat.index_select(0, kept // k))
+    return rows
+
+
+def refuse_other_number(rows: Tensor, positions: Tensor) -> None:
+    """Rows [R, D] are each somebody's."""
+    if rows.dim() == 2 and rows.shape[0] != positions.numel():
+        message = f"moec::sum_rows: {rows.shape[0]} rows for {positions.numel()} positions"
+        raise RuntimeError(message)
 
 
 def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:

@@ -21,7 +21,14 @@ from moec.runtime.backends.triton_padded import (
     queue_starts,
 )
 from moec.runtime.backends.triton_routing import route, route_backward
-from moec.runtime.backends.triton_rows import combine, combine_backward, permute, permute_backward
+from moec.runtime.backends.triton_rows import (
+    combine,
+    combine_backward,
+    permute,
+    permute_backward,
+    sum_rows,
+    sum_rows_backward,
+)
 
 __all__ = [
     "combine",
@@ -48,6 +55,8 @@ __all__ = [
     "rope_backward",
     "route",
     "route_backward",
+    "sum_rows",
+    "sum_rows_backward",
     "swiglu",
     "swiglu_backward",
     "switch_loss",

@@ -26,16 +26,19 @@ def expert_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, activation)
+        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, activation, weights)
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
     out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
     if out.numel():
-        work = Work.of(rows, rows.shape[0], counts, up, up_bias is not None, activation)
+        weighted = weights is not None
+        work = Work.of(rows, rows.shape[0], counts, up, up_bias is not None, activation, weighted=weighted)
         activated = rows.new_empty((rows.shape[0], up.shape[2]))
         work.up.product("up", up.shape[2], rows, *work.order, up, *present(up_bias), hidden, activated)
-        work.down.product("down", rows.shape[1], activated, down, *present(down_bias), *work.order, out)
+        given = (activated, down, *present(down_bias), *work.order, *present(weights))
+        work.down.product("down", rows.shape[1], *given, out)
     return out, hidden
 
 
@@ -49,32 +52,43 @@ def expert_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
         plain = torch_experts.expert_mlp_backward
-        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, activation)
+        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, activation, weights)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
     grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
     of_biases = torch_experts.new_biases(up, up_bias, down_bias)
+    of_weights = rows.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     if not rows.numel():
-        return grad_rows, grad_up.zero_(), grad_down.zero_(), *of_biases
-    work = Work.of(rows, rows.shape[0], counts, up, up_bias is not None, activation)
+        return grad_rows, grad_up.zero_(), grad_down.zero_(), *of_biases, of_weights
+    num_rows, weighted = rows.shape[0], weights is not None
+    work = Work.of(rows, num_rows, counts, up, up_bias is not None, activation, weighted=weighted)
     _, parts, width, dim = up.shape
-    grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((rows.shape[0], width))
-    work.down.product("down_backward", width, grad, down, *work.order, hidden, grad_hidden, activated)
+    grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((num_rows, width))
+    given, made = (grad, down, *work.order), (hidden, grad_hidden, activated)
+    if weights is None:
+        work.down.product("down_backward", width, *given, *made)
+    else:
+        num_parts = -(-width // work.down.shape.tile.columns)
+        sums = rows.new_empty((num_parts, num_rows), dtype=torch.promote_types(rows.dtype, torch.float32))
+        given = (grad, down, *present(down_bias), *work.order, weights.contiguous(), sums)
+        work.down.product("down_backward", width, *given, *made, more=(num_rows,))
+        of_weights = sums.sum(0).to(weights.dtype)
     work.down.weights("down_weights", (dim, width), grad, activated, *work.order, grad_down)
     work.up.product("up_backward", dim, grad_hidden, up, *work.order, grad_rows)
     work.up.weights("up_weights", (parts * width, dim), grad_hidden, rows, *work.order, grad_up)
     if up_bias is not None:
         of_up, of_down = of_biases
         work.up.bias("up_bias", parts * width, grad_hidden, of_up)
-        work.down.bias("down_bias", dim, grad, *work.order, of_down)
-    return grad_rows, grad_up, grad_down, *of_biases
+        work.down.bias("down_bias", dim, grad, *work.order, *present(weights), of_down)
+    return grad_rows, grad_up, grad_down, *of_biases, of_weights
 
 
-def present(bias: Tensor | None) -> tuple[Tensor, ...]:
-    """A bias as kernels take it, which have no argument for one that there is not."""
-    return () if bias is None else (bias.contiguous(),)
+def present(given: Tensor | None) -> tuple[Tensor, ...]:
+    """A bias, or weights, as kernels take them, which have no argument for what there is not."""
+    return () if given is None else (given.contiguous(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +157,12 @@ class Work:
         activation: str,
         k: int = 0,
         *choices: Tensor,
+        weighted: bool = False,
     ) -> Work:
-        """For `num_rows` rows of x's width, dtype and device; with `k` and `choices` [num_rows], which these are."""
+        """For `num_rows` rows of x's width, dtype and device; with `k` and `choices` [num_rows], which these are.
+
+        `weighted`: rows come with weights.
+        """
         sources, experts = counts.shape
         if not k:
             _refuse_other_sum(counts, num_rows)
@@ -167,7 +185,7 @@ class Work:
 
         table = _Table(offsets, of_tiles, starts)
         known = (experts, dim, hidden, activation, dtype, gathered, k, bias)
-        up_shape, down_shape = UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
+        up_shape, down_shape = UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down, weighted=weighted)
         return cls(
             _Products(up_shape, kernels_of(up_shape, x), table),
             _Products(down_shape, kernels_of(down_shape, x), table),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from moec.codegen.kernels import accumulator
 from moec.codegen.kernels_rows import PlacesShape
 from moec.runtime.backends import torch_rows
-from moec.runtime.backends.torch_rows import refuse_out_of_range
+from moec.runtime.backends.torch_rows import refuse_other_number, refuse_out_of_range
 from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of, too_many
 from moec.runtime.backends.triton_queues import Queues
 
@@ -39,6 +40,17 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
 
 def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return Places.of(rows, positions, weights).combine_backward(grad, rows, weights)
+
+
+def sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    refuse_other_number(rows, positions)
+    return Places.of(rows, positions).add_rows(rows)
+
+
+def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Sequence[int]) -> Tensor:
+    rows = grad.new_empty((*shape, grad.shape[2]))
+    Places.of(grad, positions).fill(grad, rows, counts.contiguous() if rows.dim() == 3 else None)
+    return rows
 
 
 @dataclass(frozen=True, slots=True)

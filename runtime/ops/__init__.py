@@ -24,6 +24,7 @@ from moec.runtime.ops.padded import (
 )
 from moec.runtime.ops.routing import route
 from moec.runtime.ops.rows import combine, permute
+from moec.runtime.ops.weighted_rows import permute_weights, sum_rows
 
 __all__ = [
     "combine",
@@ -38,9 +39,11 @@ __all__ = [
     "permute",
     "permute_dynamic",
     "permute_padded",
+    "permute_weights",
     "queue_starts",
     "rope",
     "route",
+    "sum_rows",
     "swiglu",
     "switch_loss",
 ]

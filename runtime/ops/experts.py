@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moec.runtime.ops.registry import check, define, differentiate
@@ -21,6 +22,7 @@ def _check_expert_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    weights: Tensor | None = None,
 ) -> None:
     check(
         activation in FACTORS,
@@ -51,6 +53,18 @@ def _check_expert_mlp(
         ),
     )
     check_biases("expert_mlp", up, down, up_bias, down_bias)
+    if weights is not None:
+        check(
+            weights.dim() == 1 and weights.dtype in (torch.float32, torch.float64),
+            lambda: (
+                "moec::expert_mlp: weights must be [R] in float32 or float64, not "
+                f"{list(weights.shape)} in {weights.dtype}"
+            ),
+        )
+        check(
+            weights.shape[0] == rows.shape[0],
+            lambda: f"moec::expert_mlp: {weights.shape[0]} weights for {rows.shape[0]} rows",
+        )
 
 
 def check_biases(name: str, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> None:
@@ -79,20 +93,21 @@ def _fake_expert_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), rows.new_empty((rows.shape[0], *up.shape[1:3]))
 
 
 expert_mlp = define(
     "expert_mlp(Tensor rows, Tensor counts, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias,"
-    " str activation) -> (Tensor out, Tensor hidden)",
+    " str activation, Tensor? weights=None) -> (Tensor out, Tensor hidden)",
     fake=_fake_expert_mlp,
     check=_check_expert_mlp,
 )
-"""`activation(row @ up[e]ᵀ + up_bias[e]) @ down[e]ᵀ + down_bias[e]` for the rows of each expert e.
+"""`activation(row @ up[e]ᵀ + up_bias[e]) @ down[e]ᵀ + down_bias[e]` for the rows of each expert e, times their weights.
 
 rows [R, D], counts [sources, E] int64, up [E, G, F, D], down [E, D, F], up_bias [E, G, F] and down_bias [E, D], or
-neither of these; all but counts of one floating dtype;
+neither of these; all of them but counts of one floating dtype; weights [R] float32 or float64, 1 where there are none;
 activation "swiglu" or "geglu" (gate first, G = 2), "gelu", "relu" or its square "relu2" (G = 1), gelu being the exact
 one, computed in at least float32. Rows lie source-major, then by expert, which is how an all-to-all delivers them;
 sources is 1 where there was none. Gives
@@ -116,8 +131,10 @@ def _fake_expert_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    return *(t.new_empty(t.shape) for t in (rows, up, down)), *empty_biases(up, up_bias, down_bias)
+    of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
+    return *(t.new_empty(t.shape) for t in (rows, up, down)), *empty_biases(up, up_bias, down_bias), of_weights
 
 
 def empty_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -128,31 +145,38 @@ def empty_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -
 
 expert_mlp_backward = define(
     "expert_mlp_backward(Tensor grad, Tensor rows, Tensor hidden, Tensor counts, Tensor up, Tensor down,"
-    " Tensor? up_bias, Tensor? down_bias, str activation) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? up_bias, Tensor? down_bias, str activation, Tensor? weights=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_expert_mlp_backward,
     check=_check_expert_mlp_backward,
 )
+"""The gradients of rows, up, down, both biases and weights; of shape [0] for what there is not.
+
+That of a row's weight is the inner product of `grad` with its output, and so that of the gradient behind down with what
+was activated (and of `grad` with down_bias): nobody needs to have kept the output.
+"""
 
 
 def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, counts, up, down, up_bias, down_bias, ctx.activation = inputs
+    rows, counts, *of_experts, ctx.activation, weights = inputs
     _, hidden = output
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(rows, hidden, counts, up, down, up_bias, down_bias)
+    ctx.save_for_backward(rows, hidden, counts, *of_experts, weights)
 
 
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
-    saved = ctx.saved_tensors
-    grad_rows, grad_up, grad_down, *of_biases = expert_mlp_backward(grad, *saved, ctx.activation)
-    return grad_rows, None, grad_up, grad_down, *of_given(of_biases, saved[-2:]), None
+        return (None,) * 8
+    *saved, weights = ctx.saved_tensors
+    grad_rows, grad_up, grad_down, *others = expert_mlp_backward(grad, *saved, ctx.activation, weights)
+    of_up_bias, of_down_bias, of_weights = of_given(others, (*saved[-2:], weights))
+    return grad_rows, None, grad_up, grad_down, of_up_bias, of_down_bias, None, of_weights
 
 
-def of_given(gradients: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """The biases' gradients; None for those that there are not."""
-    return tuple(None if bias is None else gradient for gradient, bias in zip(gradients, biases, strict=True))
+def of_given(gradients: Sequence[Tensor], given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients of what may be left out, as biases may; None for what there is not."""
+    return tuple(None if one is None else gradient for gradient, one in zip(gradients, given, strict=True))
 
 
 differentiate(expert_mlp, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)

@@ -29,6 +29,7 @@ from moec.runtime.backends import (
 from moec.runtime.backends.triton_launch import Kernels
 from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.backends.triton_modules import module_of
+from moec.runtime.ops import permute_weights
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -67,16 +68,16 @@ def test_verify_proves_the_kernels_against_plain_torch(monkeypatch: pytest.Monke
     assert report.ok
     assert report.max_gradient_error > 0  # kernels and definition round differently, so that both have run
 
-    def slightly_off(*arguments: Tensor) -> tuple[Tensor, Tensor]:
-        grad_rows, grad_weights = exact(*arguments)
-        return grad_rows * (1 + 1e-6), grad_weights
+    def slightly_off(*arguments: Tensor) -> tuple[Tensor, ...]:
+        *grads, grad_weights = exact(*arguments)
+        return *grads, grad_weights * (1 + 1e-6)
 
-    exact = triton_backend.combine_backward
-    monkeypatch.setattr(triton_backend, "combine_backward", slightly_off)
+    exact = triton_backend.expert_mlp_backward
+    monkeypatch.setattr(triton_backend, "expert_mlp_backward", slightly_off)
     report = moec.verify(plan, scale=True)
     assert not report.ok
     assert report.first_difference is not None
-    assert report.first_difference.op == "moec.combine.default"
+    assert (report.first_difference.value, report.first_difference.gradient) == ("row_weights.1", True)
     assert report.first_difference.span == "<text>:9"
 
 
@@ -125,27 +126,8 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:
     return run
 
 
-@with_or_without_biases
-def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
-    listed = {kernel.shape for kernel in kernels_of(plan)}
-    run = noting(monkeypatch)
-    # A rank of two: half the batch, half the experts, rows from both.
-    x = torch.randn(1, 4, 8)
-    _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), 2, "softmax", False, True)
-    rows, counts, positions = triton_backend.permute(x, experts, 4)
-    up, down = torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
-    biases = (torch.randn(2, 2, 8), torch.randn(2, 8)) if text == BIASED else (None, None)
-    triton_backend.expert_mlp(rows, counts.view(2, 2), up, down, *biases, "swiglu")
-    triton_backend.combine(rows, positions, weights)
-    assert run == listed
-
-
-@with_or_without_biases
-def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"').replace("ep = 2", "ep = 1"))
-    listed = {kernel.shape for kernel in kernels_of(plan)}
-    run = noting(monkeypatch)
+def noting_launches(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The kernels that are launched from now on."""
     launched: set[str] = set()
     launch = Kernels.launch
 
@@ -154,6 +136,37 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
         launch(kernels, kernel, grid, *arguments, **options)
 
     monkeypatch.setattr(Kernels, "launch", noted)
+    return launched
+
+
+@with_or_without_biases
+def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
+    listed = {kernel.shape for kernel in kernels_of(plan)}
+    run, launched = noting(monkeypatch), noting_launches(monkeypatch)
+    # A rank of two: half the batch, half the experts, rows from both.
+    x, logits = torch.randn(1, 4, 8), torch.randn(1, 4, 4)
+    probabilities, weights, experts = triton_backend.route(logits, 2, "softmax", False, True)
+    triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", False, True)
+    rows, counts, positions = triton_backend.permute(x, experts, 4)
+    up, down = torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
+    biases = (torch.randn(2, 2, 8), torch.randn(2, 8)) if text == BIASED else (None, None)
+    beside = permute_weights(weights, positions, rows)
+    given = (counts.view(2, 2), up, down, *biases, "swiglu", beside)
+    out, hidden = triton_backend.expert_mlp(rows, *given)
+    mixed = triton_backend.sum_rows(out, positions, counts)
+    grad = triton_backend.sum_rows_backward(mixed, positions, counts, rows.shape[:1])
+    grad_rows, *_ = triton_backend.expert_mlp_backward(grad, rows, hidden, *given)
+    triton_backend.permute_backward(grad_rows, positions)
+    assert run == listed
+    assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+
+
+@with_or_without_biases
+def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"').replace("ep = 2", "ep = 1"))
+    listed = {kernel.shape for kernel in kernels_of(plan)}
+    run, launched = noting(monkeypatch), noting_launches(monkeypatch)
     x, up, down = torch.randn(1, 4, 8), torch.randn(4, 2, 8, 8), torch.randn(4, 8, 8)
     logits = torch.randn(1, 4, 4)
     probabilities, weights, experts = triton_backend.route(logits, 2, "softmax", False, True)

@@ -12,6 +12,7 @@ from torch import Tensor
 import moec
 from moec.codegen.plan_kernels import kernels_of
 from moec.runtime.backends import torch_backend, triton_backend
+from moec.runtime.ops import permute_weights
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,8 @@ def agree_on_places(x: Tensor, experts: Tensor, num_experts: int, how: tuple[int
     (largest,) = both("largest_load", kept, num_experts)
     both("permute_dynamic", x, kept, largest, num_experts)
     agree_on_sums(torch.randn_like(rows), positions)
+    (out,) = both("sum_rows", torch.randn_like(rows), positions, counts)
+    both("sum_rows_backward", torch.randn_like(out), positions, counts, rows.shape[:2])
 
 
 def agree_on_sums(rows: Tensor, positions: Tensor) -> None:
@@ -190,14 +193,15 @@ def test_a_plan_lists_the_kernels_that_a_capacity_runs(capacity: str, monkeypatc
     if "factor" in capacity or "max" in capacity:
         starts = triton_backend.queue_starts(triton_backend.count_queues(experts, 4), 0)
     if "factor" in capacity:
-        rows, _, positions = triton_backend.permute_padded(x, experts, starts, 0, 1, 3, 4, 1)
+        rows, counts, positions = triton_backend.permute_padded(x, experts, starts, 0, 1, 3, 4, 1)
     else:
         kept = triton_backend.keep_choices(experts, starts, 0, 1, 3, 4, 1) if "max" in capacity else experts
         largest = triton_backend.largest_load(kept, 4)
-        rows, _, positions = triton_backend.permute_dynamic(x, kept, largest, 4)
+        rows, counts, positions = triton_backend.permute_dynamic(x, kept, largest, 4)
     places = 2 * rows.shape[1]
     exchanged, up, down = torch.randn(2 * places, 8), torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
-    triton_backend.expert_mlp(exchanged, torch.full((1, 2), places), up, down, None, None, "swiglu")
-    triton_backend.combine_padded(rows, positions, weights)
+    beside = permute_weights(weights, positions, rows).flatten()
+    triton_backend.expert_mlp(exchanged, torch.full((1, 2), places), up, down, None, None, "swiglu", beside)
+    triton_backend.sum_rows(rows, positions, counts)
     assert run == set(listed)
     assert len(run) == len(listed), "a shape is listed twice"

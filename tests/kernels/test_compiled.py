@@ -73,10 +73,10 @@ def products(
     dim, hidden, experts, k = layer
     tiles = tiles_for(dtype, tokens * k, experts, (dim, hidden), FAMILIES[target])
     yield TilesShape(experts=experts, rows=tiles.up.rows)
-    # Rows from other ranks lie where they came; those of tokens that stayed are gathered from these.
+    # Rows from other ranks lie where they came, with weights; those of tokens that stayed are gathered from these.
     known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k, bias)
     yield UpShape.of(*known, tiles.up)
-    yield DownShape.of(*known, tiles.down)
+    yield DownShape.of(*known, tiles.down, weighted=gathered)
 
 
 def require_fits(shape: KernelShape, target: str) -> None:
@@ -101,6 +101,12 @@ def test_all_kernels_of_a_layer_compile() -> None:
         require_fits(shape, "sm_90")
 
 
+def test_experts_of_weighted_rows_in_places_compile() -> None:
+    dim, hidden, experts, k = LAYERS["olmoe"]
+    tile = tiles_for("bf16", 8192 * k, experts, (dim, hidden), "hopper").down
+    require_fits(DownShape.of(experts, dim, hidden, "swiglu", "bf16", False, 0, False, tile, weighted=True), "sm_90")
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 def test_experts_with_biases_compile(gathered: bool) -> None:
     for shape in products(LAYERS["gpt-oss 120b"], "bf16", "swiglu", 8192, gathered, "sm_90", bias=True):
@@ -108,9 +114,10 @@ def test_experts_with_biases_compile(gathered: bool) -> None:
 
 
 def shipped_shapes(device: str, key: TileKey, tiles: Tiles) -> tuple[str, UpShape, DownShape]:
-    """What to compile for, and the products of what is shipped, with rows gathered, which takes more registers."""
+    """What to compile for, and the products of what is shipped, with rows gathered and weighted: the most registers."""
     known = (key.experts or 8, key.dim, key.hidden, "swiglu" if key.gated else "gelu", key.dtype, True, 0, False)
-    return "sm_80" if device == "a100" else "sm_90", UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down)
+    down = DownShape.of(*known, tiles.down, weighted=True)
+    return "sm_80" if device == "a100" else "sm_90", UpShape.of(*known, tiles.up), down
 
 
 def require_no_spill(device: str, key: TileKey, tiles: Tiles) -> None:

@@ -26,7 +26,7 @@ from moec.passes.ir.ops.collective import (
 )
 from moec.passes.ir.ops.control import Call
 from moec.passes.ir.ops.embedding import Embed, EmbedPositions, LayerNorm, RmsNorm
-from moec.passes.ir.ops.fused import MixtureMlp
+from moec.passes.ir.ops.fused import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS, Activation, Add, AddBias, Linear, Router
 from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
 from moec.passes.ir.ops.moe import Combine, CountChoices, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
@@ -72,6 +72,7 @@ __all__ = [
     "Permute",
     "PermuteDynamic",
     "PermutePadded",
+    "PermuteWeights",
     "QueueStarts",
     "ReduceScatter",
     "RepeatHeads",
@@ -82,6 +83,7 @@ __all__ = [
     "SigmoidGate",
     "Slice",
     "SumExp",
+    "SumRows",
     "SwitchLoss",
     "WeightedSum",
     "ZLoss",

@@ -13,7 +13,14 @@ from typing import ClassVar
 
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require, size_of
-from moec.passes.ir.ops.moe import experts_held, experts_layout, grouped, require_experts
+from moec.passes.ir.ops.moe import (
+    apart,
+    experts_held,
+    experts_layout,
+    grouped,
+    require_experts,
+    require_weights,
+)
 from moec.passes.ir.ops.tokens import Blocks, own_tokens
 from moec.passes.ir.value import Value
 
@@ -170,23 +177,28 @@ class PermuteDynamic(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMlpPadded(Op):
-    """Each row through its expert: rows `[experts, places, dim]`, and weights as `require_experts` says."""
+    """Each row through its expert: rows `[experts, places, dim]`, weights of rows or none, and experts.
+
+    These are as `require_experts` says.
+    """
 
     mnemonic: ClassVar[str] = "expert_mlp_padded"
     activation: str
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        rows, *weights = operands
-        require_experts(self, self.activation, rows.shape[2], weights)
+        (rows, *weights), experts = apart(operands)
+        require_weights(self, rows, weights)
+        require_experts(self, self.activation, rows.shape[2], experts)
         return (Type(shape=rows.shape, dtype=rows.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        held = experts_held(self, operands[1])
+        given, experts = apart(operands)
+        held = experts_held(self, experts[0])
         rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
-        return Placing((rows, *(held,) * len(operands[1:])), (rows,))
+        return Placing((*(rows,) * len(given), *(held,) * len(experts)), (rows,))
 
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
-        up, down = operands[1:3]
+        _, (up, down, *_) = apart(operands)
         return 2 * sizes["places"] * (size_of(up.shape, sizes) + size_of(down.shape, sizes))
 
 

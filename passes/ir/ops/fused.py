@@ -1,4 +1,7 @@
-"""A mixture whose rows stay on their rank, as one op."""
+"""What `fuse` makes of mixtures: one op where rows stay on their rank, weights that travel with them where they do not.
+
+`communicate` decided over which axes gradients of experts are summed, before these ops were there.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,6 @@ class MixtureMlp(Op):
 
     What permute, expert_mlp and combine give where nothing lies between them, without a copy of a token per choice. Up
     and down, and their biases where there are any, are as `require_experts` says. A choice of −1 is dropped.
-    `communicate` decided over which axes its parameters' gradients are summed, when these ops stood apart.
     """
 
     mnemonic: ClassVar[str] = "mixture_mlp"
@@ -42,3 +44,46 @@ class MixtureMlp(Op):
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
         up, down = operands[3:5]
         return 2 * sizes["rows"] * (size_of(up.shape[1:], sizes) + size_of(down.shape[1:], sizes))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermuteWeights(Op):
+    """Each row's weight: weights, positions, rows → weights of rows `[experts, rows]` or `[experts, places]`.
+
+    They go where rows go then, and `expert_mlp` applies them; of rows only the shape matters. 0 in empty places.
+    """
+
+    mnemonic: ClassVar[str] = "permute_weights"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        weights, positions, rows = operands
+        require(positions.shape == weights.shape, self, "wants a weight for each position")
+        return (Type(shape=rows.shape[:-1], dtype=weights.dtype, ragged=rows.ragged),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        rows = experts_layout(meshes, {}, Shard(1))
+        return Placing((meshes.own_tokens, meshes.own_tokens, rows), (rows,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumRows(Op):
+    """Each token's sum of its rows, which were weighted: rows, positions, counts; back from the expert mesh.
+
+    What `combine` and `combine_padded` are, without anything of a row's size that backward needs.
+    """
+
+    mnemonic: ClassVar[str] = "sum_rows"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        rows, positions, counts = operands
+        require(rows.ragged in (None, counts.name), self, f"rows are counted by {rows.ragged}, not {counts.name}")
+        return (Type(shape=(*positions.shape[:-1], rows.shape[-1]), dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        rows, counts = (experts_layout(meshes, {}, Shard(dim)) for dim in (1, 0))
+        return Placing((rows, tokens, counts), (tokens,))

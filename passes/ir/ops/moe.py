@@ -10,7 +10,7 @@ from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS
 from moec.passes.ir.ops.tokens import Blocks, own_tokens, sum_tokens
-from moec.passes.ir.value import Dim, Value
+from moec.passes.ir.value import Dim, Parameter, Value
 
 
 @register
@@ -97,6 +97,19 @@ def require_experts(op: Op, activation: str, dim: Dim, weights: Sequence[Value])
     require(not biases or [bias.shape for bias in biases] == wanted, op, "wants a bias for each output, or none")
 
 
+def apart(operands: Sequence[Value]) -> tuple[Sequence[Value], Sequence[Value]]:
+    """What experts are given, and the experts themselves: their up and down, and maybe both biases."""
+    given = [value for value in operands if not isinstance(value, Parameter)]
+    return given, operands[len(given) :]
+
+
+def require_weights(op: Op, rows: Value, weights: Sequence[Value]) -> None:
+    """At most one more operand: a weight for each row."""
+    for weight in weights:
+        alike = (weight.shape, weight.ragged) == (rows.shape[:-1], rows.ragged)
+        require(len(weights) == 1 and alike, op, "wants a weight for each row, or none")
+
+
 def experts_held(op: Op, up: Value) -> Layout:
     """How experts lie over ranks: all that they have alike, each whole on one."""
     held = layout_of(up)
@@ -109,25 +122,27 @@ def experts_held(op: Op, up: Value) -> Layout:
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertMlp(Op):
-    """Each row through its expert: rows, counts, and weights as `require_experts` says."""
+    """Each row through its expert: rows, counts, weights of rows or none, and experts as `require_experts` says."""
 
     mnemonic: ClassVar[str] = "expert_mlp"
     activation: str
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        rows, counts, *weights = operands
+        (rows, counts, *weights), experts = apart(operands)
         require(rows.ragged == counts.name, self, f"rows are counted by {rows.ragged}, not {counts.name}")
-        require_experts(self, self.activation, rows.shape[2], weights)
+        require_weights(self, rows, weights)
+        require_experts(self, self.activation, rows.shape[2], experts)
         return (Type(shape=rows.shape, dtype=rows.dtype, ragged=rows.ragged),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        held = experts_held(self, operands[2])
+        (_, _, *weights), experts = apart(operands)
+        held = experts_held(self, experts[0])
         rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
         counts = experts_layout(meshes, dict.fromkeys(held.axes, Shard(1)), Shard(0))
-        return Placing((rows, counts, *(held,) * len(operands[2:])), (rows,))
+        return Placing((rows, counts, *(rows,) * len(weights), *(held,) * len(experts)), (rows,))
 
     def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
-        up, down = operands[2:4]
+        _, (up, down, *_) = apart(operands)
         return 2 * sizes["rows"] * (size_of(up.shape[1:], sizes) + size_of(down.shape[1:], sizes))
 
 

@@ -79,7 +79,9 @@ def rows(backend: Backend, numbers: Numbers, shape: tuple[int, ...], skew: float
     given, weights = numbers.normal(*permuted.shape), numbers.of_router(*positions.shape)
     combined = backend.combine(given, positions, weights)
     grads = backend.combine_backward(numbers.normal(*x.shape), given, positions, weights)
-    return [permuted, counts, positions, back, combined, *grads]
+    summed = backend.sum_rows(given, positions, counts)
+    spread = backend.sum_rows_backward(numbers.normal(*x.shape), positions, counts, given.shape[:1])
+    return [permuted, counts, positions, back, combined, *grads, summed, spread]
 
 
 def one_expert_takes_all(backend: Backend, numbers: Numbers) -> list[Tensor]:
@@ -131,6 +133,7 @@ def experts(
     widths: tuple[int, int],
     activation: str,
     bias: bool = False,
+    weighted: bool = False,
 ) -> list[Tensor]:
     """Random numbers of unit variance throughout."""
     of_experts = numbers.whole(torch.tensor(counts))
@@ -140,9 +143,10 @@ def experts(
     up = numbers.normal(num_experts, parts, hidden, dim, scale=dim**-0.5)
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
-    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, activation)
-    grad = numbers.normal(*out.shape)
-    return [out, *backend.expert_mlp_backward(grad, given, saved, of_experts, up, down, *biases, activation)]
+    weights = numbers.of_router(given.shape[0]) if weighted else None
+    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, activation, weights)
+    grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, activation, weights)
+    return [out, *backend.expert_mlp_backward(grad, given, saved, *rest)]
 
 
 def random_experts() -> Iterator[tuple[str, Case]]:
@@ -239,7 +243,9 @@ def padded(backend: Backend, numbers: Numbers, groups: int, least: int, tokens: 
         filled, weights = numbers.normal(*given.shape), numbers.of_router(*positions.shape)
         combined = backend.combine_padded(filled, positions, weights)
         grads = backend.combine_padded_backward(numbers.normal(*x.shape), filled, positions, weights)
-        results += [given, counts, positions, back, combined, *grads]
+        summed = backend.sum_rows(filled, positions, counts)
+        spread = backend.sum_rows_backward(numbers.normal(*x.shape), positions, counts, filled.shape[:2])
+        results += [given, counts, positions, back, combined, *grads, summed, spread]
     return results
 
 
@@ -276,6 +282,23 @@ CASES: dict[str, Case] = {
         )
         for activation, widths in itertools.product(("swiglu", "gelu"), WIDTHS)
     },
+    **{
+        f"experts with weights, {name}": partial(
+            experts, counts=counts, widths=(20, 9), activation="swiglu", weighted=True
+        )
+        for name, counts in COUNTS.items()
+    },
+    **{
+        f"experts with weights, {activation} {widths} {len(counts)}": partial(
+            experts, counts=counts, widths=widths, activation=activation, bias=activation != "relu", weighted=True
+        )
+        for activation, widths in itertools.product(ACTIVATIONS, WIDTHS)
+        for counts in ([[3, 1, 40]], [[3, 1], [2, 45]])
+    },
+    # More than one tile of columns either way.
+    "experts with weights, wide": partial(
+        experts, counts=[[30, 1], [2, 45]], widths=(70, 140), activation="swiglu", bias=True, weighted=True
+    ),
     **dict(random_experts()),
     **{f"mixture, {name}": partial(mixture, shape=shape, widths=(20, 9)) for name, shape in MIXTURES.items()},
     **{

@@ -54,6 +54,15 @@ def rows(numbers: Numbers) -> Iterator[Call]:
     yield "permute_backward", (permuted, positions)
     yield "combine", (permuted.clone().requires_grad_(), positions, weights.clone().requires_grad_())
     yield "combine_backward", (x, permuted, positions, weights)
+    yield from weighted(x, permuted, positions, weights, experts.new_zeros(1, 5))
+
+
+def weighted(x: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, counts: Tensor) -> Iterator[Call]:
+    """Of rows [R, D], or of rows in places [E, N, D]."""
+    yield "permute_weights", (leaf(weights), positions, rows)
+    yield "permute_weights_backward", (ops.permute_weights(weights, positions, rows), positions)
+    yield "sum_rows", (leaf(rows), positions, counts)
+    yield "sum_rows_backward", (x, positions, counts, list(rows.shape[:-1]))
 
 
 def experts(numbers: Numbers) -> Iterator[Call]:
@@ -68,6 +77,9 @@ def experts(numbers: Numbers) -> Iterator[Call]:
                 yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), activation)
                 out, hidden = ops.expert_mlp(given, counts, *of_experts, activation)
                 yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, activation)
+                weights = numbers.of_router(given.shape[0])
+                yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), activation, leaf(weights))
+                yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, activation, weights)
 
 
 def mixture(numbers: Numbers) -> Iterator[Call]:
@@ -106,12 +118,13 @@ def padded(numbers: Numbers) -> Iterator[Call]:
         kept = ops.keep_choices(choices, starts, *how)
         yield "largest_load", (kept, 6)
         yield "permute_dynamic", (x.clone().requires_grad_(), kept, ops.largest_load(kept, 6), 6)
-        given, _, positions = ops.permute_padded(x, choices, starts, *how)
+        given, counts, positions = ops.permute_padded(x, choices, starts, *how)
         weights = numbers.of_router(4, 5, 2)
         yield "even_counts", (given,)
         yield "permute_padded_backward", (given, positions)
         yield "combine_padded", (given.clone().requires_grad_(), positions, weights.clone().requires_grad_())
         yield "combine_padded_backward", (x, given, positions, weights)
+        yield from weighted(x, given, positions, weights, counts)
 
 
 TABLE = {family.__name__: family for family in (route, balance, rows, experts, mixture, elementwise, padded)}

@@ -25,7 +25,8 @@ GOOD = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).paren
 WORDS = sorted({*vocabulary(), *(word for every in vocabulary().values() for cls in every for word in fields(cls))})
 LITERALS = ["0", "1", "2", "8", "64", "0.5", "1e-5", "8GB", "450GB/s", "2us", "3k", '"a"', '"b"', "9" * 30, "1e400"]
 PIECES = [*KEYWORDS, *WORDS, *LITERALS, "\n", "\n", " ", ";", "#", '"', "é", "\t", "\r\n"]
-LONGEST_SECONDS = 1.0
+LONGEST_SECONDS = 5.0
+"""Of the processor: some hundred times what the longest of them takes, so that only a runaway reaches it."""
 
 
 def assert_in_good_order(loaded: Loaded) -> None:
@@ -109,7 +110,7 @@ def assert_only_diagnostics(count: int, seed: int) -> None:
     dice = random.Random(seed)
     for _ in range(count):
         data = made_up(dice)
-        started = time.perf_counter()
+        started = time.process_time()
         source, found = source_of(data, "fuzz.moe")
         if source is not None:
             loaded = load_text(source.text)
@@ -118,7 +119,7 @@ def assert_only_diagnostics(count: int, seed: int) -> None:
                 formatted(source)
             found = [*loaded.diagnostics]
         render(found)
-        assert time.perf_counter() - started < LONGEST_SECONDS, data
+        assert time.process_time() - started < LONGEST_SECONDS, data
 
 
 def test_some_of_a_hundred_thousand_inputs() -> None:

@@ -92,8 +92,8 @@ def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
     assert [name for name in names if name in ("count", "scan", "start", "keep", "place")] == [
         "count", "scan", "start", "keep", "count", "scan", "place",
     ]  # fmt: skip
-    assert {"fill", "add_rows", "combine", "mark", "combine_backward"} <= {*names}
-    assert not {"rank", "invert"} & {*names}
+    assert names.count("fill") == names.count("add_rows") == 1
+    assert not {"rank", "invert", "combine", "combine_backward", "mark"} & {*names}
     # 128 tokens of 64 numbers, read and written twice as rows, and 256 places, at 1 TB/s.
     (fill,) = (row for row in rows if row[0] == "fill")
     assert fill[6:] == ["memory", "0.1 µs", "<text>:10"]

@@ -26,7 +26,8 @@ def test_every_collective_of_a_layer_is_listed_with_group_bytes_and_line(plan: P
     assert rows == [
         ["exchange_counts %counts.1", "ep[1..2]", "2", "32 B", "none", "-", "tiny.moe:10"],
         ["all_to_all %rows.1", "ep[1..2]", "2", "1.02 kB", "all_to_all", "1.02 kB", "tiny.moe:10"],
-        ["all_to_all back %y.1", "ep[1..2]", "2", "1.02 kB", "all_to_all", "1.02 kB", "tiny.moe:9"],
+        ["all_to_all %row_weights.1", "ep[1..2]", "2", "64 B", "all_to_all", "64 B", "tiny.moe:10"],
+        ["all_to_all back %weighted.1", "ep[1..2]", "2", "1.02 kB", "all_to_all", "1.02 kB", "tiny.moe:9"],
         ["gradients", "dp", "4", "-", "all_reduce", "5.57 kB"],
         ["gradients", "edp[1..2]", "2", "-", "all_reduce", "12.3 kB"],
     ]

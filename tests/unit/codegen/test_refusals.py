@@ -56,6 +56,11 @@ def node(stage: Json, name: str, graph: str = "layers[1..2]") -> Json:
     return next(n for n in nodes(stage, graph) if n["name"] == name)
 
 
+def send_over(stage: Json, group: str) -> None:
+    """Rows, over another group."""
+    node(stage, "rows_1").update(args=[{"node": "rows"}, {"node": "splits"}, group, False])
+
+
 def test_the_forger_itself_is_believed_when_he_changes_nothing(folder):
     forge(folder, lambda manifest, stage: None)
     read_plan(folder)
@@ -82,9 +87,9 @@ PLANTED: dict[str, Callable[[Json, Json], Any]] = {
     "a method call": lambda m, s: node(s, "h").update(op="call_method", target="backward"),
     "a parameter's path": lambda m, s: node(s, "attention_norm_weight").update(target=f"weight\n{CODE}"),
     "a parameter's path with a dunder": lambda m, s: node(s, "attention_norm_weight").update(target="__class__.mro"),
-    "a module's path": lambda m, s: node(s, "y").update(target=f"moe.experts();{CODE};self.moe"),
-    "a module's graph": lambda m, s: node(s, "y").update(graph="forward"),
-    "a graph that calls itself": lambda m, s: node(s, "y").update(graph="layers[1..2]"),
+    "a module's path": lambda m, s: node(s, "weighted").update(target=f"moe.experts();{CODE};self.moe"),
+    "a module's graph": lambda m, s: node(s, "weighted").update(graph="forward"),
+    "a graph that calls itself": lambda m, s: node(s, "weighted").update(graph="layers[1..2]"),
     "a constant that is code": lambda m, s: node(s, "p_all")["args"].__setitem__(2, CODE),
     "a number that is code": lambda m, s: node(s, "p_all")["args"].__setitem__(1, CODE),
     "a constant string of quotes": lambda m, s: node(s, "splits").update(args=[f"'+{CODE}+'", 1]),
@@ -96,8 +101,8 @@ PLANTED: dict[str, Callable[[Json, Json], Any]] = {
     "a missing argument": lambda m, s: node(s, "h").update(args=[{"node": "x"}]),
     "too many arguments": lambda m, s: node(s, "q_1").update(args=[{"node": "q"}, 1.0, 2.0]),
     "an unknown field": lambda m, s: node(s, "h").update(meta=CODE),
-    "a group that is code": lambda m, s: node(s, "y_1").update(args=[{"node": "y"}, {"node": "splits"}, CODE, True]),
-    "a group there is not": lambda m, s: node(s, "y_1").update(args=[{"node": "y"}, {"node": "splits"}, "ep[9]", True]),
+    "a group that is code": lambda m, s: send_over(s, CODE),
+    "a group there is not": lambda m, s: send_over(s, "ep[9]"),
     "a layout that is code": lambda m, s: node(s, "h").update(layout=CODE),
     "a layout over no axis": lambda m, s: node(s, "h").update(layout="tp:shard(0)"),
     "a value that is code": lambda m, s: node(s, "h").update(value=CODE),

@@ -113,7 +113,7 @@ def test_a_tuned_plan_reads_back_and_its_kernels_are_rendered_with_its_tiles(pla
     folder = tuned(plan).save(tmp_path / "tuned.plan")
     kernels = {file.name.split("_")[0]: file for file in (folder / "kernels").iterdir()}
     assert kernels["up"].stem.endswith(f"tile{OTHER.up}")
-    assert kernels["down"].stem.endswith(f"tile{OTHER.down}")
+    assert kernels["down"].stem.endswith(f"tile{OTHER.down}_weightedtrue")
     assert kernels["tiles"].stem.endswith("rows32")
     assert load(folder) == tuned(plan)
     # Compiling again cannot give what was measured: tiles are numbers within bounds, for products that the plan has.

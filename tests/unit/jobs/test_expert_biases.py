@@ -6,6 +6,7 @@ import pytest
 from faults import bypass, change_node, change_sums
 from models import moe_plan, moe_spec
 
+from moec.codegen.graph import Ref
 from moec.codegen.plan import Plan
 from moec.passes.ir import Init
 from moec.passes.pipeline import compile_program
@@ -63,11 +64,12 @@ def test_they_start_at_zero_do_not_decay_and_lie_with_their_experts(part: str, e
 def test_biases_that_are_forgotten_are_found(capacity: str, ep: int) -> None:
     plan, graph = biased(capacity, ep=ep), "layers[1..2].experts"
     node = next(n for n in plan.stages[0].graph(graph).nodes if n.name == "y_all")
-    report = verify(change_node(plan, graph, "y_all", args=(*node.args[:-3], None, None, node.args[-1])))
+    without = tuple(None if arg in (Ref(node="up_bias"), Ref(node="down_bias")) else arg for arg in node.args)
+    report = verify(change_node(plan, graph, "y_all", args=without))
     assert not report.ok
     found = report.first_difference
     assert found is not None
-    assert (found.layer, found.value) == (("layers.1", "mixed") if ep == 1 else ("layers.1.moe.experts", "y"))
+    assert (found.layer, found.value) == (("layers.1", "mixed") if ep == 1 else ("layers.1.moe.experts", "weighted"))
     assert found.span == "tiny.moe:10"
 
 

@@ -12,6 +12,7 @@ from models import moe_plan
 from moec.codegen.graph import Node, Ref
 from moec.codegen.plan import Plan
 from moec.runtime import shuffles
+from moec.runtime.backends import torch_backend
 from moec.runtime.verify import BOUND, relative_error, verify
 
 BODY = "layers[1..2]"
@@ -60,9 +61,9 @@ FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "ep and edp are swapped": (swap_groups, "rows"),
     "rows come back the way they went": (
         lambda p: change_node(
-            p, BODY, "y_1", args=(Ref(node="y"), Ref(node="splits"), "ep[1..2]", False)
+            p, BODY, "weighted_1", args=(Ref(node="weighted"), Ref(node="splits"), "ep[1..2]", False)
         ),
-        "y_1",
+        "weighted_1",
     ),
     "rows go over the wrong group": (
         lambda p: change_node(
@@ -175,7 +176,37 @@ def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
     assert report.max_output_error < BOUND < report.max_gradient_error
     found = report.first_difference
     assert found is not None
-    assert (found.layer, found.op, found.value, found.gradient) == ("layers.2", "moec.all_to_all.default", "y", True)
+    assert (found.layer, found.op, found.value, found.gradient) == (
+        "layers.2",
+        "moec.all_to_all.default",
+        "weighted",
+        True,
+    )
+
+
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)", "dynamic"])
+def test_weights_that_stay_where_rows_travel_are_found(capacity: str):
+    """With a capacity there are as many as there should be, those of other experts; else experts refuse them."""
+    report = verify(bypass(moe_plan(beside=f"capacity = {capacity}"), BODY, "row_weights_1"))
+    assert not report.ok
+    found = report.first_difference
+    assert found is not None
+    refused = "y_all" if capacity == "dropless" else "weighted"
+    assert (found.layer, found.value, found.gradient) == ("layers.1.moe.experts", refused, False)
+
+
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)"])
+def test_a_gradient_of_weights_that_is_wrong_is_found_where_it_is_made(capacity: str, monkeypatch):
+    def halved(*arguments: object) -> tuple[torch.Tensor, ...]:
+        *gradients, of_weights = exact(*arguments)
+        return *gradients, of_weights / 2
+
+    exact = torch_backend.expert_mlp_backward
+    monkeypatch.setattr(torch_backend, "expert_mlp_backward", halved)
+    found = verify(moe_plan(beside=f"capacity = {capacity}")).first_difference
+    assert found is not None
+    assert (found.layer, found.value, found.gradient) == ("layers.2", "row_weights.1", True)
+    assert found.op == "moe.experts"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_one_rank_needs_no_collective_and_no_gradient_sum():
 
 
 def test_counts_travel_once_and_rows_there_and_back():
-    program = compiled(ep=4)
+    program = compile_program(moe_spec(ep=4), stop_after="communicate").program
     assert collectives(program, "layers[1..2]") == ["exchange_counts ep", "all_to_all ep", "all_to_all ep"]
     assert collectives(program, "layers[0]") == []
 

@@ -6,7 +6,7 @@ import pytest
 from models import moe_spec
 
 from moec.passes.ir import Program
-from moec.passes.ir.ops import KeepChoices, MixtureMlp
+from moec.passes.ir.ops import ExpertMlp, ExpertMlpPadded, KeepChoices, MixtureMlp
 from moec.passes.pipeline import compile_program
 
 PARTS = ("permute", "permute_padded", "permute_dynamic", "expert_mlp", "expert_mlp_padded", "combine", "combine_padded")
@@ -32,10 +32,32 @@ def test_a_mixture_whose_rows_stay_becomes_one_op(capacity: str, degrees: dict[s
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
-def test_rows_that_travel_stay_apart(capacity: str) -> None:
-    ops = mnemonics(compiled(capacity, ep=2))
+@pytest.mark.parametrize("tp", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}], ids=str)
+def test_weights_travel_with_rows_that_do(capacity: str, tp: dict[str, object]) -> None:
+    ops = mnemonics(compiled(capacity, ep=2, **tp))
     assert "mixture_mlp" not in ops
-    assert sum(op in PARTS for op in ops) == 3
+    assert not {"combine", "combine_padded"} & {*ops}
+    rows = [op for op in ops if op.startswith(("permute", "all_to_all", "expert_mlp", "sum_rows"))]
+    there = "all_to_all" if capacity == "dropless" else "all_to_all_padded"
+    assert rows[1:] == [
+        there, "permute_weights", there, "expert_mlp" if capacity == "dropless" else "expert_mlp_padded",
+        there, "sum_rows",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_what_is_weighted_has_a_name_of_its_own(capacity: str) -> None:
+    """`moec verify` compares values by name with a reference that weighs later."""
+    block = compiled(capacity, ep=2).block("layers[1..2]")
+    given = {value.name: op for op in block.ops for value in op.results}
+    assert "y" not in given
+    (experts,) = (op for op in block.ops if isinstance(op, ExpertMlp | ExpertMlpPadded))
+    weights = next(name for name in experts.operands if name.startswith("row_weights"))
+    rows, own = block.scope[experts.operands[0]], block.scope[weights]
+    assert (own.shape, own.ragged, own.layout, own.dtype) == (rows.shape[:-1], rows.ragged, rows.layout, "fp32")
+    (summed,) = (op for op in block.ops if op.mnemonic == "sum_rows")
+    assert [value.name for value in summed.results] == ["mixed"]
+    assert given[summed.operands[0]].operands[0] == experts.results[0].name == "weighted"
 
 
 def test_each_layer_by_its_own_degree() -> None:

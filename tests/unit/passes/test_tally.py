@@ -32,7 +32,7 @@ def test_traffic_is_what_a_ring_and_a_pairwise_exchange_send():
     spec = moe_spec(ranks=4, ep=2, batch=8, sequence=8)
     flows = {(flow.group, flow.purpose): flow for flow in tally(compile_program(spec).program, spec).traffic}
     rows = 16 * 2
-    assert flows["ep[1..2]", "all_to_all of rows"].bytes == 2 * 4 * rows * 16 * 4 / 2
+    assert flows["ep[1..2]", "all_to_all of rows"].bytes == 2 * (4 * rows * 16 * 4 + 2 * rows * 4) / 2
     experts = 2 * 4 * 3 * 16 * 16 * 4
     assert flows["edp[1..2]", "all_reduce of gradients"].bytes == experts * 2 * (1 / 2)
     assert flows["dp", "all_reduce of gradients"].ranks == 4
@@ -83,4 +83,4 @@ def test_places_are_those_that_the_operator_makes():
     counted = {(f.group, f.purpose): f.bytes for f in tally(compile_program(spec).program, spec).traffic}
     # A rank's 16 tokens fill ⌈1.25 · 2 · 16 / 8⌉ = 5 places of each of 8 experts, half of which are on another rank.
     rows = 8 * 5
-    assert counted["ep[1..2]", "activations"] == 2 * 4 * rows * 16 * 4 / 2
+    assert counted["ep[1..2]", "activations"] == 2 * (4 * rows * 16 * 4 + 2 * rows * 4) / 2

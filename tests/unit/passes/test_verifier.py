@@ -49,7 +49,7 @@ def without_collective(program: Program) -> Program:
 
 
 BROKEN = {
-    "a result of another dtype": (well_typed, lambda p: with_op(p, "combine", retyped), "combine"),
+    "a result of another dtype": (well_typed, lambda p: with_op(p, "sum_rows", retyped), "sum_rows"),
     "a use before the definition": (
         well_typed,
         lambda p: with_block(p, lambda b: replace(b, ops=b.ops[::-1])),
@@ -66,7 +66,7 @@ BROKEN = {
         "redefines",
     ),
     "rows counted by another value": (well_typed, without_collective, "counted by"),
-    "a result that lies elsewhere": (connected, lambda p: with_op(p, "combine", relaid), "mixed"),
+    "a result that lies elsewhere": (connected, lambda p: with_op(p, "sum_rows", relaid), "mixed"),
     "a value without a layout": (
         laid_out,
         lambda p: with_op(p, "route", lambda op: op.with_results([replace(v, layout=None) for v in op.results])),

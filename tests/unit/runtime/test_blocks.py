@@ -32,10 +32,12 @@ def layer_results(dtype: torch.dtype) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("grain", [1, 8, 50])
-def test_the_size_of_blocks_changes_no_result(grain: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elements", [1, 8, 50])
+def test_the_size_of_blocks_changes_no_result(
+    elements: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at_once = layer_results(dtype)
-    monkeypatch.setattr(torch_blocks, "GRAIN", grain)
+    monkeypatch.setattr(torch_blocks, "BLOCK", elements)
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 1e-2, "atol": 1e-2}
     for in_blocks, expected in zip(layer_results(dtype), at_once, strict=True):
         torch.testing.assert_close(in_blocks, expected, **tolerance)
@@ -43,7 +45,7 @@ def test_the_size_of_blocks_changes_no_result(grain: int, dtype: torch.dtype, mo
 
 @pytest.mark.parametrize("shape", [(0, 5), (1, 5), (7, 5), (8, 5), (3, 0), (3, 2**20)])
 def test_blocks_cover_every_row_once(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_blocks, "GRAIN", 10)
+    monkeypatch.setattr(torch_blocks, "BLOCK", 10)
     x = torch.empty(shape)
     rows = [row for block in torch_blocks.blocks(x) for row in range(shape[0])[block]]
     assert rows == list(range(shape[0]))

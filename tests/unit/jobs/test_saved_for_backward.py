@@ -1,0 +1,37 @@
+"""What a plan's mixtures keep for backward: of all that has the size of rows, the rows that experts were given."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import moe_plan
+from torch import Tensor
+
+from moec.runtime.reference import reference
+from moec.runtime.virtual import VirtualCluster
+
+ROWS = ("rows", "rows.1", "y", "y.1", "weighted", "weighted.1")
+"""Values of a mixture that are as large as a token for each of its choices."""
+
+
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)", "dynamic"])
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"ep": 2, "tp": 2}, {"ep": 1}], ids=str)
+def test_experts_outputs_are_not_kept(capacity: str, degrees: dict[str, int]) -> None:
+    plan = moe_plan(ranks=4, beside=f"capacity = {capacity}; shared = swiglu(8)", **degrees)
+    model = reference(plan.spec, seed=0, dtype=torch.float64)
+    cluster = VirtualCluster(plan, {name: p.detach() for name, p in model.named_parameters()})
+    tokens = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+    shares = [tokens.chunk(plan.data_size)[plan.data_rank(rank)] for rank in range(plan.world_size)]
+    saved: set[int] = set()
+
+    def note(tensor: Tensor) -> Tensor:
+        saved.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        cluster.lockstep.run(shares, shares, record=True)
+    steps = cluster.lockstep.steps or []
+    of_rows = [(step.node.value, value) for step in steps if step.node.value in ROWS for value in step.values]
+    kept = {name for name, value in of_rows if value.data_ptr() in saved}
+    assert kept == ({"rows.1"} if degrees["ep"] > 1 else set())
+    assert ("weighted.1" in dict(of_rows)) == (degrees["ep"] > 1)
