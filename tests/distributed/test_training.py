@@ -75,8 +75,13 @@ FOLDED = {
 }  # fmt: skip
 """Ranks and degrees; the dense parts' dp and the experts' edp follow."""
 
+LONG = ("dp 4, tp 2, ep 8", "dp 2, tp 4, ep 4, a degree per layer")
+"""A quarter of a minute each: eight ranks, most of whose time is in collectives."""
 
-@pytest.mark.parametrize("name", FOLDED)
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in FOLDED]
+)
 def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(gloo: GlooPool, name: str):
     ranks, degrees = FOLDED[name]
     model = {key: value for key, value in degrees.items() if key not in ("tp", "ep", "sequence_parallel")}

@@ -108,7 +108,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(specs(max_ranks=64))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
     report = verify(compile_source(spec), float32=False)

@@ -25,8 +25,8 @@ GOOD = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).paren
 WORDS = sorted({*vocabulary(), *(word for every in vocabulary().values() for cls in every for word in fields(cls))})
 LITERALS = ["0", "1", "2", "8", "64", "0.5", "1e-5", "8GB", "450GB/s", "2us", "3k", '"a"', '"b"', "9" * 30, "1e400"]
 PIECES = [*KEYWORDS, *WORDS, *LITERALS, "\n", "\n", " ", ";", "#", '"', "é", "\t", "\r\n"]
-LONGEST_SECONDS = 5.0
-"""Of the processor: some hundred times what the longest of them takes, so that only a runaway reaches it."""
+LONGEST_SECONDS = 1.0
+"""Of the processor: fifty times what the longest of them takes, so that only a runaway reaches it."""
 
 
 def assert_in_good_order(loaded: Loaded) -> None:
