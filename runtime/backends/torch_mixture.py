@@ -85,8 +85,7 @@ def mixture_mlp_backward(
     chosen, dropped = positions.reshape(-1), num_rows < positions.numel()
     # What was dropped is written where nobody looks.
     places = chosen.where(chosen >= 0, num_rows) if dropped else chosen
-    order = chosen.new_empty(num_rows + 1)
-    order = order.scatter_(0, places, torch.arange(chosen.numel(), device=chosen.device))[:num_rows]
+    order = _choices_of_rows(places, num_rows)
     tokens = order.div(k, rounding_mode="floor")
     # As forward rounded them; besides, a product of two dtypes takes 15 times as long (measured, bfloat16 and float32).
     scale = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
@@ -146,3 +145,9 @@ def mixture_mlp_backward(
     each_expert(sizes, 3 * dim * width, x.device, begin)
     of_weights = of_weights[places].view(weights.shape)
     return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
+
+
+def _choices_of_rows(places: Tensor, num_rows: int) -> Tensor:
+    """Which choice each row [num_rows] is of, by where each choice's row is; `num_rows` stands for nowhere."""
+    order = places.new_empty(num_rows + 1)
+    return order.scatter_(0, places, torch.arange(places.numel(), device=places.device))[:num_rows]
