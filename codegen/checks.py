@@ -23,8 +23,18 @@ MAX_ELEMENTS = 1 << 60
 MAX_EXPANDED_NODES = 1_000_000
 """Nodes that a graph may run, called graphs counted as often as they are called."""
 
+LOSS_GRAPHS = ("valid_labels", "loss")
+BALANCE_GRAPHS = ("num_tokens", "aux_loss")
+"""Stand beside `forward`, the latter where it gives balance terms. Each gives one scalar."""
+
 RESULTS = re.compile(r"balance|counts_[0-9]{1,6}")
 """What the forward graph gives beside the logits."""
+
+
+def scalar_graphs(stage: StageGraphs) -> tuple[str, ...]:
+    """The graphs beside `forward` that turn its results into scalars."""
+    balanced = "balance" in stage.graph("forward").nodes[-1].refs()
+    return LOSS_GRAPHS + BALANCE_GRAPHS if balanced else LOSS_GRAPHS
 
 
 def refuse(path: Path, message: str) -> PlanError:
@@ -127,13 +137,17 @@ def _layout(path: Path, text: str, axes: set[str]) -> Layout:
 
 def _check_stage(path: Path, stage: StageGraphs, plan: Plan, axes: set[str]) -> None:
     names = [graph.name for graph in stage.graphs]
-    if len(set(names)) != len(names) or not {"forward", "loss"} <= set(names):
-        raise refuse(path, "its graphs are not named once each, with forward and loss among them")
+    if len(set(names)) != len(names) or "forward" not in names:
+        raise refuse(path, "its graphs are not named once each, with forward among them")
     logits, *others = stage.graph("forward").nodes[-1].refs() or [""]
     if logits != "logits" or not all(RESULTS.fullmatch(name) for name in others):
         raise refuse(path, "its forward graph does not give logits, balance and counts")
-    if len(stage.graph("loss").nodes[-1].refs()) != 1:
-        raise refuse(path, "its loss graph does not give one loss")
+    scalars = scalar_graphs(stage)
+    if missing := sorted(set(scalars) - set(names)):
+        raise refuse(path, f"it has no graph called {missing[0]}")
+    for name in scalars:
+        if len(stage.graph(name).nodes[-1].refs()) != 1:
+            raise refuse(path, f"its graph {name} does not give one scalar")
     sizes: dict[str, int] = {}
     for graph in stage.graphs:
         seen: set[str] = set()

@@ -19,7 +19,7 @@ TOKENS = ("batch", "sequence")
 
 
 def lower(spec: Spec) -> Program:
-    """The unsharded Program of `spec`: one block per distinct layer, `forward` that calls them, and `loss`.
+    """The unsharded Program of `spec`: one block per distinct layer, `forward` that calls them, and those of the loss.
 
     Raises `DiagnosticError` for the words that nothing here compiles yet: behind this line there are none.
     """
@@ -31,8 +31,8 @@ def lower(spec: Spec) -> Program:
     blocks = [_layer_block(model, layer, numbers, shares) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
-    loss = _loss_block(model, balanced="balance" in forward.outputs)
-    return Program(name=model.name, blocks=(*blocks, forward, loss))
+    losses = _loss_blocks(model, balanced="balance" in forward.outputs)
+    return Program(name=model.name, blocks=(*blocks, forward, *losses))
 
 
 def context_of(spec: Spec) -> int:
@@ -123,19 +123,28 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     return b.block(outputs)
 
 
-def _loss_block(model: Model, balanced: bool) -> Block:
-    dtype = model.dtype
-    inputs = [
-        Value(name="logits", shape=(*TOKENS, model.vocab), dtype=dtype),
-        Value(name="labels", shape=TOKENS, dtype="int64"),
-    ]
-    if balanced:
-        inputs.append(Value(name="balance", shape=(), dtype="fp32"))
-    b = Builder("loss", inputs, model.span())
+def _loss_blocks(model: Model, balanced: bool) -> list[Block]:
+    """The cross-entropy and, where `forward` gives balance terms, their mean over tokens.
+
+    What they divide by is counted in blocks of its own, so that micro-batches can share one count.
+    """
+    labels = Value(name="labels", shape=TOKENS, dtype="int64")
+    logits = Value(name="logits", shape=(*TOKENS, model.vocab), dtype=model.dtype)
+    blocks = [_count_block(model, "valid_labels", labels, valid_only=True)]
+    valid = Value(name="valid", shape=(), dtype="int64")
+    b = Builder("loss", [logits, labels, valid], model.span())
     nll = b.one(o.CrossEntropy, "logits", "labels", to="nll")
-    valid = b.one(o.CountLabels, "labels", to="valid", valid_only=True)
-    loss = b.one(o.Mean, nll, valid, to="loss")
+    blocks.append(b.block([b.one(o.Mean, nll, "valid", to="loss")], final=True))
     if balanced:
-        tokens = b.one(o.CountLabels, "labels", to="tokens", valid_only=False)
-        loss = b.one(o.Add, loss, b.one(o.Mean, "balance", tokens, to="balance"), to="loss")
-    return b.block([loss], final=True)
+        tokens = Value(name="tokens", shape=TOKENS, dtype="int64")
+        blocks.append(_count_block(model, "num_tokens", tokens, valid_only=False))
+        balance = Value(name="balance", shape=(), dtype="fp32")
+        b = Builder("aux_loss", [balance, Value(name="num_tokens", shape=(), dtype="int64")], model.span())
+        blocks.append(b.block([b.one(o.Mean, "balance", "num_tokens", to="aux_loss")], final=True))
+    return blocks
+
+
+def _count_block(model: Model, name: str, ids: Value, valid_only: bool) -> Block:
+    """The block called `name`: how many of `ids` there are on all ranks."""
+    b = Builder(name, [ids], model.span())
+    return b.block([b.one(o.CountLabels, ids.name, to="count", valid_only=valid_only)], final=True)

@@ -70,7 +70,12 @@ def _over(axis: str, dim: int, mesh: Mesh) -> Layout:
 
 
 def _input_layout(program: Program, value: Value, meshes: Meshes) -> Layout:
-    """Ids and labels come whole to the ranks of a tp group; balance terms are sums over a rank's own tokens."""
+    """Ids and labels come whole to the ranks of a tp group; balance terms are sums over a rank's own tokens.
+
+    A count is that of all ranks.
+    """
+    if not value.shape and value.dtype == "int64":
+        return REPLICATED
     if not value.shape:
         return Layout.of(dict.fromkeys(meshes.own_tokens.axes, Partial()))
     if value.dtype == "int64":

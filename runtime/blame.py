@@ -15,7 +15,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.runtime.backends import plain_torch
-from moec.runtime.lockstep import LOSS, BackwardError, Lockstep, PerRank, Step, StepError
+from moec.runtime.lockstep import BackwardError, Lockstep, PerRank, Step, StepError, parameter_name
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
 from moec.runtime.shards import local_slices
@@ -56,9 +56,12 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
             return _difference(step, steps, error, gradient=False)
     if failure is not None:
         return _difference(Step(failure.path, failure.node, []), steps, math.inf, gradient=False)
-    error = max(relative_error(loss, whole_loss[0], whole_loss[0], 0.0) for loss in losses)
-    if error > BOUND:  # every value is right, and the wrong one was given
-        return _difference(steps[-1], steps, error, gradient=False)
+    for name, (expected_loss,) in whole.losses.items():
+        found = cluster.lockstep.losses[name]
+        error = max(relative_error(loss, expected_loss, expected_loss, 0.0) for loss in found)
+        if error > BOUND:  # every value is right, and the wrong one was given
+            last = next(step for step in reversed(steps) if step.path == f"{name}.")
+            return _difference(last, steps, error, gradient=False)
     with plain_torch():
         whole_loss[0].backward()
     differentiate(weighted, computed)
@@ -324,7 +327,7 @@ def _parameter_difference(
     gradients = {name: p.grad for name, p in model.named_parameters()}
     summed = cluster.gradients()
     for step in steps:
-        name = step.path.removeprefix(LOSS) + step.node.target
+        name = parameter_name(step.path, step.node)
         if step.node.op != "get_attr" or name not in summed:
             continue
         data, whole = plan.parameters[name], gradients[name]

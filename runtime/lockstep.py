@@ -24,8 +24,8 @@ PerRank = list[Any]
 Use = tuple[str, str, str]
 """The path of the module, the consumer's name and the name of what it uses there."""
 
-LOSS = "loss."
-"""The path of the steps of the loss graph; it has no parameters."""
+LOSS_PATHS = ("valid_labels.", "loss.", "num_tokens.", "aux_loss.")
+"""The paths of the steps of the graphs beside `forward`, which have no parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,11 @@ class Step:
 
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AttributeError, ArithmeticError)
 """What operators raise where their inputs do not fit them."""
+
+
+def parameter_name(path: str, node: Node) -> str:
+    """The full name of the parameter that a node of the module at `path` fetches."""
+    return node.target if path in LOSS_PATHS else path + node.target
 
 
 class StepError(Exception):
@@ -95,6 +100,8 @@ class Lockstep:
         """What each rank's consumer was given of a value that has several: a tensor with that consumer's gradient."""
         self.counts: dict[int, PerRank] = {}
         """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
+        self.losses: dict[str, PerRank] = {}
+        """The terms of the last run's loss on every rank, by the graph that gives them."""
         self._groups = groups
         self._parameters = parameters
         self._recompute = recompute
@@ -103,20 +110,26 @@ class Lockstep:
     def run(
         self, tokens: Sequence[Tensor], labels: Sequence[Tensor], *, record: bool = False
     ) -> tuple[PerRank, PerRank]:
-        """Logits and loss of every rank; `record` keeps every step in `self.steps`, with gradients retained."""
+        """Logits and training loss of every rank; `record` keeps all steps in `self.steps`, with gradients retained."""
         self.steps, self.uses = [] if record else None, {}
-        forward, of_loss = self._graphs["forward"], self._graphs["loss"]
+        forward = self._graphs["forward"]
         named = dict(zip(forward.outputs, self._run(forward, "", [list(tokens)]), strict=True))
         counts = {name: values for name, values in named.items() if name.startswith("counts_")}
         self.counts = {int(name.removeprefix("counts_")): values for name, values in counts.items()}
-        wanted = of_loss.module.graph.find_nodes(op="placeholder")
-        missing = {"logits", *("balance" for _ in wanted[2:])} - set(forward.outputs)
-        if missing:
+        wanted = {"logits", "balance"} if self._graphs.has("aux_loss") else {"logits"}
+        if missing := wanted.difference(forward.outputs):
             output = forward.module.graph.output_node().meta["moec"]
             raise StepError("", output, KeyError(", ".join(sorted(missing))))
-        inputs = [named["logits"], list(labels), *(named["balance"] for _ in wanted[2:])]
-        (loss,) = self._run(of_loss, LOSS, inputs)
-        return named["logits"], loss
+        valid = self._scalar("valid_labels", list(labels))
+        self.losses = {"loss": self._scalar("loss", named["logits"], list(labels), valid)}
+        if "balance" in wanted:
+            num_tokens = self._scalar("num_tokens", list(tokens))
+            self.losses["aux_loss"] = self._scalar("aux_loss", named["balance"], num_tokens)
+        return named["logits"], [sum(terms) for terms in zip(*self.losses.values(), strict=True)]
+
+    def _scalar(self, graph: str, *inputs: PerRank) -> PerRank:
+        (result,) = self._run(self._graphs[graph], f"{graph}.", inputs)
+        return result
 
     def _run(self, graph: PreparedGraph, path: str, inputs: Sequence[PerRank]) -> list[PerRank]:
         values: dict[str, PerRank] = {}
@@ -127,7 +140,7 @@ class Lockstep:
                 case "placeholder":
                     values[node.name] = next(given)
                 case "get_attr":
-                    values[node.name] = list(self._parameters[path.removeprefix(LOSS) + data.target])
+                    values[node.name] = list(self._parameters[parameter_name(path, data)])
                 case "output":
                     return [values[name] for name in graph.outputs]
                 case "call_module":
@@ -225,6 +238,10 @@ class Graphs:
     def __init__(self, stage: StageGraphs, *, float64: bool) -> None:
         self._stage, self._float64 = stage, float64
         self._built: dict[str, PreparedGraph] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the stage has a graph called `name`."""
+        return name in self._stage.by_name()
 
     def __getitem__(self, name: str) -> PreparedGraph:
         if name not in self._built:

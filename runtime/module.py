@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from moec.codegen.checks import scalar_graphs
 from moec.codegen.fx import MakeParameter, build_module, operator_sites, parameter_sites
 from moec.codegen.graph import Ref, StageGraphs
 from moec.grammar.spec import Model
@@ -31,16 +32,17 @@ Agree = Callable[[str, str | None, tuple[int, ...], torch.device], str | None]
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """`logits` `[batch, sequence, vocab]` of this rank's tokens; `loss`, a scalar, where labels were given.
+    """`logits` `[batch, sequence, vocab]` of this rank's tokens; `loss`, a scalar, where labels were given; `aux_loss`.
 
     With tensor parallelism a rank has the logits of its own `vocab / tp` ids (where `tp` does not divide them all,
     those of its own `sequence / tp` tokens); `Job.whole_logits` gathers them.
     The loss is that of the whole global batch, the same on every rank: cross-entropy over the global number of valid
-    labels plus the weighted balance terms.
+    labels, and in training plus `aux_loss`: the weighted balance terms, a scalar, None where the model has none.
     """
 
     logits: Tensor
     loss: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 def _alone(site: str, complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
@@ -75,7 +77,9 @@ class PlanModule(nn.Module):
             # Other numbers in the same graph, over the same parameters.
             evaluation = build_module(evaluated, "forward", self.get_parameter, float64=float64)
             self.__dict__["_evaluation_graph"] = evaluation
-        self.__dict__["_loss_graph"] = build_module(stage, "loss", make_parameter, float64=float64)
+        self.__dict__["_loss_graphs"] = {
+            name: build_module(stage, name, make_parameter, float64=float64) for name in scalar_graphs(stage)
+        }
         self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
         self._agree = agree
         self._routers = operator_sites(forward, "moec.route.default")
@@ -105,15 +109,18 @@ class PlanModule(nn.Module):
         results = dict(zip(self._results, out if isinstance(out, tuple) else (out,), strict=True))
         logits, balance = results.pop("logits"), results.pop("balance", None)
         self.expert_counts = {int(name.removeprefix("counts_")): counts[0] for name, counts in results.items()}
+        graphs: dict[str, fx.GraphModule] = self.__dict__["_loss_graphs"]
+        aux_loss = None if balance is None else graphs["aux_loss"](balance, graphs["num_tokens"](tokens))
         if labels is None:
-            return ModelOutput(logits)
-        inputs = (logits, labels) if balance is None else (logits, labels, balance)
-        return ModelOutput(logits, self.__dict__["_loss_graph"](*inputs))
+            return ModelOutput(logits, aux_loss=aux_loss)
+        loss = graphs["loss"](logits, labels, graphs["valid_labels"](labels))
+        return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` of the graphs, with its options; the checks of a batch stay outside, so `fullgraph` holds."""
-        for name in ("_forward_graph", "_evaluation_graph", "_loss_graph"):
-            self.__dict__[name].compile(*args, **kwargs)
+        graphs = (self.__dict__["_forward_graph"], self.__dict__["_evaluation_graph"])
+        for graph in (*graphs, *self.__dict__["_loss_graphs"].values()):
+            graph.compile(*args, **kwargs)
 
     def parameter_sites(self) -> dict[str, str]:
         """What of the model uses each parameter, in words; by the parameter's name."""

@@ -16,7 +16,7 @@ from moec.passes.lower import context_of
 from moec.runtime.backends import plain_torch, select, triton_tiles
 from moec.runtime.errors import JobError
 from moec.runtime.lockstep import BackwardError, StepError
-from moec.runtime.module import IGNORED_LABEL, PlanModule
+from moec.runtime.module import IGNORED_LABEL, ModelOutput, PlanModule
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
 from moec.runtime.toy import Width, at_toy_widths
@@ -237,15 +237,15 @@ def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, 
 def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inputs) -> _Errors:
     with plain_torch():
         expected = model(inputs.tokens, inputs.labels)
-        assert expected.loss is not None
-        expected.loss.backward()
+        expected_loss = training_loss(model, expected)
+        expected_loss.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(cluster.parameters)
     logits, loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
     errors = _Errors(
         {
             "output": largest(expected.logits),
-            "loss": largest(expected.loss),
+            "loss": largest(expected_loss),
             "counts": 0.0,
             "gradient": max(largest(g) for g in gradients.values()),
             "parameter": max(largest(p) for p in model.parameters()),
@@ -255,7 +255,7 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
     for rank in range(plan.world_size):
         share = whole_logits[local_slices(whole_logits.shape, layout, dense, rank)]
         errors.add("output", f"the logits of rank {rank}", logits[rank].detach(), share, expected.logits)
-        errors.add("loss", f"rank {rank}", loss[rank].detach(), expected.loss.detach(), expected.loss)
+        errors.add("loss", f"rank {rank}", loss[rank].detach(), expected_loss.detach(), expected_loss)
     for layer, counts in model.expert_counts.items():
         total = _total(cluster.lockstep.counts.get(layer, []))
         errors.add("counts", f"the expert counts of layer {layer}", total, counts, counts)
@@ -274,6 +274,12 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         after = parameter - LEARNING_RATE * gradient
         errors.add("parameter", f"{name} on rank {rank}", held - LEARNING_RATE * got, after[index], after)
     return errors
+
+
+def training_loss(model: PlanModule, output: ModelOutput) -> Tensor:
+    """The loss with the balance terms, which in evaluation `output.loss` is without."""
+    assert output.loss is not None
+    return output.loss if model.training or output.aux_loss is None else output.loss + output.aux_loss
 
 
 def _total(counts: Sequence[object]) -> object:

@@ -22,6 +22,7 @@ from torch._C import DispatchKey
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from moec.codegen.checks import scalar_graphs
 from moec.codegen.fx import build_module, parameter_sites
 from moec.codegen.operators import CONVERSIONS
 from moec.codegen.plan import Plan
@@ -30,7 +31,7 @@ from moec.runtime import groups
 from moec.runtime.gradients import GradientSum
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
-from moec.runtime.verify import Inputs, global_batch
+from moec.runtime.verify import Inputs, global_batch, training_loss
 from moec.runtime.virtual import VirtualCluster
 
 COLLECTIVES = CONVERSIONS.keys() - {"moec.slice.default"}
@@ -118,12 +119,15 @@ def run_all_ranks(
             return found[name]
 
         stage = plan.stages[0]
-        forward, score = (build_module(stage, graph, make, float64=True) for graph in ("forward", "loss"))
-        out = forward(LocalTensor(dict(enumerate(inputs.rank_tokens))))
+        forward = build_module(stage, "forward", make, float64=True)
+        score = {graph: build_module(stage, graph, make, float64=True) for graph in scalar_graphs(stage)}
+        tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_tokens, inputs.rank_labels))
+        out = forward(tokens)
         names = [arg.node for arg in stage.graph("forward").nodes[-1].args]
         results = dict(zip(names, out if isinstance(out, tuple) else (out,), strict=True))
-        balance = [results["balance"]] if "balance" in results else []
-        loss = score(results["logits"], LocalTensor(dict(enumerate(inputs.rank_labels))), *balance)
+        loss = score["loss"](results["logits"], labels, score["valid_labels"](labels))
+        if "balance" in results:
+            loss = loss + score["aux_loss"](results["balance"], score["num_tokens"](tokens))
         sums = GradientSum(found, {name: plan.parameters[name].sum_over for name in found}, parameter_sites(forward))
         sums.watch(loss)
         loss.backward()
@@ -154,11 +158,11 @@ def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
     model = reference(plan.spec, seed=0, dtype=torch.float64).train(training)
     inputs = global_batch(plan, 0)
     out = model(inputs.tokens, inputs.labels)
-    assert out.loss is not None
-    out.loss.backward()
+    loss = training_loss(model, out)
+    loss.backward()
     dense, ranks = plan.meshes["dense"], range(plan.world_size)
     logits = [out.logits[local_slices(out.logits.shape, plan.logits_layout, dense, rank)] for rank in ranks]
-    found = {"logits": logits, "loss": [out.loss for _ in ranks]}
+    found = {"logits": logits, "loss": [loss for _ in ranks]}
     for name, parameter in model.named_parameters():
         data = plan.parameters[name]
         layout, mesh = Layout.parse(data.layout), plan.meshes[data.mesh]

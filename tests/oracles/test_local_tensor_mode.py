@@ -73,7 +73,7 @@ def first(plan: Plan, target: str) -> tuple[str, str]:
 FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "expert gradients are not summed": ("ep 2", lambda p: change_sums(p, "experts.up.weight", ())),
     "ep and edp are swapped": ("ep 2", swap_groups),
-    "the loss is not reduced": ("ep 2", lambda p: bypass(p, "loss", "loss_2")),
+    "the loss is not reduced": ("ep 2", lambda p: bypass(p, "loss", "loss_1")),
     "no copy_to": ("tp 4, tokens whole", lambda p: without(p, "moec.copy_to.default")),
     "gathered for sharded ops as if they were alike": (
         "tp 2, ep 1", lambda p: instead(p, "moec.all_gather.default", "moec.all_gather_alike.default")

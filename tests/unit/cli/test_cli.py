@@ -143,7 +143,7 @@ def test_stop_after_shows_the_program_so_far(run):
 def test_print_ir_after_and_time_passes_go_to_stderr(run):
     code, out, err = run("compile", "tiny.moe", "--print-ir-after=changed", "--time-passes")
     assert code == 0
-    assert "// after communicate: 51 ops (+6)" in err
+    assert "// after communicate: 51 ops (+7)" in err
     assert all(f"ms  {name}" in err for name in ("lower", "place", "shard", "communicate", "partition"))
     assert "//" not in out
     assert run("compile", "tiny.moe", "--print-ir-after=shard")[2].count("// after") == 1

@@ -18,7 +18,7 @@ WHOLE_TOKENS = {"tp": 2, "ep": 4, "sequence_parallel": False}
 STOPS = {
     "moec.all_gather.default": ({"tp": 2, "ep": 4}, "forward"),
     "moec.all_gather_alike.default": (WHOLE_TOKENS, "layers.2"),
-    "moec.all_reduce.default": ({"ep": 4}, "loss"),
+    "moec.all_reduce.default": ({"ep": 4}, "aux_loss"),
     "moec.all_to_all.default": ({"ep": 4}, "layers.2"),
     "moec.all_to_all_padded.default": ({"ep": 4, "beside": "capacity = factor(1.0)"}, "layers.2"),
     "moec.copy_to.default": (WHOLE_TOKENS, "forward"),

@@ -50,10 +50,10 @@ def test_bf16_models_are_verified_in_float64_to_the_last_literal():
 
 
 FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
-    "the loss is not reduced": (lambda p: bypass(p, "loss", "loss_2"), "logits and loss"),
-    "labels are counted on one rank only": (lambda p: bypass(p, "loss", "valid_1"), "mean"),
-    "tokens are counted on one rank only": (lambda p: bypass(p, "loss", "tokens_1"), "mean"),
-    "the balance is dropped": (lambda p: bypass(p, "loss", "loss_1"), "balance"),
+    "the loss is not reduced": (lambda p: bypass(p, "loss", "loss_1"), "logits and loss"),
+    "labels are counted on one rank only": (lambda p: bypass(p, "valid_labels", "count_1"), "mean"),
+    "tokens are counted on one rank only": (lambda p: bypass(p, "num_tokens", "count_1"), "mean"),
+    "the balance is not reduced": (lambda p: bypass(p, "aux_loss", "aux_loss_1"), "balance"),
     "expert gradients are not summed": (lambda p: change_sums(p, "experts.up.weight", ()), "up.weight"),
     "expert gradients are summed over dp": (lambda p: change_sums(p, "experts.down.weight", ("dp",)), "down.weight"),
     "dense gradients are not summed": (lambda p: change_sums(p, "attention.q.weight", ()), "q.weight"),
@@ -94,7 +94,10 @@ FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
         ),
         "h",
     ),
-    "ignored labels count": (lambda p: change_node(p, "loss", "valid_mask", args=(Ref(node="labels"), -1)), "valid"),
+    "ignored labels count": (
+        lambda p: change_node(p, "valid_labels", "count_mask", args=(Ref(node="labels"), -1)),
+        "valid",
+    ),
     "a balance term of another weight": (
         lambda p: change_node(p, BODY, "balance_term_1", args=(Ref(node="z_loss"), 2e-3)),
         "balance",
@@ -155,7 +158,7 @@ def test_rows_over_the_group_of_another_layer_are_found_where_they_leave(layer: 
 
 
 def test_no_layer_of_any_mesh_is_blamed_for_what_the_loss_does():
-    found = verify(bypass(pyramid(), "loss", "loss_2")).first_difference
+    found = verify(bypass(pyramid(), "loss", "loss_1")).first_difference
     assert found is not None
     assert found.layer == "loss"
 

@@ -114,7 +114,7 @@ def test_a_width_that_somebody_changed_is_found_even_where_it_is_the_toy_one(wid
     [
         (lambda p: bypass(p, BODY, "x_2"), "x.2"),
         (lambda p: change_sums(p, "experts.up.weight", ()), "@moe.experts.up.weight"),
-        (lambda p: bypass(p, "loss", "loss_2"), "loss.2"),
+        (lambda p: bypass(p, "loss", "loss_1"), "loss.1"),
     ],
 )
 def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(plant, value: str):

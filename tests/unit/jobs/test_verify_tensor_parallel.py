@@ -185,11 +185,17 @@ FAULTS: dict[str, Fault] = {
         TP, lambda p: bypass(p, "loss", "label_logit_1"), "loss", "aten.sum.default", "nll", 1, gradient=False
     ),
     "the balance is a rank's own": Fault(
-        TP, lambda p: bypass(p, "loss", "balance_2"), "loss", "aten.add.Tensor", "loss.1", 1, gradient=False
+        TP,
+        lambda p: bypass(p, "aux_loss", "aux_loss_1"),
+        "aux_loss",
+        "moec.all_reduce.default",
+        "aux_loss.2",
+        1,
+        gradient=False,
     ),
     "labels are counted over tp too": Fault(
         TP,
-        lambda p: insert_after(p, "loss", "valid", "moec.all_reduce.default", "tp"),
+        lambda p: insert_after(p, "valid_labels", "count", "moec.all_reduce.default", "tp"),
         "loss",
         "aten.div.Tensor",
         "loss",

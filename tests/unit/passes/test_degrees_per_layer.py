@@ -122,6 +122,7 @@ def test_identical_layers_with_different_degrees_become_blocks_of_their_own():
         "layers[1..2,4]": "experts[1..2,4]",
         "layers[3..5 step 2]": "experts[3..5 step 2]",
         "forward": None,
+        "valid_labels": None,
         "loss": None,
     }
     calls = [op.block for op in placed.block("forward").ops if isinstance(op, Call)]
@@ -145,6 +146,7 @@ def test_ten_thousand_layers_make_as_many_blocks_as_there_are_degrees():
         "layers[1..4999 step 2]",
         "layers[5000..9999]",
         "forward",
+        "valid_labels",
         "loss",
     ]
 
