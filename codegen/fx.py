@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -39,6 +40,109 @@ def build_module(
     """
     graphs = stage.by_name()
     return _build(graphs, graphs[graph], "", make_parameter, float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A graph as a pure function: `module(*inputs, *weights)`, in the order in which `weights` names them.
+
+    `weights` are paths relative to the module that owns the parameters; `sites` says what of the model uses each.
+    """
+
+    module: fx.GraphModule
+    weights: tuple[str, ...]
+    sites: Mapping[str, str]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        return self  # a function has no state
+
+
+def build_function(
+    stage: StageGraphs, graph: str, *, prefix: str = "", groups: str = "", float64: bool = False
+) -> Function:
+    """The graph called `graph` as a function of its inputs and its weights.
+
+    `prefix` is the path of the module that it serves (`layers.3.`), `groups` what the names of its groups begin with.
+    Raises `GraphError`.
+    """
+    graphs = stage.by_name()
+    return _Lifter(graphs, groups, float64).lift(graphs[graph], prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lifter:
+    """Makes functions of graphs: what they fetch by name, they take as arguments instead."""
+
+    graphs: Mapping[str, Graph]
+    groups: str
+    float64: bool
+
+    def lift(self, data: Graph, prefix: str) -> Function:
+        root, graph = nn.Module(), fx.Graph()
+        nodes: dict[str, fx.Node] = {}
+        nested: dict[str, Function] = {}
+        for node in data.nodes:
+            if node.op == "placeholder":
+                nodes[node.name] = self._add(graph, node, nodes, prefix)
+            elif node.op == "call_module":
+                assert node.graph is not None
+                nested[node.name] = self.lift(self.graphs[node.graph], f"{prefix}{node.target}.")
+                attach(root, node.target, nested[node.name].module)
+        weights, sites = self._take_weights(graph, data, nested, nodes)
+        for node in data.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                continue
+            nodes[node.name] = self._add(graph, node, nodes, prefix)
+            for used in node.refs():
+                if used in weights:
+                    sites.setdefault(weights[used], _site(node, prefix))
+            if node.name in nested:
+                function = nested[node.name]
+                sites.update({f"{node.target}.{path}": function.sites[path] for path in function.weights})
+                named = {path: name for name, path in weights.items()}
+                nodes[node.name].args += tuple(nodes[named[f"{node.target}.{path}"]] for path in function.weights)
+        name = "".join(c for c in data.name.title() if c.isalnum())
+        return Function(fx.GraphModule(root, graph, class_name=name), tuple(weights.values()), sites)
+
+    def _take_weights(
+        self, graph: fx.Graph, data: Graph, nested: Mapping[str, Function], nodes: dict[str, fx.Node]
+    ) -> tuple[dict[str, str], dict[str, str]]:
+        """An argument for each parameter, those of nested graphs included: its node's name and its path."""
+        weights: dict[str, str] = {}
+        for node in data.nodes:
+            if node.op == "get_attr":
+                weights[node.name] = node.target
+            for path in nested[node.name].weights if node.name in nested else ():
+                weights[f"{node.name}_{path.replace('.', '_')}"] = f"{node.target}.{path}"
+        for name in weights:
+            nodes[name] = graph.placeholder(name)
+        return weights, {}
+
+    def _add(self, graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], prefix: str) -> fx.Node:
+        return _add_node(graph, node, nodes, prefix, self.float64, self.groups)
+
+
+@dataclass(frozen=True, slots=True)
+class TopGraph:
+    """A graph to be run node by node, whose modules and parameters its caller has; `sites` as of `Function`."""
+
+    graph: fx.Graph
+    sites: Mapping[str, str]
+
+
+def build_graph(stage: StageGraphs, name: str, *, groups: str = "", float64: bool = False) -> TopGraph:
+    """The graph called `name` as torch.fx has it, with parameters fetched and modules called by their paths."""
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {}
+    sites: dict[str, str] = {}
+    data = stage.graph(name)
+    fetched = {node.name: node.target for node in data.nodes if node.op == "get_attr"}
+    for node in data.nodes:
+        nodes[node.name] = _add_node(graph, node, nodes, "", float64, groups)
+        for used in node.refs():
+            if used in fetched:
+                sites.setdefault(fetched[used], _site(node, ""))
+    return TopGraph(graph, sites)
 
 
 def parameter_sites(module: fx.GraphModule, prefix: str = "") -> dict[str, str]:
@@ -75,16 +179,18 @@ def _build(graphs: Mapping[str, Graph], data: Graph, prefix: str, make: MakePara
     for node in data.nodes:
         match node.op:
             case "get_attr":
-                _attach(root, node.target, make(prefix + node.target))
+                attach(root, node.target, make(prefix + node.target))
             case "call_module":
                 assert node.graph is not None
                 body = _build(graphs, graphs[node.graph], f"{prefix}{node.target}.", make, float64)
-                _attach(root, node.target, body)
+                attach(root, node.target, body)
         nodes[node.name] = _add_node(graph, node, nodes, prefix, float64)
     return fx.GraphModule(root, graph, class_name="".join(c for c in data.name.title() if c.isalnum()))
 
 
-def _add_node(graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], prefix: str, float64: bool) -> fx.Node:
+def _add_node(
+    graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], prefix: str, float64: bool, groups_prefix: str = ""
+) -> fx.Node:
     args = tuple(_argument(arg, nodes, float64) for arg in node.args)
     kwargs = {name: _argument(arg, nodes, float64) for name, arg in node.kwargs.items()}
     target: Any = node.target
@@ -95,6 +201,8 @@ def _add_node(graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], prefix:
         if complaint:
             raise GraphError(f"{node.name} {complaint}")
         target = resolve(node.target)
+        kinds = SIGNATURES[node.target].positional
+        args = tuple(groups_prefix + arg if kind == "group" else arg for kind, arg in zip(kinds, args, strict=True))
         if node.target in CONVERSIONS:
             kwargs["site"] = _site(node, prefix)
     elif node.op == "output":
@@ -135,7 +243,7 @@ def resolve(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
-def _attach(root: nn.Module, path: str, child: nn.Parameter | nn.Module) -> None:
+def attach(root: nn.Module, path: str, child: nn.Parameter | nn.Module) -> None:
     """Sets `child` at a dotted path under `root`, with plain modules on the way."""
     *parents, name = path.split(".")
     for parent in parents:

@@ -4,37 +4,38 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from moec.codegen.fx import DTYPES
 from moec.codegen.plan import ParameterData, Plan
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Layout, Shard
 from moec.passes.ir.mesh import group_name
-from moec.passes.lower import context_of
 from moec.passes.mixture import choices_per_token
 from moec.runtime import groups
 from moec.runtime.backends import select, triton_tiles
+from moec.runtime.batches import limits_of
+from moec.runtime.checks import JobChecks
 from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
-from moec.runtime.gradients import GradientSum, clip_gradient_norm
+from moec.runtime.gradients import clip_gradient_norm
+from moec.runtime.join import ALL_RANKS, device_meshes, join, process_groups
 from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.optimizer import make_optimizer
+from moec.runtime.rank import RankHome
 from moec.runtime.replicas import check_replicas
-from moec.runtime.shards import initial_shard
+from moec.runtime.step import Counter, Loss, Step, run_step
 from moec.runtime.watch import collective, watch
 
 TIMEOUT = 100.0
@@ -46,10 +47,16 @@ class Job:
 
     Entering it joins the process group (or uses the one there is) and builds the plan's meshes; leaving it undoes what
     entering did. `rank`, `world_size`: this process among all; `data_rank`, `data_size`: its share of the batch.
+    Several jobs may run in one process: each has groups, tiles and a watch of its own.
     """
 
     def __init__(
-        self, plan: Plan, device: str | None = None, check_replicas: int = 0, timeout: float = TIMEOUT
+        self,
+        plan: Plan,
+        device: str | None = None,
+        check_replicas: int = 0,
+        timeout: float = TIMEOUT,
+        checks: str = "first",
     ) -> None:
         if check_replicas < 0:
             raise ValueError(f"check_replicas is a number of steps, or 0 for never, not {check_replicas}")
@@ -65,9 +72,15 @@ class Job:
         self.data_rank = plan.data_rank(self.rank) if self.rank < plan.world_size else 0
         self.data_size = plan.data_size
         self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._timeout = timeout
+        self._timeout = timedelta(seconds=timeout)
         self._check_every, self._steps, self._in_step = check_replicas, 0, False
+        self._number, self._meshes = groups.new_job(), dict[str, DeviceMesh]()
+        tp = plan.meshes["dense"].size("tp")
+        self._checks = JobChecks(checks, self._number, self.rank, plan.world_size, tp, self._place)
         self._stack = ExitStack()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
 
     def __enter__(self) -> Self:
         speak_once(self.rank)
@@ -77,15 +90,20 @@ class Job:
             self._require_world_size()
             select(self.device_type)  # raises where `MOEC_BACKEND` cannot be had: on every rank, before they meet
             self.data_rank = self.plan.data_rank(self.rank)
+            self._checks.rank = self.rank
             if not dist.is_initialized():
-                _join(self.rank, self.world_size, self.device_type, timedelta(seconds=self._timeout))
+                join(self.rank, self.world_size, self.device_type, self._timeout)
                 stack.callback(dist.destroy_process_group)
-            stack.enter_context(groups.use(self._groups()))
-            stack.enter_context(triton_tiles.use(self.plan.tiles))
+            self._meshes = device_meshes(self.plan.meshes, self.device_type)
+            named = process_groups(self._meshes, self.device_type, self._timeout)
+            watching = None
             if self.world_size > 1:
                 # A connection of its own: a thread that waits on a shared one would hold up the other.
                 store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-                stack.enter_context(watch(store, self.rank, self.world_size, self._timeout))
+                seconds = self._timeout.total_seconds()
+                watching = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
+            stack.enter_context(groups.opened(self._number, named, watching))
+            stack.enter_context(triton_tiles.use(self.plan.tiles))
             self._stack = stack.pop_all()
         return self
 
@@ -104,44 +122,17 @@ class Job:
                 f"or compile the file for a cluster of {self.world_size}",
             )
 
-    def _groups(self) -> dict[str, dist.ProcessGroup]:
-        """The plan's groups by name, as torch's DeviceMesh makes them."""
-        found = {}
-        for name, mesh in self.plan.meshes.items():
-            if not mesh.wide_axes():
-                continue
-            shape = tuple(size for _, size in mesh.axes)
-            ranks = torch.arange(mesh.ranks).reshape(shape)
-            device_mesh = DeviceMesh(self.device_type, ranks, mesh_dim_names=tuple(axis for axis, _ in mesh.axes))
-            for axis in mesh.wide_axes():
-                group = group_name(axis, name if name != "dense" else None)
-                found[group] = device_mesh.get_group(axis)
-                # Else it waits for torch's 30 minutes, whatever the process group it is part of.
-                distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout), found[group])
-        return found
-
     # ---- what a training script calls --------------------------------------------------------------
 
     def build(self, device: str | torch.device | None = None, *, seed: int = 0) -> PlanModule:
-        """This rank's shard of the model, newly initialised. What it starts as does not depend on the sharding."""
+        """This rank's shard of the model, newly drawn on `device`. What it starts as does not depend on the sharding.
+
+        On `"meta"` nothing is allocated; `model.to_empty(device=…)` and a `state_dict` come next.
+        """
         target = torch.device(device or self.device_type)
-
-        def make(name: str) -> nn.Parameter:
-            data = self.plan.parameters[name]
-            mesh = self.plan.meshes[data.mesh]
-            shard = initial_shard(name, data, mesh, self.rank, seed=seed, dtype=DTYPES[data.dtype])
-            return nn.Parameter(shard.to(target))
-
-        spec, tp = self.plan.spec, self.plan.meshes["dense"].size("tp")
-        module = PlanModule(spec.model, context_of(spec), self.plan.stages[0], make, self._agree, tensor_parallel=tp)
-        sums = {name: self.plan.parameters[name].sum_over for name, _ in module.named_parameters()}
-        gradient_sum = GradientSum(dict(module.named_parameters()), sums, module.parameter_sites())
-
-        def watch(_: nn.Module, __: object, output: ModelOutput) -> None:
-            gradient_sum.watch(output.loss, output.logits)
-
-        module.register_forward_hook(watch)
-        return module
+        home = RankHome(self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed)
+        limits = limits_of(self.plan.spec, self.plan.meshes["dense"].size("tp"), self.data_size)
+        return PlanModule(self.plan.stages[0], limits, home)
 
     def optimizer(self, model: PlanModule) -> AdamW:
         """The optimizer that the file's `train` block names, with its defaults where it has none."""
@@ -151,45 +142,98 @@ class Job:
         undecayed: list[nn.Parameter] = []
         for name, parameter in model.named_parameters():
             (decayed if self.plan.parameters[name].decays else undecayed).append(parameter)
-        return make_optimizer(spec, decayed, undecayed)
+        return make_optimizer(spec, decayed, undecayed, model)
 
-    def step(self, model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
+    def step(
+        self,
+        model: PlanModule,
+        tokens: Tensor,
+        labels: Tensor,
+        *,
+        microbatches: int = 1,
+        loss: Loss | None = None,
+        logprob_loss: Loss | None = None,
+        count: Counter | None = None,
+        inputs: Mapping[str, Tensor] | None = None,
+    ) -> Tensor:
         """Forward, backward and gradient sums over this rank's share of the batch; gives the global loss, detached.
 
-        Before every N-th, with `check_replicas=N`, replicas are compared.
+        tokens and labels int64 `[batch, sequence]`. The gradient is that of the whole batch of all ranks, in however
+        many `microbatches` it is cut and however labels are masked. Before every N-th step, with `check_replicas=N`,
+        replicas are compared.
+
+        A loss of one's own, one of:
+        - `loss(logits, labels, **inputs)`: a sum over tokens, a scalar; logits `[batch, sequence, vocab]` are whole;
+        - `logprob_loss(logprobs, labels, **inputs)`: the same of the labels' log-probabilities `[batch, sequence]`,
+          fp32, 0 where a label is ignored; no rank has whole logits.
+
+        It is divided by `count(labels, **inputs)`, summed over all ranks and micro-batches: by default the valid
+        labels. A count that takes `logits` first needs the forward pass, and so a single micro-batch. `inputs` are
+        tensors `[batch, sequence, …]`, cut as tokens are. The model's balance terms are added (`.aux_loss`).
+
+        Raises `JobError`, alike on every rank, for a loss that is no scalar, a count that is 0 on all ranks, and
+        inputs of other shapes.
         """
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             self.check_replicas(model)
+        step = Step(
+            tokens, labels, microbatches=microbatches, loss=loss, logprob_loss=logprob_loss, count=count,
+            inputs=dict(inputs or {}),
+        )  # fmt: skip
         self._in_step = True
         try:
-            loss = model(tokens, labels).loss
+            return run_step(self, model, step)
         finally:
             self._in_step = False
-        loss.backward()
-        detached: Tensor = loss.detach()
-        return detached
+
+    @contextmanager
+    def accumulate(self, model: PlanModule, *labels: Tensor, tokens: tuple[Tensor, ...] = ()) -> Iterator[None]:
+        """Within it `model(tokens, labels).loss.backward()` adds up to the gradient of all micro-batches together.
+
+        `labels` are those of every micro-batch to come: each loss is divided by the valid labels of all of them.
+        `tokens`, the same of tokens, where the model has a padding id and balance terms: padding is counted by them.
+        Gradients are summed over the ranks once per backward pass; `job.step(…, microbatches=n)` does so once.
+        """
+        if not labels:
+            raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch to come")
+        flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
+        with model.counting(model.count_labels(flat), model.count_tokens(ids)) as used:
+            yield
+        if used.given != flat.numel():
+            raise JobError(
+                "MOE0713",
+                f"job.accumulate was given {flat.numel()} labels, and the forward passes in it {used.given}",
+                "give it the labels of exactly the micro-batches that follow; zero the gradients of this step",
+            )
 
     def check_replicas(self, model: PlanModule) -> None:
         """Raises `JobError`, alike on every rank, unless ranks with the same part of a parameter have the same bits.
 
         A collective: every rank must call it, or none.
         """
-        check_replicas(self.plan, dict(model.named_parameters()), self.world_size)
+        parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+        check_replicas(self.plan, parts, self.world_size, self._number + ALL_RANKS)
 
     def clip_grad_norm_(self, model: PlanModule, max_norm: float) -> Tensor:
         """Scales the gradients to a global norm of at most `max_norm`; gives the norm before, alike on every rank."""
-        sharded = {name: self._sharded_over(self.plan.parameters[name]) for name, _ in model.named_parameters()}
-        return clip_gradient_norm(dict(model.named_parameters()), sharded, max_norm)
+        sharded, gradients = {}, {}
+        for name, parameter in model.named_parameters():
+            sharded[name] = self._sharded_over(self.plan.parameters[name])
+            if parameter.grad is not None:
+                gradients[name] = local_part(parameter.grad)
+        return clip_gradient_norm(gradients, sharded, max_norm)
 
     def whole_logits(self, output: ModelOutput) -> Tensor:
-        """`output.logits` over the whole vocabulary and all tokens of this rank's sequences, detached.
+        """`output.logits` over the whole vocabulary and all tokens of this rank's sequences, differentiable.
 
-        A collective: every rank must call it, or none.
+        What follows must be computed alike on all ranks of a tp group. A collective: every rank must call it, or none.
         """
-        logits = output.logits.detach()
-        placement = self.plan.logits_layout.get("tp")
-        return all_gather_alike(logits, placement.dim, "tp", "whole logits") if isinstance(placement, Shard) else logits
+        logits, placement = output.logits, self.plan.logits_layout.get("tp")
+        if not isinstance(placement, Shard):
+            return logits
+        whole: Tensor = all_gather_alike(logits, placement.dim, f"{self._number}tp", "whole logits")
+        return whole
 
     def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
         """Rows that each expert got in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.
@@ -200,9 +244,7 @@ class Job:
         if not layers:
             return {}
         counts = torch.cat([model.expert_counts[layer] for layer in layers])
-        if self.world_size > 1:
-            with collective("all_reduce", "", "expert loads"):
-                dist.all_reduce(counts)
+        self._sum_over_all(counts, "expert loads")
         sizes = [model.expert_counts[layer].numel() for layer in layers]
         return dict(zip(layers, torch.split(counts.cpu(), sizes), strict=True))
 
@@ -212,11 +254,8 @@ class Job:
         Over all ranks, as `expert_loads` is, and so a collective too.
         """
         loads = self.expert_loads(model)
-        tokens = torch.tensor(model.num_tokens)
-        if self.world_size > 1:
-            tokens = tokens.to(next(model.parameters()).device)
-            with collective("all_reduce", "", "drop rates"):
-                dist.all_reduce(tokens)
+        tokens = torch.tensor(model.num_tokens, device=next(model.parameters()).device)
+        self._sum_over_all(tokens, "drop rates")
         total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group read the same ones
         kept = {layer: int(load.sum()) / choices_per_token(self.plan.spec, layer) for layer, load in loads.items()}
         return {layer: 1 - rows / total if total else 0.0 for layer, rows in kept.items()}
@@ -225,64 +264,34 @@ class Job:
         """Checkpoints are not supported yet."""
         raise JobError("MOE0700", "job.save: checkpoints come in a later version of moec")
 
+    # ---- its own -------------------------------------------------------------------------------------
+
+    @property
+    def checks(self) -> JobChecks:
+        """How its ranks check what they are given, together."""
+        return self._checks
+
+    @property
+    def number(self) -> str:
+        """What the names of its groups begin with (`moec.runtime.groups`)."""
+        return self._number
+
+    def _sum_over_all(self, counts: Tensor, what: str) -> None:
+        if self.world_size > 1:
+            with collective("all_reduce", self._number + ALL_RANKS, what) as peers:
+                dist.all_reduce(counts, group=peers)
+
     def _sharded_over(self, data: ParameterData) -> tuple[str, ...]:
         mesh = None if data.mesh == "dense" else data.mesh
-        return tuple(group_name(axis, mesh) for axis in Layout.parse(data.layout).sharded_axes())
+        return tuple(self._number + group_name(axis, mesh) for axis in Layout.parse(data.layout).sharded_axes())
 
-    def _agree(self, site: str, complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
-        """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs.
-
-        The same reduction finds numbers of `alike` that differ between ranks: a complaint of none of them.
-        """
-        if complaint:
-            complaint = self._with_place(complaint)
-        if self.world_size == 1:
-            return complaint
-        bounds = [bound for number in alike for bound in (number, -number)]
-        lowest = torch.tensor([self.rank if complaint else self.world_size, *bounds], device=device)
-        with collective("all_reduce", "", site):
-            dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-        speaker, *bounds = lowest.tolist()
-        if speaker == self.world_size:
-            least, most = bounds[::2], [-bound for bound in bounds[1::2]]
-            if least == most:
-                return None
-            return f"tokens have shapes from {least} to {most} on the ranks; experts with a capacity want one"
-        return _broadcast_text(complaint or "", speaker, device)
-
-    def _with_place(self, complaint: str) -> str:
+    def _place(self) -> str:
         place = [f"rank {self.rank}"] if self.world_size > 1 else []
         place += [f"step {self._steps}"] if self._in_step else []
-        return f"{', '.join(place)}: {complaint}" if place else complaint
+        return ", ".join(place)
 
 
-_joined = count()
-"""Jobs that this process has started: as many on every rank, for all run the same script."""
-
-
-def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
-    backend = "nccl" if device_type == "cuda" else "gloo"
-    if device_type == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if "MASTER_ADDR" not in os.environ:
-        assert world_size == 1
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
-        return
-    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    # The agent's store still holds the addresses of the last attempt, and of the last job of this process.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt_{attempt}_job_{next(_joined)}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-
-
-def _broadcast_text(text: str, source: int, device: torch.device) -> str:
-    encoded = list(text.encode()[:MAX_COMPLAINT])
-    buffer = torch.zeros(MAX_COMPLAINT, dtype=torch.uint8, device=device)
-    buffer[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8)
-    with collective("broadcast", "", "a complaint"):
-        dist.broadcast(buffer, source)
-    return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
-
-
-MAX_COMPLAINT = 1000
-"""Bytes of a complaint that travel to the other ranks."""
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or a gradient, detached."""
+    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return part.detach()

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from moec.codegen.checks import scalar_graphs
-from moec.codegen.fx import MakeParameter, build_module, operator_sites, parameter_sites
-from moec.codegen.graph import Ref, StageGraphs
-from moec.grammar.spec import Model
+from moec.codegen.fx import Function, build_function, operator_sites
+from moec.codegen.graph import StageGraphs
 from moec.runtime import (
     operators,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
+from moec.runtime.batches import Limits
 from moec.runtime.errors import JobError
+from moec.runtime.home import Home, own_weights
+from moec.runtime.state import refuse_foreign_state, sign_state
+from moec.runtime.top_level import TopLevel
+from moec.runtime.weights import Microbatches, Weights
+from moec.runtime.wrappers import data_parallel_error, refuse_autocast, refuse_fully_sharded
 
-IGNORED_LABEL = -100
 WITHOUT_SCORES = (
     "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
     "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
 )
 _CAPACITY = ("moec.permute_padded.default", "moec.keep_choices.default")
-
-Agree = Callable[[str, str | None, tuple[int, ...], torch.device], str | None]
-"""Takes where it is, this rank's complaint and what must be alike on all; gives every rank one complaint, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,50 +46,65 @@ class ModelOutput:
     aux_loss: Tensor | None = None
 
 
-def _alone(site: str, complaint: str | None, alike: tuple[int, ...], device: torch.device) -> str | None:
-    return complaint
+@dataclass(slots=True)
+class Counts:
+    """What losses are divided by, where that is more than one forward pass's: 0-d int64, over all ranks."""
+
+    labels: Tensor | None = None
+    tokens: Tensor | None = None
+    given: int = 0
+    """Labels, ignored ones included, of the forward passes that were divided by them."""
+
+
+class Layer(nn.Module):
+    """One layer: its parameters, and the function that computes it, in evaluation maybe another."""
+
+    def __init__(self, path: str, functions: Sequence[Function], home: Home, microbatches: Microbatches) -> None:
+        """`path` is its own in the model (`layers.3.`), `functions` those of training and of evaluation."""
+        super().__init__()
+        self._functions = tuple(functions)
+        self._weights = own_weights(self, path, functions[0].weights, functions[0].sites, home, microbatches)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """What the layer's graph gives: the residual stream, and of a mixture its counts and balance term."""
+        function = self._functions[0 if self.training else -1]
+        return function.module(*inputs, *self._weights())
 
 
 class PlanModule(nn.Module):
     """This rank's part of a model. Parameters are named as in the plan (`layers.3.attention.q.weight`).
 
+    They are fp32 masters, whatever the dtype that layers compute in; DTensors where there are several ranks.
     In evaluation mode (`eval()`) experts have the capacity that the file gives for it.
     """
 
-    def __init__(
-        self,
-        model: Model,
-        context: int,
-        stage: StageGraphs,
-        make_parameter: MakeParameter,
-        agree: Agree = _alone,
-        *,
-        tensor_parallel: int = 1,
-        float64: bool = False,
-    ) -> None:
+    layers: nn.ModuleList
+
+    def __init__(self, stage: StageGraphs, limits: Limits, home: Home, *, float64: bool = False) -> None:
         super().__init__()
-        forward = build_module(stage, "forward", make_parameter, float64=float64)
-        # Its children are this module's own, so that names have no prefix; the graph itself stands beside them.
-        for name, child in forward.named_children():
-            self.add_module(name, child)
-        self.__dict__["_forward_graph"] = self.__dict__["_evaluation_graph"] = forward
+        self._home, self.limits = home, limits
+        self._microbatches, self._counts, self.seen = Microbatches(), Counts(), set[object]()
         evaluated = stage.in_evaluation()
-        if evaluated is not stage:
-            # Other numbers in the same graph, over the same parameters.
-            evaluation = build_module(evaluated, "forward", self.get_parameter, float64=float64)
-            self.__dict__["_evaluation_graph"] = evaluation
-        self.__dict__["_loss_graphs"] = {
-            name: build_module(stage, name, make_parameter, float64=float64) for name in scalar_graphs(stage)
+        self.layers = nn.ModuleList()
+        self._routers: list[str] = []
+        for path, graph in layer_calls(stage):
+            stages = (stage,) if evaluated is stage else (stage, evaluated)
+            functions = [
+                build_function(s, graph, prefix=f"{path}.", groups=home.groups, float64=float64) for s in stages
+            ]
+            self.layers.append(Layer(f"{path}.", functions, home, self._microbatches))
+            self._routers += operator_sites(functions[0].module, "moec.route.default", f"{path}.")
+        self._top = TopLevel(stage, home, self, self._microbatches, float64=float64)
+        self._scalars: dict[str, Function] = {
+            name: build_function(stage, name, groups=home.groups, float64=float64) for name in scalar_graphs(stage)
         }
-        self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
-        self._agree = agree
-        self._routers = operator_sites(forward, "moec.route.default")
         self._padded = any(n.target in _CAPACITY for g in stage.graphs for n in g.nodes)
-        self.vocab, self.context, self.tensor_parallel = model.vocab, context, tensor_parallel
         self.num_tokens = 0
         """Tokens that the last forward pass was given."""
         self.expert_counts: dict[int, Tensor] = {}
         """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
+        self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> ModelOutput:
         """tokens int64 `[batch, sequence]`, labels alike, already shifted, −100 where there is none.
@@ -96,61 +112,110 @@ class PlanModule(nn.Module):
         Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model, and
         for router logits that are NaN or infinite, after those of the layers and before any gradient.
         """
-        # A capacity counts the tokens of one rank, and takes them to be as many on every other.
-        alike = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
-        complaint = self._agree("start of a forward pass", self._complaint(tokens, labels), alike, tokens.device)
-        if complaint:
-            raise JobError("MOE0702", complaint)
+        self._home.require_running()
+        refuse_autocast(tokens.device.type)
+        refuse_fully_sharded(self)
+        look = self._require_batch(tokens, labels)
         self.num_tokens = tokens.numel()
-        graph: fx.GraphModule = self.__dict__["_forward_graph" if self.training else "_evaluation_graph"]
         with unscored.noting() as noted:
-            out = graph(tokens)
-        self._require_scores(noted, tokens.device)
-        results = dict(zip(self._results, out if isinstance(out, tuple) else (out,), strict=True))
+            results = self._top.run(self, tokens)
+        self._require_scores(noted, look)
         logits, balance = results.pop("logits"), results.pop("balance", None)
         self.expert_counts = {int(name.removeprefix("counts_")): counts[0] for name, counts in results.items()}
-        graphs: dict[str, fx.GraphModule] = self.__dict__["_loss_graphs"]
-        aux_loss = None if balance is None else graphs["aux_loss"](balance, graphs["num_tokens"](tokens))
+        aux_loss = None if balance is None else self._aux_loss(balance, tokens)
         if labels is None:
             return ModelOutput(logits, aux_loss=aux_loss)
-        loss = graphs["loss"](logits, labels, graphs["valid_labels"](labels))
+        self._counts.given += labels.numel()
+        valid = self._counts.labels if self._counts.labels is not None else self.count_labels(labels)
+        loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
         return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
 
+    def _aux_loss(self, balance: Tensor, tokens: Tensor) -> Tensor:
+        count = self._counts.tokens if self._counts.tokens is not None else self.count_tokens(tokens)
+        aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
+        return aux_loss
+
+    # ---- what a job does with it -------------------------------------------------------------------
+
+    def count_labels(self, labels: Tensor) -> Tensor:
+        """How many labels of all ranks are valid: 0-d int64. A collective."""
+        count: Tensor = self._scalars["valid_labels"].module(labels)
+        return count
+
+    def count_tokens(self, tokens: Tensor) -> Tensor | None:
+        """How many tokens all ranks have, 0-d int64; None where no balance term asks. A collective."""
+        count: Tensor | None = self._scalars["num_tokens"].module(tokens) if "num_tokens" in self._scalars else None
+        return count
+
+    @contextmanager
+    def counting(self, labels: Tensor | None, tokens: Tensor | None) -> Iterator[Counts]:
+        """Within it losses are divided by these counts, and not by those of each forward pass alone."""
+        outer, self._counts = self._counts, Counts(labels, tokens)
+        try:
+            yield self._counts
+        finally:
+            self._counts = outer
+
+    @contextmanager
+    def one_step(self) -> Iterator[Microbatches]:
+        """Within it narrow copies of parameters are kept; what is left of them and of gradients is dropped after."""
+        self._microbatches.keep, self._microbatches.more = True, False
+        try:
+            yield self._microbatches
+        finally:
+            self._microbatches.keep = self._microbatches.more = False
+            for weights in self.all_weights():
+                weights.forget()
+
+    def all_weights(self) -> Iterator[Weights]:
+        """What stands between its parameters and its layers."""
+        yield from self._top.weights
+        for layer in self.layers:
+            if isinstance(layer, Layer):
+                yield layer._weights
+
+    # ---- what PyTorch does with it -----------------------------------------------------------------
+
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`torch.compile` of the graphs, with its options; the checks of a batch stay outside, so `fullgraph` holds."""
-        graphs = (self.__dict__["_forward_graph"], self.__dict__["_evaluation_graph"])
-        for graph in (*graphs, *self.__dict__["_loss_graphs"].values()):
-            graph.compile(*args, **kwargs)
+        """`torch.compile` of each layer and of the losses, with its options; all else stays outside of the graphs."""
+        for layer in self.layers:
+            for function in layer._functions if isinstance(layer, Layer) else ():
+                function.module.compile(*args, **kwargs)
+        for function in self._scalars.values():
+            function.module.compile(*args, **kwargs)
 
-    def parameter_sites(self) -> dict[str, str]:
-        """What of the model uses each parameter, in words; by the parameter's name."""
-        return parameter_sites(self.__dict__["_forward_graph"])
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """DistributedDataParallel asks for it when it is made, and nobody else does."""
+        raise data_parallel_error("DistributedDataParallel")
 
-    def _require_scores(self, noted: Sequence[Tensor], device: torch.device) -> None:
-        if not self._routers:
+    # ---- checks ------------------------------------------------------------------------------------
+
+    def _require_batch(self, tokens: Tensor, labels: Tensor | None) -> bool:
+        """Raises `JobError` for a batch that it cannot take; gives whether values are looked at in this pass."""
+        checks = self._home.checks
+        look = checks.looks(self.seen, ("forward", self.training, labels is not None), tokens.device)
+        complaint = self.limits.complaint(tokens, labels, look=look)
+        if look:
+            others = checks.same_tokens(tokens, labels)
+            complaint = complaint or others
+        # A capacity counts the tokens of one rank, and takes them to be as many on every other.
+        alike = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
+        complaint = checks.agree("start of a forward pass", complaint, alike)
+        if complaint:
+            raise JobError("MOE0702", complaint)
+        return look
+
+    def _require_scores(self, noted: Sequence[Tensor], look: bool) -> None:
+        if not self._routers or not look:
             return
-        complaint = self._agree("end of a forward pass", unscored.complaint(noted, self._routers), (), device)
+        complaint = self._home.checks.agree("end of a forward pass", unscored.complaint(noted, self._routers))
         if complaint:
             raise JobError("MOE0708", complaint, WITHOUT_SCORES)
 
-    def _complaint(self, tokens: Tensor, labels: Tensor | None) -> str | None:
-        for name, ids in (("tokens", tokens), ("labels", labels)):
-            if ids is None:
-                continue
-            if ids.dtype != torch.int64:
-                return f"{name} are {ids.dtype}, and must be torch.int64"
-            if ids.dim() != 2:
-                return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]"
-            if ids.shape != tokens.shape:
-                return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}"
-            if ids.shape[1] > self.context:
-                return f"{name} are {ids.shape[1]} long, and the model's context is {self.context}"
-            if ids.shape[1] % self.tensor_parallel:
-                return f"{name} are {ids.shape[1]} long, which tp = {self.tensor_parallel} does not divide"
-            valid = ids[ids != IGNORED_LABEL] if name == "labels" else ids
-            if valid.numel():
-                low, high = (int(bound) for bound in valid.aminmax())
-                if low < 0 or high >= self.vocab:
-                    wrong = low if low < 0 else high
-                    return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}"
-        return None
+
+def layer_calls(stage: StageGraphs) -> list[tuple[str, str]]:
+    """The layers that `forward` calls, in their order: each one's path and graph."""
+    calls = [(n.target, n.graph) for n in stage.graph("forward").nodes if n.op == "call_module"]
+    assert [path for path, _ in calls] == [f"layers.{number}" for number in range(len(calls))]
+    return [(path, graph) for path, graph in calls if graph is not None]

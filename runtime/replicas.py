@@ -37,17 +37,18 @@ def bit_hash(tensor: Tensor) -> Tensor:
     return sums
 
 
-def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int) -> None:
-    """Compares hashes of all `parameters` over all ranks, in one all_gather of 16 bytes per parameter and rank.
+def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int, group: str) -> None:
+    """Compares hashes of this rank's parts of all `parameters` over all ranks (`group`).
 
+    In one all_gather of 16 bytes per parameter and rank.
     A collective: every rank must call it, with parameters of the same names. Raises `JobError`, alike on every rank.
     """
     if world_size == 1 or not parameters:
         return
     mine = torch.stack([bit_hash(parameter) for parameter in parameters.values()])
     everyone = [torch.empty_like(mine) for _ in range(world_size)]
-    with collective("all_gather", "", "comparing replicas"):
-        dist.all_gather(everyone, mine)
+    with collective("all_gather", group, "comparing replicas") as peers:
+        dist.all_gather(everyone, mine, group=peers)
     by_rank = torch.stack(everyone).tolist()
     hashes = {
         name: [(by_rank[rank][place][0], by_rank[rank][place][1]) for rank in range(world_size)]

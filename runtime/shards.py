@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 
@@ -11,9 +10,7 @@ from torch import Tensor
 
 from moec.codegen.plan import ParameterData
 from moec.passes.ir import Layout, Mesh, Shard
-
-INIT_BLOCK = 1 << 16
-"""Elements drawn from one seed, at least one index of dim 0: so small that a shard draws little it does not hold."""
+from moec.runtime import philox
 
 
 def local_slices(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[slice, ...]:
@@ -30,29 +27,57 @@ def local_slices(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) ->
 
 
 def initial_shard(
-    name: str, data: ParameterData, mesh: Mesh, rank: int, *, seed: int, dtype: torch.dtype = torch.float32
+    name: str,
+    data: ParameterData,
+    mesh: Mesh,
+    rank: int,
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
 ) -> Tensor:
-    """`rank`'s part of a new parameter, on the CPU, in `dtype`.
+    """`rank`'s part of a new parameter, on `device` (the CPU), in `dtype`.
 
-    Drawn in float32 block by block along dim 0, each block from a seed of its own (name, block), so that what a
-    parameter starts as depends on neither the sharding nor the number of ranks, and no rank draws the whole.
+    Each element is drawn in fp32 from its own place in the whole parameter, so that what a parameter starts as depends
+    on neither the sharding nor the number of ranks, and no rank draws what it does not hold. On `meta`, nothing is.
     """
-    rows, *rest = local_slices(data.shape, Layout.parse(data.layout), mesh, rank)
-    local = (rows.stop - rows.start, *(s.stop - s.start for s in rest))
+    index = local_slices(data.shape, Layout.parse(data.layout), mesh, rank)
+    local = [part.stop - part.start for part in index]
     if data.init in ("ones", "zeros"):
-        return torch.full(local, float(data.init == "ones"), dtype=dtype)
-    shard = torch.empty(local, dtype=dtype)
-    per_block = max(1, INIT_BLOCK // math.prod(data.shape[1:]))
-    generator = torch.Generator()
-    for block in range(rows.start // per_block, -(-rows.stop // per_block)):
-        first, last = block * per_block, min((block + 1) * per_block, data.shape[0])
-        generator.manual_seed(_block_seed(seed, name, block))
-        drawn = torch.empty((last - first, *data.shape[1:])).normal_(0.0, data.std, generator=generator)
-        low, high = max(first, rows.start), min(last, rows.stop)
-        shard[low - rows.start : high - rows.start] = drawn[(slice(low - first, high - first), *rest)]
+        return torch.full(local, float(data.init == "ones"), dtype=dtype, device=device)
+    shard = torch.empty(local, dtype=dtype, device=device)
+    if shard.device.type == "meta":
+        return shard
+    # Elements that lie side by side in the whole are drawn side by side: `run` of them, from each of `starts`.
+    cut = max((dim for dim, part in enumerate(index) if part.stop - part.start < data.shape[dim]), default=0)
+    run = math.prod(local[cut:])
+    runs, key = shard.view(-1, run), philox.key_of(seed, name)
+    starts = _starts(index[: cut + 1], data.shape, shard.device)
+    together = max(1, DRAWN // run)
+    for row in range(0, len(runs), together):
+        for column in range(0, run, DRAWN):
+            length = min(DRAWN, run - column)
+            drawn = _drawn(starts[row : row + together] + column, length, key)
+            runs[row : row + together, column : column + length] = drawn * data.std
     return shard
 
 
-def _block_seed(seed: int, name: str, block: int) -> int:
-    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+DRAWN = 1 << 16
+"""Elements drawn at a time: their int64 temporaries stay in the cache."""
+
+
+def _starts(index: Sequence[slice], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Where each run of a part begins in the whole; the last of `index` is the dim along which runs are cut."""
+    starts = torch.tensor([index[-1].start * math.prod(shape[len(index) :])], device=device)
+    for dim in reversed(range(len(index) - 1)):
+        steps = torch.arange(index[dim].start, index[dim].stop, device=device) * math.prod(shape[dim + 1 :])
+        starts = (steps[:, None] + starts).flatten()
+    return starts
+
+
+def _drawn(starts: Tensor, length: int, key: tuple[int, int]) -> Tensor:
+    """`length` numbers from each of `starts` on: `[len(starts), length]`."""
+    counters = torch.arange(length // philox.WORDS + 2, device=starts.device)
+    drawn = philox.normal((starts // philox.WORDS)[:, None] + counters, key).flatten(1)
+    offsets = (starts % philox.WORDS)[:, None] + torch.arange(length, device=starts.device)
+    return drawn.gather(1, offsets)

@@ -14,9 +14,10 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.passes.lower import context_of
 from moec.runtime.backends import plain_torch, select, triton_tiles
+from moec.runtime.batches import IGNORED_LABEL
 from moec.runtime.errors import JobError
 from moec.runtime.lockstep import BackwardError, StepError
-from moec.runtime.module import IGNORED_LABEL, ModelOutput, PlanModule
+from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
 from moec.runtime.toy import Width, at_toy_widths

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from moec.grammar.diagnostics import render
 from moec.runtime.errors import RankError
-from moec.runtime.groups import resolve
+from moec.runtime.groups import plain_name, resolve, watch_of
 from moec.runtime.verdict import Left, Place, Position, Verdict, Word, from_json, judge, to_json
 from moec.runtime.wakeup import Wakeup, woken_by_sigterm
 
@@ -33,37 +33,37 @@ TERMINATED_SECONDS = 3.0
 EXIT_SECONDS = 10.0
 """What a rank has to end by itself after a verdict."""
 
-_current: Watch | None = None
 _launches = 0
 
 
 class collective:  # noqa: N801 - reads as the statement that it is
     """`with collective("all_reduce", group, site) as peers:` around a collective over `peers`, or the wait for one.
 
-    `group` is a name that `moec.runtime.groups` knows, or empty for all ranks; `site` is what of the model it serves.
+    `group` is a name that `moec.runtime.groups` knows; `site` is what of the model it serves.
     `begins` is false where it was begun before, and is only waited for. Raises `RankError` in the place of torch's
     error where another rank has failed.
     """
 
-    __slots__ = ("_begins", "_group", "_name", "_site")
+    __slots__ = ("_begins", "_group", "_name", "_site", "_watch")
 
     def __init__(self, name: str, group: str, site: str, *, begins: bool = True) -> None:
         self._name, self._group, self._site, self._begins = name, group, site, begins
 
-    def __enter__(self) -> dist.ProcessGroup | None:
-        peers = resolve(self._group) if self._group else None
-        if _current is not None:
-            _current.enter(self._name, self._group, peers, self._site, self._begins)
+    def __enter__(self) -> dist.ProcessGroup:
+        peers = resolve(self._group)
+        self._watch = watch_of(self._group)
+        if self._watch is not None:
+            self._watch.enter(self._name, plain_name(self._group), peers, self._site, self._begins)
         return peers
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if _current is None:
+        if self._watch is None:
             return
         if isinstance(error, RuntimeError):
-            verdict = _current.inquire(overdue="timed out" in str(error).lower(), error=error)
+            verdict = self._watch.inquire(overdue="timed out" in str(error).lower(), error=error)
             if verdict.text:
                 raise RankError(verdict.text) from error
-        _current.leave()
+        self._watch.leave()
 
 
 def backward_of(site: str) -> str:
@@ -72,20 +72,19 @@ def backward_of(site: str) -> str:
 
 
 @contextmanager
-def watch(store: Store, rank: int, world_size: int, timeout: float) -> Iterator[None]:
-    """Watches the collectives of this process until the block ends. `timeout`: seconds that one may take.
+def watch(store: Store, rank: int, world_size: int, timeout: float) -> Iterator[Watch]:
+    """Gives what watches over the collectives of a job until the block ends. `timeout`: seconds that one may take.
 
     `store` is one that all ranks share, and that nobody else waits on. Handles SIGTERM where nobody does and this is
     the main thread.
     """
-    global _current, _launches
+    global _launches
     _launches += 1
     prefixed = PrefixStore(f"watch_{_launches}", store)
     with woken_by_sigterm() as wakeup:
         own = Watch(prefixed, rank, world_size, timeout, wakeup)
-        _current = own
         try:
-            yield
+            yield own
         except BaseException as error:
             if not isinstance(error, RankError):
                 own.say(Left(_sentence(error)))
@@ -93,7 +92,6 @@ def watch(store: Store, rank: int, world_size: int, timeout: float) -> Iterator[
         else:
             own.say(Left())
         finally:
-            _current = None
             own.stop()
 
 
@@ -127,12 +125,12 @@ class Watch:
 
     # ---- the training thread ---------------------------------------------------------------------------
 
-    def enter(self, name: str, group: str, peers: dist.ProcessGroup | None, site: str, begins: bool) -> None:
+    def enter(self, name: str, group: str, peers: dist.ProcessGroup, site: str, begins: bool) -> None:
         if self._verdict is not None:
             raise RankError(self._verdict.text)
         place = self._places.get((name, group, site))
         if place is None:
-            ranks = dist.get_process_group_ranks(peers) if peers is not None else range(self.world_size)
+            ranks = dist.get_process_group_ranks(peers)
             place = self._places[name, group, site] = Place(name, group, tuple(ranks), site)
         if begins:
             key = place.key()

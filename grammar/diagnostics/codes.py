@@ -93,6 +93,11 @@ CODES: dict[str, str] = {
     "MOE0706": "nothing here to measure this plan's kernels on",
     "MOE0707": "the kernels asked for cannot run here",
     "MOE0708": "a router's logits are NaN or infinite",
+    "MOE0709": "the job of this model has ended",
+    "MOE0710": "a parameter was replaced by something else",
+    "MOE0711": "something around the model does not know of its shards",
+    "MOE0712": "this state belongs to other parts of the model",
+    "MOE0713": "this step cannot be computed",
 }
 
 

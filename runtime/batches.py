@@ -1,0 +1,88 @@
+"""What a model takes: token ids and labels, and what is wrong with them, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moec.grammar.spec import Spec
+from moec.passes.lower import context_of
+from moec.passes.stated import data_shares
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Ids are below `vocab`, sequences at most `context` long; `tensor_parallel` ranks share each sequence.
+
+    `shares`: into how many equal parts the batch of one rank is cut (routing groups of a rank's sequences).
+    """
+
+    vocab: int
+    context: int
+    tensor_parallel: int = 1
+    shares: int = 1
+
+    def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
+        """What is wrong with a batch, or None. Without `look` only what needs no value of a tensor."""
+        for name, ids in (("tokens", tokens), ("labels", labels)):
+            if ids is None:
+                continue
+            found = self._shape_complaint(name, ids, tokens) or (self._range_complaint(name, ids) if look else None)
+            if found:
+                return found
+        return None
+
+    def _shape_complaint(self, name: str, ids: Tensor, tokens: Tensor) -> str | None:
+        if ids.dtype != torch.int64:
+            return f"{name} are {ids.dtype}, and must be torch.int64"
+        if ids.dim() != 2:
+            return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]"
+        if ids.shape != tokens.shape:
+            return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}"
+        if ids.shape[1] > self.context:
+            return f"{name} are {ids.shape[1]} long, and the model's context is {self.context}"
+        if ids.shape[1] % self.tensor_parallel:
+            return f"{name} are {ids.shape[1]} long, which tp = {self.tensor_parallel} does not divide"
+        if ids.shape[0] % self.shares:
+            return (
+                f"{name} are {ids.shape[0]} sequences, which the {self.shares} data-parallel ranks that "
+                "`group = rank` counts over do not divide"
+            )
+        return None
+
+    def _range_complaint(self, name: str, ids: Tensor) -> str | None:
+        valid = ids[ids != IGNORED_LABEL] if name == "labels" else ids
+        if valid.numel() == 0:
+            return None
+        low, high = (int(bound) for bound in valid.aminmax())
+        if low >= 0 and high < self.vocab:
+            return None
+        wrong = low if low < 0 else high
+        return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}"
+
+
+def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits:
+    """Those of a model on ranks of which `data_size` have sequences of their own, and `tensor_parallel` share each."""
+    by_rank = any(layer.moe is not None and layer.moe.group == "rank" for layer in spec.model.layers)
+    shares = data_shares(spec) // data_size if by_rank else 1
+    return Limits(
+        vocab=spec.model.vocab, context=context_of(spec), tensor_parallel=tensor_parallel, shares=max(1, shares)
+    )
+
+
+def fingerprint(ids: Sequence[Tensor | None]) -> int:
+    """A number that differs where any id does, all but surely; 62 bits. Waits for the device."""
+    total = 0
+    for tensor in ids:
+        if tensor is None or tensor.dtype != torch.int64 or tensor.numel() == 0:
+            continue
+        flat = tensor.reshape(-1)
+        # Multiplicative hashing: odd factors that are all different, sums that wrap around.
+        factors = torch.arange(flat.numel(), device=flat.device) * 0x5851F42D4C957F2D + 0x14057B7EF767814F
+        total = total * 31 + int(((flat + 1) * factors).sum())
+    return total % (1 << 62)

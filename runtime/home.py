@@ -1,0 +1,109 @@
+"""Where a module runs: alone, or as a rank of a job; and how it gets its parameters there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from moec.codegen.fx import DTYPES, attach
+from moec.codegen.plan import ParameterData
+from moec.passes.ir import Mesh
+from moec.runtime.checks import Checks
+from moec.runtime.shards import initial_shard
+from moec.runtime.weights import Microbatches, Weights, WeightSpec
+
+ALONE = Mesh("dense", (("dp", 1),))
+
+
+class Home(Protocol):
+    """What a module asks of where it runs. Copies of the module share it."""
+
+    @property
+    def groups(self) -> str:
+        """What the names of its process groups begin with."""
+        ...
+
+    @property
+    def checks(self) -> Checks:
+        """How its ranks check what the module is given."""
+        ...
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """A new parameter, by its full name."""
+        ...
+
+    def weight(self, name: str, site: str) -> WeightSpec:
+        """What a layer takes of the parameter of this full name; `site` is what of the model uses it, in words."""
+        ...
+
+    def require_running(self) -> None:
+        """Raises `JobError` where the job has ended."""
+        ...
+
+    def signature(self) -> dict[str, Any]:
+        """Says in a `state_dict` whose parts of the parameters it holds."""
+        ...
+
+    def complaint_of(self, signature: dict[str, Any]) -> str | None:
+        """Why the parts of a `state_dict` that was signed so are not this rank's, or None."""
+        ...
+
+
+class Alone:
+    """One process has every parameter whole, in fp32, or in `dtype` where that is wider.
+
+    `dtype` also replaces the dtype in which layers compute.
+    """
+
+    groups = ""
+
+    def __init__(self, parameters: Mapping[str, ParameterData], *, seed: int, dtype: torch.dtype | None) -> None:
+        self.checks = Checks()
+        self._parameters, self._seed, self._dtype = parameters, seed, dtype
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
+        return self
+
+    def parameter(self, name: str) -> nn.Parameter:
+        master = torch.promote_types(self._dtype or torch.float32, torch.float32)
+        return nn.Parameter(initial_shard(name, self._parameters[name], ALONE, 0, seed=self._seed, dtype=master))
+
+    def weight(self, name: str, site: str) -> WeightSpec:
+        data = self._parameters[name]
+        return WeightSpec(name=name, shape=data.shape, dtype=self._dtype or DTYPES[data.dtype], site=site)
+
+    def require_running(self) -> None:
+        """It needs no job."""
+
+    def signature(self) -> dict[str, Any]:
+        return {"ranks": 1, "rank": 0}
+
+    def complaint_of(self, signature: dict[str, Any]) -> str | None:
+        ranks = signature["ranks"]
+        return None if ranks == 1 else f"it holds one rank's parts of a plan for {ranks}, and this model is whole"
+
+
+def home_of(module: nn.Module) -> Home:
+    """Where a model of moec runs."""
+    home: Home = module.__dict__["_home"]
+    return home
+
+
+def own_weights(
+    owner: nn.Module,
+    path: str,
+    names: Sequence[str],
+    sites: Mapping[str, str],
+    home: Home,
+    microbatches: Microbatches,
+) -> Weights:
+    """Makes the parameters `names` of `owner`, which stands at `path` in the model."""
+    specs = []
+    for name in names:
+        attach(owner, name, home.parameter(path + name))
+        specs.append(replace(home.weight(path + name, sites[name]), name=name))
+    return Weights(owner, specs, microbatches)

@@ -1,0 +1,93 @@
+"""One rank of a running plan, as its modules see it: which parts of the parameters it has, and over which groups."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor.placement_types import Placement
+
+from moec.codegen.fx import DTYPES
+from moec.codegen.plan import ParameterData, Plan
+from moec.passes.ir import Layout, Shard
+from moec.runtime.checks import Checks
+from moec.runtime.groups import ended, is_open
+from moec.runtime.join import ALL_RANKS
+from moec.runtime.shards import initial_shard, local_slices
+from moec.runtime.weights import WeightSpec
+
+
+class RankHome:
+    """The home of modules that one `build` of a job makes, on `device`, starting from `seed`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        job: str,
+        meshes: Mapping[str, DeviceMesh],
+        checks: Checks,
+        *,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
+        self._meshes, self._device, self._seed = meshes, device, seed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankHome:
+        return self
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """This rank's part, newly drawn: a DTensor where there are several ranks."""
+        data = self.plan.parameters[name]
+        mesh = self.plan.meshes[data.mesh]
+        part = initial_shard(name, data, mesh, self.rank, seed=self._seed, device=self._device)
+        if data.mesh not in self._meshes:
+            return nn.Parameter(part)
+        return nn.Parameter(DTensor.from_local(part, *self._layout(data), run_check=False))
+
+    def weight(self, name: str, site: str) -> WeightSpec:
+        data = self.plan.parameters[name]
+        index = local_slices(data.shape, Layout.parse(data.layout), self.plan.meshes[data.mesh], self.rank)
+        return WeightSpec(
+            name=name,
+            shape=tuple(part.stop - part.start for part in index),
+            dtype=DTYPES[data.dtype],
+            groups=tuple(self.groups + group for group in self._sum_over(data)),
+            site=site,
+        )
+
+    def _sum_over(self, data: ParameterData) -> tuple[str, ...]:
+        """The groups that sum its gradient: where they span a whole mesh, all ranks at once."""
+        if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
+            return (ALL_RANKS,)
+        return data.sum_over
+
+    def _layout(self, data: ParameterData) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        mesh, layout = self._meshes[data.mesh], Layout.parse(data.layout)
+        placed = (layout.get(axis) for axis in mesh.mesh_dim_names or ())
+        return mesh, tuple(ShardPlacement(p.dim) if isinstance(p, Shard) else Replicate() for p in placed)
+
+    def require_running(self) -> None:
+        if self.plan.world_size > 1 and not is_open(self.groups):
+            raise ended()
+
+    def signature(self) -> dict[str, Any]:
+        return {"ranks": self.plan.world_size, "rank": self.rank}
+
+    def complaint_of(self, signature: dict[str, Any]) -> str | None:
+        """Ranks with the same parts of every parameter may load each other's."""
+        ranks, rank = signature["ranks"], signature["rank"]
+        if ranks != self.plan.world_size:
+            return f"it is of a plan for {ranks} ranks, and this one is for {self.plan.world_size}"
+        for name, data in self.plan.parameters.items():
+            mesh, layout = self.plan.meshes[data.mesh], Layout.parse(data.layout)
+            theirs, ours = (local_slices(data.shape, layout, mesh, each) for each in (rank, self.rank))
+            if theirs != ours:
+                return f"it holds rank {rank}'s part of {name}, and this is rank {self.rank}"
+        return None

@@ -1,0 +1,175 @@
+"""One training step: micro-batches, the model's loss or one's own, and what it is divided by."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.passes.ir import Shard
+from moec.runtime.batches import IGNORED_LABEL
+from moec.runtime.checks import HOST
+from moec.runtime.conversions import all_reduce
+from moec.runtime.errors import JobError
+from moec.runtime.logprobs import label_log_probabilities
+from moec.runtime.module import ModelOutput, PlanModule
+from moec.runtime.watch import collective
+
+if TYPE_CHECKING:
+    from moec.runtime.job import Job
+
+Loss = Callable[..., Tensor]
+"""`(logits or logprobs, labels, **inputs) → sum over tokens`, a scalar."""
+
+Counter = Callable[..., Any]
+"""`(labels, **inputs) → number`, or with `logits` before labels."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What `Job.step` was asked for."""
+
+    tokens: Tensor
+    labels: Tensor
+    microbatches: int
+    loss: Loss | None
+    logprob_loss: Loss | None
+    count: Counter | None
+    inputs: Mapping[str, Tensor]
+
+    @property
+    def count_takes_logits(self) -> bool:
+        """Whether the count is of a forward pass's logits."""
+        return self.count is not None and "logits" in inspect.signature(self.count).parameters
+
+    def complaint(self) -> str | None:
+        """What cannot be done, in words, or None; looks at no value."""
+        if self.loss is not None and self.logprob_loss is not None:
+            return "job.step takes one of loss and logprob_loss, not both"
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            return f"microbatches is a whole number from 1 on, not {self.microbatches!r}"
+        sequences = self.tokens.shape[0] if self.tokens.dim() else 0
+        if self.microbatches > max(1, sequences):
+            return f"{sequences} sequences cannot be cut into {self.microbatches} micro-batches"
+        if self.microbatches > 1 and self.count_takes_logits:
+            return (
+                "a count that takes logits is known only after the forward pass, and several micro-batches are "
+                "divided by it before: take one micro-batch, or count by labels and inputs"
+            )
+        for name, tensor in self.inputs.items():
+            if not isinstance(tensor, Tensor) or tensor.shape[:2] != self.tokens.shape:
+                shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                return (
+                    f"inputs[{name!r}] is {shape}, and must be [batch, sequence, …] as tokens {list(self.tokens.shape)}"
+                )
+        return None
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Tokens, labels and inputs of each micro-batch; where they do not divide, the first ones have one more."""
+        names, tensors = list(self.inputs), [self.tokens, self.labels, *self.inputs.values()]
+        for tokens, labels, *inputs in zip(*(t.tensor_split(self.microbatches) for t in tensors), strict=True):
+            yield tokens, labels, dict(zip(names, inputs, strict=True))
+
+
+def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
+    """Forward and backward of every micro-batch; gives the global loss, detached."""
+    limits = model.limits.complaint(step.tokens, step.labels, look=False)
+    _require(job, "start of a step", step.complaint() or limits, code="MOE0702" if limits else "MOE0713")
+    own = step.loss is not None or step.logprob_loss is not None or step.count is not None
+    labels = None if own else model.count_labels(step.labels)
+    if labels is not None and job.checks.looks(model.seen, "labels", step.labels.device) and int(labels) == 0:
+        raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
+    total = None if labels is not None or step.count_takes_logits else _count(job, model, step, None, step.inputs)
+    sum_of_losses = torch.zeros((), device=step.tokens.device)
+    with model.one_step() as microbatches, model.counting(labels, model.count_tokens(step.tokens)):
+        for index, (tokens, some_labels, inputs) in enumerate(step.parts()):
+            microbatches.more = index < step.microbatches - 1
+            if own:
+                loss = _own_loss(job, model, step, tokens, some_labels, inputs, total)
+            else:
+                output = model(tokens, some_labels)
+                assert output.loss is not None
+                loss = output.loss
+            loss.backward()  # type: ignore[no-untyped-call]
+            sum_of_losses += loss.detach()
+    return sum_of_losses
+
+
+def _own_loss(
+    job: Job,
+    model: PlanModule,
+    step: Step,
+    tokens: Tensor,
+    labels: Tensor,
+    inputs: Mapping[str, Tensor],
+    total: Tensor | None,
+) -> Tensor:
+    """The loss of a micro-batch by the user's own functions, over what all ranks count."""
+    output: ModelOutput = model(tokens)
+    if step.count_takes_logits:
+        total = _count(job, model, step, job.whole_logits(output).detach(), inputs)
+    assert total is not None
+    if step.loss is not None:
+        summed = step.loss(job.whole_logits(output), labels, **inputs)
+    else:
+        tp = job.plan.logits_layout.get("tp")
+        logprobs = label_log_probabilities(
+            output.logits, labels, tp.dim if isinstance(tp, Shard) else None, f"{job.number}tp"
+        )
+        summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
+    _require(job, "a loss of one's own", _scalar_complaint(summed))
+    if not summed.requires_grad and output.logits.requires_grad:
+        # Other ranks' losses depend on their logits, and wait for this rank in backward.
+        summed = summed + output.logits[..., :0].sum()
+    if job.data_size > 1:
+        # Each rank's sum is part of the loss; its backward is the identity, so that no gradient is summed twice.
+        summed = all_reduce(summed.float(), f"{job.number}dp", "a loss of one's own")
+    loss: Tensor = summed / total
+    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss
+
+
+def _scalar_complaint(summed: object) -> str | None:
+    if not isinstance(summed, Tensor):
+        return f"the loss gave {type(summed).__name__}, and must give a scalar tensor: a sum over tokens"
+    if summed.dim() != 0 or not summed.is_floating_point():
+        return f"the loss gave {summed.dtype} {list(summed.shape)}, and must give a scalar: a sum over tokens"
+    return None
+
+
+def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The sum of all ranks' counts, a 0-d tensor."""
+    if step.count is None:
+        own: Any = int((step.labels != IGNORED_LABEL).sum())
+    elif logits is None:
+        own = step.count(step.labels, **inputs)
+    else:
+        own = step.count(logits, step.labels, **inputs)
+    try:
+        number = float(own)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    wrong = not 0 <= number < math.inf
+    _require(
+        job, "a count of one's own", f"the count gave {own!r}, and must give a number from 0 on" if wrong else None
+    )
+    total = torch.tensor(number, dtype=torch.float64)
+    if job.world_size > 1:
+        with collective("all_reduce", job.number + HOST, "a count of one's own") as peers:
+            dist.all_reduce(total, group=peers)
+        total /= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+    if float(total) == 0:
+        raise JobError("MOE0713", "the count is 0 on every rank: there is nothing to divide the loss by")
+    return total.to(step.tokens.device, torch.float32)
+
+
+def _require(job: Job, site: str, complaint: str | None, code: str = "MOE0713") -> None:
+    """Raises `JobError` on every rank where any complains."""
+    complaint = job.checks.agree(site, complaint)
+    if complaint:
+        raise JobError(code, complaint)
