@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from datetime import timedelta
-from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from moec.runtime.checks import HOST
 ALL_RANKS = ""
 """What a job calls the group of all its ranks."""
 
-_joined = count()
-"""Jobs that this process has started: as many on every rank, for all run the same script."""
+_joined: Counter[tuple[str, str]] = Counter()
+"""Jobs that this process has joined at each address: as many on every rank, for all run the same script."""
 
 
 def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
@@ -37,7 +37,9 @@ def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> No
     store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
     # The agent's store still holds the addresses of the last attempt, and of the last job of this process.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = PrefixStore(f"attempt_{attempt}_job_{next(_joined)}", store)
+    address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    store = PrefixStore(f"attempt_{attempt}_job_{_joined[address]}", store)
+    _joined[address] += 1
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 

@@ -22,7 +22,7 @@ from moec.runtime.home import Home, own_weights
 from moec.runtime.state import refuse_foreign_state, sign_state
 from moec.runtime.top_level import TopLevel
 from moec.runtime.weights import Microbatches, Weights
-from moec.runtime.wrappers import data_parallel_error, refuse_autocast, refuse_fully_sharded
+from moec.runtime.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
 
 WITHOUT_SCORES = (
     "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
@@ -114,7 +114,7 @@ class PlanModule(nn.Module):
         """
         self._home.require_running()
         refuse_autocast(tokens.device.type)
-        refuse_fully_sharded(self)
+        refuse_data_parallel(self)
         look = self._require_batch(tokens, labels)
         self.num_tokens = tokens.numel()
         with unscored.noting() as noted:

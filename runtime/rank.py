@@ -83,6 +83,8 @@ class RankHome:
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
         """Ranks with the same parts of every parameter may load each other's."""
         ranks, rank = signature["ranks"], signature["rank"]
+        if ranks == 1:
+            return None  # its tensors are whole
         if ranks != self.plan.world_size:
             return f"it is of a plan for {ranks} ranks, and this one is for {self.plan.world_size}"
         for name, data in self.plan.parameters.items():

@@ -32,8 +32,11 @@ def data_parallel_error(wrapper: str) -> JobError:
     )
 
 
-def refuse_fully_sharded(module: nn.Module) -> None:
-    """Raises `JobError` for a module that `fully_shard` has taken over."""
+def refuse_data_parallel(module: nn.Module) -> None:
+    """Raises `JobError` for a module that `fully_shard` has taken over, or that DistributedDataParallel runs."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         raise data_parallel_error("fully_shard")
+    active = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    if active is not None and any(inner is module for inner in active.modules()):
+        raise data_parallel_error("DistributedDataParallel")

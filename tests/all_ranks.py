@@ -23,12 +23,12 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moec.codegen.checks import scalar_graphs
-from moec.codegen.fx import build_module, parameter_sites
+from moec.codegen.fx import build_module
 from moec.codegen.operators import CONVERSIONS
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.runtime import groups
-from moec.runtime.gradients import GradientSum
+from moec.runtime.gradients import Bucket, Summed
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
 from moec.runtime.verify import Inputs, global_batch, training_loss
@@ -128,11 +128,21 @@ def run_all_ranks(
         loss = score["loss"](results["logits"], labels, score["valid_labels"](labels))
         if "balance" in results:
             loss = loss + score["aux_loss"](results["balance"], score["num_tokens"](tokens))
-        sums = GradientSum(found, {name: plan.parameters[name].sum_over for name in found}, parameter_sites(forward))
-        sums.watch(loss)
         loss.backward()
-    gradients = {name: _listed(p.grad) for name, p in found.items()}
+        gradients = {name: _listed(_summed(p, plan.parameters[name].sum_over)) for name, p in found.items()}
     return _listed(results["logits"].detach()), _listed(loss.detach()), gradients
+
+
+def _summed(parameter: nn.Parameter, over: tuple[str, ...]) -> LocalTensor:
+    """A parameter's gradient after its sums, as a job does them."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if not over:
+        return gradient
+    shape = tuple(gradient.shape)
+    bucket = Bucket([Summed(0, shape, over)], "", gradient.dtype, gradient.device)
+    bucket.begin([gradient])
+    return bucket.finish()[0]
 
 
 def _listed(tensor: LocalTensor) -> list[Tensor]:

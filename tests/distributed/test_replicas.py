@@ -10,6 +10,7 @@ from gloo_pool import GlooPool
 from models import moe_plan
 
 import moec
+from moec.runtime.job import local_part
 from moec.runtime.replicas import bit_hash, replicas
 
 FOLDED = {"ranks": 4, "tp": 2, "ep": 2}
@@ -36,7 +37,7 @@ def flip(name: str | None, bad_rank: int, every: int) -> str:
         job.step(model, tokens, tokens)
         optimizer.step()
         if name and job.rank == bad_rank:
-            model.get_parameter(name).data.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
+            local_part(model.get_parameter(name)).view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
         try:
             job.step(model, tokens, tokens)
         except moec.DiagnosticError as error:

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from models import moe_plan, moe_spec
-from torch import Tensor
+from torch import Tensor, nn
 
 import moec
 from moec.runtime.gradients import clip_gradient_norm
+from moec.runtime.job import local_part
 from moec.runtime.optimizer import make_optimizer
 from moec.runtime.reference import reference
 
@@ -28,6 +29,11 @@ def batches(vocab: int, batch: int, sequence: int, steps: int = STEPS) -> list[t
         labels[torch.rand(batch, sequence, generator=generator) < 0.1] = -100
         found.append((tokens, labels))
     return [found[step % 4] for step in range(steps)]
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's parts of the gradients, by the parameters' names."""
+    return {name: local_part(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def share(tensor: Tensor, sizes: list[int] | None, rank: int, ranks: int) -> Tensor:
@@ -64,14 +70,14 @@ def train_as_rank(
             optimizer.step()
             optimizer.zero_grad()
         logits = job.whole_logits(model(mine[0]))
-    parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+    parameters = {name: local_part(p).clone() for name, p in model.named_parameters()}
     return {
         "losses": losses,
         "norms": norms,
         "loads": loads,
         "drops": drops,
         "parameters": parameters,
-        "logits": logits,
+        "logits": logits.detach(),
     }
 
 
@@ -89,7 +95,8 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
         loss = model(tokens, labels).loss
         loss.backward()
         losses.append(loss.item())
-        norms.append(clip_gradient_norm(named, dict.fromkeys(named, ()), MAX_NORM).item())
+        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
+        norms.append(clip_gradient_norm(gradients, dict.fromkeys(named, ()), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad()
     parameters = {n: p.detach() for n, p in named.items()}
@@ -106,7 +113,7 @@ def backward_twice(options: dict[str, Any]) -> dict[str, Tensor]:
         for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, 2):
             mine = [share(t, None, job.data_rank, job.data_size) for t in (tokens, labels)]
             model(*mine).loss.backward()
-        return {name: p.grad for name, p in model.named_parameters()}
+        return gradients_of(model)
 
 
 def accumulate(options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def accumulate(options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
             mine = [share(ids, None, job.data_rank, job.data_size) for ids in part]
             losses.append(job.step(model, *mine).item())
             drops.append(job.drop_rates(model))
-    gradients = {name: p.grad / micro_batches for name, p in model.named_parameters()}
+    gradients = {name: gradient / micro_batches for name, gradient in gradients_of(model).items()}
     rates = {layer: sum(step[layer] for step in drops) / micro_batches for layer in drops[0]}
     return {"loss": sum(losses) / micro_batches, "drops": rates, "gradients": gradients}
 

@@ -12,7 +12,7 @@ from models import moe_plan
 from torch import Tensor
 
 from moec.passes.ir import Layout, Mesh
-from moec.runtime.module import IGNORED_LABEL
+from moec.runtime.batches import IGNORED_LABEL
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
 from moec.runtime.virtual import VirtualCluster

@@ -1,0 +1,140 @@
+"""A job's model behaves as any PyTorch module does, on one rank and on four (tp 2 × ep 2), in fp32 and bf16."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import contract
+import pytest
+from contract import FOUR, ONE
+from gloo_pool import GlooPool
+
+RANKS = {"1 rank": ONE, "4 ranks": FOUR}
+BOUNDS = {"fp32": 2e-5, "bf16": 4e-2}
+"""Errors are over the largest gradient. bf16 has 8 bits, and its unsharded model is off by as much."""
+
+CLAIMS: dict[str, Any] = {
+    "a plain backward pass": contract.forward_backward,
+    "a step after an exception in backward": contract.after_an_exception,
+    "a step after an exception in forward": contract.after_an_exception_in_forward,
+    "torch.autograd.grad, which leaves .grad alone": contract.by_autograd_grad,
+    "a deep copy, whatever became of the original": contract.of_a_deep_copy,
+    "micro-batches, however labels are masked": contract.in_micro_batches,
+    "accumulation by hand": contract.accumulated_by_hand,
+    "one backward pass of several forward passes": contract.one_backward_of_many_forwards,
+    "two backward passes of one forward pass": contract.retained,
+    "activation checkpointing by torch": contract.checkpointed,
+    "a replaced parameter": contract.replaced,
+    "weights loaded after the optimizer was made": contract.loaded_after_the_optimizer,
+    "an unsharded model's state_dict": contract.whole_state_loaded,
+    "a loss by hand, with the balance terms": contract.own_backward,
+}
+OWN_LOSSES: dict[str, Any] = {
+    "loss": (contract.own_loss, contract.own_loss_unsharded),
+    "logprob_loss": (contract.own_logprob_loss, contract.own_logprob_loss_unsharded),
+}
+UNEVEN_VOCABULARY = {**FOUR, "model": "vocab = 33"}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_gradients_are_the_unsharded_models_after(gloo: GlooPool, claim: str, ranks: str, dtype: str) -> None:
+    options = {**RANKS[ranks], "dtype": dtype}
+    errors = gloo.run(options["ranks"], contract.off, options, CLAIMS[claim], initialize=False)
+    assert max(errors) < BOUNDS[dtype]
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("kind", OWN_LOSSES)
+def test_a_loss_of_ones_own_has_the_whole_batchs_gradient(
+    gloo: GlooPool, kind: str, ranks: str, microbatches: int
+) -> None:
+    own, unsharded = OWN_LOSSES[kind]
+    run = partial(own, microbatches=microbatches)
+    errors = gloo.run(RANKS[ranks]["ranks"], contract.off, RANKS[ranks], run, unsharded, initialize=False)
+    assert max(errors) < BOUNDS["fp32"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_rank_without_a_valid_token_still_takes_part(gloo: GlooPool, ranks: str) -> None:
+    errors = gloo.run(RANKS[ranks]["ranks"], contract.constant_on_one_rank, RANKS[ranks], initialize=False)
+    assert max(errors) < BOUNDS["fp32"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_torchs_distributed_checkpoint_keeps_every_expert(gloo: GlooPool, ranks: str, tmp_path: Path) -> None:
+    run = partial(contract.through_distributed_checkpoint, folder=str(tmp_path / "checkpoint"))
+    errors = gloo.run(RANKS[ranks]["ranks"], contract.off, RANKS[ranks], run, initialize=False)
+    assert max(errors) < BOUNDS["fp32"]
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_two_jobs_of_one_process_never_use_each_others_groups(gloo: GlooPool, swapped: bool) -> None:
+    for errors in gloo.run(4, contract.two_jobs, swapped, initialize=False):
+        assert max(errors) < BOUNDS["fp32"]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_frozen_parameters_have_no_gradient_and_do_not_decay(gloo: GlooPool, ranks: str) -> None:
+    for without, alike, error in gloo.run(RANKS[ranks]["ranks"], contract.frozen, RANKS[ranks], initialize=False):
+        assert without
+        assert alike
+        assert error < BOUNDS["fp32"]
+
+
+@pytest.mark.parametrize("options", [ONE, FOUR, {"ranks": 2, "ep": 2}, {"ranks": 2, "tp": 2, "ep": 1}], ids=str)
+def test_torchs_own_gradient_norm_is_right_or_raises(gloo: GlooPool, options: dict[str, Any]) -> None:
+    for norm, told in gloo.run(options["ranks"], contract.norms, options, initialize=False):
+        assert told == f"{norm:.4f}" or told.endswith("Error")
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_an_averaged_model_is_the_mean_of_its_weights(gloo: GlooPool, ranks: str) -> None:
+    assert max(gloo.run(RANKS[ranks]["ranks"], contract.averaged, RANKS[ranks], initialize=False)) < 1e-6
+
+
+TOLD = {
+    "no scalar": r"MOE0713 (rank 3, |)(step 1: |)the loss gave torch.float32 \[\d, 8, 32\], and must give a scalar",
+    "no tensor": "MOE0713 .*the loss gave float, and must give a scalar tensor",
+    "zero count": "MOE0713 the count is 0 on every rank",
+    "no count": "MOE0713 .*the count gave 'many', and must give a number from 0 on",
+    "no labels": "MOE0713 no label of the batch is valid, on any rank",
+    "late count": "MOE0713 .*a count that takes logits is known only after the forward pass",
+    "both losses": "MOE0713 .*one of loss and logprob_loss, not both",
+    "inputs": r"MOE0713 .*inputs\['mask'\] is \[\d, 7\], and must be \[batch, sequence, …\] as tokens \[\d, 8\]",
+    "micro-batches": "MOE0713 .* sequences cannot be cut into 100 micro-batches",
+    "accumulate": "MOE0713 job.accumulate was given 64|MOE0713 job.accumulate was given 128 labels, and",
+    "autocast": r"MOE0711 torch.autocast\('cpu', torch.bfloat16\) is on",
+    "data parallel": "MOE0711 DistributedDataParallel takes parameters for replicas",
+    "inside another": "Operator c10d.broadcast_.default does not have a sharding strategy",
+    "other tokens": "MOE0702 rank 0: the ranks of its tp group were given other tokens or labels",
+    "replaced": r"MOE0710 head.weight .* was replaced: this rank's part has shape \[32, 16\], and the plan wants",
+    "works": "True",
+}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_mistake_is_one_clear_error_the_same_on_every_rank(gloo: GlooPool, ranks: str) -> None:
+    found = gloo.run(RANKS[ranks]["ranks"], contract.refusals, RANKS[ranks], initialize=False)
+    assert all(other == found[0] for other in found)
+    after = found[0].pop("after the job")
+    assert after.startswith("MOE0709" if ranks == "4 ranks" else "nothing")
+    for mistake, words in found[0].items():
+        assert re.match(TOLD[mistake], words), (mistake, words)
+
+
+def test_another_ranks_state_is_refused_by_name(gloo: GlooPool, tmp_path: Path) -> None:
+    every = gloo.run(4, contract.foreign_states, FOUR, str(tmp_path), initialize=False)
+    for found in (every[0], every[2]):  # which hold the same parts
+        assert found == {**dict.fromkeys(found, "nothing"), "parts": found["parts"]}
+    for found in (every[1], every[3]):
+        assert found["model"].startswith("MOE0712 this state_dict is another rank's: it holds rank 0's part of")
+        assert found["optimizer"].startswith("MOE0712 this optimizer state is another rank's")
+        assert found["own"] == found["own optimizer"] == "nothing"
+    for found in every:
+        assert "this could be any rank's part" in found["parts"]
