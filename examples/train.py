@@ -44,7 +44,7 @@ def main() -> None:
         model = job.build()
         steps = train(job, model, text, options)
         result = evaluate(job, model, text) | {"steps": steps}
-        sample = write_sample(model, text.held_out, plan.spec.train.sequence)
+        sample = write_sample(job, model, text.held_out, plan.spec.train.sequence)
     if job.rank == 0:
         print_result(result, sample)
         if options.result:
@@ -98,23 +98,24 @@ def learning_rate(progress: float) -> float:
 @torch.no_grad()
 def evaluate(job: moec.Job, model: nn.Module, text: Text) -> dict[str, float]:
     """Bits per byte of the model, and of the bytes' frequencies alone, on the same held-out text."""
-    nats, seen = torch.zeros((), dtype=torch.float64), []
+    nats, seen = 0.0, []
     settings = job.plan.spec.train
+    model.eval()
     for tokens, labels in even_windows(text.held_out, EVALUATED_WINDOWS, settings.batch, settings.sequence):
-        logits = model(share_of(tokens, job)).logits.float()
-        nats += F.cross_entropy(logits.flatten(0, 1), share_of(labels, job).flatten(), reduction="sum").double()
+        # In evaluation the cross-entropy alone, already that of the labels of all ranks.
+        nats += float(model(share_of(tokens, job), share_of(labels, job)).loss) * labels.numel()
         seen.append(labels)
-    dist.all_reduce(nats)
+    model.train()
     labels = torch.cat(seen)
     return {
         "bytes": labels.numel(),
-        "bits_per_byte": float(nats) / labels.numel() / math.log(2),
+        "bits_per_byte": nats / labels.numel() / math.log(2),
         "unigram_bits_per_byte": unigram_entropy(labels),
     }
 
 
 @torch.no_grad()
-def write_sample(model: nn.Module, held_out: Tensor, sequence: int) -> tuple[bytes, bytes]:
+def write_sample(job: moec.Job, model: nn.Module, held_out: Tensor, sequence: int) -> tuple[bytes, bytes]:
     """A prompt, the first bytes of the held-out text, and how the model goes on.
 
     Every rank writes one, the same, for a token's experts may be on any of them.
@@ -122,8 +123,12 @@ def write_sample(model: nn.Module, held_out: Tensor, sequence: int) -> tuple[byt
     generator = torch.Generator().manual_seed(0)
     prompt = held_out[: sequence // 2].long()
     written = prompt
+    model.eval()
     for _ in range(SAMPLE_BYTES):
-        logits = model(written[None, -sequence:]).logits[0, -1].float()
+        recent = written[-sequence:]
+        # Always a whole sequence: what stands behind changes nothing before, and tensor parallelism divides it.
+        output = model(F.pad(recent, (0, sequence - len(recent)))[None])
+        logits = job.whole_logits(output)[0, len(recent) - 1].float()
         following = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)
         written = torch.cat([written, following])
     return bytes(prompt.tolist()), bytes(written[len(prompt) :].tolist())

@@ -103,7 +103,7 @@ class Job:
                 seconds = self._timeout.total_seconds()
                 watching = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
             stack.enter_context(groups.opened(self._number, named, watching))
-            stack.enter_context(triton_tiles.use(self.plan.tiles))
+            stack.enter_context(triton_tiles.opened(self.plan.tiles))
             self._stack = stack.pop_all()
         return self
 

@@ -23,19 +23,31 @@ INTERPRETER = "interpreter"
 """What stands for the device of CPU tensors."""
 
 # Process-wide, not thread-local: on CUDA, backward runs in autograd's own threads.
-_tuned: tuple[str, Mapping[TileKey, Tiles]] = ("", {})
+_tuned: tuple[tuple[str, Mapping[TileKey, Tiles]], ...] = ()
 
 
 @contextmanager
 def use(tiles: StoredTiles | None) -> Iterator[None]:
-    """Let the kernels take a plan's tiles until the block ends; of None, those that moec has for everyone."""
+    """Lets the kernels take a plan's tiles and no other's until the block ends; of None, what moec has for everyone."""
     global _tuned
     outer = _tuned
-    _tuned = ("", {}) if tiles is None else (tiles.device, tiles.by_key())
+    _tuned = () if tiles is None else ((tiles.device, tiles.by_key()),)
     try:
         yield
     finally:
         _tuned = outer
+
+
+@contextmanager
+def opened(tiles: StoredTiles | None) -> Iterator[None]:
+    """Lets the kernels take a job's tiles too, until the block ends; tiles change no number, so jobs can share them."""
+    global _tuned
+    own = () if tiles is None else ((tiles.device, tiles.by_key()),)
+    _tuned = (*own, *_tuned)
+    try:
+        yield
+    finally:
+        _tuned = tuple(other for other in _tuned if all(other is not mine for mine in own))
 
 
 def tiles_at(
@@ -43,12 +55,12 @@ def tiles_at(
 ) -> Tiles:
     """The tiles of a product of `rows` rows in all on a device; those of a plan only where it was tuned for that."""
     name = device_name(device)
-    own, tuned = _tuned
+    tuned: dict[TileKey, Tiles] = {}
+    for own, tiles in reversed(_tuned):
+        tuned.update(tiles if own == name else {})
     family = family_of(device)
     gated = activation in GATED
-    return choose(
-        dtype, rows, experts, widths, gated, device=name, family=family, tuned=tuned if own == name else {}
-    ).tiles
+    return choose(dtype, rows, experts, widths, gated, device=name, family=family, tuned=tuned).tiles
 
 
 @cache
