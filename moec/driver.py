@@ -6,7 +6,7 @@ Each function imports the rooms that it walks through: `moec check` is to answer
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
@@ -68,17 +68,26 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
 
 
 def launch(
-    plan: Plan | str | Path, *, device: str | None = None, check_replicas: int = 0, timeout: float = 100.0
+    plan: Plan | str | Path,
+    *,
+    device: str | None = None,
+    check_replicas: int = 0,
+    timeout: float = 100.0,
+    checks: Literal["all", "first", "none"] = "first",
 ) -> Job:
     """This process as one rank of a plan: `with moec.launch(plan) as job`. Reads torchrun's environment.
 
     `device` is "cuda" or "cpu"; by default the first of these that torch has. `check_replicas=N` compares
     replicated parameters at the start of every N-th step (0: never). `timeout`: seconds that a collective may take
     before the job ends with MOE0705, which names the rank that holds it up.
+
+    `checks`: in which forward passes the ranks look at values on the device (ids out of range, router logits that are
+    not finite, a tp group given different tokens): all, the first of each kind (training, evaluation, with labels or
+    without), or none. Dtypes and shapes are always compared, and on CPU, which is never waited for, "first" is "all".
     """
     from moec.runtime.job import Job
 
-    return Job(_plan(plan), device, check_replicas, timeout)
+    return Job(_plan(plan), device, check_replicas, timeout, checks)
 
 
 def to_spec(source: Source, **lets: float | str) -> Spec:

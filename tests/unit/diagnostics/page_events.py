@@ -128,6 +128,55 @@ def router_without_scores() -> Sequence[Diagnostic]:
     return raised(lambda: model(torch.zeros(2, 4, dtype=torch.int64)))
 
 
+def model_after_its_job() -> Sequence[Diagnostic]:
+    from moec.runtime.groups import resolve
+
+    return raised(lambda: resolve("0/ep"))
+
+
+def replaced_parameter() -> Sequence[Diagnostic]:
+    import torch
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model = reference(moe_spec())
+    model.get_submodule("head").weight = torch.nn.Parameter(torch.zeros(16, 16))
+    return raised(lambda: model(torch.zeros(1, 4, dtype=torch.int64)))
+
+
+def autocast() -> Sequence[Diagnostic]:
+    import torch
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model = reference(moe_spec())
+    with torch.autocast("cpu", torch.bfloat16):
+        return raised(lambda: model(torch.zeros(1, 4, dtype=torch.int64)))
+
+
+def foreign_state() -> Sequence[Diagnostic]:
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model = reference(moe_spec())
+    state = model.state_dict()
+    state._metadata[""]["moec"] = {"ranks": 4, "rank": 2}
+    return raised(lambda: model.load_state_dict(state))
+
+
+def nothing_to_learn() -> Sequence[Diagnostic]:
+    import torch
+
+    import moec
+
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        return raised(lambda: job.step(job.build(), tokens, tokens, count=lambda labels: 0))
+
+
 def another_device() -> Sequence[Diagnostic]:
     from moec.driver import compile as compile_source
     from moec.runtime.tune import require_fit
@@ -174,4 +223,9 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0706": another_device,
     "MOE0707": unknown_backend,
     "MOE0708": router_without_scores,
+    "MOE0709": model_after_its_job,
+    "MOE0710": replaced_parameter,
+    "MOE0711": autocast,
+    "MOE0712": foreign_state,
+    "MOE0713": nothing_to_learn,
 }
