@@ -9,6 +9,7 @@ from fractions import Fraction
 LARGEST_WHOLE = 2**63 - 1
 LONGEST_EXPONENT = 9  # its digits
 MOST_DIGITS = 400  # of a numerator or denominator: any float has fewer, and arithmetic stays fast
+_TOO_LONG: int = 10**MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +70,14 @@ def exact(number: str, unit: str) -> Fraction | None:
 def a_float_holds(value: Fraction) -> bool:
     """Whether the float nearest to `value` is finite, and 0 only if `value` is."""
     try:
-        return float(value) != 0 or not value
+        return not value or float(value) != 0.0
     except OverflowError:
         return False
 
 
 def short(value: Fraction) -> bool:
     """Whether numerator and denominator have at most `MOST_DIGITS` digits."""
-    return max(abs(value.numerator), value.denominator) < 10**MOST_DIGITS
+    return max(abs(value.numerator), value.denominator) < _TOO_LONG
 
 
 def written(value: float | Fraction, dimension: str) -> str:
