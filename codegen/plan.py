@@ -42,7 +42,7 @@ class ParameterData(Data):
     name: DottedName
     mesh: Label
     shape: Annotated[tuple[Positive, ...], Field(min_length=1, max_length=8)]
-    dtype: Annotated[str, Field(pattern=r"^(bf16|fp16|fp32)$")]
+    dtype: Annotated[str, Field(pattern=r"^(bf16|fp32)$")]
     layout: Annotated[str, Field(pattern=r"^[a-z0-9_:() ]{1,200}$")]
     init: Annotated[str, Field(pattern=r"^(ones|zeros|normal)$")]
     std: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import Enum
+from fractions import Fraction
 
 from moec.grammar.diagnostics.model import InternalError
 from moec.grammar.rules import ranges
@@ -97,7 +98,7 @@ def _value(kinds: tuple[Kind, ...], value: object) -> str:
             return "true" if value else "false"
         case Enum():
             return str(value.value)
-        case int() | float():
+        case int() | float() | Fraction():
             unit = next((kind.unit for kind in kinds if isinstance(kind, NumberKind)), "")
             return written(value, unit)
         case str() if any(isinstance(kind, WordKind) and value in kind.values for kind in kinds):

@@ -7,15 +7,14 @@ hides none of them; `check` applies them all to a Spec made in Python. What depe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from fractions import Fraction
 
+from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
-from moec.grammar.spec import Attention, Factor, LayerModule, Mixture, Mla, Moa, Moe, Spec, TopK
+from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice
 
@@ -23,7 +22,7 @@ from moec.grammar.suggest import advice
 def check(spec: Spec) -> list[Diagnostic]:
     """Every rule, over a whole Spec."""
     model, train = spec.model, spec.train
-    found: list[Diagnostic] = [*modules(spec), *evaluation(spec)]
+    found: list[Diagnostic] = [*modules(spec), *capacities(spec)]
     if not spec.has_model:
         return found
     if len(model.layers) != model.depth:
@@ -89,36 +88,24 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
     first, last = moe.parts[0].span("count"), moe.parts[-1].span("count")
     experts = first.to(last) if first and last else None
     yield from choice(moe.gate, moe.num_experts, experts)
+    yield from unlearned(moe.gate, moe.num_experts)
     if moe.group == "rank":
         help = "`group = sequence` gives the same result on any number of ranks"
         yield diagnose("MOE0315", moe.span("group"), help=help, severity=Severity.WARNING)
 
 
-def evaluation(spec: Spec) -> Iterator[Diagnostic]:
-    """A capacity for evaluation that `min` leaves without effect, where a routing group's tokens are known."""
-    layers = spec.model.layers if spec.has_model else ()
-    for moe in {id(layer.moe): layer.moe for layer in layers if layer.moe}.values():
-        capacity, tokens = moe.capacity, _tokens_of_group(spec, moe)
-        if not isinstance(capacity, Factor) or capacity.eval is None or tokens is None:
-            continue
-        k = getattr(moe.gate, "k", 1)
-        places = math.ceil(Fraction(str(capacity.eval)) * k * tokens / moe.num_experts)
-        if places < capacity.min:
-            yield diagnose(
-                "MOE0320",
-                capacity.span("eval"),
-                f"{k * tokens} choices of {moe.num_experts} experts make {places} places with {capacity.eval:g}",
-                labels=_labels((capacity.span("min"), f"there are at least {capacity.min}")),
-                help="leave `eval` out, or lower `min`",
-                severity=Severity.WARNING,
-            )
-
-
-def _tokens_of_group(spec: Spec, moe: Moe) -> int | None:
-    sequence = spec.train.sequence if spec.train else spec.model.context
-    if moe.group == "sequence" or sequence is None:
-        return sequence
-    return sequence * spec.train.batch if moe.group == "batch" and spec.train else None
+def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:
+    """A gate whose weights are constants: one choice's share of itself. With one expert there is nothing to learn."""
+    if not isinstance(gate, TopK) or gate.k != 1 or experts == 1:
+        return
+    if gate.normalize:
+        at, help = "normalize", "`normalize = false` weighs an expert by its score; so does `switch`"
+    elif gate.order == "after" and gate.score == "softmax":
+        at, help = "order", "`order = before` weighs an expert by its probability; so does `switch`"
+    else:
+        return
+    message = "of one choice this makes every weight 1"
+    yield diagnose("MOE0321", gate.span(at), message, help=help, severity=Severity.WARNING)
 
 
 def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnostic]:

@@ -9,6 +9,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from moec.grammar.diagnostics.model import InternalError
@@ -17,11 +18,12 @@ from moec.grammar.spec.base import Bound, Doc, Node, NotYet, Reference, Unit, Wo
 
 @dataclass(frozen=True, slots=True)
 class NumberKind:
-    """A number: `whole` or not, in `unit` ("" for none), within bounds."""
+    """A number: `whole` or not, in `unit` ("" for none), within bounds; `exact`: as a fraction, not a float."""
 
     whole: bool
     unit: str
     bounds: tuple[Bound, ...]
+    exact: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +164,10 @@ def _plain_kind(annotation: Any, said: tuple[Any, ...]) -> Kind:
         return WordKind({"true": True, "false": False})
     if annotation is str:
         return TextKind()
-    if annotation in (int, float):
+    if annotation in (int, float, Fraction):
         unit = next((item.name for item in said if isinstance(item, Unit)), "")
-        return NumberKind(annotation is int, unit, tuple(item for item in said if isinstance(item, Bound)))
+        bounds = tuple(item for item in said if isinstance(item, Bound))
+        return NumberKind(annotation is int, unit, bounds, exact=annotation is Fraction)
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return WordKind({str(member.value): member for member in annotation})
     raise InternalError(f"the schema has a type that no value can be written for: {annotation!r}")

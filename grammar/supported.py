@@ -31,7 +31,7 @@ def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
         span = node.span(known.name) or at
         marked = _marked(known, value)
         if marked:
-            yield _refused(span, marked, _today(known) if known.not_yet and known.not_yet.words else [])
+            yield _refused(span, marked, _way_out(known))
             continue
         for inner in value if isinstance(value, tuple) else (value,):
             if not isinstance(inner, Node):
@@ -42,7 +42,7 @@ def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
             if type(inner).implemented:
                 yield from _walk(inner, span, seen)
             else:
-                yield _refused(inner.span() or span, f"`{inner.word}`", _today(known))
+                yield _refused(inner.span() or span, f"`{inner.word}`", _listed(known))
 
 
 def _marked(known: Field, value: object) -> str:
@@ -57,9 +57,17 @@ def _marked(known: Field, value: object) -> str:
     return f"`{known.word} = {value}`" if value in mark.words else ""
 
 
-def _today(known: Field) -> list[str]:
+def _way_out(known: Field) -> str:
+    mark = known.not_yet
+    if mark is None or not mark.words:
+        return ""
+    return mark.help or _listed(known)
+
+
+def _listed(known: Field) -> str:
     """The words that can stand in this field and do compile."""
-    return sorted(_words(known.kinds) - set(known.not_yet.words if known.not_yet else ()))
+    words = sorted(_words(known.kinds) - set(known.not_yet.words if known.not_yet else ()))
+    return f"today: {', '.join(words)}" if words else ""
 
 
 def _words(kinds: tuple[Kind, ...]) -> set[str]:
@@ -75,6 +83,5 @@ def _words(kinds: tuple[Kind, ...]) -> set[str]:
     return found
 
 
-def _refused(span: Span | None, what: str, today: list[str]) -> Diagnostic:
-    help = f"today: {', '.join(today)}" if today else ""
+def _refused(span: Span | None, what: str, help: str) -> Diagnostic:
     return diagnose("MOE0202", span, f"{what} is known, and moec cannot compile it yet", help=help)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
 
 LARGEST_WHOLE = 2**63 - 1
-LARGEST_EXPONENT = 308  # of a float
 LONGEST_EXPONENT = 9  # its digits
+MOST_DIGITS = 400  # of a numerator or denominator: any float has fewer, and arithmetic stays fast
+_TOO_LONG: int = 10**MOST_DIGITS
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,32 +50,47 @@ NAMES = {
 }
 
 
-def exact(number: str, unit: str) -> int | float | None:
+def exact(number: str, unit: str) -> Fraction | None:
     """`number` (digits, a fraction, an exponent) of `unit` in its base unit; None if no float is that large or small.
 
-    A whole number is an int while 64 bits hold it.
+    `number` has at most `MOST_DIGITS` digits before its exponent.
     """
     exponent = number.lower().partition("e")[2].lstrip("+-").lstrip("0")
     if len(exponent) > LONGEST_EXPONENT:  # Decimal has a largest exponent too
         return None
     value = Decimal(number)
-    if value and value.adjusted() > LARGEST_EXPONENT:
+    if not value:
+        return Fraction(0)
+    if abs(value.adjusted()) > MOST_DIGITS:  # a Fraction holds all its zeros
         return None
-    if unit:
-        value *= UNITS[unit].factor
-    if value and value.adjusted() > LARGEST_EXPONENT:
-        return None
-    if abs(value) <= LARGEST_WHOLE and value == value.to_integral_value():
-        return int(value)
-    result = float(value)
-    return result if abs(result) != float("inf") and (result or not value) else None
+    scaled = Fraction(value) * Fraction(UNITS[unit].factor) if unit else Fraction(value)
+    return scaled if a_float_holds(scaled) else None
 
 
-def written(value: float, dimension: str) -> str:
+def a_float_holds(value: Fraction) -> bool:
+    """Whether the float nearest to `value` is finite, and 0 only if `value` is."""
+    try:
+        return not value or float(value) != 0.0
+    except OverflowError:
+        return False
+
+
+def short(value: Fraction) -> bool:
+    """Whether numerator and denominator have at most `MOST_DIGITS` digits."""
+    return max(abs(value.numerator), value.denominator) < _TOO_LONG
+
+
+def written(value: float | Fraction, dimension: str) -> str:
     """The shortest way to write `value`, in base units, that reads back as exactly `value`.
 
     A unit that is a power of ten of the base unit always does: a float's shortest digits are then only moved.
+    A fraction is a division (`5 / 3`) where no float's shortest digits equal it.
     """
+    if isinstance(value, Fraction):
+        assert not dimension, "fractions are plain numbers"
+        if Fraction(repr(float(value))) != value:
+            return f"{value.numerator} / {value.denominator}"
+        value = float(value)
     if not dimension:
         return _digits(Decimal(repr(value)))
     options = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 from moec.grammar.source import Span
@@ -99,7 +98,7 @@ def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares:
         return b.one(o.QueueStarts, queues, to="starts", span=span, **group)
 
     if isinstance(capacity, Factor):
-        factor, in_evaluation = _fraction(capacity.factor), _fraction(capacity.eval or capacity.factor)
+        factor, in_evaluation = capacity.factor, capacity.eval or capacity.factor
         rows, counts, positions = b.add(
             o.PermutePadded, h, routed.e, starts(), to="rows counts positions", span=span, num_experts=experts, **group,
             parts=factor.numerator, whole=factor.denominator,
@@ -109,7 +108,7 @@ def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares:
         assert isinstance(capacity, Dynamic)
         chosen = routed.e
         if capacity.max is not None:
-            most = _fraction(capacity.max)
+            most = capacity.max
             chosen = b.one(
                 o.KeepChoices, chosen, starts(), to="kept", span=span, **group,
                 parts=most.numerator, whole=most.denominator,
@@ -122,11 +121,6 @@ def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares:
     weights, activation = _expert_weights(b, model, moe)
     y = b.one(o.ExpertMlpPadded, rows, *weights, to="y", span=_declared(moe), activation=activation)
     return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts
-
-
-def _fraction(factor: float) -> Fraction:
-    """The decimal fraction that was written, not the binary one nearest to it."""
-    return Fraction(str(factor))
 
 
 def _declared(moe: Moe) -> Span | None:

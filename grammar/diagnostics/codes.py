@@ -74,6 +74,8 @@ CODES: dict[str, str] = {
     "MOE0318": "tensor-parallel degree does not divide what it shards",
     "MOE0319": "a sequence does not divide over the tensor-parallel ranks",
     "MOE0320": "`eval` gives fewer places than `min`",
+    "MOE0321": "the router gets no gradient from the loss",
+    "MOE0322": "later tokens decide which choices of earlier ones are dropped",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

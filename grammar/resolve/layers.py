@@ -7,6 +7,7 @@ ones cost, here and in every pass.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from fractions import Fraction
 
 from moec.grammar import rules
 from moec.grammar.resolve.numbers import number
@@ -122,7 +123,7 @@ def select_layers(scope: Scope, selector: Expression | None, depth: int, depth_s
 def _range(scope: Scope, value: Range, written: Written, depth: int, depth_span: Span) -> Iterable[int] | Broken:
     first = number(scope, scope.follow(value.first), _INDEX)
     last = number(scope, scope.follow(value.last), _INDEX)
-    step: int | float | Broken = 1
+    step: int | float | Fraction | Broken = 1
     if value.step is not None:
         step = number(scope, scope.follow(value.step), NumberKind(whole=True, unit="", bounds=(Bound("at least", 1),)))
     if isinstance(first, Broken) or isinstance(last, Broken) or isinstance(step, Broken):

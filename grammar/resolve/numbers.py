@@ -1,14 +1,19 @@
-"""Numbers: literals with units, and arithmetic over them and over `let` names."""
+"""Numbers: literals with units, and arithmetic over them and over `let` names.
+
+Arithmetic is exact: `0.1 * 3` is `0.3`, and `5 / 3 * 3` is `5`. A field that is a float takes the float nearest to the
+result, a field that is a fraction takes the result itself.
+"""
 
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from moec.grammar.resolve.scope import BROKEN, Broken, Quantity, Scope, Written
 from moec.grammar.schema import NumberKind
 from moec.grammar.suggest import advice, nearest
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation
-from moec.grammar.units import EXAMPLES, LARGEST_WHOLE, NAMES, UNITS, exact
+from moec.grammar.units import EXAMPLES, LARGEST_WHOLE, MOST_DIGITS, NAMES, UNITS, a_float_holds, exact, short
 
 _LITERAL = re.compile(r"([0-9_]+(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?)(.*)")
 
@@ -21,7 +26,7 @@ def is_arithmetic(scope: Scope, value: Expression) -> bool:
     return operator != "*" or not isinstance(scope.follow(last).value, Call | Name)
 
 
-def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Broken:
+def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Fraction | Broken:
     """`written` as the number that a field of `kind` wants, in its base unit."""
     if isinstance(written.value, Broken):
         return BROKEN
@@ -35,14 +40,20 @@ def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Br
         expected = f"expected {NAMES[kind.unit]} such as `{EXAMPLES[kind.unit]}`"
         return scope.error("MOE0208", written, f"{expected}, found {NAMES[quantity.dimension]}")
     value = quantity.value
-    if kind.whole and value != int(value):
-        return scope.error("MOE0206", written, f"expected a whole number, found {value:g}")
+    if kind.whole and value.denominator != 1:
+        return scope.error("MOE0206", written, f"expected a whole number, found {float(value):g}")
+    taken = int(value) if kind.whole else value if kind.exact else float(value)
     for bound in kind.bounds:
-        if not bound.holds(value):
-            return scope.error(bound.code, written, f"must be {bound}, and is {value}")
-    if kind.whole and abs(value) > LARGEST_WHOLE:
+        if not bound.holds(taken):
+            return scope.error(bound.code, written, f"must be {bound}, and is {_shown(value)}")
+    if (kind.whole or kind.exact) and max(abs(value.numerator), value.denominator) > LARGEST_WHOLE:
         return scope.error("MOE0107", written, "more than 64 bits hold")
-    return int(value) if kind.whole else float(value)
+    return taken
+
+
+def _shown(value: Fraction) -> int | float:
+    whole = value.denominator == 1 and abs(value) <= LARGEST_WHOLE
+    return int(value) if whole else float(value)
 
 
 def compute(scope: Scope, value: Expression) -> Quantity | Broken:
@@ -87,8 +98,11 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
         help = f"did you mean `{digits}{best}`?" if best else f"units: {listed}, and `/s` behind a size"
         instead = f"{digits}{best}" if best else None
         return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help, instead=instead)
-    value = exact(digits.replace("_", ""), unit)
+    plain = digits.replace("_", "")
+    value = exact(plain, unit) if len(plain) <= MOST_DIGITS else None
     if value is None:
+        if len(plain) > MOST_DIGITS:
+            return scope.error("MOE0107", literal.span, f"more than {MOST_DIGITS} digits")
         return scope.error("MOE0107", literal.span, "beyond what a float holds")
     return Quantity(value, UNITS[unit].dimension if unit else "")
 
@@ -123,13 +137,13 @@ def _combine(operator: str, one: Quantity, other: Quantity) -> Quantity | str:
         return "division by zero"
     if other.dimension and one.dimension != other.dimension:
         return f"{NAMES[one.dimension]} cannot be divided by {NAMES[other.dimension]}"
-    whole = isinstance(a, int) and isinstance(b, int) and a % b == 0
-    return _bounded(a // b if whole else a / b, "" if other.dimension else one.dimension)
+    return _bounded(a / b, "" if other.dimension else one.dimension)
 
 
-def _bounded(value: int | float, dimension: str) -> Quantity | str:
-    if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
-        value = float(value)
-    if value != value or abs(value) == float("inf"):
+def _bounded(value: Fraction, dimension: str) -> Quantity | str:
+    """`value`, unless no float is as large or small, or it has too many digits (squares of squares of squares)."""
+    if not a_float_holds(value):
         return "the result is out of range"
+    if not short(value):
+        return f"the exact result has more than {MOST_DIGITS} digits"
     return Quantity(value, dimension)

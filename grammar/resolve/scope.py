@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from fractions import Fraction
 from typing import Final
 
 from moec.grammar.diagnostics.codes import diagnose
@@ -23,9 +24,9 @@ BROKEN: Final = Broken.BROKEN
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """A number in the base unit of its dimension ("" for a plain number)."""
+    """A number in the base unit of its dimension ("" for a plain number), exactly as written or computed."""
 
-    value: int | float
+    value: Fraction
     dimension: str = ""
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from moec.grammar import rules
+from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.model import Diagnostic
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
 from moec.grammar.resolve.cluster import Machines, resolve_clusters
@@ -145,7 +146,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     if Model.word not in values and not modules:
         return None
     spec = Spec.checked(values, spans)
-    scope.diagnostics += [*rules.modules(spec), *rules.evaluation(spec)]
+    scope.diagnostics += [*rules.modules(spec), *capacities(spec)]
     return spec
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from moec.grammar.spec.base import Doc, Node, Positive, PositiveInt, at_least
+from moec.grammar.spec.base import Doc, Node, PositiveInt, Ratio, at_least
 
 # ---- auxiliary losses --------------------------------------------------------------------------------
 
@@ -88,8 +88,8 @@ class Factor(Node):
     word = "factor"
     source = "Lepikhin et al. 2020, arXiv 2006.16668; Fedus et al. 2021, arXiv 2101.03961, eq. 3"
     positional = ("factor",)
-    factor: Annotated[Positive, Doc("places, as a multiple of an equal share")]
-    eval: Annotated[Positive | None, Doc("the same in evaluation; default: as in training")] = None
+    factor: Annotated[Ratio, Doc("places, as a multiple of an equal share")]
+    eval: Annotated[Ratio | None, Doc("the same in evaluation; default: as in training")] = None
     min: Annotated[PositiveInt, Doc("places that there are at least")] = 1
 
 
@@ -98,7 +98,7 @@ class Dynamic(Node):
 
     word = "dynamic"
     source = "Tutel, Hwang et al. 2022, arXiv 2206.03382, section 3.3"
-    max: Annotated[Positive | None, Doc("as `factor`, what an expert takes at most; default: all")] = None
+    max: Annotated[Ratio | None, Doc("as `factor`, what an expert takes at most; default: all")] = None
 
 
 Capacity = Dropless | Factor | Dynamic

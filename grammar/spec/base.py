@@ -8,13 +8,19 @@ pydantic's import, half of the time that `moec check` may take, to those who nee
 
 # Annotations are evaluated where they stand, with no `from __future__`: the schema reads them without compiling text.
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, Self, dataclass_transform
+from decimal import Decimal
+from fractions import Fraction
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
 
 from moec.grammar.source import Span
+from moec.grammar.units import LARGEST_WHOLE
 
 Form = Literal["call", "block", "product"]
+
+Number = TypeVar("Number", int, float, Fraction)
 
 _NOWHERE: Mapping[str, Span] = {}
 
@@ -127,10 +133,10 @@ class Bound:
     """One end of what a number may be: `name` says it in words, for `at least 1`. `code` is of the diagnostic."""
 
     name: Literal["at least", "more than", "at most", "less than"]
-    limit: float
+    limit: int
     code: str = "MOE0207"
 
-    def holds(self, value: float) -> bool:
+    def holds(self, value: float | Fraction) -> bool:
         """Whether `value` keeps it."""
         match self.name:
             case "at least":
@@ -151,25 +157,25 @@ class Bound:
 
         return core_schema.no_info_after_validator_function(self._required, handler(kind))
 
-    def _required(self, value: float) -> float:
+    def _required(self, value: Number) -> Number:
         if not self.holds(value):
             raise ValueError(f"must be {self}")
         return value
 
 
-def at_least(limit: float) -> Bound:
+def at_least(limit: int) -> Bound:
     return Bound("at least", limit)
 
 
-def more_than(limit: float) -> Bound:
+def more_than(limit: int) -> Bound:
     return Bound("more than", limit)
 
 
-def at_most(limit: float, code: str = "MOE0207") -> Bound:
+def at_most(limit: int, code: str = "MOE0207") -> Bound:
     return Bound("at most", limit, code)
 
 
-def less_than(limit: float) -> Bound:
+def less_than(limit: int) -> Bound:
     return Bound("less than", limit)
 
 
@@ -182,10 +188,11 @@ class Doc:
 
 @dataclass(frozen=True)
 class NotYet:
-    """Of a field: nothing here compiles it. With `words` or `lists`: only those of its values."""
+    """Of a field: nothing here compiles it. With `words` or `lists`: only those of its values. `help` is a way out."""
 
     words: tuple[str, ...] = ()
     lists: bool = False
+    help: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,29 @@ class Unit:
     """The dimension that a number in a field has; the resolver converts to the base unit."""
 
     name: str  # "bytes", "bytes/s", "s", "FLOP/s"
+
+
+@dataclass(frozen=True)
+class AsWritten:
+    """A fraction that arithmetic must not round, such as what a count is multiplied by before it is rounded up.
+
+    A float made in Python stands for its shortest digits: 0.3 is three tenths.
+    """
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_plain_validator_function(self._fraction)
+
+    def _fraction(self, value: object) -> Fraction:
+        if isinstance(value, bool) or not isinstance(value, int | float | Decimal | Fraction):
+            raise ValueError("must be a number")
+        if isinstance(value, float | Decimal) and not math.isfinite(value):
+            raise ValueError("must be finite")
+        fraction = Fraction(str(value)) if isinstance(value, float) else Fraction(value)
+        if max(abs(fraction.numerator), fraction.denominator) > LARGEST_WHOLE:
+            raise ValueError("numerator and denominator must fit 64 bits")
+        return fraction
 
 
 @dataclass(frozen=True)
@@ -230,7 +260,8 @@ BlockLabel = Annotated[str, Plain(), Doc("what tells it from others of its kind"
 Text = Annotated[str, Plain()]
 PositiveInt = Annotated[int, at_least(1)]
 Positive = Annotated[float, more_than(0)]
-Fraction = Annotated[float, at_least(0), at_most(1)]
+Portion = Annotated[float, at_least(0), at_most(1)]
+Ratio = Annotated[Fraction, AsWritten(), more_than(0)]
 Bytes = Annotated[float, Unit("bytes"), more_than(0)]
 BytesPerSecond = Annotated[float, Unit("bytes/s"), more_than(0)]
 Seconds = Annotated[float, Unit("s"), at_least(0)]

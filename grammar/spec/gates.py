@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from moec.grammar.spec.base import Doc, Fraction, Node, NotYet, PositiveInt, at_least, more_than
+from moec.grammar.spec.base import Doc, Node, NotYet, Portion, PositiveInt, at_least, more_than
 
 Weight = Annotated[float, at_least(0)]
 
@@ -42,7 +42,7 @@ class TopK(Node):
     group_score: Annotated[
         Literal["top2_sum", "max"], NotYet(), Doc("what groups are ranked by: `top2_sum` (V3), `max` (V2)")
     ] = "top2_sum"
-    jitter: Annotated[Fraction, NotYet(), Doc("inputs are multiplied by 1 ± this in training (Switch, 2.2)")] = 0.0
+    jitter: Annotated[Portion, NotYet(), Doc("inputs are multiplied by 1 ± this in training (Switch, 2.2)")] = 0.0
     noise: Annotated[Weight, NotYet(), Doc("standard deviation of noise on the logits in training")] = 0.0
 
 
@@ -51,7 +51,7 @@ class Switch(Node):
 
     word = "switch"
     source = "Fedus et al. 2021, arXiv 2101.03961, section 2.1"
-    jitter: Annotated[Fraction, NotYet(), Doc("inputs are multiplied by 1 ± this in training")] = 0.0
+    jitter: Annotated[Portion, NotYet(), Doc("inputs are multiplied by 1 ± this in training")] = 0.0
 
 
 class GShard(Node):
@@ -80,7 +80,7 @@ class SparseMixer(Node):
     implemented = False
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")] = 2
-    jitter: Annotated[Fraction, Doc("logits within this part of the best are not masked")] = 0.01
+    jitter: Annotated[Portion, Doc("logits within this part of the best are not masked")] = 0.01
 
 
 class ExpertChoice(Node):

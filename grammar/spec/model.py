@@ -21,6 +21,11 @@ class DType(StrEnum):
     FP32 = "fp32"
 
 
+_NO_FP16 = NotYet(
+    ("fp16",), help="use `bf16`: gradients in fp16 vanish unless the loss is scaled, and nothing scales it"
+)
+
+
 class TokenEmbedding(Node):
     """A learned vector per token id."""
 
@@ -92,7 +97,7 @@ class LayerModule(Node):
     implemented = False
     name: BlockLabel
     dim: Annotated[PositiveInt | None, Doc("width of a token; inside a model it is the model's")] = None
-    dtype: Annotated[DType, Doc("of parameters and activations")] = DType.BF16
+    dtype: Annotated[DType, _NO_FP16, Doc("of parameters and activations")] = DType.BF16
     moe: Annotated[Moe, Doc("the mixture")]
 
 
@@ -107,7 +112,7 @@ class Model(Node):
     dim: Annotated[PositiveInt, Doc("width of the residual stream")]
     depth: Annotated[int, at_least(1), at_most(MAX_LAYERS, "MOE0401"), Doc("number of layers")]
     context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None
-    dtype: Annotated[DType, Doc("of parameters and activations")] = DType.BF16
+    dtype: Annotated[DType, _NO_FP16, Doc("of parameters and activations")] = DType.BF16
     norm: Annotated[RmsNorm | LayerNorm, Doc("before attention, before the feed-forward, and at the end")] = RmsNorm()
     embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
     residual_multiplier: Annotated[Positive, NotYet(), Doc("factor on what a layer adds (Granite: 0.22)")] = 1.0

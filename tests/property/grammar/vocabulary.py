@@ -6,6 +6,7 @@ rules between fields demand is mended afterwards, in one place below.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from hypothesis import strategies as st
@@ -27,6 +28,8 @@ def numbers(kind: NumberKind) -> st.SearchStrategy[Any]:
     high = limits.get("at most", limits.get("less than"))
     if kind.whole:
         return st.integers(int(low), int(LARGEST if high is None else high))
+    if kind.exact:
+        return st.builds(Fraction, st.integers(1, LARGEST), st.integers(1, LARGEST))
     return st.floats(
         low,
         high,

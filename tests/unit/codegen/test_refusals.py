@@ -119,6 +119,7 @@ PLANTED: dict[str, Callable[[Json, Json], Any]] = {
     "a parameter's size": lambda m, s: m["bodies"][0]["parameters"][0].update(shape=[2**62, 2**62]),
     "a parameter's initialiser": lambda m, s: m["bodies"][0]["parameters"][0].update(init=CODE),
     "a parameter's dtype": lambda m, s: m["bodies"][0]["parameters"][0].update(dtype=CODE),
+    "a parameter in fp16": lambda m, s: m["bodies"][0]["parameters"][0].update(dtype="fp16"),
     "a parameter's mesh": lambda m, s: m["bodies"][0]["parameters"][0].update(mesh="nowhere"),
     "a gradient's group": lambda m, s: m["bodies"][0]["parameters"][0].update(sum_over=["pp"]),
     "layers of one number": lambda m, s: m["bodies"][2].update(layers=[0, 1]),

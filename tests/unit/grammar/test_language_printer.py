@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from moec.grammar import Spec, load_file, load_text, to_text
+from moec.grammar.format import formatted
+from moec.grammar.source import Source
 from moec.grammar.spec import (
     Cluster,
     Device,
     Dropless,
     DType,
     Experts,
+    Factor,
     Gelu,
     Layer,
     Level,
@@ -141,7 +145,31 @@ def test_equal_layers_need_not_be_one_object() -> None:
 def test_numbers_are_written_shortly_and_read_back_exactly(value: float, dimension: str, text: str) -> None:
     assert written(value, dimension) == text
     unit = next((unit for unit in sorted(UNITS, key=len, reverse=True) if text.endswith(unit)), "")
-    assert exact(text.removesuffix(unit).replace("_", ""), unit) == value
+    read = exact(text.removesuffix(unit).replace("_", ""), unit)
+    assert read is not None
+    assert float(read) == value
+
+
+@pytest.mark.parametrize(
+    ("factor", "text"),
+    [
+        (Fraction(3, 10), "0.3"),
+        (Fraction(5, 3), "5 / 3"),
+        (Fraction(2), "2"),
+        (Fraction(2**53 + 1), f"{2**53 + 1} / 1"),
+        (Fraction(1, 2**62), f"1 / {2**62}"),
+        (Fraction(2**63 - 1, 2**63 - 3), f"{2**63 - 1} / {2**63 - 3}"),
+    ],
+)
+def test_fractions_are_decimals_where_these_are_exact_and_read_back(factor: Fraction, text: str) -> None:
+    assert SPARSE.moe
+    layer = SPARSE.replace(moe=SPARSE.moe.replace(capacity=Factor(factor=factor)))
+    printed = to_text(spec(layer))
+    assert f"capacity = factor({text})\n" in printed
+    for laid_out in (printed, formatted(Source("x.moe", printed))):
+        again = load_text(laid_out).unwrap()
+        assert again == spec(layer)
+        assert to_text(again) == printed
 
 
 @pytest.mark.parametrize("label", ['a"b', "a\nb", "a\rb", "a\0b", "\ud800"])

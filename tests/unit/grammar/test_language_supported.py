@@ -60,6 +60,20 @@ def test_a_word_without_a_backend_is_refused_at_its_span(given: dict[str, str], 
     assert found.span
 
 
+def test_fp16_is_refused_and_bf16_advised_since_nothing_scales_the_loss() -> None:
+    (found,) = refused(model="dtype = fp16")
+    assert (found.code, found.message) == ("MOE0202", "`dtype = fp16` is known, and moec cannot compile it yet")
+    assert found.help.startswith("use `bf16`: ")
+    assert found.span
+    assert found.span.source.text[found.span.start : found.span.end] == "fp16"
+
+
+def test_compiling_a_model_in_fp16_is_refused() -> None:
+    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = swiglu(128)", model="dtype = fp16", tail="")
+    with pytest.raises(DiagnosticError, match="MOE0202"):
+        compile_source(text)
+
+
 def test_what_is_written_as_its_default_is_not_refused() -> None:
     assert refused(attention="mha(heads = 4, causal = true)", ffn=MOE.format("overflow = drop; group = sequence")) == []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
+from pydantic import ValidationError
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
-from moec.grammar.spec import Model
+from moec.grammar.spec import Factor, Model
 
 MODEL = """
 model "m" {{
@@ -42,6 +45,10 @@ def codes(head: str = "", lets: dict[str, str | int | float] | None = None, tail
         ("2 * (3 + 5) / 4", 4),
         ("7 - 2 - 1", 4),
         ("-1 + 4", 3),
+        ("0.1 * 30", 3),
+        ("1 / 3 * 3", 1),
+        ("1e16 + 1 - 1e16", 1),
+        ("0e999999999 + 1", 1),
     ],
 )
 def test_whole_numbers(text: str, number: int) -> None:
@@ -86,6 +93,9 @@ def test_quantities_can_be_scaled_and_divided() -> None:
         ("2GB * 2GB", "MOE0215"),
         ("8 / 2us", "MOE0215"),
         ("1e308 * 1e308", "MOE0215"),
+        ("1e-300 * 1e-300", "MOE0215"),
+        ("(1 / 3) * 1e999999", "MOE0107"),
+        ("0." + "3" * 5000, "MOE0107"),
         ("1e999999999", "MOE0107"),
         ("1e-400", "MOE0107"),
         ("3e-4999999999999999999999999999999", "MOE0107"),
@@ -235,3 +245,75 @@ def test_a_file_with_an_open_brace_is_not_told_that_blocks_are_missing() -> None
 
 def test_nothing_is_reported_as_missing_where_something_did_not_parse() -> None:
     assert [d.code for d in load_text('model "m" { vocab = = 3 }').diagnostics] == ["MOE0101"]
+
+
+FACTOR = "moe {{ experts = 8 * gelu(4); gate = topk(1); capacity = {} }}"
+
+
+def capacity(text: str, head: str = "", lets: dict[str, str | int | float] | None = None) -> Factor:
+    moe = model(head, lets, ffn=FACTOR.format(text)).layers[0].moe
+    assert moe
+    assert isinstance(moe.capacity, Factor)
+    return moe.capacity
+
+
+@pytest.mark.parametrize(
+    ("head", "text"),
+    [
+        ("let f = 0.1 * 3\n", "factor(f)"),
+        ("let f = 0.1\nlet g = f * 3\n", "factor(g)"),
+        ("let f = 0.1 + 0.2\n", "factor(f)"),
+        ("let f = 3 / 10\n", "factor(f)"),
+        ("", "factor(0.1 * 3)"),
+        ("", "factor(0.3)"),
+    ],
+)
+def test_arithmetic_is_decimal_and_exactly_what_is_written(head: str, text: str) -> None:
+    assert capacity(text, head).factor == Fraction(3, 10)
+
+
+def test_an_override_takes_part_in_exact_arithmetic() -> None:
+    assert capacity("factor(f * 3)", "let f = 1\n", {"f": 0.1}).factor == Fraction(3, 10)
+    assert capacity("factor(f * 3)", "let f = 1\n", {"f": "0.1"}).factor == Fraction(3, 10)
+
+
+def test_a_capacity_is_the_fraction_and_no_float_beside_it() -> None:
+    found = capacity("factor(5 / 3, eval = 2 / 3)")
+    assert (found.factor, found.eval) == (Fraction(5, 3), Fraction(2, 3))
+
+
+def test_a_float_made_in_python_is_the_decimal_that_it_shows() -> None:
+    assert Factor(factor=0.3) == Factor(factor=Fraction(3, 10))
+    assert Factor(factor=0.3) == capacity("factor(0.3)")
+
+
+@pytest.mark.parametrize("factor", [float("inf"), float("nan"), 0.0, -1.0, True, "1", 1e-300])
+def test_what_is_no_capacity_is_refused_in_python(factor: object) -> None:
+    with pytest.raises(ValidationError):
+        Factor(factor=factor)
+
+
+@pytest.mark.parametrize(("text", "code"), [("0", "MOE0207"), ("-0.5", "MOE0207"), ("1e-300", "MOE0107")])
+def test_what_is_no_capacity_is_refused_in_a_file(text: str, code: str) -> None:
+    assert codes(ffn=FACTOR.format(f"factor({text})")) == [code]
+
+
+def test_other_numbers_are_the_nearest_float() -> None:
+    train = "train { batch = 1; sequence = 8; optimizer = adamw(lr = 0.1 * 3, eps = 1e-324 * 10, beta2 = 1 / 3) }"
+    optimizer = load(tail=train).diagnostics
+    assert [found.code for found in optimizer] == ["MOE0107"]  # no float is as small as 1e-324
+    optimizer = load(tail=train.replace("1e-324", "1e-320")).unwrap().train.optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.beta2) == (0.3, 1e-319, 1 / 3)
+    assert type(optimizer.lr) is float
+
+
+def test_a_number_that_rounds_onto_its_bound_breaks_it() -> None:
+    tail = f"train {{ batch = 1; sequence = 8; optimizer = adamw(beta2 = 0.{'9' * 30}) }}"
+    assert codes(tail=tail) == ["MOE0207"]
+
+
+def test_squares_of_squares_end_in_a_diagnostic() -> None:
+    """A hundred of them have 10^30 digits."""
+    lets = "let a0 = 1.0000001\n" + "".join(f"let a{i + 1} = a{i} * a{i}\n" for i in range(100))
+    (found,) = load(lets).diagnostics
+    assert (found.code, found.message) == ("MOE0215", "the exact result has more than 400 digits")

@@ -1,7 +1,12 @@
 """lower: the reference semantics."""
 
-from models import moe_spec
+import pytest
+from models import moe_plan, moe_spec, moe_text
 
+from moec.driver import compile as compile_source
+from moec.driver import load
+from moec.grammar import load_text, to_text
+from moec.passes.ir.ops import PermutePadded
 from moec.passes.lower import lower
 
 GRAPHS = ("forward", "valid_labels", "loss", "num_tokens", "aux_loss")
@@ -60,3 +65,26 @@ def test_a_tied_head_has_no_parameter_of_its_own():
     forward = lower(moe_spec(model="embedding = tokens(tied = true)")).block("forward")
     assert [p.name for p in forward.parameters] == ["embedding.weight", "norm.weight"]
     assert next(op for op in forward.ops if op.mnemonic == "linear").operands[1] == "@embedding.weight"
+
+
+@pytest.mark.parametrize(
+    ("factor", "parts", "whole"),
+    [("0.1 * 3", 3, 10), ("0.3", 3, 10), ("5 / 3", 5, 3), ("1.25", 5, 4), ("0.1 + 0.2", 3, 10)],
+)
+def test_a_capacity_reaches_the_program_as_the_fraction_that_is_written(factor: str, parts: int, whole: int):
+    spec = moe_spec(beside=f"capacity = factor({factor})")
+    for one in (spec, load_text(to_text(spec)).unwrap()):
+        (permute,) = (op for op in lower(one).block("layers[1..2]").ops if isinstance(op, PermutePadded))
+        assert (permute.parts, permute.whole, permute.eval_parts, permute.eval_whole) == (parts, whole, parts, whole)
+
+
+def test_a_stored_plan_compiles_to_itself_with_a_capacity_that_no_decimal_equals(tmp_path):
+    plan = moe_plan(beside="capacity = dynamic(max = 5 / 3)")
+    plan.save(tmp_path / "p.plan")
+    assert load(tmp_path / "p.plan", trust_nothing=True).spec == plan.spec
+
+
+def test_a_model_of_width_one_compiles():
+    text = moe_text(dim=1, depth=2).replace("heads = 4", "heads = 1").replace("kv_heads = 2", "kv_heads = 1")
+    plan = compile_source(text.replace("rope = rope(theta = 1e4), ", ""))
+    assert (32, 1) in {parameter.shape for parameter in plan.parameters.values()}  # the embedding

@@ -69,3 +69,16 @@ def test_check_finds_what_place_finds(tmp_path):
     file = tmp_path / "bad.moe"
     file.write_text(moe_text(dp=2))
     assert [diagnostic.code for diagnostic in check(file)] == ["MOE0310"]
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+@pytest.mark.parametrize(("tp", "batch", "ok"), [(1, 6, False), (2, 6, True), (2, 7, False), (4, 7, True)])
+def test_a_batch_that_the_data_parallel_ranks_do_not_divide_is_refused_for_every_group(
+    group: str, tp: int, batch: int, ok: bool
+):
+    options = {"tp": tp, "batch": batch, "beside": f"capacity = factor(1.0); group = {group}"}
+    if ok:
+        choose_degrees(moe_spec(**options))
+    else:
+        (problem,) = problems(**options)
+        assert problem.code == "MOE0313"

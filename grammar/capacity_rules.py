@@ -1,0 +1,101 @@
+"""Warnings about capacities: an `eval` without effect, and later tokens that decide what of earlier ones is dropped."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
+from moec.grammar.source import Span
+from moec.grammar.spec import Dynamic, Factor, Moe, Spec, TopK
+from moec.grammar.units import written
+
+
+def capacities(spec: Spec) -> list[Diagnostic]:
+    """Every warning about a capacity of the model, once for all layers that share it."""
+    layers = spec.model.layers if spec.has_model else ()
+    causal = all(getattr(layer.attention, "causal", True) for layer in layers)
+    found: list[Diagnostic] = []
+    for moe in {id(layer.moe): layer.moe for layer in layers if layer.moe}.values():
+        found += _evaluation(spec, moe)
+        found += _causality(spec, moe) if causal else ()
+    return list(dict.fromkeys(found))
+
+
+def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
+    """A capacity for evaluation that `min` leaves without effect, where a routing group's tokens are known."""
+    capacity, tokens = moe.capacity, _tokens_in_training(spec, moe)
+    if not isinstance(capacity, Factor) or capacity.eval is None or tokens is None:
+        return
+    k = getattr(moe.gate, "k", 1)
+    places = math.ceil(capacity.eval * k * tokens / moe.num_experts)
+    if places < capacity.min:
+        factor = written(capacity.eval, "")
+        yield diagnose(
+            "MOE0320",
+            capacity.span("eval"),
+            f"{k * tokens} choices of {moe.num_experts} experts make {places} places with {factor}",
+            labels=_label(capacity.span("min"), f"there are at least {capacity.min}"),
+            help="leave `eval` out, or lower `min`",
+            severity=Severity.WARNING,
+        )
+
+
+def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
+    """A capacity that drops second choices: they stand in a queue behind the first choices of later tokens.
+
+    With one choice per token a queue has the order of the tokens, and what comes later drops nothing earlier.
+    """
+    capacity, gate = moe.capacity, moe.gate
+    if not isinstance(gate, TopK) or gate.k == 1:
+        return
+    match capacity:
+        case Factor():
+            factors, least = (capacity.factor, capacity.eval or capacity.factor), capacity.min
+        case Dynamic(max=Fraction() as most):
+            factors, least = (most, most), 1
+        case _:
+            return
+    tokens = (_tokens_in_training(spec, moe), _tokens_in_evaluation(spec, moe))
+    modes = ("training", "evaluation")
+    dropping = [
+        mode
+        for mode, factor, of_group in zip(modes, factors, tokens, strict=True)
+        if _drops(factor * gate.k / moe.num_experts, least, of_group)
+    ]
+    if dropping:
+        yield diagnose(
+            "MOE0322",
+            moe.span("capacity"),
+            f"in {' and '.join(dropping)} it can drop second choices, which queue behind all first ones",
+            labels=_label(gate.span("k"), f"each token makes {gate.k} choices"),
+            help="`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide",
+            severity=Severity.WARNING,
+        )
+
+
+def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:
+    """Whether an expert has fewer places than a group has tokens, each of which chooses it at most once."""
+    if tokens is None:
+        return places_per_token < 1
+    return max(least, math.ceil(places_per_token * tokens)) < tokens
+
+
+def _tokens_in_training(spec: Spec, moe: Moe) -> int | None:
+    sequence = spec.train.sequence if spec.train else spec.model.context
+    if moe.group == "sequence" or sequence is None:
+        return sequence
+    return sequence * spec.train.batch if moe.group == "batch" and spec.train else None
+
+
+def _tokens_in_evaluation(spec: Spec, moe: Moe) -> int | None:
+    """The most that a group can have; batches have any size then."""
+    if moe.group != "sequence":
+        return None
+    return spec.model.context or (spec.train.sequence if spec.train else None)
+
+
+def _label(span: Span | None, message: str) -> tuple[Label, ...]:
+    return (Label(span=span, message=message),) if span else ()

@@ -1,0 +1,169 @@
+"""When later tokens change what earlier ones get, found by running the reference; MOE0322 warns then and only then.
+
+What a router learns from the loss, found the same way; MOE0321 warns where it learns nothing.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moec.grammar import load_text
+from moec.grammar.load import Loaded
+from moec.runtime.module import PlanModule
+from moec.runtime.reference import reference
+
+MODEL = """
+model "m" {{
+  vocab = 16; dim = 8; depth = 2; context = 12; dtype = fp32
+  layers {{ attention = mha(heads = 2); moe {{ experts = 4 * gelu(8); gate = {gate}; {beside} }} }}
+}}
+train {{ batch = 4; sequence = 12 }}
+"""
+BATCH, SEQUENCE = 2, 12
+
+
+def load(gate: str, beside: str = "") -> Loaded:
+    return load_text(MODEL.format(gate=gate, beside=beside))
+
+
+def warned(loaded: Loaded) -> list[str]:
+    return [found.code for found in loaded.diagnostics]
+
+
+def model_of(loaded: Loaded, seed: int) -> PlanModule:
+    """The reference in float64 with weights large enough that experts differ and are chosen unevenly."""
+    model = reference(loaded.unwrap(), seed=seed, dtype=torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(1 if "norm" in name else 20)
+    return model
+
+
+def change(loaded: Loaded, *, train: bool) -> tuple[float, float]:
+    """The largest change of logits when one token of the first sequence is another: of the tokens before it, and of the
+    second sequence. The largest over some models, tokens and places.
+    """
+    before = other = 0.0
+    for seed in range(6):
+        model = model_of(loaded, seed).train(train)
+        generator = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(16, (BATCH, SEQUENCE), generator=generator)
+        with torch.no_grad():
+            logits = model(tokens).logits
+            for place in range(1, SEQUENCE, 2):
+                changed = tokens.clone()
+                changed[0, place] = (tokens[0, place] + 1 + seed) % 16
+                difference = (model(changed).logits - logits).abs()
+                before = max(before, difference[0, :place].max().item())
+                other = max(other, difference[1].max().item())
+    return before, other
+
+
+SAME, ANOTHER = 1e-10, 1e-4
+
+
+def assert_changed(difference: float, expected: bool) -> None:
+    assert difference > ANOTHER if expected else difference < SAME
+
+
+@pytest.mark.parametrize(
+    ("gate", "beside", "in_training", "in_evaluation"),
+    [
+        ("topk(2)", "capacity = factor(0.5)", True, True),
+        ("topk(2, normalize = true)", "capacity = factor(1.0)", True, True),
+        ("topk(3, order = after)", "capacity = factor(0.5)", True, True),
+        ("topk(2)", "capacity = dynamic(max = 0.6)", True, True),
+        ("topk(2)", "capacity = factor(0.5); group = batch", True, True),
+        ("topk(2)", "capacity = factor(0.5); group = rank", True, True),
+        ("topk(2)", "capacity = factor(0.5, eval = 2.0)", True, False),
+        ("topk(2)", "capacity = factor(2.0, eval = 0.5)", False, True),
+        ("topk(2)", "", False, False),
+        ("topk(2)", "capacity = dynamic()", False, False),
+        ("topk(2)", "capacity = factor(2.0)", False, False),
+        ("topk(2)", "capacity = factor(2.0); group = batch", False, False),
+        ("topk(2)", "capacity = factor(0.5, min = 12)", False, False),
+        ("topk(3)", "capacity = factor(4 / 3)", False, False),
+        ("topk(1)", "capacity = factor(0.5)", False, False),
+        ("switch", "capacity = factor(0.5)", False, False),
+        ("switch", "capacity = dynamic(max = 0.6)", False, False),
+        ("switch", "capacity = factor(0.5); group = batch", False, False),
+        ("switch", "capacity = factor(0.5); group = rank", False, False),
+    ],
+)
+def test_a_warning_stands_where_later_tokens_change_earlier_ones(
+    gate: str, beside: str, in_training: bool, in_evaluation: bool
+) -> None:
+    loaded = load(gate, beside)
+    assert_changed(change(loaded, train=True)[0], in_training)
+    assert_changed(change(loaded, train=False)[0], in_evaluation)
+    found = [one for one in loaded.diagnostics if one.code == "MOE0322"]
+    assert len(found) == (in_training or in_evaluation)
+    for one in found:
+        assert ("training" in one.message, "evaluation" in one.message) == (in_training, in_evaluation)
+
+
+@pytest.mark.parametrize(("group", "mixes"), [("sequence", False), ("batch", True), ("rank", True)])
+def test_only_a_group_of_several_sequences_lets_one_change_another(group: str, mixes: bool) -> None:
+    loaded = load("switch", f"capacity = factor(0.5); group = {group}")
+    for train in (True, False):
+        assert_changed(change(loaded, train=train)[1], mixes)
+
+
+def test_a_longer_sequence_has_more_places_so_that_its_start_is_not_what_it_was_alone() -> None:
+    """Also with one choice per token: not what the later tokens are, but that they are there."""
+    model = model_of(load("switch", "capacity = factor(0.5)"), seed=0)
+    tokens = torch.randint(16, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        difference = (model(tokens).logits[:, :8] - model(tokens[:, :8]).logits).abs().max().item()
+    assert_changed(difference, True)
+
+
+def test_layers_that_share_a_block_share_the_warning() -> None:
+    assert warned(load("topk(2)", "capacity = factor(0.5)")) == ["MOE0322"]
+    assert warned(load("topk(1, normalize = true)")) == ["MOE0321"]
+
+
+def test_layers_that_differ_beside_a_capacity_share_its_warning() -> None:
+    text = MODEL.format(gate="topk(2)", beside="capacity = factor(0.5)").replace(
+        "}\ntrain", "  layers 1 { moe { experts = 8 * gelu(8) } }\n}\ntrain"
+    )
+    assert warned(load_text(text)) == ["MOE0322"]
+
+
+def test_a_model_that_is_not_causal_is_not_warned() -> None:
+    text = MODEL.format(gate="topk(2)", beside="capacity = factor(0.5)").replace(
+        "heads = 2", "heads = 2, causal = false"
+    )
+    assert warned(load_text(text)) == []
+
+
+@pytest.mark.parametrize(
+    ("gate", "learns"),
+    [
+        ("topk(1, normalize = true)", False),
+        ("topk(1, score = sigmoid, normalize = true)", False),
+        ("topk(1, order = after, normalize = true)", False),
+        ("topk(1, order = after)", False),
+        ("topk(1, score = sigmoid, order = after)", True),
+        ("topk(1)", True),
+        ("switch", True),
+        ("topk(2, normalize = true)", True),
+        ("topk(2, order = after)", True),
+    ],
+)
+def test_a_warning_stands_where_the_router_gets_no_gradient(gate: str, learns: bool) -> None:
+    loaded = load(gate)
+    model = model_of(loaded, seed=1)
+    tokens = torch.randint(16, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    model(tokens, tokens.roll(-1, 1)).loss.backward()
+    routers = [parameter.grad for name, parameter in model.named_parameters() if name.endswith("moe.gate.weight")]
+    assert len(routers) == 2
+    for gradient in routers:
+        assert_changed(gradient.abs().max().item(), learns)
+    assert warned(loaded) == ([] if learns else ["MOE0321"])
+
+
+def test_a_router_of_one_expert_has_nothing_to_learn_and_no_warning() -> None:
+    text = MODEL.format(gate="topk(1, normalize = true)", beside="").replace("4 * gelu", "1 * gelu")
+    assert warned(load_text(text)) == []
