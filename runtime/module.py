@@ -70,6 +70,11 @@ class Layer(nn.Module):
         function = self._functions[0 if self.training else -1]
         return function.module(*inputs, *self._weights())
 
+    def compile_graphs(self, *args: Any, **kwargs: Any) -> None:
+        """`torch.compile` of its functions, with its options."""
+        for function in self._functions:
+            function.module.compile(*args, **kwargs)
+
 
 class PlanModule(nn.Module):
     """This rank's part of a model. Parameters are named as in the plan (`layers.3.attention.q.weight`).
@@ -179,8 +184,8 @@ class PlanModule(nn.Module):
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """`torch.compile` of each layer and of the losses, with its options; all else stays outside of the graphs."""
         for layer in self.layers:
-            for function in layer._functions if isinstance(layer, Layer) else ():
-                function.module.compile(*args, **kwargs)
+            if isinstance(layer, Layer):
+                layer.compile_graphs(*args, **kwargs)
         for function in self._scalars.values():
             function.module.compile(*args, **kwargs)
 
