@@ -96,8 +96,8 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
 
 def evaluation(spec: Spec) -> Iterator[Diagnostic]:
     """A capacity for evaluation that `min` leaves without effect, where a routing group's tokens are known."""
-    layers = spec.model.layers if spec.has_model else ()
-    for moe in {id(layer.moe): layer.moe for layer in layers if layer.moe}.values():
+    mixtures = [layer.moe for layer in spec.model.layers] if spec.has_model else [layer.moe for layer in spec.layers]
+    for moe in {id(moe): moe for moe in mixtures if moe}.values():
         capacity, tokens = moe.capacity, _tokens_of_group(spec, moe)
         if not isinstance(capacity, Factor) or capacity.eval is None or tokens is None:
             continue
@@ -115,7 +115,7 @@ def evaluation(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def _tokens_of_group(spec: Spec, moe: Moe) -> int | None:
-    sequence = spec.train.sequence if spec.train else spec.model.context
+    sequence = spec.sequence
     if moe.group == "sequence" or sequence is None:
         return sequence
     return sequence * spec.train.batch if moe.group == "batch" and spec.train else None

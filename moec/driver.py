@@ -25,15 +25,21 @@ Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
 
 
-def compile(source: Source, **lets: float | str) -> Plan:
-    """The plan of a model; `lets` override the file's `let` constants.
+def compile(source: Source, *, ranks: int | None = None, **lets: float | str) -> Plan:
+    """The plan of a model or a layer; `lets` override the file's `let` constants.
 
-    Raises `DiagnosticError` with every mistake found in the file.
+    `ranks` compiles for so many of the cluster's devices, instead of for as many as the cluster has. Raises
+    `DiagnosticError` with every mistake found in the file, and `ValueError` for `ranks` below 1.
     """
     from moec.codegen.plan import make_plan
     from moec.passes.pipeline import compile_program
+    from moec.passes.ranks import for_ranks
 
     spec = to_spec(source, **lets)
+    if ranks is not None:
+        if ranks < 1:
+            raise ValueError(f"ranks is a number from 1, not {ranks}")
+        spec = for_ranks(spec, ranks)
     return make_plan(spec, compile_program(spec).program, __version__)
 
 

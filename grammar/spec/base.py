@@ -17,6 +17,7 @@ from moec.grammar.source import Span
 Form = Literal["call", "block", "product"]
 
 _NOWHERE: Mapping[str, Span] = {}
+_MISSING = object()
 
 
 @dataclass_transform(eq_default=True, frozen_default=True, kw_only_default=True)
@@ -82,7 +83,10 @@ class Node:
 
     def replace(self, **changes: object) -> Self:
         """A node with some fields changed, which is validated again, and with the same spans."""
-        changed = type(self)(**{**self.__dict__, **changes})
+        cls = type(self)
+        # A default need not be a value that the annotation allows: a Spec of one layer has the model None.
+        kept = {name: value for name, value in self.__dict__.items() if value is not getattr(cls, name, _MISSING)}
+        changed = cls(**{**kept, **changes})
         changed._hold({}, self._given | frozenset(changes), self._spans)
         return changed
 
