@@ -92,7 +92,7 @@ def layer(
     Raises `DiagnosticError`, alike on every rank, for degrees that do not divide the ranks.
     """
     from moec.codegen.plan import Plan as PlanClass
-    from moec.runtime.layer_home import make_layer, ranks_of
+    from moec.runtime.layer_home import make_layer, ranks_of, require_layer
 
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -103,8 +103,10 @@ def layer(
     elif not isinstance(source, Spec) and _is_folder(source):
         plan = load(source)
     else:
+        spec = to_spec(source)
+        require_layer(spec)
         # Batches and sequences are the host's.
-        plan = compile(to_spec(source).replace(train=None), ranks=len(ranks))
+        plan = compile(spec.replace(train=None), ranks=len(ranks))
     return make_layer(plan, ranks, reduction, seed=seed, device=device)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from moec.codegen.plan import Plan
+from moec.grammar.spec import Spec
 from moec.passes.ir.mesh import group_name
 from moec.runtime import groups
 from moec.runtime.checks import HOST, JobChecks
@@ -62,7 +63,7 @@ class LayerHome(RankHome):
         if self.plan.world_size == 1:
             return
         self._named[HOST] = _host_group(self.ranks)
-        _require_alike(self._named[HOST], made_of, self.ranks)
+        require_alike(_digests(self._named[HOST], made_of, self.ranks), self.ranks)
         self._named[ALL_RANKS] = _group(self.ranks)
         for name, mesh in self.plan.meshes.items():
             for axis in mesh.wide_axes():
@@ -89,6 +90,16 @@ class LayerHome(RankHome):
             )
 
 
+def require_layer(spec: Spec) -> None:
+    """Raises `JobError` for a file whose subject is a model."""
+    if spec.has_model:
+        raise JobError(
+            "MOE0721",
+            f"{spec.model.name} is a model, and `moec.layer` makes the mixture of a file whose subject is a `layer`",
+            'train a model with `moec.launch`, or write its mixture as `layer "name" { dim = …; moe { … } }`',
+        )
+
+
 def make_layer(
     plan: Plan, ranks: tuple[int, ...], reduction: Reduction, *, seed: int, device: str | torch.device | None
 ) -> MoeLayer:
@@ -96,12 +107,7 @@ def make_layer(
 
     Raises `JobError` for another number of ranks, and for the plan of a model.
     """
-    if plan.spec.has_model:
-        raise JobError(
-            "MOE0721",
-            f"{plan.name} is a model, and `moec.layer` makes the mixture of a file whose subject is a `layer`",
-            'train a model with `moec.launch`, or write its mixture as `layer "name" { dim = …; moe { … } }`',
-        )
+    require_layer(plan.spec)
     if plan.world_size != len(ranks):
         raise JobError(
             "MOE0701",
@@ -141,13 +147,17 @@ def _is_alive(group: ProcessGroup) -> bool:
     return dist.is_initialized() and group in distributed_c10d._world.pg_map
 
 
-def _require_alike(group: ProcessGroup, made_of: str, ranks: Sequence[int]) -> None:
-    """Raises `JobError`, on every rank, unless all ranks make the same layer."""
-    digest = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:8], "big") >> 2
-    digests = [torch.zeros((), dtype=torch.int64) for _ in ranks]
-    dist.all_gather(digests, torch.tensor(digest), group=group)
-    found = [int(each) for each in digests]
-    other = next((rank for rank, each in zip(ranks, found, strict=True) if each != found[0]), None)
+def _digests(group: ProcessGroup, made_of: str, ranks: Sequence[int]) -> list[int]:
+    """What each rank makes its layer of, as a number. A collective."""
+    own = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:8], "big") >> 2
+    found = [torch.zeros((), dtype=torch.int64) for _ in ranks]
+    dist.all_gather(found, torch.tensor(own), group=group)
+    return [int(digest) for digest in found]
+
+
+def require_alike(digests: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raises `JobError` unless all ranks make the same layer."""
+    other = next((rank for rank, each in zip(ranks, digests, strict=True) if each != digests[0]), None)
     if other is not None:
         raise JobError(
             "MOE0720",
