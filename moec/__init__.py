@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from moec.driver import compile, launch, layer, load, reference, verify
     from moec.grammar.diagnostics import Diagnostic, DiagnosticError
     from moec.grammar.spec import Spec
+    from moec.runtime.hosted import clip_grad_norm_, expert_parameters
     from moec.runtime.job import Job
-    from moec.runtime.layer import MoeLayer, expert_parameters
+    from moec.runtime.layer import MoeLayer
     from moec.runtime.verify import Report
 
 __version__ = "0.1.0"
@@ -32,8 +33,9 @@ _HOMES = {
     "Plan": "moec.codegen.plan",
     "Report": "moec.runtime.verify",
     "Spec": "moec.grammar.spec",
+    "clip_grad_norm_": "moec.runtime.hosted",
     "compile": "moec.driver",
-    "expert_parameters": "moec.runtime.layer",
+    "expert_parameters": "moec.runtime.hosted",
     "launch": "moec.driver",
     "layer": "moec.driver",
     "load": "moec.driver",
@@ -49,6 +51,7 @@ __all__ = [
     "Plan",
     "Report",
     "Spec",
+    "clip_grad_norm_",
     "compile",
     "expert_parameters",
     "launch",

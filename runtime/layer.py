@@ -32,6 +32,11 @@ class HostedHome(Home, Protocol):
         """What the host divides gradients by: its ranks where it averages over them, 1 where it sums."""
         ...
 
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has, by their numbers in the file."""
+        ...
+
 
 class MoeLayer(nn.Module):
     """A mixture of experts `[…, dim] → […, dim]`: no norm, no residual. `moec.layer` makes it.
@@ -84,11 +89,17 @@ class MoeLayer(nn.Module):
         y: Tensor = results.pop(self._first)
         (counts,) = results.values()
         self.expert_counts = counts[0]
-        return y.reshape(x.shape).to(x.dtype)
+        # `fully_shard` warns of a view that a module gives.
+        return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """This rank's experts: what the host leaves out of its own reduction, sharding and broadcasts."""
         return self.get_submodule("experts").parameters()
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has, by their numbers among all."""
+        return self._home.local_experts
 
     def _run(self, x: Tensor) -> dict[str, Any]:
         function = self._functions[0 if self.training else -1]
@@ -127,16 +138,6 @@ class MoeLayer(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """What copies take with them: no result of a forward pass, which belongs to a graph of autograd."""
         return self.__dict__ | {"aux_loss": None, "expert_counts": None}
-
-
-def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's experts of all layers in `model` that `moec.layer` made, by their names in it.
-
-    What hosts leave out: DistributedDataParallel takes the names, `fully_shard` the values (`ignored_params`).
-    """
-    layers = [module for module in model.modules() if isinstance(module, MoeLayer)]
-    experts = {id(parameter) for layer in layers for parameter in layer.expert_parameters()}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
 
 
 def _as_sequences(x: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
+from moec.passes.ir import Layout
 from moec.passes.ir.mesh import group_name
 from moec.runtime import groups
 from moec.runtime.checks import HOST, JobChecks
@@ -22,6 +23,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.join import ALL_RANKS
 from moec.runtime.layer import MoeLayer
 from moec.runtime.rank import RankHome
+from moec.runtime.shards import local_slices
 from moec.runtime.weights import WeightSpec
 
 Reduction = Literal["mean", "sum"]
@@ -74,6 +76,18 @@ class LayerHome(RankHome):
         stack.enter_context(groups.opened(job, self._named, None))
         # Copies of a layer share its home: its groups are open until the last of them is gone.
         weakref.finalize(self, stack.close)
+
+    @property
+    def expert_group(self) -> str:
+        """The group whose ranks have other experts; nothing where each has all."""
+        return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has."""
+        data = self.plan.parameters[f"{EXPERTS}up.weight"]
+        first, *_ = local_slices(data.shape, Layout.parse(data.layout), self.plan.meshes[data.mesh], self.rank)
+        return range(first.start, first.stop)
 
     def weight(self, name: str, site: str) -> WeightSpec:
         spec = super().weight(name, site)

@@ -15,6 +15,7 @@ from moec.passes.lower import lower
 from moec.runtime.batches import limits_of
 from moec.runtime.home import ALONE, Alone
 from moec.runtime.layer import MoeLayer
+from moec.runtime.layer_state import PREFIX
 from moec.runtime.module import PlanModule
 
 __all__ = ["ALONE", "reference", "reference_stage"]
@@ -43,6 +44,11 @@ class AloneInHost(Alone):
     """The home of a layer that one process has whole."""
 
     hosts_divisor = 1
+
+    @property
+    def local_experts(self) -> range:
+        """All of them."""
+        return range(self._parameters[f"{PREFIX}experts.up.weight"].shape[0])
 
 
 def reference_stage(spec: Spec) -> tuple[StageGraphs, Mapping[str, ParameterData]]:

@@ -142,6 +142,24 @@ def worst_error(host: str, options: dict[str, Any], steps: int = 1) -> dict[str,
     return errors
 
 
+def clipped(host: str, max_norm: float) -> dict[str, float]:
+    """As one rank: the norm before, the unsharded model's, and the largest error of a gradient after clipping."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    text = layer_text(ranks=None, dim=DIM, ep=2)
+    model = Transformer(lambda number: moec.layer(text, seed=number))
+    hosted, _ = globals()[host](model)
+    x, wanted = (part.chunk(ranks)[rank] for part in batch(ranks))
+    ((hosted(x) - wanted).square().mean() + model.aux_loss()).backward()
+    norm = moec.clip_grad_norm_(model, max_norm)
+    expected, _ = whole_gradients(text, ranks)
+    whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    gate = model.get_parameter("blocks.0.ffn.gate.weight").grad
+    gate = gate.full_tensor() if isinstance(gate, DTensor) else gate
+    wanted_gate = expected["blocks.0.ffn.gate.weight"] * min(1.0, max_norm / float(whole))
+    error = (gate - wanted_gate).abs().max() / wanted_gate.abs().max()
+    return {"norm": float(norm), "whole": float(whole), "error": float(error)}
+
+
 def _layout(data: Any) -> Any:
     from moec.passes.ir import Layout
 

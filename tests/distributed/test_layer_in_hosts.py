@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from gloo_pool import GlooPool
-from hosts import worst_error
+from hosts import clipped, worst_error
 
 FP32 = 2e-5
 """Sums in another order; a gradient with a wrong factor is off by its whole size."""
@@ -43,3 +43,15 @@ def test_whatever_the_mixture(gloo: GlooPool, options: dict[str, Any]) -> None:
 
 def test_gradients_of_several_backward_passes_add_up(gloo: GlooPool) -> None:
     require_equal(gloo.run(2, worst_error, "in_ddp", {"ep": 2}, 3))
+
+
+@pytest.mark.parametrize("host", ["in_ddp", "in_fsdp"])
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_the_norm_counts_every_expert_once_and_clips_alike_on_every_rank(
+    gloo: GlooPool, host: str, max_norm: float
+) -> None:
+    found = gloo.run(4, clipped, host, max_norm)
+    assert len({each["norm"] for each in found}) == 1
+    for each in found:
+        assert each["norm"] == pytest.approx(each["whole"], rel=1e-5)
+        assert each["error"] < FP32

@@ -107,7 +107,7 @@ def over_two_groups() -> dict[str, Any]:
     whole = moec.reference(text, seed=rank % 2)
     other_group = refuses_foreign_group(text, groups[1 - rank % 2])
     return {
-        "experts": layer.get_parameter("experts.up.weight").shape[0],
+        "experts": (layer.local_experts, layer.get_parameter("experts.up.weight").shape[0]),
         "right": torch.allclose(y, whole(x[rank : rank + 1]), atol=1e-6),
         "other group": other_group,
     }
@@ -210,8 +210,8 @@ def test_a_host_that_takes_over_the_experts_is_refused_before_it_computes(gloo: 
 
 
 def test_it_takes_the_group_that_it_is_given(gloo: GlooPool) -> None:
-    for found in gloo.run(4, over_two_groups):
-        assert found["experts"] == 4
+    for rank, found in enumerate(gloo.run(4, over_two_groups)):
+        assert found["experts"] == (range(4, 8) if rank >= 2 else range(4), 4)
         assert found["right"]
         assert "is none of them" in found["other group"]
 

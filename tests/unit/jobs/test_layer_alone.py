@@ -90,6 +90,10 @@ def test_it_computes_in_its_own_dtype_and_gives_that_of_x(dtype: torch.dtype):
     assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
 
 
+def test_a_process_alone_has_every_expert():
+    assert moec.layer(ALONE).local_experts == moec.reference(ALONE).local_experts == range(8)
+
+
 def test_autocast_changes_nothing_inside():
     layer, x = moec.layer(ALONE), x_of(4, 16)
     expected, expected_aux = layer(x), layer.aux_loss
