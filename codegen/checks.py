@@ -25,16 +25,24 @@ MAX_EXPANDED_NODES = 1_000_000
 
 LOSS_GRAPHS = ("valid_labels", "loss")
 BALANCE_GRAPHS = ("num_tokens", "aux_loss")
-"""Stand beside `forward`, the latter where it gives balance terms. Each gives one scalar."""
+"""Stand beside `forward`: of a model, and where it gives balance terms. Each gives one scalar."""
+
+MODEL_RESULT, LAYER_RESULT = "logits", "y"
+"""What the forward graph of a model gives first, and that of a layer."""
 
 RESULTS = re.compile(r"balance|counts_[0-9]{1,6}")
-"""What the forward graph gives beside the logits."""
+"""What the forward graph gives beside it."""
+
+
+def first_result(stage: StageGraphs) -> str:
+    """What the forward graph gives first, or nothing."""
+    return (stage.graph("forward").nodes[-1].refs() or [""])[0]
 
 
 def scalar_graphs(stage: StageGraphs) -> tuple[str, ...]:
-    """The graphs beside `forward` that turn its results into scalars."""
-    balanced = "balance" in stage.graph("forward").nodes[-1].refs()
-    return LOSS_GRAPHS + BALANCE_GRAPHS if balanced else LOSS_GRAPHS
+    """The graphs beside `forward` that turn its results into scalars. A layer has no loss."""
+    loss = LOSS_GRAPHS if first_result(stage) == MODEL_RESULT else ()
+    return loss + BALANCE_GRAPHS if "balance" in stage.graph("forward").nodes[-1].refs() else loss
 
 
 def refuse(path: Path, message: str) -> PlanError:
@@ -66,8 +74,10 @@ def require_consistent(root: Path, plan: Plan) -> None:
         spec = plan.spec
     except DiagnosticError as error:
         raise refuse(path, f"the Spec inside it does not compile: {error}") from error
-    if spec.model.name != plan.name:
+    if spec.subject.name != plan.name:
         raise refuse(path, "the Spec inside it is of another model")
+    if first_result(plan.stages[0]) != (MODEL_RESULT if spec.has_model else LAYER_RESULT):
+        raise refuse(path, "its forward graph does not give what the Spec inside it says")
     stored = plan.tiles.by_key() if plan.tiles is not None else {}
     foreign = sorted(map(str, stored.keys() - {product.key for product in products_of(plan)}))
     if foreign:
@@ -139,9 +149,9 @@ def _check_stage(path: Path, stage: StageGraphs, plan: Plan, axes: set[str]) -> 
     names = [graph.name for graph in stage.graphs]
     if len(set(names)) != len(names) or "forward" not in names:
         raise refuse(path, "its graphs are not named once each, with forward among them")
-    logits, *others = stage.graph("forward").nodes[-1].refs() or [""]
-    if logits != "logits" or not all(RESULTS.fullmatch(name) for name in others):
-        raise refuse(path, "its forward graph does not give logits, balance and counts")
+    others = stage.graph("forward").nodes[-1].refs()[1:]
+    if first_result(stage) not in (MODEL_RESULT, LAYER_RESULT) or not all(map(RESULTS.fullmatch, others)):
+        raise refuse(path, "its forward graph does not give logits, or y, and balance and counts")
     scalars = scalar_graphs(stage)
     if missing := sorted(set(scalars) - set(names)):
         raise refuse(path, f"it has no graph called {missing[0]}")

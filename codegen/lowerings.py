@@ -168,6 +168,14 @@ def _count_labels(e: BlockEmitter, op: Op) -> None:
     e.result(op, "aten.sum.default", counted)
 
 
+def _count_tokens(e: BlockEmitter, op: Op) -> None:
+    """One element of each token's vector, counted as an integer: a sum of bf16 ones stops at 256."""
+    (x,) = e.refs(op)
+    first = e.step(op, "first", "aten.narrow.default", x, 2, 0, 1)
+    ones = e.step(op, "ones", "aten.ones_like.default", first)
+    e.result(op, "aten.sum.default", e.step(op, "counted", "aten.to.dtype", ones, DTypeLiteral(dtype="int64")))
+
+
 def _mean(e: BlockEmitter, op: Op) -> None:
     total, count = e.refs(op)
     e.result(op, "aten.div.Tensor", total, e.step(op, "count", "aten.clamp_min.default", count, 1))
@@ -188,6 +196,7 @@ LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.Attention: _attention,
     o.Call: _call,
     o.CountLabels: _count_labels,
+    o.CountTokens: _count_tokens,
     o.Embed: _embed,
     o.EmbedPositions: _embed_positions,
     o.LayerNorm: _layer_norm,

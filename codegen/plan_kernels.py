@@ -26,6 +26,7 @@ from moec.codegen.kernels_rows import PlacesShape, QueuesShape
 from moec.codegen.plan import Body, ParameterData, Plan
 from moec.codegen.stored_tiles import Choice, TileKey, choose, key_of
 from moec.passes.ir import Layout, Shard
+from moec.passes.tally import sequence_of
 
 FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 """Whose tiles a device takes, by its kind or name; Hopper's otherwise."""
@@ -158,7 +159,7 @@ def _of_dense(plan: Plan, graph: Graph) -> Iterator[PlanKernel]:
                 source = nodes[source.refs()[0]]
             if source.args and isinstance(source.args[-1], tuple):
                 activation, width = node.target.split(".")[1], source.args[-1][-1]
-                shape = GatedShape(hidden=width, activation=activation, dtype=plan.spec.model.dtype.value)
+                shape = GatedShape(hidden=width, activation=activation, dtype=plan.spec.subject.dtype.value)
                 yield PlanKernel(shape, graph.name, 1, node.span)
 
 
@@ -209,8 +210,8 @@ def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
 
 def tokens_per_rank(plan: Plan) -> int:
     """Of a batch, or of one sequence for each of its shares where the file trains nothing; at least 1."""
-    train, context = plan.spec.train, plan.spec.model.context or 1
-    tokens = train.batch * (train.sequence or context) if train else plan.data_size * context
+    train = plan.spec.train
+    tokens = (train.batch if train else plan.data_size) * sequence_of(plan.spec)
     return max(1, tokens // plan.world_size)
 
 

@@ -14,11 +14,14 @@ from moec.grammar.units import written
 
 
 def capacities(spec: Spec) -> list[Diagnostic]:
-    """Every warning about a capacity of the model, once for all layers that share it."""
-    layers = spec.model.layers if spec.has_model else ()
-    causal = all(getattr(layer.attention, "causal", True) for layer in layers)
+    """Every warning about a capacity of the file's subject, once for all layers that share it.
+
+    Whether the tokens of a `layer` come from a causal model, its host knows.
+    """
+    causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
+    mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     found: list[Diagnostic] = []
-    for moe in {id(layer.moe): layer.moe for layer in layers if layer.moe}.values():
+    for moe in {id(moe): moe for moe in mixtures if moe}.values():
         found += _evaluation(spec, moe)
         found += _causality(spec, moe) if causal else ()
     return list(dict.fromkeys(found))
@@ -84,7 +87,7 @@ def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:
 
 
 def _tokens_in_training(spec: Spec, moe: Moe) -> int | None:
-    sequence = spec.train.sequence if spec.train else spec.model.context
+    sequence = spec.sequence
     if moe.group == "sequence" or sequence is None:
         return sequence
     return sequence * spec.train.batch if moe.group == "batch" and spec.train else None

@@ -3,6 +3,7 @@
     plan = moec.compile("mixtral.moe")       # or text, or a Spec; `experts = 16` overrides a `let`
     moec.verify(plan)                        # the plan against the unsharded model
     with moec.launch(plan) as job: ...       # one rank, under torchrun
+    moec.layer("ffn.moe")                    # one mixture, for a model of your own
 
 Everything here is imported when it is first used: `import moec` is cheap, and what needs no torch never imports it.
 """
@@ -14,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moec.codegen.plan import Plan
-    from moec.driver import compile, launch, load, reference, verify
+    from moec.driver import compile, launch, layer, load, reference, verify
     from moec.grammar.diagnostics import Diagnostic, DiagnosticError
     from moec.grammar.spec import Spec
+    from moec.runtime.hosted import clip_grad_norm_, expert_parameters
     from moec.runtime.job import Job
+    from moec.runtime.layer import MoeLayer
     from moec.runtime.verify import Report
 
 __version__ = "0.1.0"
@@ -26,11 +29,15 @@ _HOMES = {
     "Diagnostic": "moec.grammar.diagnostics",
     "DiagnosticError": "moec.grammar.diagnostics",
     "Job": "moec.runtime.job",
+    "MoeLayer": "moec.runtime.layer",
     "Plan": "moec.codegen.plan",
     "Report": "moec.runtime.verify",
     "Spec": "moec.grammar.spec",
+    "clip_grad_norm_": "moec.runtime.hosted",
     "compile": "moec.driver",
+    "expert_parameters": "moec.runtime.hosted",
     "launch": "moec.driver",
+    "layer": "moec.driver",
     "load": "moec.driver",
     "reference": "moec.driver",
     "verify": "moec.driver",
@@ -40,11 +47,15 @@ __all__ = [
     "Diagnostic",
     "DiagnosticError",
     "Job",
+    "MoeLayer",
     "Plan",
     "Report",
     "Spec",
+    "clip_grad_norm_",
     "compile",
+    "expert_parameters",
     "launch",
+    "layer",
     "load",
     "reference",
     "verify",

@@ -15,9 +15,14 @@ from moec.grammar.spec import Spec
 from moec.grammar.supported import unsupported
 
 if TYPE_CHECKING:
+    import torch
+    from torch.distributed import ProcessGroup
+
     from moec.codegen.plan import Plan
     from moec.passes.pipeline import Compilation
     from moec.runtime.job import Job
+    from moec.runtime.layer import MoeLayer
+    from moec.runtime.layer_home import Reduction
     from moec.runtime.module import PlanModule
     from moec.runtime.verify import Report
 
@@ -25,15 +30,21 @@ Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
 
 
-def compile(source: Source, **lets: float | str) -> Plan:
-    """The plan of a model; `lets` override the file's `let` constants.
+def compile(source: Source, *, ranks: int | None = None, **lets: float | str) -> Plan:
+    """The plan of a model or a layer; `lets` override the file's `let` constants.
 
-    Raises `DiagnosticError` with every mistake found in the file.
+    `ranks` compiles for so many of the cluster's devices, instead of for as many as the cluster has. Raises
+    `DiagnosticError` with every mistake found in the file, and `ValueError` for `ranks` below 1.
     """
     from moec.codegen.plan import make_plan
     from moec.passes.pipeline import compile_program
+    from moec.passes.ranks import for_ranks
 
     spec = to_spec(source, **lets)
+    if ranks is not None:
+        if ranks < 1:
+            raise ValueError(f"ranks is a number from 1, not {ranks}")
+        spec = for_ranks(spec, ranks)
     return make_plan(spec, compile_program(spec).program, __version__)
 
 
@@ -50,11 +61,53 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     return plan
 
 
-def reference(source: Source, *, seed: int = 0) -> PlanModule:
-    """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`."""
+def reference(source: Source, *, seed: int = 0) -> PlanModule | MoeLayer:
+    """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`. Of a layer: `module(x)`.
+
+    In no process group, and unsharded in every one.
+    """
+    from moec.runtime.reference import layer_reference
     from moec.runtime.reference import reference as build
 
-    return build(to_spec(source), seed=seed)
+    spec = to_spec(source)
+    return build(spec, seed=seed) if spec.has_model else layer_reference(spec, seed=seed)
+
+
+def layer(
+    source: Source | Plan,
+    group: ProcessGroup | None = None,
+    *,
+    reduction: Reduction = "mean",
+    seed: int = 0,
+    device: str | torch.device | None = None,
+) -> MoeLayer:
+    """The mixture of a `layer` file as an `nn.Module` for a model of your own: `[…, dim] → […, dim]`, `.aux_loss`.
+
+    `source` is a `.moe` file, its text, a Spec, or a plan for as many ranks as there are. Experts are spread over
+    `group`: by default over all ranks of `torch.distributed`, and whole in a process without. `reduction` says what the
+    host does with the gradients of its ranks, "mean" (DistributedDataParallel, `fully_shard`) or "sum";
+    `expert_parameters` names what it must leave out of that. Layers with the same `seed` start as the same layer.
+    Parameters are made on `device`, torch's default device where it is None.
+
+    Raises `DiagnosticError`, alike on every rank, for degrees that do not divide the ranks.
+    """
+    from moec.codegen.plan import Plan as PlanClass
+    from moec.runtime.layer_home import make_layer, ranks_of, require_layer
+
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
+    ranks = ranks_of(group)
+    plan: Plan
+    if isinstance(source, PlanClass):
+        plan = source
+    elif not isinstance(source, Spec) and _is_folder(source):
+        plan = load(source)
+    else:
+        spec = to_spec(source)
+        require_layer(spec)
+        # Batches and sequences are the host's.
+        plan = compile(spec.replace(train=None), ranks=len(ranks))
+    return make_layer(plan, ranks, reduction, seed=seed, device=device)
 
 
 def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
@@ -87,7 +140,16 @@ def launch(
     """
     from moec.runtime.job import Job
 
-    return Job(_plan(plan), device, check_replicas, timeout, checks)
+    found = _plan(plan)
+    if not found.spec.has_model:
+        from moec.runtime.errors import JobError
+
+        raise JobError(
+            "MOE0721",
+            f"{found.name} is a layer, and `moec.launch` trains models",
+            "`moec.layer` makes a module of it, for a model of your own",
+        )
+    return Job(found, device, check_replicas, timeout, checks)
 
 
 def to_spec(source: Source, **lets: float | str) -> Spec:
@@ -127,6 +189,11 @@ def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
     from moec.passes.pipeline import compile_program
 
     return compile_program(spec, stop_after)
+
+
+def _is_folder(source: str | Path) -> bool:
+    is_text = isinstance(source, str) and ("\n" in source or "{" in source)
+    return not is_text and Path(source).is_dir()
 
 
 def _plan(plan: Plan | str | Path) -> Plan:

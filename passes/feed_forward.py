@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moec.grammar.spec import FeedForward, GeGLU, Gelu, Model, Moe, Relu, Relu2, SwiGLU
+from moec.grammar.spec import FeedForward, GeGLU, Gelu, Moe, Relu, Relu2, Subject, SwiGLU
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops import ACTIVATION_PARTS
@@ -11,12 +11,14 @@ Activated = SwiGLU | GeGLU | Gelu | Relu | Relu2
 """Feed-forwards that are two projections with an activation between, which is called as they are."""
 
 
-def feed_forward(b: Builder, model: Model, body: FeedForward, prefix: str, h: str) -> str:
+def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:
     """`down(activation(up(h)))`, its parameters named under `prefix`; gives the result's name."""
     assert isinstance(body, Activated)
     parts, span = ACTIVATION_PARTS[body.word], body.span()
-    up = b.parameter(f"{prefix}.up.weight", (parts, body.hidden, model.dim), model.dtype, normal(), span)
-    down = b.parameter(f"{prefix}.down.weight", (model.dim, body.hidden), model.dtype, residual_init(model.depth), span)
+    up = b.parameter(f"{prefix}.up.weight", (parts, body.hidden, subject.dim), subject.dtype, normal(), span)
+    down = b.parameter(
+        f"{prefix}.down.weight", (subject.dim, body.hidden), subject.dtype, residual_init(subject.depth), span
+    )
     hidden = b.one(o.Linear, h, up, to="hidden", span=span)
     if body.bias:
         hidden = b.biased(hidden, f"{prefix}.up.bias", body.span("bias"))
@@ -25,25 +27,27 @@ def feed_forward(b: Builder, model: Model, body: FeedForward, prefix: str, h: st
     return b.biased(y, f"{prefix}.down.bias", body.span("bias")) if body.bias else y
 
 
-def beside_experts(b: Builder, model: Model, moe: Moe, h: str, mixed: str) -> str:
+def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -> str:
     """`mixed · c₀ + residual(h) · c₁ + shared(h)`, as far as the layer has them; gives the result's name."""
     if moe.residual is not None:
         span = moe.residual.span()
-        beside = feed_forward(b, model, moe.residual, "moe.residual", h)
+        beside = feed_forward(b, subject, moe.residual, "moe.residual", h)
         # DeepSpeed's coefficients have a bias (deepspeed/moe/layer.py, 0.19.8).
-        shares = b.biased(_logits(b, model, "moe.coefficient.weight", 2, moe.residual, h), "moe.coefficient.bias", span)
+        shares = b.biased(
+            _logits(b, subject, "moe.coefficient.weight", 2, moe.residual, h), "moe.coefficient.bias", span
+        )
         mixed = b.one(o.Mix, mixed, beside, shares, to="mixed", span=span)
     if moe.shared is not None:
         assert isinstance(moe.shared, Activated)
-        shared = feed_forward(b, model, moe.shared, "moe.shared", h)
+        shared = feed_forward(b, subject, moe.shared, "moe.shared", h)
         if moe.shared.gated:
-            logits = _logits(b, model, "moe.shared_gate.weight", 1, moe.shared, h)
+            logits = _logits(b, subject, "moe.shared_gate.weight", 1, moe.shared, h)
             shared = b.one(o.SigmoidGate, shared, logits, to="shared", span=moe.shared.span("gated"))
         mixed = b.one(o.Add, mixed, shared, to="mixed", span=moe.shared.span())
     return mixed
 
 
-def _logits(b: Builder, model: Model, name: str, count: int, body: FeedForward, h: str) -> str:
+def _logits(b: Builder, subject: Subject, name: str, count: int, body: FeedForward, h: str) -> str:
     """A few numbers per token, in the model's dtype as DeepSpeed and Qwen2 have them."""
-    weight = b.parameter(name, (count, model.dim), model.dtype, normal(), body.span())
+    weight = b.parameter(name, (count, subject.dim), subject.dtype, normal(), body.span())
     return b.one(o.Linear, h, weight, to="shares", span=body.span())

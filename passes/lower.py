@@ -5,34 +5,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Spec, distinct_layers
+from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.feed_forward import feed_forward
 from moec.passes.ir import Block, Init, Program, Value
 from moec.passes.ir import ops as o
 from moec.passes.layers import layer_set_name
+from moec.passes.losses import TOKENS, balance_blocks_of_tokens, loss_blocks
+from moec.passes.lower_layer import layer_blocks
 from moec.passes.mixture import mixture
 from moec.passes.stated import data_shares
 
-TOKENS = ("batch", "sequence")
-
 
 def lower(spec: Spec) -> Program:
-    """The unsharded Program of `spec`: one block per distinct layer, `forward` that calls them, and those of the loss.
+    """The unsharded Program of `spec`: a block per distinct layer, `forward` that calls them, and those of the loss.
+
+    A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
     Raises `DiagnosticError` for the words that nothing here compiles yet: behind this line there are none.
     """
     if refused := unsupported(spec):
         raise DiagnosticError(refused)
-    model = spec.model
-    layers = distinct_layers(model.layers)
     shares = data_shares(spec)
-    blocks = [_layer_block(model, layer, numbers, shares) for layer, numbers in layers]
+    blocks = _model_blocks(spec, shares) if spec.has_model else layer_blocks(spec.layer, shares)
+    return Program(name=spec.subject.name, blocks=tuple(blocks))
+
+
+def _model_blocks(spec: Spec, shares: int) -> list[Block]:
+    model = spec.model
+    subject, layers = model.subject, distinct_layers(model.layers)
+    blocks = [_layer_block(model, subject, layer, numbers, shares) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
-    losses = _loss_blocks(model, balanced="balance" in forward.outputs)
-    return Program(name=model.name, blocks=(*blocks, forward, *losses))
+    balance = balance_blocks_of_tokens(model.span()) if "balance" in forward.outputs else []
+    return [*blocks, forward, *loss_blocks(model), *balance]
 
 
 def context_of(spec: Spec) -> int:
@@ -52,7 +59,7 @@ def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
     return b.one(o.LayerNorm, *operands, to=to, span=span, eps=norm.eps)
 
 
-def _layer_block(model: Model, layer: Layer, numbers: Sequence[int], shares: int) -> Block:
+def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int], shares: int) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype)
     b = Builder(f"layers{layer_set_name(numbers)}", [x], layer.span())
     attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
@@ -60,8 +67,8 @@ def _layer_block(model: Model, layer: Layer, numbers: Sequence[int], shares: int
     h = _norm(b, model, residual, "ffn_norm", "h")
     if layer.moe is None:
         assert layer.ffn is not None
-        return b.block([b.one(o.Add, residual, feed_forward(b, model, layer.ffn, "ffn", h), to="x")])
-    mixed, balance, counts = mixture(b, model, layer.moe, h, shares)
+        return b.block([b.one(o.Add, residual, feed_forward(b, subject, layer.ffn, "ffn", h), to="x")])
+    mixed, balance, counts = mixture(b, subject, layer.moe, h, shares)
     out = b.one(o.Add, residual, mixed, to="x")
     return b.block([out, counts, *balance])
 
@@ -121,30 +128,3 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     if balances:
         outputs.insert(1, b.one(o.Add, *balances, to="balance"))
     return b.block(outputs)
-
-
-def _loss_blocks(model: Model, balanced: bool) -> list[Block]:
-    """The cross-entropy and, where `forward` gives balance terms, their mean over tokens.
-
-    What they divide by is counted in blocks of its own, so that micro-batches can share one count.
-    """
-    labels = Value(name="labels", shape=TOKENS, dtype="int64")
-    logits = Value(name="logits", shape=(*TOKENS, model.vocab), dtype=model.dtype)
-    blocks = [_count_block(model, "valid_labels", labels, valid_only=True)]
-    valid = Value(name="valid", shape=(), dtype="int64")
-    b = Builder("loss", [logits, labels, valid], model.span())
-    nll = b.one(o.CrossEntropy, "logits", "labels", to="nll")
-    blocks.append(b.block([b.one(o.Mean, nll, "valid", to="loss")], final=True))
-    if balanced:
-        tokens = Value(name="tokens", shape=TOKENS, dtype="int64")
-        blocks.append(_count_block(model, "num_tokens", tokens, valid_only=False))
-        balance = Value(name="balance", shape=(), dtype="fp32")
-        b = Builder("aux_loss", [balance, Value(name="num_tokens", shape=(), dtype="int64")], model.span())
-        blocks.append(b.block([b.one(o.Mean, "balance", "num_tokens", to="aux_loss")], final=True))
-    return blocks
-
-
-def _count_block(model: Model, name: str, ids: Value, valid_only: bool) -> Block:
-    """The block called `name`: how many of `ids` there are on all ranks."""
-    b = Builder(name, [ids], model.span())
-    return b.block([b.one(o.CountLabels, ids.name, to="count", valid_only=valid_only)], final=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moec.grammar.source import Span
-from moec.grammar.spec import Dropless, Dynamic, Experts, Factor, Model, Moe, Spec, Switch, SwitchLoss, TopK
+from moec.grammar.spec import Dropless, Dynamic, Experts, Factor, Moe, Spec, Subject, Switch, SwitchLoss, TopK
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.feed_forward import Activated, beside_experts
 from moec.passes.ir import Init
@@ -26,32 +26,32 @@ class _Routed:
     k: int
 
 
-def mixture(b: Builder, model: Model, moe: Moe, h: str, shares: int) -> tuple[str, list[str], str]:
+def mixture(b: Builder, subject: Subject, moe: Moe, h: str, shares: int) -> tuple[str, list[str], str]:
     """The mixed value, the layer's balance term where it has one, and the counts of rows per expert.
 
     `shares` is how many data-parallel ranks there are: what the routing group `rank` counts over.
     """
-    routed = _gate(b, model, moe, h)
+    routed = _gate(b, subject, moe, h)
     run = _dropless if isinstance(moe.capacity, Dropless) else _padded
-    mixed, counts = run(b, model, moe, h, routed, shares)
-    mixed = beside_experts(b, model, moe, h, mixed)
+    mixed, counts = run(b, subject, moe, h, routed, shares)
+    mixed = beside_experts(b, subject, moe, h, mixed)
     return mixed, _balance(b, moe, routed, shares), counts
 
 
 def choices_per_token(spec: Spec, layer: int) -> int:
     """How many experts a token of layer `layer`, a mixture, chooses."""
-    moe = spec.model.layers[layer].moe
+    moe = (spec.model.layers[layer] if spec.has_model else spec.layer).moe
     assert moe is not None
     return moe.gate.k if isinstance(moe.gate, TopK) else 1
 
 
-def _gate(b: Builder, model: Model, moe: Moe, h: str) -> _Routed:
+def _gate(b: Builder, subject: Subject, moe: Moe, h: str) -> _Routed:
     gate, declared = moe.gate, moe.experts
     if isinstance(gate, Switch):
         gate = TopK(k=1).with_spans({"": span} if (span := gate.span()) else {})
     assert isinstance(gate, TopK)
     assert isinstance(declared, Experts)
-    weight = b.parameter("moe.gate.weight", (declared.count, model.dim), model.dtype, normal(), gate.span())
+    weight = b.parameter("moe.gate.weight", (declared.count, subject.dim), subject.dtype, normal(), gate.span())
     logits = b.one(o.Router, h, weight, to="logits", span=gate.span())
     p, w, e = b.add(
         o.Route, logits, to="p w e", span=gate.span(),
@@ -60,35 +60,35 @@ def _gate(b: Builder, model: Model, moe: Moe, h: str) -> _Routed:
     return _Routed(logits, p, w, e, declared.count, gate.k)
 
 
-def _expert_weights(b: Builder, model: Model, moe: Moe) -> tuple[tuple[str, ...], str]:
+def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, ...], str]:
     """The names of the up and down weights, and of their biases where there are any; and the activation."""
     declared = moe.experts
     assert isinstance(declared, Experts)
     body, span = declared.body, declared.span()
     assert isinstance(body, Activated)
-    up_shape = (declared.count, ACTIVATION_PARTS[body.word], body.hidden, model.dim)
-    up = b.parameter("moe.experts.up.weight", up_shape, model.dtype, normal(), span)
-    down_shape = (declared.count, model.dim, body.hidden)
-    down = b.parameter("moe.experts.down.weight", down_shape, model.dtype, residual_init(model.depth), span)
+    up_shape = (declared.count, ACTIVATION_PARTS[body.word], body.hidden, subject.dim)
+    up = b.parameter("moe.experts.up.weight", up_shape, subject.dtype, normal(), span)
+    down_shape = (declared.count, subject.dim, body.hidden)
+    down = b.parameter("moe.experts.down.weight", down_shape, subject.dtype, residual_init(subject.depth), span)
     if not body.bias:
         return (up, down), body.word
     zeros, span = Init(kind="zeros"), body.span("bias")
-    up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], model.dtype, zeros, span)
-    down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], model.dtype, zeros, span)
+    up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], subject.dtype, zeros, span)
+    down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], subject.dtype, zeros, span)
     return (up, down, up_bias, down_bias), body.word
 
 
-def _dropless(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
+def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
     span = moe.span("capacity")
     rows, counts, positions = b.add(
         o.Permute, h, routed.e, to="rows counts positions", span=span, num_experts=routed.experts
     )
-    weights, activation = _expert_weights(b, model, moe)
+    weights, activation = _expert_weights(b, subject, moe)
     y = b.one(o.ExpertMlp, rows, counts, *weights, to="y", span=_declared(moe), activation=activation)
     return b.one(o.Combine, y, positions, routed.w, to="mixed", span=span), counts
 
 
-def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
+def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
     """Places for so many rows of each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
     capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
     group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
@@ -118,7 +118,7 @@ def _padded(b: Builder, model: Model, moe: Moe, h: str, routed: _Routed, shares:
         rows, counts, positions = b.add(
             o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts
         )
-    weights, activation = _expert_weights(b, model, moe)
+    weights, activation = _expert_weights(b, subject, moe)
     y = b.one(o.ExpertMlpPadded, rows, *weights, to="y", span=_declared(moe), activation=activation)
     return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts
 

@@ -30,7 +30,7 @@ def data_shares(spec: Spec) -> int:
 
 def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
     """Every `ep` of the file with the layers that it is said of, in an order in which the last one counts."""
-    every, parallel = range(spec.model.depth), spec.parallel
+    every, parallel = range(spec.subject.depth), spec.parallel
     given: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
     given += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
     return [(layers, Stated(ep, span)) for layers, degree, span in given if (ep := number_of(degree)) is not None]
@@ -42,16 +42,17 @@ Mixtures = list[tuple[Moe, Stated | None, list[int]]]
 
 def mixtures_of(spec: Spec) -> Mixtures:
     """Each distinct mixture with each `ep` that it is given, in the order of the layers."""
-    stated: list[Stated | None] = [None] * spec.model.depth
+    mixtures = spec.subject.mixtures
+    stated: list[Stated | None] = [None] * len(mixtures)
     for layers, given in stated_eps(spec):
         for number in layers:
             stated[number] = given
     found: dict[tuple[int, int], tuple[Moe, Stated | None, list[int]]] = {}
-    for number, layer in enumerate(spec.model.layers):
-        if layer.moe is not None:
+    for number, moe in enumerate(mixtures):
+        if moe is not None:
             given_here = stated[number]
-            key = (id(layer.moe), id(given_here))
-            found.setdefault(key, (layer.moe, given_here, []))[2].append(number)
+            key = (id(moe), id(given_here))
+            found.setdefault(key, (moe, given_here, []))[2].append(number)
     return list(found.values())
 
 

@@ -24,6 +24,14 @@ from moec.passes.ir.ops import (
     Route,
 )
 
+NOMINAL_SEQUENCE = 1024
+"""Tokens of a sequence where a `layer` file says nothing: its own model decides."""
+
+
+def sequence_of(spec: Spec) -> int:
+    """Tokens of a sequence, to count costs with."""
+    return spec.sequence or NOMINAL_SEQUENCE
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
@@ -55,10 +63,12 @@ class Tally:
 
 
 def tally(program: Program, spec: Spec) -> Tally:
-    """Adds up a Program that went through every pass, over `train.batch` sequences (1 per rank if unstated)."""
+    """Adds up a Program that went through every pass, over `train.batch` sequences (1 per rank if unstated).
+
+    A `layer` file without `train` counts `NOMINAL_SEQUENCE` tokens to a sequence.
+    """
     ranks = program.mesh("dense").ranks
-    sequence = spec.train.sequence if spec.train else spec.model.context
-    assert sequence is not None
+    sequence = sequence_of(spec)
     batch = spec.train.batch if spec.train else ranks
     runs = [(block, count) for block, count in _runs(program).items() if count]
     total = active = local = state = 0

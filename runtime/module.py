@@ -28,7 +28,7 @@ WITHOUT_SCORES = (
     "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
     "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
 )
-_CAPACITY = ("moec.permute_padded.default", "moec.keep_choices.default")
+CAPACITY = ("moec.permute_padded.default", "moec.keep_choices.default")
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class PlanModule(nn.Module):
         self._scalars: dict[str, Function] = {
             name: build_function(stage, name, groups=home.groups, float64=float64) for name in scalar_graphs(stage)
         }
-        self._padded = any(n.target in _CAPACITY for g in stage.graphs for n in g.nodes)
+        self._padded = any(n.target in CAPACITY for g in stage.graphs for n in g.nodes)
         self.num_tokens = 0
         """Tokens that the last forward pass was given."""
         self.expert_counts: dict[int, Tensor] = {}

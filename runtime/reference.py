@@ -14,6 +14,8 @@ from moec.passes.ir import Program
 from moec.passes.lower import lower
 from moec.runtime.batches import limits_of
 from moec.runtime.home import ALONE, Alone
+from moec.runtime.layer import MoeLayer
+from moec.runtime.layer_state import PREFIX
 from moec.runtime.module import PlanModule
 
 __all__ = ["ALONE", "reference", "reference_stage"]
@@ -29,6 +31,24 @@ def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) ->
     stage, parameters = _emitted(program)
     home = Alone(parameters, seed=seed, dtype=dtype)
     return PlanModule(stage, limits_of(spec), home, float64=dtype == torch.float64)
+
+
+def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> MoeLayer:
+    """The same of a `layer` file: `module(x)` gives y, and `.aux_loss` after it."""
+    stage, parameters = reference_stage(spec)
+    home = AloneInHost(parameters, seed=seed, dtype=dtype)
+    return MoeLayer(stage, spec.subject.dim, home, float64=dtype == torch.float64)
+
+
+class AloneInHost(Alone):
+    """The home of a layer that one process has whole."""
+
+    hosts_divisor = 1
+
+    @property
+    def local_experts(self) -> range:
+        """All of them."""
+        return range(self._parameters[f"{PREFIX}experts.up.weight"].shape[0])
 
 
 def reference_stage(spec: Spec) -> tuple[StageGraphs, Mapping[str, ParameterData]]:

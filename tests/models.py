@@ -78,3 +78,42 @@ def moe_spec(**options: object) -> Spec:
 def moe_plan(**options: object) -> Plan:
     """The plan of `moe_text(**options)`."""
     return compile_source(moe_spec(**options))
+
+
+def layer_text(
+    *,
+    ranks: int | None = 4,
+    ep: int | None = None,
+    experts: int = 8,
+    expert: str = "swiglu(16)",
+    gate: str = GATE,
+    beside: str = "",
+    balance: str = BALANCE,
+    dim: int = 16,
+    dtype: str = "fp32",
+    tail: str = "",
+) -> str:
+    """A `layer` file; `ranks` None leaves out the cluster."""
+    cluster = "" if ranks is None else f'cluster "here" {{ device = cpu; level "node" {{ size = {ranks} }} }}\n'
+    degrees = "" if ep is None else f"parallel {{ ep = {ep} }}\n"
+    return f"""\
+layer "ffn" {{
+  dim   = {dim}
+  dtype = {dtype}
+  moe {{
+    experts = {experts} * {expert}
+    gate    = {gate}
+    balance = {balance}; {beside}
+  }}
+}}
+{cluster}{degrees}{tail}"""
+
+
+def layer_spec(**options: object) -> Spec:
+    """The Spec of `layer_text(**options)`."""
+    return load_text(layer_text(**options), name="ffn.moe").unwrap()  # type: ignore[arg-type]
+
+
+def layer_plan(**options: object) -> Plan:
+    """The plan of `layer_text(**options)`."""
+    return compile_source(layer_spec(**options))

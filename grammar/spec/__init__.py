@@ -63,7 +63,7 @@ from moec.grammar.spec.gates import (
     TopK,
     Topology,
 )
-from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, TokenEmbedding, distinct_layers
+from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, Subject, TokenEmbedding, distinct_layers
 from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
 from moec.grammar.spec.training import AdamW, Trace, Train, Uniform, Zipf
 
@@ -71,8 +71,8 @@ from moec.grammar.spec.training import AdamW, Trace, Train, Uniform, Zipf
 class Spec(Node):
     """A whole `.moe` file, resolved: validated, defaults filled, units converted, every value with its span.
 
-    A file's subject is its `model`, or else a `layer`. Only the second is without a model, and nothing behind
-    `supported.py` meets one yet, so that its readers are spared the question.
+    A file's subject is its `model`, or else its one `layer`; `model` is None for the second kind. Code that serves
+    both kinds asks `subject`; code that needs a model is reached only where `has_model`.
     """
 
     word = "file"
@@ -88,6 +88,24 @@ class Spec(Node):
     def has_model(self) -> bool:
         """Whether the subject is a `model`."""
         return self.__dict__["model"] is not None
+
+    @property
+    def layer(self) -> LayerModule:
+        """The one `layer` of a file without a model."""
+        (layer,) = self.layers
+        return layer
+
+    @property
+    def subject(self) -> Subject:
+        """What the file compiles to."""
+        return self.model.subject if self.has_model else self.layer.subject
+
+    @property
+    def sequence(self) -> int | None:
+        """Tokens of a sequence in training: `train.sequence`, else the model's `context`, else None."""
+        if self.train is not None:
+            return self.train.sequence
+        return self.model.context if self.has_model else None
 
 
 __all__ = [
@@ -156,6 +174,7 @@ __all__ = [
     "Soft",
     "SparseMixer",
     "Spec",
+    "Subject",
     "SwiGLU",
     "Switch",
     "SwitchLoss",

@@ -23,6 +23,7 @@ Form = Literal["call", "block", "product"]
 Number = TypeVar("Number", int, float, Fraction)
 
 _NOWHERE: Mapping[str, Span] = {}
+_MISSING = object()
 
 
 @dataclass_transform(eq_default=True, frozen_default=True, kw_only_default=True)
@@ -88,7 +89,10 @@ class Node:
 
     def replace(self, **changes: object) -> Self:
         """A node with some fields changed, which is validated again, and with the same spans."""
-        changed = type(self)(**{**self.__dict__, **changes})
+        cls = type(self)
+        # A default need not be a value that the annotation allows: a Spec of one layer has the model None.
+        kept = {name: value for name, value in self.__dict__.items() if value is not getattr(cls, name, _MISSING)}
+        changed = cls(**{**kept, **changes})
         changed._hold({}, self._given | frozenset(changes), self._spans)
         return changed
 

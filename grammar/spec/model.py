@@ -1,6 +1,7 @@
 """`model { … }`: what the network is."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
 
@@ -88,17 +89,37 @@ class Layer(Node):
     moe: Annotated[Moe | None, Doc("a mixture of experts in its place")] = None
 
 
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What a file compiles to, a model or one layer: name, width, dtype, and each layer's mixture, if any."""
+
+    name: str
+    dim: int
+    dtype: DType
+    mixtures: tuple[Moe | None, ...]
+
+    @property
+    def depth(self) -> int:
+        """Number of layers."""
+        return len(self.mixtures)
+
+
 class LayerModule(Node):
-    """`layer "name" { … }`: a mixture by itself, `[tokens, dim]` to the same, or the inside of `mixture("name")`."""
+    """`layer "name" { … }`: a mixture by itself, `[…, dim]` to the same, or the inside of `mixture("name")`."""
 
     word = "layer"
     form = "block"
     labelled = True
-    implemented = False
     name: BlockLabel
     dim: Annotated[PositiveInt | None, Doc("width of a token; inside a model it is the model's")] = None
     dtype: Annotated[DType, _NO_FP16, Doc("of parameters and activations")] = DType.BF16
     moe: Annotated[Moe, Doc("the mixture")]
+
+    @property
+    def subject(self) -> Subject:
+        """The layer as what a file compiles to: it has a `dim` then."""
+        assert self.dim is not None
+        return Subject(self.name, self.dim, self.dtype, (self.moe,))
 
 
 class Model(Node):
@@ -117,6 +138,11 @@ class Model(Node):
     embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
     residual_multiplier: Annotated[Positive, NotYet(), Doc("factor on what a layer adds (Granite: 0.22)")] = 1.0
     layers: Annotated[tuple[Layer, ...], Doc("one entry a layer; equal neighbours are one object")]
+
+    @property
+    def subject(self) -> Subject:
+        """The model as what a file compiles to."""
+        return Subject(self.name, self.dim, self.dtype, tuple(layer.moe for layer in self.layers))
 
 
 def distinct_layers(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:

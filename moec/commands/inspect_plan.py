@@ -16,7 +16,7 @@ from moec.commands.summary import amount_of_bytes, count
 from moec.driver import load, run_passes
 from moec.passes.ir import DTYPE_BYTES, Layout, Program, Shard
 from moec.passes.ir.ops import Collective
-from moec.passes.tally import sent_bytes
+from moec.passes.tally import sent_bytes, sequence_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _collectives(plan: Plan, program: Program, body: Body) -> Iterator[Row]:
     """Those of the plan's own graph; how much each moves, the Program of the same Spec knows."""
     spec = plan.spec
-    sequence = (spec.train.sequence if spec.train else None) or spec.model.context
-    assert sequence is not None
+    sequence = sequence_of(spec)
     batch = spec.train.batch if spec.train else plan.data_size
     block = program.block(body.graph)
     ops = {value.name: op for op in block.ops if isinstance(op, Collective) for value in op.results}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from moec.codegen.plan import Plan
 from moec.grammar.rules import numbered
+from moec.grammar.spec import Spec
 from moec.passes.degrees import Degrees, choose_degrees
 from moec.passes.ir import Program
 from moec.passes.tally import tally
@@ -15,16 +16,13 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     """The summary as text; every line is a fact of the plan."""
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
-    model = spec.model
-    moes = sum(layer.moe is not None for layer in model.layers)
     train = spec.train
     states, memory = amount_of_bytes(counts.state_bytes), amount_of_bytes(spec.cluster.device.memory)
     sequences = train.batch if train else degrees.ranks
     lines = [
         f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
         "",
-        f"  model     {model.depth} layers ({moes} MoE), dim {model.dim}, {model.dtype}: "
-        f"{_si(counts.parameters)} parameters, {_si(counts.active_parameters)} active per token",
+        f"  {_subject(spec)}: {_si(counts.parameters)} parameters, {_si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         "  degrees   " + "\n            ".join(_degrees(degrees)),
         f"  per rank  {_si(counts.local_parameters)} parameters; weights, gradients and optimizer "
@@ -40,10 +38,22 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         lines.append(f"  load      the busiest rank gets {counts.imbalance:.2f} × the mean, by `train.routing`")
     if counts.state_bytes > spec.cluster.device.memory:
         lines.append("  warning   the states alone do not fit the device: use more ranks, or fewer experts per rank")
-    if path:
+    if path and not spec.has_model:
+        lines += ["", f"next: `moec verify {path}`, then `moec.layer({str(path)!r})` in your own model"]
+    elif path:
         launch = f"torchrun --nproc-per-node {degrees.ranks} train.py"
         lines += ["", f"next: `moec verify {path}`, then `{launch}` with `moec.load({str(path)!r})` in it"]
     return "\n".join(lines)
+
+
+def _subject(spec: Spec) -> str:
+    """`model     32 layers (32 MoE), dim 4096, bf16`, or `layer     8 experts, dim 64, fp32`."""
+    subject = spec.subject
+    mixtures = [moe for moe in subject.mixtures if moe is not None]
+    widths = f"dim {subject.dim}, {subject.dtype}"
+    if spec.has_model:
+        return f"model     {subject.depth} layers ({len(mixtures)} MoE), {widths}"
+    return f"layer     {mixtures[0].num_experts} experts, {widths}"
 
 
 def _degrees(degrees: Degrees) -> list[str]:

@@ -28,7 +28,7 @@ from moec.passes.ir.ops.control import Call
 from moec.passes.ir.ops.embedding import Embed, EmbedPositions, LayerNorm, RmsNorm
 from moec.passes.ir.ops.fused import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS, Activation, Add, AddBias, Linear, Router
-from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
+from moec.passes.ir.ops.loss import CountLabels, CountTokens, CrossEntropy, Mean
 from moec.passes.ir.ops.moe import Combine, CountChoices, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.paths import Mix, SigmoidGate
 from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp
@@ -53,6 +53,7 @@ __all__ = [
     "CountChoices",
     "CountLabels",
     "CountQueues",
+    "CountTokens",
     "CrossEntropy",
     "CrossEntropyOfSums",
     "Embed",

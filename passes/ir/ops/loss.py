@@ -45,6 +45,22 @@ class CountLabels(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountTokens(Op):
+    """Number of tokens of x `[batch, sequence, dim]`. Not differentiated."""
+
+    mnemonic: ClassVar[str] = "count_tokens"
+    constants: ClassVar[frozenset[int]] = frozenset({0})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        require(len(operands[0].shape) == 3, self, "wants a vector for each token")
+        return (Type(shape=(), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return sum_tokens(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mean(Op):
     """`total / max(count, 1)`: total may be a partial sum, count must be the global one."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from models import moe_text
+from models import layer_text, moe_text
 
 from moec import cli, entry
 from moec.passes.ir.parse import parse_program
@@ -277,3 +277,20 @@ def test_a_closed_pipe_is_no_bug(run):
     finished = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
     assert finished.stdout == 'program "tiny" {\n'
     assert finished.stderr == ""
+
+
+def test_a_layer_file_goes_through_every_command_that_needs_no_torch(run):
+    Path("ffn.moe").write_text(layer_text(ep=2))
+    assert run("check", "ffn.moe") == (0, "", "")
+    code, out, err = run("compile", "ffn.moe")
+    assert (code, err) == (0, "")
+    assert "layer     8 experts, dim 16, fp32: " in out
+    assert "degrees   dp 4 (default), edp 2 (default), ep 2; every other 1" in out
+    assert out.endswith("next: `moec verify ffn.plan`, then `moec.layer('ffn.plan')` in your own model\n")
+    assert run("load", "ffn.plan", "--trust-nothing")[0] == 0
+    code, out, _ = run("inspect", "ffn.plan")
+    assert code == 0
+    assert "all_to_all %rows.1" in out
+    assert "moe.experts.up.weight" in run("inspect", "ffn.plan", "--rank", "3")[1]
+    assert 'layer "ffn":' in run("inspect", "ffn.moe")[1]
+    assert run("compile", "ffn.moe", "--emit", "spec")[1].startswith('layer "ffn" {')

@@ -205,6 +205,20 @@ def unknown_subject() -> Sequence[Diagnostic]:
     return raised(lambda: explain("topq"))
 
 
+def other_layers() -> Sequence[Diagnostic]:
+    from moec.runtime.layer_home import require_alike
+
+    return raised(lambda: require_alike([7, 8], [0, 1]))
+
+
+def launching_a_layer() -> Sequence[Diagnostic]:
+    from models import layer_plan
+
+    from moec.driver import launch
+
+    return raised(lambda: launch(layer_plan()))
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
@@ -228,4 +242,6 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0711": autocast,
     "MOE0712": foreign_state,
     "MOE0713": nothing_to_learn,
+    "MOE0720": other_layers,
+    "MOE0721": launching_a_layer,
 }

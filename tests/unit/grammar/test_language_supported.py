@@ -48,7 +48,7 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"tail": "parallel { layers 1..2 { ep = 2; etp = 2 } }"}, "`etp`", ""),
         ({"tail": "parallel { layers 1..2 { recompute = experts } }"}, "`recompute`", ""),
         ({"tail": "adapt { window = 64 }"}, "`adapt`", ""),
-        ({"tail": 'layer "x" { moe { experts = 2 * gelu(4); gate = topk(1) } }'}, "`layer`", ""),
+        ({"tail": 'layer "x" { moe { experts = 2 * gelu(4); gate = topk(1) } }'}, "a `layer` beside a `model`", ""),
         ({"tail": 'train { batch = 1; sequence = 8; routing = trace("a.npz") }'}, "`trace`", "uniform, zipf"),
     ],
 )
@@ -86,8 +86,35 @@ def test_compiling_refuses_it_too() -> None:
     text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = lora(8)", model="", tail="")
     with pytest.raises(DiagnosticError, match="MOE0202"):
         compile_source(text)
-    with pytest.raises(DiagnosticError, match="MOE0202"):
-        compile_source('layer "x" { dim = 8; moe { experts = 2 * gelu(4); gate = topk(1) } }')
+
+
+LAYER = 'layer "x" {{ dim = 8; moe {{ experts = {}; gate = topk(1) }} }}\n{}'
+
+
+@pytest.mark.parametrize(
+    ("experts", "tail", "what"),
+    [
+        ("2 * gelu(4)", "parallel { tp = 2 }", "`tp = 2` in the file of one `layer`"),
+        ("2 * gelu(4)", "parallel { pp = 2 }", "`pp`"),
+        ("2 * gelu(4)", "parallel { cp = 2 }", "`cp`"),
+        ("2 * gelu(4)", "parallel { etp = 2 }", "`etp`"),
+        ("2 * lora(4)", "", "`lora`"),
+    ],
+)
+def test_a_layer_file_refuses_what_a_layer_cannot_do_yet(experts: str, tail: str, what: str) -> None:
+    (found,) = unsupported(load_text(LAYER.format(experts, tail)).unwrap())
+    assert (found.code, found.message.startswith(what)) == ("MOE0202", True), found.message
+    assert found.span
+
+
+def test_a_mixture_inside_a_layer_is_refused_where_it_is_used() -> None:
+    inner = 'layer "inner" { moe { experts = 2 * gelu(4); gate = topk(1) } }'
+    (found,) = unsupported(load_text(LAYER.format('2 * mixture("inner")', inner)).unwrap())
+    assert found.message.startswith("`mixture`")
+
+
+def test_a_layer_file_and_its_degrees_of_one_are_supported() -> None:
+    assert unsupported(load_text(LAYER.format("2 * gelu(4)", "parallel { tp = 1; ep = 1 }")).unwrap()) == []
 
 
 def test_the_examples_of_the_language_parse() -> None:

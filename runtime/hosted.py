@@ -1,0 +1,90 @@
+"""A model of somebody's own that has layers of moec in it: which parameters are experts, and its gradient's norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moec.runtime.groups import resolve
+from moec.runtime.layer import MoeLayer
+from moec.runtime.layer_home import LayerHome
+from moec.runtime.watch import collective
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """This rank's experts of all layers in `model` that `moec.layer` made, by their names in it.
+
+    What hosts leave out: DistributedDataParallel takes the names, `fully_shard` the values (`ignored_params`).
+    """
+    experts = {id(parameter) for layer in _layers(model) for parameter in layer.expert_parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients of `model` to a norm of at most `max_norm`; gives the norm before, alike on every rank.
+
+    `torch.nn.utils.clip_grad_norm_` knows of no other rank's experts: every rank would scale by another factor. A
+    collective over the ranks of the layers: every rank must call it, or none, after the host has reduced gradients.
+    """
+    experts = {id(parameter) for parameter in expert_parameters(model).values()}
+    dense = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in experts]
+    own = {id(p): p.grad for p in model.parameters() if p.grad is not None and id(p) in experts}
+    device = next(model.parameters()).device
+    total = _squares_of_dense(dense, device) + _squares_of_experts(model, device)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in (*dense, *own.values()):
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        part.mul_(scale)
+    return norm
+
+
+def _squares_of_dense(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Of what the host has reduced: alike on every rank, or a DTensor of which each rank has a part."""
+    plain: list[Tensor] = []
+    cut: dict[DeviceMesh, list[Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            cut.setdefault(gradient.device_mesh, []).append(gradient)
+        else:
+            plain.append(gradient)
+    total = _squares(plain, device)
+    for parts in cut.values():
+        norm = torch.nn.utils.get_total_norm(parts)
+        total = total + (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+    return total
+
+
+def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
+    """Every expert once: over the ranks that have other ones, and one reduction for all layers over the same ranks."""
+    by_group: dict[str, list[Tensor]] = {}
+    names: dict[object, str] = {}
+    for layer in _layers(model):
+        home = layer._home
+        name = home.expert_group if isinstance(home, LayerHome) else ""
+        name = names.setdefault(resolve(name), name) if name else name
+        found = [p.grad for p in layer.expert_parameters() if p.grad is not None]
+        by_group.setdefault(name, []).extend(found)
+    total = torch.zeros((), device=device)
+    for name, gradients in by_group.items():
+        squares = _squares(gradients, device)
+        if name:
+            with collective("all_reduce", name, "gradient norm") as peers:
+                dist.all_reduce(squares, group=peers)
+        total = total + squares
+    return total
+
+
+def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+
+
+def _layers(model: nn.Module) -> list[MoeLayer]:
+    return [module for module in model.modules() if isinstance(module, MoeLayer)]

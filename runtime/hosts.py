@@ -1,0 +1,46 @@
+"""What hosts of `moec.layer` do around it: DistributedDataParallel and `fully_shard` must leave its experts alone."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from moec.runtime.errors import JobError
+
+
+def require_left_alone(experts: nn.Module) -> None:
+    """Raises `JobError` where the host took over experts: every rank has others, and hosts take them for replicas."""
+    own = {id(parameter) for parameter in experts.parameters()}
+    if any(id(parameter) in own for parameter in _parameters_of_ddp()):
+        raise JobError(
+            "MOE0711",
+            "DistributedDataParallel has made this rank's experts copies of rank 0's",
+            "before it wraps the model, call `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
+            "model, moec.expert_parameters(model))`",
+        )
+    inside = set(experts.modules())
+    if any(owner in inside for owner in _owners_of_fsdp()):
+        raise JobError(
+            "MOE0711",
+            "fully_shard has cut this rank's experts up among the other ranks",
+            "give every call of it `ignored_params = set(moec.expert_parameters(model).values())`",
+        )
+
+
+def _parameters_of_ddp() -> list[nn.Parameter]:
+    """Those that the DistributedDataParallel in whose forward pass this is takes care of."""
+    wrapped: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return list(wrapped._module_parameters) if wrapped is not None else []
+
+
+def _owners_of_fsdp() -> Iterator[nn.Module]:
+    """The modules whose parameters `fully_shard` has taken over; torch has no public list of them."""
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    for reference in list(states._module_state_mapping.values()) if states is not None else ():
+        for group in getattr(reference(), "_fsdp_param_groups", ()):
+            for parameter in group.fsdp_params:
+                yield parameter._module_info.module
+                yield from parameter._module_info.shared_modules

@@ -1,0 +1,166 @@
+"""`moec.layer`: one mixture as an `nn.Module` for somebody's own model, expert parallel over the ranks there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moec.codegen.checks import first_result, scalar_graphs
+from moec.codegen.fx import Function, build_function, operator_sites
+from moec.codegen.graph import Ref, StageGraphs
+from moec.runtime import (
+    operators,  # noqa: F401  (registers torch.ops.moec.*)
+    unscored,
+)
+from moec.runtime.errors import JobError
+from moec.runtime.home import Home, own_weights
+from moec.runtime.hosts import require_left_alone
+from moec.runtime.layer_state import PREFIX, load_own_parts
+from moec.runtime.module import CAPACITY, WITHOUT_SCORES
+from moec.runtime.state import sign_state
+from moec.runtime.weights import Microbatches
+
+
+class HostedHome(Home, Protocol):
+    """The home of a layer in somebody else's model."""
+
+    @property
+    def hosts_divisor(self) -> int:
+        """What the host divides gradients by: its ranks where it averages over them, 1 where it sums."""
+        ...
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has, by their numbers in the file."""
+        ...
+
+
+class MoeLayer(nn.Module):
+    """A mixture of experts `[…, dim] → […, dim]`: no norm, no residual. `moec.layer` makes it.
+
+    Parameters are fp32 and plain tensors: `gate.weight`, `experts.up.weight`, `experts.down.weight` and what the file
+    says beside them. `expert_parameters()` are this rank's experts; the host keeps its own reduction off them.
+
+    `aux_loss`, after a forward pass: the balance terms over the tokens of all ranks, a scalar alike on every rank, or
+    None where the file has none. Add it to the rank's loss. `expert_counts`: rows that this rank's tokens sent to each
+    expert, int64 `[experts]`.
+    """
+
+    aux_loss: Tensor | None
+    expert_counts: Tensor | None
+
+    def __init__(self, stage: StageGraphs, dim: int, home: HostedHome, *, float64: bool = False) -> None:
+        super().__init__()
+        self.dim, self._home, self.seen = dim, home, set[object]()
+        evaluated = stage.in_evaluation()
+        stages = (stage,) if evaluated is stage else (stage, evaluated)
+        self._functions = [build_function(s, "forward", groups=home.groups, float64=float64) for s in stages]
+        self._results = [arg.node for arg in stage.graph("forward").nodes[-1].args if isinstance(arg, Ref)]
+        self._first = first_result(stage)
+        self._scalars: dict[str, Function] = {
+            name: build_function(stage, name, groups=home.groups, float64=float64) for name in scalar_graphs(stage)
+        }
+        paths = [path.removeprefix(PREFIX) for path in self._functions[0].weights]
+        sites = {path.removeprefix(PREFIX): site for path, site in self._functions[0].sites.items()}
+        self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
+        self._routers = operator_sites(self._functions[0].module, "moec.route.default")
+        self._padded = any(n.target in CAPACITY for g in stage.graphs for n in g.nodes)
+        self.aux_loss = self.expert_counts = None
+        self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any floating dtype: `[batch, sequence, dim]`; `[tokens, dim]` is one sequence; more dims are batches.
+
+        Computes in the layer's dtype, inside of `torch.autocast` too, and gives x's. Raises `JobError`, alike on every
+        rank, for another width and for router logits that are NaN or infinite.
+        """
+        self._home.require_running()
+        look = self._require_input(x)
+        with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
+            given = _as_sequences(x).to(self._weights.specs[0].dtype)
+            results = self._run(given)
+            self._require_scores(noted, look)
+            balance = results.pop("balance", None)
+            self.aux_loss = None if balance is None else self._aux_loss(balance, given)
+        y: Tensor = results.pop(self._first)
+        (counts,) = results.values()
+        self.expert_counts = counts[0]
+        # `fully_shard` warns of a view that a module gives.
+        return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype)
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's experts: what the host leaves out of its own reduction, sharding and broadcasts."""
+        return self.get_submodule("experts").parameters()
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has, by their numbers among all."""
+        return self._home.local_experts
+
+    def _run(self, x: Tensor) -> dict[str, Any]:
+        function = self._functions[0 if self.training else -1]
+        return dict(zip(self._results, function.module(x, *self._weights()), strict=True))
+
+    def _aux_loss(self, balance: Tensor, x: Tensor) -> Tensor:
+        count = self._scalars["num_tokens"].module(x)
+        aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
+        return _times_in_backward(aux_loss, float(self._home.hosts_divisor))
+
+    def _require_input(self, x: Tensor) -> bool:
+        """Raises `JobError` for an x that it cannot take; gives whether its values are looked at in this pass."""
+        checks = self._home.checks
+        kind = ("forward", self.training)
+        if kind not in self.seen and self._home.signature()["ranks"] > 1:
+            require_left_alone(self.get_submodule("experts"))
+        look = checks.looks(self.seen, kind, x.device)
+        complaint = None
+        if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
+            complaint = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
+        if look or self._padded:
+            # A capacity counts the tokens of one rank, and takes them to be as many on every other.
+            shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
+            complaint = checks.agree("start of a layer", complaint, shape)
+        if complaint:
+            raise JobError("MOE0702", complaint)
+        return look
+
+    def _require_scores(self, noted: Any, look: bool) -> None:
+        if not look:
+            return
+        complaint = self._home.checks.agree("end of a layer", unscored.complaint(noted, self._routers))
+        if complaint:
+            raise JobError("MOE0708", complaint, WITHOUT_SCORES)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies take with them: no result of a forward pass, which belongs to a graph of autograd."""
+        return self.__dict__ | {"aux_loss": None, "expert_counts": None}
+
+
+def _as_sequences(x: Tensor) -> Tensor:
+    """x as `[batch, sequence, dim]`."""
+    if x.dim() < 3:
+        return x.reshape(1, -1 if x.dim() == 1 else x.shape[0], x.shape[-1])
+    return x.flatten(0, -3)
+
+
+class _Times(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def _times_in_backward(x: Tensor, factor: float) -> Tensor:
+    """x, whose gradient is multiplied by `factor`."""
+    if factor == 1:
+        return x
+    scaled: Tensor = _Times.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled

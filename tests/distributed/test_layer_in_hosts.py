@@ -1,0 +1,57 @@
+"""`moec.layer` in DDP, FSDP2 and a host that sums: gradients are those of the unsharded model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from gloo_pool import GlooPool
+from hosts import clipped, worst_error
+
+FP32 = 2e-5
+"""Sums in another order; a gradient with a wrong factor is off by its whole size."""
+
+
+def require_equal(found: list[dict[str, float]], bound: float = FP32) -> None:
+    for rank, errors in enumerate(found):
+        assert len(errors) > 10
+        wrong = {name: error for name, error in errors.items() if not error <= bound}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("host", ["in_ddp", "in_fsdp", "summed_by_hand"])
+@pytest.mark.parametrize("ep", [2, 4])
+def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ep: int) -> None:
+    require_equal(gloo.run(4, worst_error, host, {"ep": ep}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ep": 2, "beside": "shared = swiglu(8, gated = true); residual = gelu(8)"},
+        {"ep": 2, "beside": "capacity = factor(1.0); group = batch"},
+        {"ep": 2, "beside": "capacity = factor(1.0); group = sequence"},
+        {"ep": 4, "beside": "capacity = dynamic()", "expert": "gelu(16, bias = true)"},
+        {"ep": 1},
+        {},
+    ],
+    ids=["beside", "batch", "sequence", "dynamic", "data parallel", "default"],
+)
+def test_whatever_the_mixture(gloo: GlooPool, options: dict[str, Any]) -> None:
+    require_equal(gloo.run(4, worst_error, "in_ddp", options))
+
+
+def test_gradients_of_several_backward_passes_add_up(gloo: GlooPool) -> None:
+    require_equal(gloo.run(2, worst_error, "in_ddp", {"ep": 2}, 3))
+
+
+@pytest.mark.parametrize("host", ["in_ddp", "in_fsdp"])
+@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+def test_the_norm_counts_every_expert_once_and_clips_alike_on_every_rank(
+    gloo: GlooPool, host: str, max_norm: float
+) -> None:
+    found = gloo.run(4, clipped, host, max_norm)
+    assert len({each["norm"] for each in found}) == 1
+    for each in found:
+        assert each["norm"] == pytest.approx(each["whole"], rel=1e-5)
+        assert each["error"] < FP32

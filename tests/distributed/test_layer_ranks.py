@@ -1,0 +1,231 @@
+"""`moec.layer` over a process group: what it refuses, which group it takes, and ranks that differ."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
+from hosts import Transformer, in_ddp, in_fsdp
+from models import layer_text
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import moec
+from moec.passes.ir import Layout
+from moec.runtime.shards import local_slices
+
+
+def refusal(act: Any, *arguments: Any) -> str:
+    """What `act` is refused with."""
+    with pytest.raises(moec.DiagnosticError) as caught:
+        act(*arguments)
+    return f"{caught.value}\n{caught.value.diagnostics[0].help}"
+
+
+def own_part(layer: moec.MoeLayer, name: str, whole: Tensor) -> Tensor:
+    plan = layer._home.plan
+    data = plan.parameters[f"layers.0.moe.{name}"]
+    return whole[local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], layer._home.rank)]
+
+
+# ---- as a rank -----------------------------------------------------------------------------------------
+
+
+def made_with(options: dict[str, Any]) -> str:
+    return refusal(moec.layer, layer_text(ranks=None, **options))
+
+
+def made_with_seed_of_rank() -> str:
+    return refusal(lambda: moec.layer(layer_text(ranks=None), seed=dist.get_rank() % 2))
+
+
+def uneven(dtype: str) -> dict[str, float]:
+    """Ranks with other numbers of tokens, one without any: errors of y, of x's gradient and of all others."""
+    rank, text = dist.get_rank(), layer_text(ranks=None, dtype=dtype)
+    sizes = [7, 0, 3, 12]
+    layer, whole = moec.layer(text, reduction="sum"), moec.reference(text)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(sum(sizes), 16, generator=generator).to(layer._weights.specs[0].dtype)
+    target = torch.randn(sum(sizes), 16, generator=generator)
+    mine = x.split(sizes)[rank].clone().requires_grad_()
+    y = layer(mine)
+    (y.float() * target.split(sizes)[rank]).sum().backward()
+    x.requires_grad_()
+    expected = whole(x)
+    (expected.float() * target).sum().backward()
+    gate = layer.get_parameter("gate.weight").grad
+    dist.all_reduce(gate)
+    pairs = {"y": (y, expected.split(sizes)[rank]), "x": (mine.grad, x.grad.split(sizes)[rank])}
+    for name, parameter in layer.named_parameters():
+        wanted = whole.get_parameter(name).grad
+        pairs[name] = (gate, wanted) if name == "gate.weight" else (parameter.grad, own_part(layer, name, wanted))
+    pairs = {name: (a.detach(), b.detach()) for name, (a, b) in pairs.items()}
+    scale = {name: float(b.abs().max()) if b.numel() else 1.0 for name, (_, b) in pairs.items()}
+    return {name: float((a - b).abs().max()) / scale[name] if a.numel() else 0.0 for name, (a, b) in pairs.items()}
+
+
+def uneven_with_capacity() -> str:
+    layer = moec.layer(layer_text(ranks=None, beside="capacity = factor(1.0)"))
+    return refusal(layer, torch.ones(1 + dist.get_rank(), 16))
+
+
+def wrong_on_one_rank(wrong: str) -> str:
+    layer = moec.layer(layer_text(ranks=None))
+    x = {"width": torch.ones(4, 15), "nan": torch.full((4, 16), torch.nan)}[wrong]
+    return refusal(layer, x if dist.get_rank() == 1 else torch.ones(4, 16))
+
+
+def wrapped_whole(host: str) -> list[str]:
+    """What forward says in a host that was not told of the experts, and in one that was."""
+    x, model = torch.ones(2, 3, 16), Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
+    if host == "ddp":
+        wrapped = DistributedDataParallel(model)
+    else:
+        for block in model.blocks:
+            fully_shard(block)
+        wrapped = fully_shard(model)
+    said = refusal(wrapped, x)
+    again = Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
+    told, _ = (in_ddp if host == "ddp" else in_fsdp)(again)
+    return [said, str(told(x).shape)]
+
+
+def over_two_groups() -> dict[str, Any]:
+    """Ranks 0 and 2 share one layer, ranks 1 and 3 another."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
+    text = layer_text(ranks=None)
+    layer = moec.layer(text, groups[rank % 2], seed=rank % 2)
+    x = torch.randn(4, 5, 16, generator=torch.Generator().manual_seed(9))
+    y = layer(x[rank : rank + 1])
+    whole = moec.reference(text, seed=rank % 2)
+    other_group = refuses_foreign_group(text, groups[1 - rank % 2])
+    return {
+        "experts": (layer.local_experts, layer.get_parameter("experts.up.weight").shape[0]),
+        "right": torch.allclose(y, whole(x[rank : rank + 1]), atol=1e-6),
+        "other group": other_group,
+    }
+
+
+def refuses_foreign_group(text: str, group: Any) -> str:
+    try:
+        moec.layer(text, group)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def shared_groups() -> tuple[int, int]:
+    """How many process groups two layers need more than one does, and three more than two."""
+    from torch.distributed.distributed_c10d import _world
+
+    counts = []
+    for _ in range(3):
+        moec.layer(layer_text(ranks=None, ep=2))(torch.ones(2, 16))
+        counts.append(len(_world.pg_map))
+    return counts[1] - counts[0], counts[2] - counts[1]
+
+
+def states() -> dict[str, Any]:
+    rank, text = dist.get_rank(), layer_text(ranks=None, ep=2)
+    layer, whole = moec.layer(text, seed=1), moec.reference(text, seed=2)
+    layer.load_state_dict(whole.state_dict())
+    unsigned = {name: tensor.clone() for name, tensor in whole.state_dict().items()}
+    layer.load_state_dict(unsigned)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(rank))
+    own = layer.state_dict()
+    copied = copy.deepcopy(layer)
+    copied.load_state_dict(own)
+    foreign = layer.state_dict()
+    foreign._metadata[""]["moec"] = {"ranks": 2, "rank": 1 - rank}
+    return {
+        "right": torch.allclose(copied(x), whole(x), atol=1e-6),
+        "foreign": refusal(layer.load_state_dict, foreign),
+        "parts": refusal(layer.load_state_dict, dict(own)),
+    }
+
+
+def after_its_group() -> str:
+    layer = moec.layer(layer_text(ranks=None))
+    layer(torch.ones(2, 16))
+    dist.destroy_process_group()
+    return refusal(layer, torch.ones(2, 16))
+
+
+# ---- tests ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"ep": 3, "experts": 9}, "MOE0312"),
+        ({"ep": 4, "experts": 6}, "MOE0311"),
+        ({"tail": "parallel { dp = 2 }"}, "MOE0310"),
+    ],
+)
+def test_degrees_that_do_not_divide_are_refused_alike_on_every_rank(
+    gloo: GlooPool, options: dict[str, Any], code: str
+) -> None:
+    said = gloo.run(4, made_with, options)
+    assert len(set(said)) == 1
+    assert code in said[0]
+
+
+def test_a_seed_that_differs_between_ranks_is_refused_on_every_rank(gloo: GlooPool) -> None:
+    assert all("MOE0720" in said and "rank 0 and rank 1" in said for said in gloo.run(4, made_with_seed_of_rank))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("fp32", 1e-5), ("bf16", 0.05)])
+def test_ranks_may_have_other_numbers_of_tokens_or_none(gloo: GlooPool, dtype: str, bound: float) -> None:
+    for errors in gloo.run(4, uneven, dtype):
+        assert max(errors.values()) < bound, errors
+
+
+def test_with_a_capacity_they_may_not(gloo: GlooPool) -> None:
+    said = gloo.run(2, uneven_with_capacity)
+    assert len(set(said)) == 1
+    assert re.search(r"MOE0702.*shapes from \[1, 1\] to \[1, 2\]", said[0])
+
+
+@pytest.mark.parametrize(("wrong", "code"), [("width", "MOE0702"), ("nan", "MOE0708")])
+def test_one_ranks_bad_input_is_an_error_on_every_rank(gloo: GlooPool, wrong: str, code: str) -> None:
+    said = gloo.run(2, wrong_on_one_rank, wrong)
+    assert len(set(said)) == 1
+    assert code in said[0]
+    assert "rank 1: " in said[0]
+
+
+@pytest.mark.parametrize("host", ["ddp", "fsdp"])
+def test_a_host_that_takes_over_the_experts_is_refused_before_it_computes(gloo: GlooPool, host: str) -> None:
+    for said, told in gloo.run(2, wrapped_whole, host):
+        assert "MOE0711" in said
+        assert "moec.expert_parameters(model)" in said
+        assert told == "torch.Size([2, 3, 16])"
+
+
+def test_it_takes_the_group_that_it_is_given(gloo: GlooPool) -> None:
+    for rank, found in enumerate(gloo.run(4, over_two_groups)):
+        assert found["experts"] == (range(4, 8) if rank >= 2 else range(4), 4)
+        assert found["right"]
+        assert "is none of them" in found["other group"]
+
+
+def test_layers_share_their_process_groups(gloo: GlooPool) -> None:
+    assert gloo.run(4, shared_groups) == [(0, 0)] * 4
+
+
+def test_of_whole_tensors_a_rank_takes_its_part_and_of_parts_only_its_own(gloo: GlooPool) -> None:
+    for found in gloo.run(2, states):
+        assert found["right"]
+        assert "MOE0712" in found["foreign"]
+        assert "could be any rank's part" in found["parts"]
+
+
+def test_after_its_process_group_it_says_so(gloo: GlooPool) -> None:
+    assert all("MOE0709" in said for said in gloo.run(2, after_its_group))

@@ -1,0 +1,32 @@
+"""docs/layer.md: what it shows runs, and what it says of hosts is what the example does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGE = (ROOT / "docs" / "layer.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_first_example_runs_with_the_file_above_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("ffn.moe").write_text(blocks("moe")[0])
+    names: dict[str, object] = {}
+    exec(blocks("python")[0], names)  # noqa: S102 - our own page
+    assert names["y"].shape == (2, 10, 64)
+    assert all(parameter.grad is not None for parameter in names["ffn"].parameters())
+
+
+def test_what_hosts_are_told_is_what_the_example_tells_them() -> None:
+    example = (ROOT / "examples" / "drop_in.py").read_text(encoding="utf-8")
+    assert "_set_params_and_buffers_to_ignore_for_model(model, " in example
+    for line in ("fully_shard(block, ignored_params=", "fully_shard(model, ignored_params="):
+        assert line in PAGE
+        assert line in example
