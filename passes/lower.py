@@ -16,6 +16,8 @@ from moec.passes.mixture import mixture
 from moec.passes.stated import data_shares
 
 TOKENS = ("batch", "sequence")
+REAL = "real"
+"""The value that says which tokens are no padding, in models that have a padding id."""
 
 
 def lower(spec: Spec) -> Program:
@@ -54,14 +56,16 @@ def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
 
 def _layer_block(model: Model, layer: Layer, numbers: Sequence[int], shares: int) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype)
-    b = Builder(f"layers{layer_set_name(numbers)}", [x], layer.span())
+    real = (REAL,) if layer.moe is not None and model.embedding.padding is not None else ()
+    inputs = [x, *(Value(name=name, shape=TOKENS, dtype="int64") for name in real)]
+    b = Builder(f"layers{layer_set_name(numbers)}", inputs, layer.span())
     attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
     residual = b.one(o.Add, "x", attended, to="x")
     h = _norm(b, model, residual, "ffn_norm", "h")
     if layer.moe is None:
         assert layer.ffn is not None
         return b.block([b.one(o.Add, residual, feed_forward(b, model, layer.ffn, "ffn", h), to="x")])
-    mixed, balance, counts = mixture(b, model, layer.moe, h, shares)
+    mixed, balance, counts = mixture(b, model, layer.moe, h, shares, real)
     out = b.one(o.Add, residual, mixed, to="x")
     return b.block([out, counts, *balance])
 
@@ -105,10 +109,14 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         learned = b.parameter("positions.weight", shape, model.dtype, normal(), model.embedding.span("positions"))
         added = b.one(o.EmbedPositions, "tokens", learned, to="positions", span=model.embedding.span("positions"))
         x = b.one(o.Add, x, added, to="x", span=span)
+    if any(len(block.inputs) > 1 for block in layers):
+        padding = model.embedding.span("padding")
+        b.one(o.RealTokens, "tokens", to=REAL, span=padding, padding=model.embedding.padding)
     balances, counts = [], []
     for number, block in enumerate(layers):
         names = " ".join(["x", *(f"counts_{number}" if n == "counts" else f"{n}_{number}" for n in block.outputs[1:])])
-        x, *rest = b.add(o.Call, x, to=names, span=block.span, block=block.name, layer=number)
+        others = [value.name for value in block.inputs[1:]]
+        x, *rest = b.add(o.Call, x, *others, to=names, span=block.span, block=block.name, layer=number)
         counts += rest[:1]
         balances += rest[1:]
     h = _norm(b, model, x, "norm", "h")
@@ -137,7 +145,7 @@ def _loss_blocks(model: Model, balanced: bool) -> list[Block]:
     blocks.append(b.block([b.one(o.Mean, nll, "valid", to="loss")], final=True))
     if balanced:
         tokens = Value(name="tokens", shape=TOKENS, dtype="int64")
-        blocks.append(_count_block(model, "num_tokens", tokens, valid_only=False))
+        blocks.append(_token_count_block(model, tokens))
         balance = Value(name="balance", shape=(), dtype="fp32")
         b = Builder("aux_loss", [balance, Value(name="num_tokens", shape=(), dtype="int64")], model.span())
         blocks.append(b.block([b.one(o.Mean, "balance", "num_tokens", to="aux_loss")], final=True))
@@ -148,3 +156,13 @@ def _count_block(model: Model, name: str, ids: Value, valid_only: bool) -> Block
     """The block called `name`: how many of `ids` there are on all ranks."""
     b = Builder(name, [ids], model.span())
     return b.block([b.one(o.CountLabels, ids.name, to="count", valid_only=valid_only)], final=True)
+
+
+def _token_count_block(model: Model, tokens: Value) -> Block:
+    """The block called `num_tokens`: how many tokens there are on all ranks, padding left out."""
+    if model.embedding.padding is None:
+        return _count_block(model, "num_tokens", tokens, valid_only=False)
+    b = Builder("num_tokens", [tokens], model.span())
+    span = model.embedding.span("padding")
+    count = b.one(o.CountRealTokens, tokens.name, to="count", span=span, padding=model.embedding.padding)
+    return b.block([count], final=True)

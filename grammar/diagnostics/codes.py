@@ -74,6 +74,7 @@ CODES: dict[str, str] = {
     "MOE0318": "tensor-parallel degree does not divide what it shards",
     "MOE0319": "a sequence does not divide over the tensor-parallel ranks",
     "MOE0320": "`eval` gives fewer places than `min`",
+    "MOE0324": "the padding id is outside of the vocabulary",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",
