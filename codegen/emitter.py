@@ -81,10 +81,12 @@ class BlockEmitter:
         (value,) = op.results
         self._append(op, self._name(value), target, args, kwargs, value, evaluation)
 
-    def results(self, op: Op, target: str, *args: Arg, evaluation: tuple[Arg, ...] | None = None) -> None:
+    def results(
+        self, op: Op, target: str, *args: Arg, evaluation: tuple[Arg, ...] | None = None, **kwargs: Arg
+    ) -> None:
         """The nodes that give an op's several results; `evaluation`: its arguments in evaluation, if others."""
         name = f"{op.results[0].name.replace('.', '_')}_all"
-        self._append(op, name, target, args, {}, None, evaluation)
+        self._append(op, name, target, args, kwargs, None, evaluation)
         whole = Ref(node=name)
         for index, value in enumerate(op.results):
             self._append(op, self._name(value), GETITEM, (whole, index), {}, value)

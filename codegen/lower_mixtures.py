@@ -21,6 +21,11 @@ def _permute(e: BlockEmitter, op: Op) -> None:
     e.results(op, "moec.permute.default", *e.refs(op), op.num_experts)
 
 
+def _permute_real(e: BlockEmitter, op: Op) -> None:
+    assert isinstance(op, o.PermuteReal)
+    e.results(op, "moec.permute.default", *e.refs(op), op.num_experts, some_are_none=True)
+
+
 def _of_operands(e: BlockEmitter, op: Op) -> None:
     e.result(op, f"moec.{op.mnemonic}.default", *e.refs(op))
 
@@ -184,9 +189,9 @@ MIXTURES: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.Permute: _permute,
     o.PermuteDynamic: _permute_dynamic,
     o.PermutePadded: _permute_padded,
+    o.PermuteReal: _permute_real,
     o.PermuteWeights: _of_operands,
     o.QueueStarts: _queue_starts,
     o.Route: _route,
     o.SumRows: _of_operands,
-    o.SwitchLoss: _of_operands,
 }

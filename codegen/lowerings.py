@@ -8,6 +8,7 @@ from moec.codegen.emitter import BlockEmitter
 from moec.codegen.graph import DTypeLiteral
 from moec.codegen.lower_conversions import CONVERSIONS
 from moec.codegen.lower_mixtures import MIXTURES
+from moec.codegen.lower_padding import PADDING
 from moec.codegen.lower_vocabulary import IGNORED_LABEL, VOCABULARY
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
@@ -141,11 +142,6 @@ def _simple(target: str) -> Callable[[BlockEmitter, Op], None]:
     return emit_one
 
 
-def _z_loss(e: BlockEmitter, op: Op) -> None:
-    lse = e.step(op, "lse", "aten.logsumexp.default", *e.refs(op), (-1,))
-    e.result(op, "aten.sum.default", e.step(op, "square", "aten.square.default", lse))
-
-
 def _weighted_sum(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.WeightedSum)
     terms = list(zip(e.refs(op), op.weights, strict=True))
@@ -189,6 +185,7 @@ def _call(e: BlockEmitter, op: Op) -> None:
 LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     **CONVERSIONS,
     **MIXTURES,
+    **PADDING,
     **VOCABULARY,
     o.Activation: _activation,
     o.Add: _add,
@@ -209,5 +206,4 @@ LOWERINGS: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.Router: _router,
     o.SigmoidGate: _sigmoid_gate,
     o.WeightedSum: _weighted_sum,
-    o.ZLoss: _z_loss,
 }

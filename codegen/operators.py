@@ -66,6 +66,7 @@ ATEN = {
     "aten.unflatten.int": _takes("tensor int ints"),
     "aten.unsqueeze.default": _takes("tensor int"),
     "aten.view_as.default": _takes("tensor tensor"),
+    "aten.where.ScalarOther": _takes("tensor tensor int"),
 }
 
 COMPUTE = {
@@ -80,7 +81,7 @@ COMPUTE = {
     "moec.geglu.default": _takes("tensor"),
     "moec.keep_choices.default": _takes("tensor tensor int int int int int"),
     "moec.mixture_mlp.default": _takes("tensor tensor tensor tensor tensor tensor_or_none tensor_or_none activation"),
-    "moec.permute.default": _takes("tensor tensor int"),
+    "moec.permute.default": _takes("tensor tensor int", some_are_none="bool"),
     "moec.largest_load.default": _takes("tensor int"),
     "moec.permute_dynamic.default": _takes("tensor tensor tensor int"),
     "moec.permute_padded.default": _takes("tensor tensor tensor int int int int int"),

@@ -14,7 +14,7 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
-from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TopK
+from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice
 
@@ -40,9 +40,22 @@ def check(spec: Spec) -> list[Diagnostic]:
     for block in spec.parallel.layers:
         for first, last in ((block.layers[0], block.layers[-1]),) if block.layers else ():
             found += selected(first, last, block.span(), model.depth, model.span("depth"))
+    found += padding(model.embedding, model.vocab, model.span("vocab"))
     sequence = (train.sequence, train.span("sequence")) if train else None
     found += lengths((model.context, model.span("context")), sequence, model.span())
     return found
+
+
+def padding(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) -> Iterator[Diagnostic]:
+    """The padding id is one of the vocabulary's."""
+    if embedding.padding is not None and embedding.padding >= vocab:
+        yield diagnose(
+            "MOE0324",
+            embedding.span("padding"),
+            f"ids are 0 to {vocab - 1}",
+            labels=_labels((vocab_span, f"{vocab} ids")),
+            help="give the id that your tokenizer pads with, or a larger `vocab` that holds it",
+        )
 
 
 def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterator[Diagnostic]:

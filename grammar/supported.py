@@ -26,9 +26,9 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     """`layer` blocks where a model is the subject, and what the file of one layer may not ask for."""
     if spec.has_model:
         for layer in spec.layers:
-            yield _refused(layer.span(), "a `layer` beside a `model`", [])
+            yield _refused(layer.span(), "a `layer` beside a `model`", "")
     elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
-        yield _refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", [])
+        yield _refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
 
 
 def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:

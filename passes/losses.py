@@ -27,10 +27,15 @@ def loss_blocks(model: Model) -> list[Block]:
     return [count, b.block([b.one(o.Mean, nll, "valid", to="loss")], final=True)]
 
 
-def balance_blocks_of_tokens(span: Span | None) -> list[Block]:
-    """The balance terms over the tokens of all ranks, which are counted as ids `[batch, sequence]`."""
-    tokens = Value(name="tokens", shape=TOKENS, dtype="int64")
-    return [_count_block("num_tokens", tokens, o.CountLabels, span, valid_only=False), _aux_loss_block(span)]
+def balance_blocks_of_tokens(model: Model) -> list[Block]:
+    """The balance terms over the tokens of all ranks, counted as ids `[batch, sequence]`, padding left out."""
+    tokens, padding = Value(name="tokens", shape=TOKENS, dtype="int64"), model.embedding.padding
+    if padding is None:
+        count = _count_block("num_tokens", tokens, o.CountLabels, model.span(), valid_only=False)
+    else:
+        span = model.embedding.span("padding")
+        count = _count_block("num_tokens", tokens, o.CountRealTokens, span, padding=padding)
+    return [count, _aux_loss_block(model.span())]
 
 
 def balance_blocks_of_vectors(x: Value, span: Span | None) -> list[Block]:

@@ -17,6 +17,9 @@ from moec.passes.lower_layer import layer_blocks
 from moec.passes.mixture import mixture
 from moec.passes.stated import data_shares
 
+REAL = "real"
+"""The value that says which tokens are no padding, in models that have a padding id."""
+
 
 def lower(spec: Spec) -> Program:
     """The unsharded Program of `spec`: a block per distinct layer, `forward` that calls them, and those of the loss.
@@ -38,7 +41,7 @@ def _model_blocks(spec: Spec, shares: int) -> list[Block]:
     blocks = [_layer_block(model, subject, layer, numbers, shares) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
-    balance = balance_blocks_of_tokens(model.span()) if "balance" in forward.outputs else []
+    balance = balance_blocks_of_tokens(model) if "balance" in forward.outputs else []
     return [*blocks, forward, *loss_blocks(model), *balance]
 
 
@@ -61,14 +64,16 @@ def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
 
 def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int], shares: int) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype)
-    b = Builder(f"layers{layer_set_name(numbers)}", [x], layer.span())
+    real = (REAL,) if layer.moe is not None and model.embedding.padding is not None else ()
+    inputs = [x, *(Value(name=name, shape=TOKENS, dtype="int64") for name in real)]
+    b = Builder(f"layers{layer_set_name(numbers)}", inputs, layer.span())
     attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
     residual = b.one(o.Add, "x", attended, to="x")
     h = _norm(b, model, residual, "ffn_norm", "h")
     if layer.moe is None:
         assert layer.ffn is not None
         return b.block([b.one(o.Add, residual, feed_forward(b, subject, layer.ffn, "ffn", h), to="x")])
-    mixed, balance, counts = mixture(b, subject, layer.moe, h, shares)
+    mixed, balance, counts = mixture(b, subject, layer.moe, h, shares, real)
     out = b.one(o.Add, residual, mixed, to="x")
     return b.block([out, counts, *balance])
 
@@ -112,10 +117,14 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         learned = b.parameter("positions.weight", shape, model.dtype, normal(), model.embedding.span("positions"))
         added = b.one(o.EmbedPositions, "tokens", learned, to="positions", span=model.embedding.span("positions"))
         x = b.one(o.Add, x, added, to="x", span=span)
+    if any(len(block.inputs) > 1 for block in layers):
+        padding = model.embedding.span("padding")
+        b.one(o.RealTokens, "tokens", to=REAL, span=padding, padding=model.embedding.padding)
     balances, counts = [], []
     for number, block in enumerate(layers):
         names = " ".join(["x", *(f"counts_{number}" if n == "counts" else f"{n}_{number}" for n in block.outputs[1:])])
-        x, *rest = b.add(o.Call, x, to=names, span=block.span, block=block.name, layer=number)
+        others = [value.name for value in block.inputs[1:]]
+        x, *rest = b.add(o.Call, x, *others, to=names, span=block.span, block=block.name, layer=number)
         counts += rest[:1]
         balances += rest[1:]
     h = _norm(b, model, x, "norm", "h")

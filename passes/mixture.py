@@ -16,7 +16,10 @@ from moec.passes.ir.ops import ACTIVATION_PARTS
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """What the gate gives: the names of logits, probabilities, weights and experts, and how many there are of these."""
+    """What the gate gives: the names of logits, probabilities, weights and experts, and how many there are of these.
+
+    `real` names the value that says which tokens are real, in a model that has a padding id; experts are −1 elsewhere.
+    """
 
     logits: str
     p: str
@@ -24,14 +27,18 @@ class _Routed:
     e: str
     experts: int
     k: int
+    real: tuple[str, ...]
 
 
-def mixture(b: Builder, subject: Subject, moe: Moe, h: str, shares: int) -> tuple[str, list[str], str]:
+def mixture(
+    b: Builder, subject: Subject, moe: Moe, h: str, shares: int, real: tuple[str, ...] = ()
+) -> tuple[str, list[str], str]:
     """The mixed value, the layer's balance term where it has one, and the counts of rows per expert.
 
-    `shares` is how many data-parallel ranks there are: what the routing group `rank` counts over.
+    `shares` is how many data-parallel ranks there are: what the routing group `rank` counts over. `real` names the
+    value that says which tokens are no padding; without it all are real.
     """
-    routed = _gate(b, subject, moe, h)
+    routed = _gate(b, subject, moe, h, real)
     run = _dropless if isinstance(moe.capacity, Dropless) else _padded
     mixed, counts = run(b, subject, moe, h, routed, shares)
     mixed = beside_experts(b, subject, moe, h, mixed)
@@ -45,7 +52,7 @@ def choices_per_token(spec: Spec, layer: int) -> int:
     return moe.gate.k if isinstance(moe.gate, TopK) else 1
 
 
-def _gate(b: Builder, subject: Subject, moe: Moe, h: str) -> _Routed:
+def _gate(b: Builder, subject: Subject, moe: Moe, h: str, real: tuple[str, ...]) -> _Routed:
     gate, declared = moe.gate, moe.experts
     if isinstance(gate, Switch):
         gate = TopK(k=1).with_spans({"": span} if (span := gate.span()) else {})
@@ -57,7 +64,9 @@ def _gate(b: Builder, subject: Subject, moe: Moe, h: str) -> _Routed:
         o.Route, logits, to="p w e", span=gate.span(),
         k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize,
     )  # fmt: skip
-    return _Routed(logits, p, w, e, declared.count, gate.k)
+    if real:
+        e = b.one(o.MaskChoices, e, *real, to="e", span=gate.span())
+    return _Routed(logits, p, w, e, declared.count, gate.k, real)
 
 
 def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, ...], str]:
@@ -80,8 +89,9 @@ def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
     span = moe.span("capacity")
+    permute = o.PermuteReal if routed.real else o.Permute
     rows, counts, positions = b.add(
-        o.Permute, h, routed.e, to="rows counts positions", span=span, num_experts=routed.experts
+        permute, h, routed.e, to="rows counts positions", span=span, num_experts=routed.experts
     )
     weights, activation = _expert_weights(b, subject, moe)
     y = b.one(o.ExpertMlp, rows, counts, *weights, to="y", span=_declared(moe), activation=activation)
@@ -138,8 +148,9 @@ def _balance(b: Builder, moe: Moe, routed: _Routed, shares: int) -> list[str]:
                 o.CountChoices, routed.e, to="choices", span=term.span(), num_experts=routed.experts,
                 group=moe.group, shares=shares if moe.group == "rank" else 1,
             )  # fmt: skip
-            terms.append(b.one(o.SwitchLoss, routed.p, choices, to="switch_loss", span=term.span(), group=moe.group))
+            counted = (routed.p, choices, *routed.real)
+            terms.append(b.one(o.SwitchLoss, *counted, to="switch_loss", span=term.span(), group=moe.group))
         else:
-            terms.append(b.one(o.ZLoss, routed.logits, to="z_loss", span=term.span()))
+            terms.append(b.one(o.ZLoss, routed.logits, *routed.real, to="z_loss", span=term.span()))
     weights = tuple(term.weight for term in moe.balance)
     return [b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)]

@@ -240,7 +240,7 @@ class _Judge:
         """
         path = origin[0].removesuffix(EXPERTS)
         experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
-        if whole.dim() not in (1, 2) or len(whole) != positions.numel():
+        if whole.dim() not in (1, 2) or len(whole) != int((positions >= 0).sum()):
             return math.inf  # a conversion of something else
         own = [
             torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
@@ -253,7 +253,7 @@ class _Judge:
             pieces = []
             for source in sources:
                 chosen, where = own[source]
-                mine = (chosen >= held.start) & (chosen < held.stop)
+                mine = (chosen >= held.start) & (chosen < held.stop) & (where >= 0)
                 pieces.append(where[mine][chosen[mine].argsort(stable=True)])
             worst = max(worst, relative_error(rows, whole[torch.cat(pieces)], whole, 0.0))
         return worst

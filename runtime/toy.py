@@ -16,7 +16,7 @@ from moec.codegen.graph import Arg, Graph, Node
 from moec.codegen.plan import Body, Plan, make_plan, without_spans
 from moec.grammar import to_text
 from moec.grammar.diagnostics import InternalError
-from moec.grammar.spec import Layer, Model, Moe, Spec
+from moec.grammar.spec import Layer, Model, Moe, Spec, TokenEmbedding
 from moec.passes.lower import context_of
 from moec.passes.pipeline import compile_program
 
@@ -175,7 +175,7 @@ def _unlike_body(body: Body | None, other: Body | None) -> Unlike:
 
 # ---- the Spec --------------------------------------------------------------------------------------
 
-_ORDER = ("dim", "vocab", "head_dim", "hidden", "experts", "sequence")
+_ORDER = ("dim", "vocab", "padding", "head_dim", "hidden", "experts", "sequence")
 
 
 class _Shrink:
@@ -195,15 +195,25 @@ class _Shrink:
         """The Spec."""
         model, train = self._given.model, self._given.train
         tokens = self._shrunk("sequence", context_of(self._given), self._tokens())
+        vocab = self._shrunk("vocab", model.vocab, VOCAB)
         small = model.replace(
             dim=self._shrunk("dim", model.dim, DIM),
-            vocab=self._shrunk("vocab", model.vocab, VOCAB),
+            vocab=vocab,
+            embedding=self._embedding(vocab),
             context=tokens,
             layers=tuple(self._once(layer, self._layer) for layer in model.layers),
         )
         if train is None:
             return self._given.replace(model=small)
         return self._given.replace(model=small, train=train.replace(sequence=min(tokens, train.sequence)))
+
+    def _embedding(self, vocab: int) -> TokenEmbedding:
+        """The padding id is one of the toy vocabulary's: the last, if it was beyond it."""
+        embedding = self._given.model.embedding
+        if embedding.padding is None or embedding.padding < vocab:
+            return embedding
+        self._toys["padding", embedding.padding] = vocab - 1
+        return embedding.replace(padding=vocab - 1)
 
     @property
     def widths(self) -> tuple[Width, ...]:

@@ -307,7 +307,10 @@ def _spread_vectors(model: PlanModule, seed: int) -> None:
 
 
 def global_batch(plan: Plan, seed: int) -> Inputs:
-    """Random ids, one label in eight ignored; as many tokens to a sequence as the ranks that share it divide."""
+    """Random ids, one label in eight ignored; as many tokens to a sequence as the ranks that share it divide.
+
+    Where the model has a padding id, a quarter of the tokens and the whole last sequence are padding.
+    """
     generator = torch.Generator().manual_seed(seed + 1)
     sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
     length = max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
@@ -315,6 +318,9 @@ def global_batch(plan: Plan, seed: int) -> Inputs:
     tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
+    if (padding := plan.spec.model.embedding.padding) is not None:
+        tokens[torch.rand(shape, generator=generator) < 1 / 4] = padding
+        tokens[-1] = padding
     shares = list(zip(tokens.chunk(plan.data_size), labels.chunk(plan.data_size), strict=True))
     of_rank = [shares[plan.data_rank(rank)] for rank in range(plan.world_size)]
     return Inputs(tokens, labels, [share[0] for share in of_rank], [share[1] for share in of_rank])

@@ -76,6 +76,7 @@ CODES: dict[str, str] = {
     "MOE0320": "`eval` gives fewer places than `min`",
     "MOE0321": "the router gets no gradient from the loss",
     "MOE0322": "later tokens decide which choices of earlier ones are dropped",
+    "MOE0324": "the padding id is outside of the vocabulary",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

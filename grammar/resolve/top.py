@@ -21,7 +21,7 @@ from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.resolve.values import unknown
 from moec.grammar.schema import fields
 from moec.grammar.source import Span
-from moec.grammar.spec import ClusterText, Device, Layer, LayerModule, Model, Parallel, Spec, Train
+from moec.grammar.spec import ClusterText, Device, Layer, LayerModule, Model, Parallel, Spec, TokenEmbedding, Train
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
 
@@ -157,6 +157,9 @@ def _model(scope: Scope, part: Part) -> Node | Broken:
         first = part.blocks[Layer.word][0].span if part.blocks[Layer.word] else part.span
         given = part.given | {Layer.word: Given(layers, first, first)}
         part = replace(part, given=given)
+    vocab, embedding = (part.given.get(name) for name in ("vocab", "embedding"))
+    if vocab and embedding and isinstance(vocab.value, int) and isinstance(embedding.value, TokenEmbedding):
+        scope.diagnostics += rules.padding(embedding.value, vocab.value, vocab.span)
     return build(scope, part)
 
 

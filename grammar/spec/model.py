@@ -34,6 +34,11 @@ class TokenEmbedding(Node):
     source = "Vaswani et al. 2017, arXiv 1706.03762, section 3.4"
     tied: Annotated[bool, Doc("whether the output head shares the embedding's weights")] = False
     positions: Annotated[Literal["none", "learned"], Doc("a learned vector per position, added (GPT-2)")] = "none"
+    padding: Annotated[
+        int | None,
+        at_least(0),
+        Doc("the id of padding tokens: these go to no expert, take no place and count in no balance term"),
+    ] = None
     multiplier: Annotated[Positive, NotYet(), Doc("factor on the vectors (Granite: 12; Gemma: sqrt(dim))")] = 1.0
     logits_multiplier: Annotated[Positive, NotYet(), Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
 

@@ -16,7 +16,7 @@ from moec.runtime.backends.torch_experts import (
     weighing,
 )
 from moec.runtime.backends.torch_memory import new_empty
-from moec.runtime.backends.torch_rows import inverse, refuse_out_of_range, stable_order, sums_of
+from moec.runtime.backends.torch_rows import choices_of_rows, inverse, refuse_out_of_range, stable_order, sums_of
 from moec.runtime.backends.torch_threads import InTurn, each_expert
 
 
@@ -83,9 +83,9 @@ def mixture_mlp_backward(
     sizes: list[int] = counts[0].tolist()
     num_rows = sum(sizes)
     chosen, dropped = positions.reshape(-1), num_rows < positions.numel()
-    # What was dropped is written where nobody looks.
+    # The weights of what was dropped get the gradient 0, which stands last.
     places = chosen.where(chosen >= 0, num_rows) if dropped else chosen
-    order = _choices_of_rows(places, num_rows)
+    order = choices_of_rows(chosen, num_rows)
     tokens = order.div(k, rounding_mode="floor")
     # As forward rounded them; besides, a product of two dtypes takes 15 times as long (measured, bfloat16 and float32).
     scale = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
@@ -145,9 +145,3 @@ def mixture_mlp_backward(
     each_expert(sizes, 3 * dim * width, x.device, begin)
     of_weights = of_weights[places].view(weights.shape)
     return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
-
-
-def _choices_of_rows(places: Tensor, num_rows: int) -> Tensor:
-    """Which choice each row [num_rows] is of, by where each choice's row is; `num_rows` stands for nowhere."""
-    order = places.new_empty(num_rows + 1)
-    return order.scatter_(0, places, torch.arange(places.numel(), device=places.device))[:num_rows]

@@ -11,7 +11,7 @@ from moec.runtime.backends.torch_rows import sums_of
 def count_queues(experts: Tensor, num_experts: int) -> Tensor:
     batch, _, k = experts.shape
     counts = experts.new_zeros((batch, k, num_experts))
-    counts.scatter_add_(2, experts.transpose(1, 2), torch.ones_like(experts).transpose(1, 2))
+    counts.scatter_add_(2, experts.clamp_min(0).transpose(1, 2), (experts >= 0).to(torch.int64).transpose(1, 2))
     return counts[:, None]
 
 
@@ -39,21 +39,23 @@ def places_of(batch: int, tokens: int, k: int, num_experts: int, *how: int) -> t
 
 def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
     capacity, places = places_of(*experts.shape, starts.shape[3], *how)
-    return _placed(x, experts, _waiting(experts, starts) < capacity, starts.shape[3], places)
+    return _placed(x, experts, _finds_place(experts, starts, capacity), starts.shape[3], places)
 
 
 def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
     capacity, _ = places_of(*experts.shape, starts.shape[3], *how)
-    return experts.where(_waiting(experts, starts) < capacity, -1)
+    return experts.where(_finds_place(experts, starts, capacity), -1)
 
 
-def _waiting(experts: Tensor, starts: Tensor) -> Tensor:
-    """How many choices stand before each in its group's queue, [B, S, k]."""
+def _finds_place(experts: Tensor, starts: Tensor, capacity: int) -> Tensor:
+    """Whether fewer choices than the capacity stand before each in its group's queue, [B, S, k]; never for −1."""
     batch, tokens, k = experts.shape
-    # Choice j of a piece of a sequence, by the queue that it joins.
+    # Choice j of a piece of a sequence, by the queue that it joins; those of no expert join the last, which is none's.
     joined = experts + torch.arange(batch * k, device=experts.device).view(batch, 1, k) * starts.shape[3]
+    joined = joined.where(experts >= 0, starts.numel())
     within = _rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
-    return starts.reshape(-1)[joined] + within
+    before = torch.cat([starts.reshape(-1), starts.new_zeros(1)])[joined] + within
+    return (before < capacity) & (experts >= 0)
 
 
 def largest_load(experts: Tensor, num_experts: int) -> Tensor:

@@ -93,7 +93,7 @@ def count_choices(experts: Tensor, num_experts: int, groups: int) -> Tensor:
     groups = groups or sequences
     choices = experts.reshape(groups, (sequences // groups if groups else 0) * tokens * k)
     counts = choices.new_zeros((groups, num_experts))
-    return counts.scatter_add_(1, choices, torch.ones_like(choices))
+    return counts.scatter_add_(1, choices.clamp_min(0), (choices >= 0).to(torch.int64))
 
 
 def switch_loss(probabilities: Tensor, choices: Tensor) -> Tensor:

@@ -11,8 +11,10 @@ from moec.runtime.backends.torch_blocks import blocks
 from moec.runtime.backends.torch_memory import gather, new_empty
 
 
-def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(x: Tensor, experts: Tensor, num_experts: int, some_are_none: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     choices = experts.reshape(-1)
+    if some_are_none:
+        return _permute_some(x, experts, choices, num_experts)
     refuse_out_of_range("permute", choices, num_experts)
     counts = torch.bincount(choices, minlength=num_experts)
     if counts.numel() > num_experts:  # elsewhere than on CPU, where only `bincount` has looked
@@ -25,9 +27,22 @@ def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tenso
     return rows, counts[None], inverse(order).view(experts.shape)
 
 
+def _permute_some(x: Tensor, experts: Tensor, choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_out_of_range("permute", choices, num_experts, -1)
+    counts = torch.bincount(choices + 1, minlength=num_experts + 1)[1:].clone()
+    num_rows = int(counts.sum())
+    # Choices of no expert stand after all others.
+    order = stable_order(choices.where(choices >= 0, num_experts), num_experts + 1)
+    rows = gather(x.reshape(-1, x.shape[-1]), order[:num_rows].div(experts.shape[2], rounding_mode="floor"))
+    places = inverse(order)
+    return rows, counts[None], places.where(places < num_rows, -1).view(experts.shape)
+
+
 def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
     *tokens, k = positions.shape
-    return sums_of(grad, positions.reshape(-1, k)).view(*tokens, grad.shape[1])
+    return sums_of(grad, positions.reshape(-1, k), some_are_none=_some_are_none(grad, positions)).view(
+        *tokens, grad.shape[1]
+    )
 
 
 def sums_of(rows: Tensor, chosen: Tensor, weights: Tensor | None = None, some_are_none: bool = False) -> Tensor:
@@ -52,18 +67,18 @@ def sums_of(rows: Tensor, chosen: Tensor, weights: Tensor | None = None, some_ar
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    if rows.shape[0] != positions.numel():
-        message = f"moec::combine: {rows.shape[0]} rows for {positions.numel()} positions"
-        raise RuntimeError(message)
+    refuse_other_number("combine", rows, positions)
     *tokens, k = positions.shape
-    return sums_of(rows, positions.reshape(-1, k), weights.reshape(-1, k)).view(*tokens, rows.shape[1])
+    chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k)
+    return sums_of(rows, chosen, scale, _some_are_none(rows, positions)).view(*tokens, rows.shape[1])
 
 
 def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     grad = grad.reshape(-1, rows.shape[1])
     # By rows rather than by choices: each is written once, in order.
-    choices = inverse(positions.reshape(-1))
+    places = positions.reshape(-1)
+    choices = choices_of_rows(places, rows.shape[0])
     tokens = choices.div(positions.shape[2], rounding_mode="floor")
     scale = weights.reshape(-1).index_select(0, choices).to(dtype)[:, None]
     grad_rows, by_row = new_empty(rows, rows.shape), weights.new_empty(rows.shape[0])
@@ -71,31 +86,44 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
         gathered = grad.index_select(0, tokens[block]).to(dtype)
         torch.mul(gathered, scale[block], out=grad_rows[block])
         by_row[block] = gathered.mul_(rows[block]).sum(dim=-1)
+    if _some_are_none(rows, positions):
+        grad_weights = torch.zeros_like(weights)
+        grad_weights.view(-1)[choices] = by_row
+        return grad_rows, grad_weights
     return grad_rows, by_row[positions]
 
 
 def sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
-    refuse_other_number(rows, positions)
+    refuse_other_number("sum_rows", rows, positions)
     *tokens, k = positions.shape
-    flat = rows.reshape(-1, rows.shape[-1])
-    return sums_of(flat, positions.reshape(-1, k), some_are_none=rows.dim() == 3).view(*tokens, flat.shape[1])
+    flat, some_are_none = rows.reshape(-1, rows.shape[-1]), rows.dim() == 3 or _some_are_none(rows, positions)
+    return sums_of(flat, positions.reshape(-1, k), some_are_none=some_are_none).view(*tokens, flat.shape[1])
 
 
 def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Sequence[int]) -> Tensor:
     flat, places, k = grad.reshape(-1, grad.shape[2]), positions.reshape(-1), positions.shape[2]
     if len(shape) == 1:
-        return flat.index_select(0, inverse(places).div(k, rounding_mode="floor"))
+        return flat.index_select(0, choices_of_rows(places, shape[0]).div(k, rounding_mode="floor"))
     rows = flat.new_zeros((*shape, flat.shape[1]))
     kept = (places >= 0).nonzero()[:, 0]
     rows.view(-1, flat.shape[1]).index_copy_(0, places[kept], flat.index_select(0, kept // k))
     return rows
 
 
-def refuse_other_number(rows: Tensor, positions: Tensor) -> None:
-    """Rows [R, D] are each somebody's."""
+def _some_are_none(rows: Tensor, positions: Tensor) -> bool:
+    """Whether some positions of rows [R, D], each of which is somebody's, are −1: there are fewer rows then."""
+    return rows.shape[0] != positions.numel()
+
+
+def refuse_other_number(operator: str, rows: Tensor, positions: Tensor) -> None:
+    """Rows [R, D] are each somebody's. Positions of no row are counted only where that costs no synchronisation."""
     if rows.dim() == 2 and rows.shape[0] != positions.numel():
-        message = f"moec::sum_rows: {rows.shape[0]} rows for {positions.numel()} positions"
-        raise RuntimeError(message)
+        named = positions.numel()
+        if rows.device.type == "cpu":
+            named = int((positions >= 0).sum())
+        if rows.shape[0] > named or (rows.device.type == "cpu" and rows.shape[0] < named):
+            message = f"moec::{operator}: {rows.shape[0]} rows for {named} positions"
+            raise RuntimeError(message)
 
 
 def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:
@@ -116,6 +144,16 @@ def stable_order(choices: Tensor, num_experts: int) -> Tensor:
     if choices.device.type == "cpu" and num_experts <= 2**15:
         return torch.from_numpy(choices.to(torch.int16).numpy().argsort(kind="stable"))
     return choices.sort(stable=True)[1]
+
+
+def choices_of_rows(places: Tensor, num_rows: int) -> Tensor:
+    """Which choice each row [num_rows] is of, by where each choice's row is; −1 stands for nowhere."""
+    if num_rows == places.numel():
+        return inverse(places)
+    order = places.new_empty(num_rows + 1)
+    # What is nowhere is written where nobody looks.
+    numbers = torch.arange(places.numel(), device=places.device)
+    return order.scatter_(0, places.where(places >= 0, num_rows), numbers)[:num_rows]
 
 
 def inverse(order: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ from moec.runtime.backends.triton_launch import Kernels, dtype_name, kernels_of,
 from moec.runtime.backends.triton_queues import Queues
 
 
-def permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+def permute(x: Tensor, experts: Tensor, num_experts: int, some_are_none: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     if not x.dtype.is_floating_point or too_many(num_experts):
-        return torch_rows.permute(x, experts, num_experts)
-    refuse_out_of_range("permute", experts, num_experts)
+        return torch_rows.permute(x, experts, num_experts, some_are_none)
+    refuse_out_of_range("permute", experts, num_experts, -1 if some_are_none else 0)
     queues = Queues.of_all(experts, num_experts)
     positions = queues.positions(experts.shape)
-    rows = x.new_empty((experts.numel(), x.shape[2]))
+    num_rows = int(queues.totals.sum()) if some_are_none else experts.numel()
+    rows = x.new_empty((num_rows, x.shape[2]))
     Places.of(x, positions).fill(x, rows)
     return rows, queues.totals.view(1, num_experts), positions
 
@@ -32,9 +33,7 @@ def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
 
 
 def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
-    if rows.shape[0] != positions.numel():
-        message = f"moec::combine: {rows.shape[0]} rows for {positions.numel()} positions"
-        raise RuntimeError(message)
+    refuse_other_number("combine", rows, positions)
     return Places.of(rows, positions, weights).combine(rows, weights)
 
 
@@ -43,7 +42,7 @@ def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Ten
 
 
 def sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
-    refuse_other_number(rows, positions)
+    refuse_other_number("sum_rows", rows, positions)
     return Places.of(rows, positions).add_rows(rows)
 
 

@@ -32,7 +32,7 @@ count_choices = define(
     fake=_fake_count_choices,
     check=_check_count_choices,
 )
-"""How often each group's tokens chose each expert: experts [B, S, k] int64 -> [G, E] int64.
+"""How often each group's tokens chose each expert: experts [B, S, k] int64, −1 for none -> [G, E] int64.
 
 `groups` is 0 where every sequence is a group, else into how many equal shares these sequences are cut.
 """
@@ -66,7 +66,8 @@ switch_loss = define(
 
 probabilities [B, S, E]; choices [G, E] int64, of whole groups (`count_choices`) of B / G sequences each. fᵢ is the
 share of a group's choices that expert i got, Pᵢ its mean probability over its S tokens. S · Pᵢ is a sum over tokens, so
-of a part of a group's tokens this gives that part's term. Divided by the global number of tokens it is the
+of a part of a group's tokens this gives that part's term; so does it where padding has probabilities of 0 and choices
+of −1, with S the number of the other tokens. Divided by the global number of tokens it is the
 token-weighted mean over groups, and 1 when balanced. 0 where there are no tokens.
 """
 

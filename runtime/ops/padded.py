@@ -30,7 +30,7 @@ count_queues = define(
     fake=lambda experts, num_experts: experts.new_empty((experts.shape[0], 1, experts.shape[2], num_experts)),
     check=_check_count_queues,
 )
-"""How many j-th choices of each sequence are of each expert: experts [B, S, k] int64 -> [B, 1, k, E] int64."""
+"""How many j-th choices of each sequence are of each expert: experts [B, S, k] int64, −1 for none -> [B, 1, k, E]."""
 
 
 def _check_queue_starts(counts: Tensor, groups: int) -> None:
@@ -81,10 +81,10 @@ permute_padded = define(
 )
 """A copy of each token per choice that is not dropped, in the places of its expert.
 
-x [B, S, D], experts [B, S, k] int64, starts [B, 1, k, E] int64 (`queue_starts`) ->
+x [B, S, D], experts [B, S, k] int64 (−1 for none), starts [B, 1, k, E] int64 (`queue_starts`) ->
   - rows [E, N, D]: each expert's rows side by side, in token order, then zeros; N follows from shapes (`places_of`);
   - counts [1, E] int64: how many of them are rows;
-  - positions [B, S, k] int64: the row (of E·N) that choice j of token t became, −1 where it was dropped.
+  - positions [B, S, k] int64: the row (of E·N) that choice j of token t became, −1 where it was dropped or was −1.
 """
 
 

@@ -12,7 +12,7 @@ from moec.runtime.ops.registry import check, define, differentiate
 # ---- permute -----------------------------------------------------------------------------------------
 
 
-def _check_permute(x: Tensor, experts: Tensor, num_experts: int) -> None:
+def _check_permute(x: Tensor, experts: Tensor, num_experts: int, some_are_none: bool = False) -> None:
     check(
         x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2],
         lambda: (
@@ -23,13 +23,17 @@ def _check_permute(x: Tensor, experts: Tensor, num_experts: int) -> None:
     check(num_experts >= 1, lambda: f"moec::permute: num_experts must be at least 1, not {num_experts}")
 
 
-def _fake_permute(x: Tensor, experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.new_empty((experts.numel(), x.shape[-1]))
+def _fake_permute(
+    x: Tensor, experts: Tensor, num_experts: int, some_are_none: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    number = torch.library.get_ctx().new_dynamic_size() if some_are_none else experts.numel()
+    rows = x.new_empty((number, x.shape[-1]))
     return rows, experts.new_empty((1, num_experts)), experts.new_empty(experts.shape)
 
 
 permute = define(
-    "permute(Tensor x, Tensor experts, int num_experts) -> (Tensor rows, Tensor counts, Tensor positions)",
+    "permute(Tensor x, Tensor experts, int num_experts, bool some_are_none=False)"
+    " -> (Tensor rows, Tensor counts, Tensor positions)",
     fake=_fake_permute,
     check=_check_permute,
 )
@@ -39,6 +43,8 @@ x [B, S, D] any dtype, experts [B, S, k] int64 ->
   - rows [B·S·k, D]: by expert, and within an expert in token order, then by choice;
   - counts [1, num_experts] int64: how many rows each expert got;
   - positions [B, S, k] int64: the row that choice j of token t became.
+With `some_are_none` a choice may be −1: it gets no row, and −1 for its position. How many rows there are is then data:
+one number is copied to the host.
 By counting, so that the order is stable. Raises `RuntimeError` on CPU if an expert index is out of range.
 """
 
@@ -65,9 +71,9 @@ def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
     ctx.save_for_backward(positions)
 
 
-def _differentiate_permute(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, None, None]:
+def _differentiate_permute(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, None, None, None]:
     (positions,) = ctx.saved_tensors
-    return None if grad is None else permute_backward(grad, positions), None, None
+    return None if grad is None else permute_backward(grad, positions), None, None, None
 
 
 differentiate(permute, setup=_setup_permute, backward=_differentiate_permute)
@@ -98,9 +104,11 @@ combine = define(
 )
 """The weighted sum of each token's rows: out[t] = Σⱼ weights[t, j] · rows[positions[t, j]].
 
-rows [R, D] any floating dtype, positions [B, S, k] int64 naming every row once, weights [B, S, k] float32 or float64 ->
-[B, S, D] in the rows' dtype, accumulated in at least float32. A gather, so that it is deterministic.
-Raises `RuntimeError` if there are not as many rows as positions.
+rows [R, D] any floating dtype, positions [B, S, k] int64 naming every row once, −1 for no row, weights [B, S, k]
+float32 or float64 -> [B, S, D] in the rows' dtype, accumulated in at least float32. A gather, so that it is
+deterministic.
+Raises `RuntimeError` if there are not as many rows as positions that name one (elsewhere than on CPU: if there are more
+rows than positions).
 """
 
 

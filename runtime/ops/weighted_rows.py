@@ -95,10 +95,10 @@ sum_rows = define(
 )
 """The sum of each token's rows: out[t] = Σⱼ rows[positions[t, j]].
 
-rows [R, D] of any floating dtype, positions [B, S, k] int64 naming every row once, counts [1, E] int64; or rows
-[E, N, D] of which each expert's first `counts` are somebody's, positions −1 for what was dropped -> [B, S, D], added
-up in at least float32. A gather, so that it is deterministic.
-Raises `RuntimeError` if there are not as many rows [R, D] as positions.
+rows [R, D] of any floating dtype, positions [B, S, k] int64 naming every row once, −1 for no row, counts [1, E] int64;
+or rows [E, N, D] of which each expert's first `counts` are somebody's -> [B, S, D], added up in at least float32. A
+gather, so that it is deterministic.
+Raises `RuntimeError` if there are not as many rows [R, D] as positions that name one, as `combine` does.
 """
 
 

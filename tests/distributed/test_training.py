@@ -25,6 +25,8 @@ TOLERANCE = 1e-4
 # At larger rates AdamW makes whole steps of gradients that are rounding noise: with lr = 1e-2 curves part at step 10,
 # by 1.6e-3; with eps = 1e-5 beside it they do not (2e-6). That is no property of the sharding.
 
+PADDED = "embedding = tokens(padding = 3)"
+
 
 @cache
 def unsharded(**options: Any) -> dict[str, Any]:
@@ -103,6 +105,7 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
     ("ranks", "degrees", "capacity"),
     [
         (2, {"ep": 2}, "dropless"),
+        (2, {"ep": 2, "model": PADDED}, "dropless"),
         (2, {"ep": 2, "tp": 2}, "factor(1.25)"),
         (2, {"ep": 2}, "dynamic(max = 1.5)"),
     ],
@@ -117,6 +120,29 @@ def test_compiled_graphs_with_their_collectives_train_alike(
         assert ours["norms"] == eager["norms"]
         for name, parameter in eager["parameters"].items():
             assert torch.equal(ours["parameters"][name], parameter)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "capacity", "sizes"),
+    [
+        ({"ep": 4}, "dropless", [2, 0, 5, 1]),
+        ({"ep": 2, "tp": 2}, "dropless", None),
+        ({"ep": 2, "tp": 2}, "factor(0.75); group = batch", None),
+        ({"ep": 4}, "dynamic()", None),
+    ],
+    ids=str,
+)
+def test_a_model_with_padding_trains_as_unsharded_and_its_loads_leave_padding_out(
+    gloo: GlooPool, degrees: dict[str, int], capacity: str, sizes: list[int] | None
+):
+    options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "beside": f"capacity = {capacity}", "model": PADDED}
+    results = gloo.run(4, train_as_rank, {**options, **degrees, "ranks": 4}, sizes, timeout=120.0)
+    require_same_curve(results, unsharded(**options))
+    real = [int((tokens != 3).sum()) for tokens, _ in batches(32, 8, 8)]
+    assert min(real) < 64, "there is no padding, so it proves nothing"
+    for number, loads in zip(real, results[0]["loads"], strict=True):
+        for counts in loads.values():
+            assert sum(counts) <= 2 * number if "factor" in capacity else sum(counts) == 2 * number
 
 
 @pytest.mark.parametrize("sizes", [None, [2, 2, 3, 1]], ids=str)

@@ -57,6 +57,8 @@ MODELS = [
     "norm = layer_norm(eps = 1e-4)",
     "norm = layer_norm(bias = false); embedding = tokens(tied = true)",
     "embedding = tokens(tied = true, positions = learned)",
+    "embedding = tokens(padding = 0)",
+    "embedding = tokens(tied = true, padding = 31)",
 ]
 
 

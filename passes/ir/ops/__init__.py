@@ -29,7 +29,18 @@ from moec.passes.ir.ops.embedding import Embed, EmbedPositions, LayerNorm, RmsNo
 from moec.passes.ir.ops.fused import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS, Activation, Add, AddBias, Linear, Router
 from moec.passes.ir.ops.loss import CountLabels, CountTokens, CrossEntropy, Mean
-from moec.passes.ir.ops.moe import Combine, CountChoices, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
+from moec.passes.ir.ops.moe import (
+    Combine,
+    CountChoices,
+    ExpertMlp,
+    Permute,
+    PermuteReal,
+    Route,
+    SwitchLoss,
+    WeightedSum,
+    ZLoss,
+)
+from moec.passes.ir.ops.padding import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.paths import Mix, SigmoidGate
 from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp
 
@@ -53,6 +64,7 @@ __all__ = [
     "CountChoices",
     "CountLabels",
     "CountQueues",
+    "CountRealTokens",
     "CountTokens",
     "CrossEntropy",
     "CrossEntropyOfSums",
@@ -67,14 +79,17 @@ __all__ = [
     "LayerNorm",
     "Linear",
     "LogitMax",
+    "MaskChoices",
     "Mean",
     "Mix",
     "MixtureMlp",
     "Permute",
     "PermuteDynamic",
     "PermutePadded",
+    "PermuteReal",
     "PermuteWeights",
     "QueueStarts",
+    "RealTokens",
     "ReduceScatter",
     "RepeatHeads",
     "RmsNorm",

@@ -2,7 +2,8 @@
 
 A group's choices stand in its experts' queues, all first choices before all second ones, tokens in order (GShard,
 Lepikhin et al. 2020, section 3.1 and algorithm 1); who stands beyond the capacity is dropped. Groups are `sequence`,
-`batch` (of all ranks) or `rank` (one data-parallel rank's sequences, of which there are `shares`).
+`batch` (of all ranks) or `rank` (one data-parallel rank's sequences, of which there are `shares`). A choice of −1, a
+padding token's, stands in no queue and takes no place.
 """
 
 from __future__ import annotations

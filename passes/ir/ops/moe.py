@@ -9,6 +9,7 @@ from typing import ClassVar
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
 from moec.passes.ir.ops.linear import ACTIVATION_PARTS
+from moec.passes.ir.ops.padding import require_real
 from moec.passes.ir.ops.tokens import Blocks, own_tokens, sum_tokens
 from moec.passes.ir.value import Dim, Parameter, Value
 
@@ -82,6 +83,14 @@ class Permute(Op):
         own_rows = experts_layout(meshes, {}, Shard(1))
         own_counts = experts_layout(meshes, {}, Shard(0))
         return Placing(tokens, (own_rows, own_counts, tokens[0]))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermuteReal(Permute):
+    """`permute` of choices among which some are −1: these get no row, and −1 for their position."""
+
+    mnemonic: ClassVar[str] = "permute_real"
 
 
 def require_experts(op: Op, activation: str, dim: Dim, weights: Sequence[Value]) -> None:
@@ -169,8 +178,8 @@ class Combine(Op):
 class CountChoices(Op):
     """How often the tokens of a routing group chose each expert: experts `[batch, sequence, k]` → `[groups, experts]`.
 
-    A group is a `sequence`, the `batch` of all ranks, or one of `shares` equal shares of it (`rank`). Not
-    differentiated.
+    A choice of −1 counts for none. A group is a `sequence`, the `batch` of all ranks, or one of `shares` equal shares
+    of it (`rank`). Not differentiated.
     """
 
     mnemonic: ClassVar[str] = "count_choices"
@@ -196,29 +205,38 @@ class SwitchLoss(Op):
     """Sum over routing groups of `tokens · E · Σ fᵢ·Pᵢ` (Fedus et al. 2021, eq. 4): probabilities, choices → scalar.
 
     fᵢ, from `choices` `[groups, experts]`, is of whole groups; Pᵢ may be of a part, for the sum is linear in it.
+    With a third operand, `real_tokens`, tokens and Pᵢ are those of real tokens; a group without any adds 0.
     """
 
     mnemonic: ClassVar[str] = "switch_loss"
     group: str
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        probabilities, choices = operands
+        probabilities, choices, *real = operands
         require(choices.shape[1] == probabilities.shape[2], self, "wants the choices of each group")
+        require_real(self, probabilities, real)
         return (Type(shape=(), dtype=probabilities.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         tokens = meshes.own_tokens
-        return Placing((tokens, grouped(self.group, meshes)), (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+        real = (tokens,) * len(operands[2:])
+        return Placing(
+            (tokens, grouped(self.group, meshes), *real), (Layout.of(dict.fromkeys(tokens.axes, Partial())),)
+        )
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZLoss(Op):
-    """Sum over tokens of the squared log-sum-exp of the logits (ST-MoE, eq. 5)."""
+    """Sum over tokens of the squared log-sum-exp of the logits (ST-MoE, eq. 5).
+
+    With a second operand, `real_tokens`, over real tokens.
+    """
 
     mnemonic: ClassVar[str] = "z_loss"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        require_real(self, operands[0], operands[1:])
         return (Type(shape=(), dtype=operands[0].dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

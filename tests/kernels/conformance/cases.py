@@ -71,10 +71,14 @@ ROWS = {
 }
 
 
-def rows(backend: Backend, numbers: Numbers, shape: tuple[int, ...], skew: float = 0.0) -> list[Tensor]:
+def rows(
+    backend: Backend, numbers: Numbers, shape: tuple[int, ...], skew: float = 0.0, padding: float | None = None
+) -> list[Tensor]:
+    """With `padding`, about that part of the tokens has choices of −1."""
     batch, tokens, experts, k, dim = shape
-    x = numbers.normal(batch, tokens, dim)
-    permuted, counts, positions = backend.permute(x, numbers.choices(batch, tokens, experts, k, skew), experts)
+    x, choices = numbers.normal(batch, tokens, dim), numbers.choices(batch, tokens, experts, k, skew)
+    some_are_none = padding is not None
+    permuted, counts, positions = backend.permute(x, without(numbers, choices, padding), experts, some_are_none)
     back = backend.permute_backward(numbers.normal(*permuted.shape), positions)
     given, weights = numbers.normal(*permuted.shape), numbers.of_router(*positions.shape)
     combined = backend.combine(given, positions, weights)
@@ -82,6 +86,14 @@ def rows(backend: Backend, numbers: Numbers, shape: tuple[int, ...], skew: float
     summed = backend.sum_rows(given, positions, counts)
     spread = backend.sum_rows_backward(numbers.normal(*x.shape), positions, counts, given.shape[:1])
     return [permuted, counts, positions, back, combined, *grads, summed, spread]
+
+
+def without(numbers: Numbers, choices: Tensor, padding: float | None) -> Tensor:
+    """choices [B, S, k], −1 for those of a part of the tokens."""
+    if padding is None:
+        return choices
+    drawn = torch.rand(choices.shape[:2], generator=numbers.draw) < padding
+    return choices.masked_fill(drawn[..., None].to(choices.device), -1)
 
 
 def one_expert_takes_all(backend: Backend, numbers: Numbers) -> list[Tensor]:
@@ -216,8 +228,8 @@ def rope(backend: Backend, numbers: Numbers) -> list[Tensor]:
     return [backend.rope(x, 1e4), backend.rope_backward(numbers.normal(*x.shape), 1e4)]
 
 
-def balance(backend: Backend, numbers: Numbers) -> list[Tensor]:
-    choices = numbers.choices(4, 9, 6, 2)
+def balance(backend: Backend, numbers: Numbers, padding: float | None = None) -> list[Tensor]:
+    choices = without(numbers, numbers.choices(4, 9, 6, 2), padding)
     results = [backend.count_choices(choices, 6, groups) for groups in (0, 2)]
     probabilities = numbers.logits(36, 6).softmax(-1).view(4, 9, 6)
     for counts in list(results):
@@ -226,10 +238,13 @@ def balance(backend: Backend, numbers: Numbers) -> list[Tensor]:
     return results
 
 
-def padded(backend: Backend, numbers: Numbers, groups: int, least: int, tokens: int = 9) -> list[Tensor]:
+def padded(
+    backend: Backend, numbers: Numbers, groups: int, least: int, tokens: int = 9, padding: float | None = None
+) -> list[Tensor]:
     """A capacity of 1.25; with `least`, room for all."""
     num_experts, dim, how = 6, 5, (groups, 1, 5, 4)
     x, choices = numbers.normal(4, tokens, dim), numbers.choices(4, tokens, num_experts, 2, skew=1.0)
+    choices = without(numbers, choices, padding)
     queues = backend.count_queues(choices, num_experts)
     starts = backend.queue_starts(queues, groups)
     kept = backend.keep_choices(choices, starts, *how, 1)
@@ -254,11 +269,18 @@ OF_ROUTER: dict[str, Case] = {
     **{f"equal scores {' '.join(map(str, how))}": partial(equal_scores, how=how) for how in HOW},
     "route, no tokens": route_nothing,
     "balance": balance,
+    "balance, padding": partial(balance, padding=0.5),
+    "balance, padding alone": partial(balance, padding=1.0),
 }
 """In float32 and float64 alone."""
 
 CASES: dict[str, Case] = {
     **{f"rows, {name}": partial(rows, shape=shape) for name, shape in ROWS.items()},
+    **{
+        f"rows, {name}, {padding} padding": partial(rows, shape=shape, padding=padding)
+        for name, shape in ROWS.items()
+        for padding in (0.0, 0.5, 1.0)
+    },
     "rows, one expert takes all": one_expert_takes_all,
     **dict(random_loads()),
     **{
@@ -328,6 +350,11 @@ CASES: dict[str, Case] = {
     "padded, sequences": partial(padded, groups=0, least=1),
     "padded, groups": partial(padded, groups=2, least=1),
     "padded, room for all": partial(padded, groups=1, least=99),
+    **{
+        f"padded, {padding} padding, {groups} groups": partial(padded, groups=groups, least=1, padding=padding)
+        for padding in (0.5, 1.0)
+        for groups in (0, 2)
+    },
     "padded, no tokens": partial(padded, groups=0, least=1, tokens=0),
 }
 """In every dtype."""

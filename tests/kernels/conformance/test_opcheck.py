@@ -55,6 +55,14 @@ def rows(numbers: Numbers) -> Iterator[Call]:
     yield "combine", (permuted.clone().requires_grad_(), positions, weights.clone().requires_grad_())
     yield "combine_backward", (x, permuted, positions, weights)
     yield from weighted(x, permuted, positions, weights, experts.new_zeros(1, 5))
+    # Choices of padding are −1; as many rows as there are others.
+    padded = experts.index_fill(1, experts.new_tensor([1]), -1)
+    fewer, counts, positions = ops.permute(x, padded, 5, some_are_none=True)
+    yield "permute", (x.clone().requires_grad_(), padded, 5, True)
+    yield "permute_backward", (fewer, positions)
+    yield "combine", (fewer.clone().requires_grad_(), positions, weights.clone().requires_grad_())
+    yield "combine_backward", (x, fewer, positions, weights)
+    yield from weighted(x, fewer, positions, weights, counts)
 
 
 def weighted(x: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, counts: Tensor) -> Iterator[Call]:

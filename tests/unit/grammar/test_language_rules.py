@@ -10,7 +10,7 @@ from moec.grammar.spec.base import field_names
 
 FILE = """
 model "m" {{
-  vocab = 256; dim = {dim}; depth = 1; {context}
+  vocab = 256; dim = {dim}; depth = 1; {context}; embedding = {embedding}
   layers {{ attention = {attention}; {ffn} }}
 }}
 {train}
@@ -24,6 +24,7 @@ def text(**values: str) -> str:
         "attention": "mha(heads = 4)",
         "ffn": "ffn = gelu(8)",
         "train": "",
+        "embedding": "tokens",
     }
     return FILE.format(**(base | values))
 
@@ -39,6 +40,7 @@ def text(**values: str) -> str:
         ({"dim": "60", "attention": "mha(heads = 4, rope = rope)"}, "MOE0303"),
         ({"ffn": "moe { experts = 2 * gelu(8); gate = topk(3) }"}, "MOE0304"),
         ({"train": "train { batch = 1; sequence = 129 }"}, "MOE0307"),
+        ({"embedding": "tokens(padding = 256)"}, "MOE0324"),
         ({"context": ""}, "MOE0308"),
         ({"context": "", "train": "parallel { ep = 1 }"}, "MOE0308"),
     ],
@@ -57,6 +59,7 @@ def test_a_rule_is_broken_in_a_file(values: dict[str, str], code: str) -> None:
         {"ffn": "moe { experts = 2 * gelu(8); gate = topk(2) }"},
         {"context": "", "train": "train { batch = 1; sequence = 8 }"},
         {"train": "train { batch = 1; sequence = 128 }"},
+        {"embedding": "tokens(padding = 255)"},
     ],
 )
 def test_a_rule_is_kept(values: dict[str, str]) -> None:

@@ -100,9 +100,10 @@ def steps(model: PlanModule) -> Iterator[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it
+@pytest.mark.parametrize("padding", ["", "embedding = tokens(padding = 5)"])
 @pytest.mark.parametrize("beside", BESIDE)
-def test_a_whole_model_compiles_its_graphs_and_still_checks_each_batch(beside: str) -> None:
-    compiled, eager = (reference(moe_spec(beside=BESIDE[beside]), seed=1) for _ in range(2))
+def test_a_whole_model_compiles_its_graphs_and_still_checks_each_batch(beside: str, padding: str) -> None:
+    compiled, eager = (reference(moe_spec(beside=BESIDE[beside], model=padding), seed=1) for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
     compiled.compile(fullgraph=True, backend=counter, dynamic=True)
     assert equal(list(steps(compiled)), list(steps(eager)))

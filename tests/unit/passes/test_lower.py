@@ -88,3 +88,28 @@ def test_a_model_of_width_one_compiles():
     text = moe_text(dim=1, depth=2).replace("heads = 4", "heads = 1").replace("kv_heads = 2", "kv_heads = 1")
     plan = compile_source(text.replace("rope = rope(theta = 1e4), ", ""))
     assert (32, 1) in {parameter.shape for parameter in plan.parameters.values()}  # the embedding
+
+
+PADDED = "embedding = tokens(padding = 3)"
+
+
+def test_a_mixture_is_told_which_tokens_are_real_and_a_dense_layer_is_not():
+    program = lower(moe_spec(model=PADDED))
+    inputs = {block.name: [value.name for value in block.inputs] for block in program.blocks}
+    assert inputs["layers[0]"] == ["x"]
+    assert inputs["layers[1..2]"] == ["x", "real"]
+    ops = {op.mnemonic: op for op in program.block("layers[1..2]").ops}
+    assert "permute" not in ops
+    experts = ops["mask_choices"].results[0].name
+    assert ops["permute_real"].operands[1] == ops["count_choices"].operands[0] == experts
+    assert ops["switch_loss"].operands[2] == ops["z_loss"].operands[1] == "real"
+    assert [op.mnemonic for op in program.block("num_tokens").ops] == ["count_real_tokens"]
+
+
+def test_without_a_padding_id_or_a_mixture_nothing_is_masked():
+    dense = moe_spec(model=PADDED).replace(
+        model=moe_spec(model=PADDED).model.replace(depth=1, layers=moe_spec().model.layers[:1])
+    )
+    for program in (lower(moe_spec()), lower(dense)):
+        mnemonics = {op.mnemonic for block in program.blocks for op in block.ops}
+        assert not mnemonics & {"real_tokens", "count_real_tokens", "mask_choices", "permute_real"}

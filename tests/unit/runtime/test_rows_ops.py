@@ -162,3 +162,39 @@ def test_gradients() -> None:
     weights = torch.rand(2, 3, 2, dtype=torch.float64, requires_grad=True)
     rows = rows.detach().requires_grad_()
     assert gradcheck(lambda rows, weights: ops.combine(rows, positions, weights), (rows, weights))
+
+
+@pytest.mark.parametrize("padding", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("sequences", "length", "num_experts", "k"), SIZES)
+def test_choices_of_no_expert_get_no_row_and_add_nothing(
+    sequences: int, length: int, num_experts: int, k: int, padding: float
+) -> None:
+    experts = choose(sequences, length, num_experts, k)
+    experts[torch.rand(sequences, length) < padding] = -1
+    x = torch.randn(sequences, length, 3, dtype=torch.float64, requires_grad=True)
+    rows, counts, positions = ops.permute(x, experts, num_experts, some_are_none=True)
+    expected, expected_counts, _ = naive_permute(x, experts, num_experts)
+    assert torch.equal(rows, expected)
+    assert counts.tolist() == [expected_counts]
+    assert torch.equal(positions < 0, experts < 0)
+    kept = positions[positions >= 0]
+    assert sorted(kept.tolist()) == list(range(len(rows)))
+    weights = torch.rand(sequences, length, k, dtype=torch.float64, requires_grad=True)
+    by_hand = (weights * (experts >= 0)).sum(-1, keepdim=True) * x
+    torch.testing.assert_close(ops.combine(rows, positions, weights), by_hand)
+    torch.testing.assert_close(ops.sum_rows(rows, positions, counts), (experts >= 0).sum(-1, keepdim=True) * x)
+    if x.numel():
+        leaf = rows.detach().requires_grad_()
+        assert gradcheck(lambda x: ops.permute(x, experts, num_experts, True)[0], (x,)) or length > 20
+        if length < 20 and leaf.numel():
+            assert gradcheck(lambda rows, weights: ops.combine(rows, positions, weights), (leaf, weights))
+            assert gradcheck(lambda rows: ops.sum_rows(rows, positions, counts), (leaf,))
+
+
+@pytest.mark.parametrize("operator", ["combine", "sum_rows"])
+def test_fewer_rows_than_positions_that_name_one_are_refused(operator: str) -> None:
+    positions = torch.tensor([[[0, 1], [-1, -1], [2, 3]]])
+    other = torch.rand(1, 3, 2) if operator == "combine" else torch.tensor([[4]])
+    with pytest.raises(RuntimeError, match=f"moec::{operator}: 3 rows for 4 positions"):
+        getattr(ops, operator)(torch.randn(3, 5), positions, other)
+    assert getattr(ops, operator)(torch.randn(4, 5), positions, other).shape == (1, 3, 5)

@@ -1,0 +1,69 @@
+"""Ops that tell padding from real tokens: which tokens are real, how many, and that only these choose experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.tokens import Blocks, follow_tokens, own_tokens, sum_tokens
+from moec.passes.ir.value import Value
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealTokens(Op):
+    """1 for each token that is not padding, 0 for each that is: ids `[batch, sequence]` → int64 of the same shape."""
+
+    mnemonic: ClassVar[str] = "real_tokens"
+    padding: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (ids,) = operands
+        require(ids.dtype == "int64" and len(ids.shape) == 2, self, "wants ids")
+        return (Type(shape=ids.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountRealTokens(Op):
+    """Number of ids that are not padding: what the mean of balance terms divides by."""
+
+    mnemonic: ClassVar[str] = "count_real_tokens"
+    padding: int
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        return (Type(shape=(), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return sum_tokens(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskChoices(Op):
+    """experts `[batch, sequence, k]`, real `[batch, sequence]` → experts, −1 for every choice of a padding token.
+
+    A choice of −1 gets no row and no place, and counts nowhere.
+    """
+
+    mnemonic: ClassVar[str] = "mask_choices"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        experts, real = operands
+        require(experts.dtype == real.dtype == "int64", self, "wants experts, and 1 or 0 for each token")
+        require_real(self, experts, [real])
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 2, meshes)
+
+
+def require_real(op: Op, of_tokens: Value, real: Sequence[Value]) -> None:
+    """At most one more operand: `real_tokens` of the tokens."""
+    fits = all(value.dtype == "int64" and value.shape == of_tokens.shape[:-1] for value in real)
+    require(len(real) <= 1 and fits, op, "wants which tokens are real, or nothing")
