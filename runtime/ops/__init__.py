@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from moec.runtime.ops.balance import count_choices, switch_loss
 from moec.runtime.ops.elementwise import geglu, rope, swiglu
+from moec.runtime.ops.embedding import embed
 from moec.runtime.ops.experts import expert_mlp
 from moec.runtime.ops.mixture import mixture_mlp
 from moec.runtime.ops.padded import (
@@ -31,6 +32,7 @@ __all__ = [
     "combine_padded",
     "count_choices",
     "count_queues",
+    "embed",
     "expert_mlp",
     "geglu",
     "keep_choices",

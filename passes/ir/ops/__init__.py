@@ -31,7 +31,7 @@ from moec.passes.ir.ops.linear import ACTIVATION_PARTS, Activation, Add, AddBias
 from moec.passes.ir.ops.loss import CountLabels, CrossEntropy, Mean
 from moec.passes.ir.ops.moe import Combine, CountChoices, ExpertMlp, Permute, Route, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.paths import Mix, SigmoidGate
-from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp
+from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 
 __all__ = [
     "ACTIVATION_PARTS",
@@ -86,5 +86,6 @@ __all__ = [
     "SumRows",
     "SwitchLoss",
     "WeightedSum",
+    "Widen",
     "ZLoss",
 ]

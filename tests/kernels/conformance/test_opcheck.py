@@ -106,6 +106,12 @@ def elementwise(numbers: Numbers) -> Iterator[Call]:
         yield f"{name}_backward", (x[..., 0, :], x)
 
 
+def embedding(numbers: Numbers) -> Iterator[Call]:
+    ids = numbers.choices(2, 3, 6, 1)[..., 0]
+    yield "embed", (ids, leaf(numbers.normal(6, 4)))
+    yield "embed_backward", (numbers.normal(2, 3, 4), ids, 6)
+
+
 def padded(numbers: Numbers) -> Iterator[Call]:
     x, choices = numbers.normal(4, 5, 2), numbers.choices(4, 5, 6, 2, skew=1.0)
     yield "count_queues", (choices, 6)
@@ -127,7 +133,7 @@ def padded(numbers: Numbers) -> Iterator[Call]:
         yield from weighted(x, given, positions, weights, counts)
 
 
-TABLE = {family.__name__: family for family in (route, balance, rows, experts, mixture, elementwise, padded)}
+TABLE = {family.__name__: family for family in (route, balance, rows, experts, mixture, elementwise, embedding, padded)}
 IN_A_GROUP = {
     *("exchange_counts", "all_to_all", "all_reduce", "all_reduce_max", "all_gather", "all_gather_alike"),
     *("reduce_scatter", "slice", "all_to_all_padded", "copy_to"),
