@@ -42,7 +42,7 @@ def differentiate(weighted: Mapping[Origin, Tensor], values: Mapping[Origin, Ten
 
 
 def _mixtures(values: Mapping[Origin, Tensor]) -> Iterator[str]:
-    """The paths of layers with a mixture: only they have a module of experts. (Learned positions are `positions` too.)"""
+    """The paths of layers with a mixture. Only they have a module of experts; learned positions are `positions` too."""
     return (path.removesuffix(EXPERTS) for path, name in values if path.endswith(EXPERTS) and name == "y")
 
 

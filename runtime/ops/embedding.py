@@ -35,7 +35,7 @@ embed = define(
     check=_check_embed,
     kernel=lambda ids, table: torch.ops.aten.embedding.default(table, ids),
 )
-"""Rows of a table: ids [B, S] int64, table [V, D] of any floating dtype -> [B, S, D]. `IndexError` for other ids on CPU."""
+"""Rows of a table: ids [B, S] int64, table [V, D] floating -> [B, S, D]. Other ids are an `IndexError` on CPU."""
 
 
 def _check_backward(grad: Tensor, ids: Tensor, rows: int) -> None:
