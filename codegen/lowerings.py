@@ -34,21 +34,15 @@ def _embed_positions(e: BlockEmitter, op: Op) -> None:
 
 def _layer_norm(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.LayerNorm)
+    x, weight, *biases = e.refs(op)
+    bias = biases[0] if biases else None
     (width,) = e.block.scope[op.operands[1]].shape
     assert isinstance(width, int)
-    dtype = op.results[0].dtype
+    dtype = op.results[0].dtype or ""
     if dtype == promoted(dtype):
-        x, weight, *bias = e.refs(op)
-        e.result(op, "aten.layer_norm.default", x, (width,), weight, bias[0] if bias else None, op.eps)
-        return
-    # Where vectors are narrow, torch sums their gradients over tokens in that dtype on CPU: 75 % off after 4,096.
-    wide = [
-        e.step(op, name, "aten.to.dtype", ref, DTypeLiteral.model_validate({"dtype": promoted(dtype)}))
-        for name, ref in zip(("in", "weight", "bias"), e.refs(op), strict=False)
-    ]
-    x, weight, *bias = wide
-    normed = e.step(op, "wide", "aten.layer_norm.default", x, (width,), weight, bias[0] if bias else None, op.eps)
-    e.result(op, "aten.to.dtype", normed, DTypeLiteral.model_validate({"dtype": dtype}))
+        e.result(op, "aten.layer_norm.default", x, (width,), weight, bias, op.eps)
+    else:
+        e.result(op, "moec.layer_norm.default", x, weight, bias, op.eps)
 
 
 def _rms_norm(e: BlockEmitter, op: Op) -> None:

@@ -81,6 +81,7 @@ COMPUTE = {
     "moec.keep_choices.default": _takes("tensor tensor int int int int int"),
     "moec.mixture_mlp.default": _takes("tensor tensor tensor tensor tensor tensor_or_none tensor_or_none activation"),
     "moec.permute.default": _takes("tensor tensor int"),
+    "moec.layer_norm.default": _takes("tensor tensor tensor_or_none float"),
     "moec.largest_load.default": _takes("tensor int"),
     "moec.permute_dynamic.default": _takes("tensor tensor tensor int"),
     "moec.permute_padded.default": _takes("tensor tensor tensor int int int int int"),

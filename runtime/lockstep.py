@@ -180,7 +180,7 @@ class Lockstep:
         try:
             given = {used.name: self._used(path, data, used, values[used.name]) for used in node.all_input_nodes}
             if self._routes is not None and data.target == ROUTE:
-                logits, how = given[node.args[0].name], node.args[1:]  # type: ignore[union-attr]
+                (logits,), how = given.values(), data.args[1:]
                 return [self._routes(path, rank, logits[rank], *how) for rank in self.ranks]  # type: ignore[arg-type]
             return self._call(node, data, given)
         except FAILURES as error:

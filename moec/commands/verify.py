@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.commands.summary import count
-from moec.runtime.rounding import FACTOR, STEP_BOUND
+from moec.runtime.rounding import STEP_BOUND
 from moec.runtime.verify import BOUND, Report
 
 
@@ -22,7 +22,9 @@ def print_report(path: Path, report: Report) -> None:
     rounding = report.rounding
     if rounding is not None:
         ratios = f"{rounding.output:13.2g} ×   {rounding.gradient:20.2g} ×"
-        print(f"  {rounding.dtype:9} {ratios}   {FACTOR:g} × the error of the unsharded model in {rounding.dtype}")
+        print(
+            f"  {rounding.dtype:9} {ratios}   {rounding.bound:g} × the error of the unsharded model in {rounding.dtype}"
+        )
     elif report.ok:
         print("  (in the plan's own dtype nothing was measured: at toy widths float64 alone decides)")
     single = report.float32

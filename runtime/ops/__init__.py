@@ -13,6 +13,7 @@ from moec.runtime.ops.balance import count_choices, switch_loss
 from moec.runtime.ops.elementwise import geglu, rope, swiglu
 from moec.runtime.ops.embedding import embed
 from moec.runtime.ops.experts import expert_mlp
+from moec.runtime.ops.layer_norm import layer_norm
 from moec.runtime.ops.mixture import mixture_mlp
 from moec.runtime.ops.padded import (
     combine_padded,
@@ -37,6 +38,7 @@ __all__ = [
     "geglu",
     "keep_choices",
     "largest_load",
+    "layer_norm",
     "mixture_mlp",
     "permute",
     "permute_dynamic",

@@ -19,7 +19,8 @@ __all__ = ["embed", "sum_by_id"]
 def sum_by_id(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
     """grad [..., D] summed into [rows, D] by ids [...]: in at least float32, rounded once to the gradient's dtype."""
     wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-    return torch.ops.aten.embedding_dense_backward.default(wide, ids, rows, -1, False).to(grad.dtype)
+    total: Tensor = torch.ops.aten.embedding_dense_backward.default(wide, ids, rows, -1, False)
+    return total.to(grad.dtype)
 
 
 def _check_embed(ids: Tensor, table: Tensor) -> None:
