@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 FACTORS = {"fp32": 16.0}
 FACTOR = 4.0
-"""How many times the unsharded model's error a plan's may be, by tensor; docs/verify.md says how both were found. A value
-of fp32 that is rounded to bf16 is 65,536 times as far off, so that there is room for gradients that almost cancel."""
+"""How many times the unsharded model's error a plan's may be, by tensor; docs/verify.md says how both were found. A
+value of fp32 that is rounded to bf16 is 65,536 times as far off: there is room for gradients that almost cancel."""
 
 FLOOR = 0.2
 """An error below this many eps of the dtype, relative to the tensor, counts as this: rounding each element makes it."""
