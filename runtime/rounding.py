@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moec.codegen.fx import DTYPES
-from moec.codegen.graph import StageGraphs
+from moec.codegen.graph import Node, StageGraphs
 from moec.codegen.plan import Plan
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.grammar.spec import Spec
@@ -88,9 +88,10 @@ class Rounding:
 def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs) -> Rounding:
     """Runs plan and unsharded model in the plan's dtype, from the parameters of `model`, and both against float64.
 
-    All runs start from the same parameters, rounded once, and send every token to the same experts.
+    All runs start from the same parameters, rounded once, send every token to the same experts, and run gelu where the
+    model has relu.
     """
-    stage, _ = reference_stage(plan.spec)
+    stage, plan = _smooth(reference_stage(plan.spec)[0]), replace(plan, stages=tuple(map(_smooth, plan.stages)))
     narrow = {name: p.detach().to(DTYPES[plan.parameters[name].dtype]) for name, p in model.named_parameters()}
     exact = _Unsharded(stage, {name: p.double() for name, p in narrow.items()}, Routes())
     exact.run(inputs)
@@ -176,6 +177,19 @@ def _loss_alone(plan: Plan, lockstep: Lockstep, inputs: Inputs, logits: Tensor) 
     return [(i, torch.zeros_like(x) if x.grad is None else x.grad) for i, x in zip(indices, leaves, strict=True)]
 
 
+def _smooth(stage: StageGraphs) -> StageGraphs:
+    """The same graphs with gelu for relu, whose gradient jumps: rounding alone moves some numbers across zero."""
+
+    def smooth(node: Node) -> Node:
+        target = "aten.gelu.default" if node.target == "aten.relu.default" else node.target
+        return node.model_copy(
+            update={"target": target, "args": tuple("gelu" if a == "relu" else a for a in node.args)}
+        )
+
+    graphs = (graph.model_copy(update={"nodes": tuple(map(smooth, graph.nodes))}) for graph in stage.graphs)
+    return stage.model_copy(update={"graphs": tuple(graphs)})
+
+
 def _alone(choices: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Choices of the global batch, for the one rank of an unsharded model."""
     return {path: [experts] for path, experts in choices.items()}
@@ -183,9 +197,8 @@ def _alone(choices: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
 
 def _rounded_again(parameter: Tensor, name: str) -> Tensor:
     """`parameter` in float64, each element off by an eighth of its dtype's eps, up or down."""
-    up = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(len(name))) < 0.5
-    off = torch.finfo(parameter.dtype).eps / 8
-    return parameter.double() * torch.where(up, 1 + off, 1 - off)
+    drawn = torch.rand(parameter.shape, generator=torch.Generator().manual_seed(len(name)), dtype=torch.float64)
+    return parameter.double() * (1 + (drawn - 0.5).sign() * torch.finfo(parameter.dtype).eps / 8)
 
 
 def _confident_logits(inputs: Inputs, vocab: int, dtype: torch.dtype) -> Tensor:

@@ -22,7 +22,7 @@ def print_report(path: Path, report: Report) -> None:
     rounding = report.rounding
     if rounding is not None:
         ratios = f"{rounding.output:13.2g} ×   {rounding.gradient:20.2g} ×"
-        print(f"  {rounding.dtype:7} {ratios}   {rounding.bound:g} × the unsharded model's error in {rounding.dtype}")
+        print(f"  {rounding.dtype:7}   {ratios}   {rounding.bound:g} × the unsharded model's error in {rounding.dtype}")
     elif report.ok:
         print("  (in the plan's own dtype nothing was measured: at toy widths float64 alone decides)")
     single = report.float32

@@ -26,8 +26,8 @@ def test_a_compiled_plan_equals_the_unsharded_model(ranks: int, ep: int):
     assert not report.scaled
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
     assert report.first_difference is None
-    assert report.float32 is not None
-    assert report.float32.ok
+    assert report.rounding is not None
+    assert report.rounding.ok
 
 
 PYRAMID = ((8, 2), (16, 4), (32, None), (8, 1))
