@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from moec.codegen.emitter import BlockEmitter
-from moec.codegen.graph import DTypeLiteral, Ref
+from moec.codegen.graph import DTypeLiteral
 from moec.passes.ir import Op, Shard
 from moec.passes.ir import ops as o
 from moec.passes.ir.ops.vocabulary import VOCABULARY as VOCABULARY_DIM
@@ -15,35 +15,35 @@ SUM = 2
 """`reduction` of `aten.cross_entropy_loss`."""
 
 
-def _wide(e: BlockEmitter, op: Op, x: Ref, suffix: str) -> Ref:
-    """x, of the op's first operand's dtype, in that of its result."""
-    dtype = op.results[0].dtype
-    if e.block.scope[op.operands[0]].dtype == dtype:
-        return x
-    return e.step(op, suffix, "aten.to.dtype", x, DTypeLiteral.model_validate({"dtype": dtype}))
-
-
 def _cross_entropy(e: BlockEmitter, op: Op) -> None:
     logits, labels = e.refs(op)
-    flat = _wide(e, op, e.step(op, "logits", "aten.flatten.using_ints", logits, 0, 1), "wide")
+    flat = e.step(op, "logits", "aten.flatten.using_ints", logits, 0, 1)
+    dtype = op.results[0].dtype
+    if e.block.scope[op.operands[0]].dtype != dtype:
+        flat = e.step(op, "wide", "aten.to.dtype", flat, _literal(dtype))
     targets = e.step(op, "labels", "aten.flatten.using_ints", labels, 0, 1)
     e.result(op, "aten.cross_entropy_loss.default", flat, targets, None, SUM, IGNORED_LABEL, 0.0)
+
+
+def _widen(e: BlockEmitter, op: Op) -> None:
+    (logits,) = e.refs(op)
+    e.result(op, "aten.to.dtype", logits, _literal(op.results[0].dtype))
+
+
+def _literal(dtype: str | None) -> DTypeLiteral:
+    return DTypeLiteral.model_validate({"dtype": dtype})
 
 
 def _logit_max(e: BlockEmitter, op: Op) -> None:
     (logits,) = e.refs(op)
     largest = e.step(op, "of", "aten.amax.default", e.step(op, "logits", "aten.detach.default", logits), (-1,))
-    if e.block.scope[op.operands[0]].dtype == op.results[0].dtype:
-        e.result(op, "aten.detach.default", largest)
-    else:
-        dtype = DTypeLiteral.model_validate({"dtype": op.results[0].dtype})
-        e.result(op, "aten.to.dtype", largest, dtype)
+    e.result(op, "aten.detach.default", largest)
 
 
 def _sum_exp(e: BlockEmitter, op: Op) -> None:
     logits, largest = e.refs(op)
     highest = e.step(op, "highest", "aten.unsqueeze.default", largest, -1)
-    below = e.step(op, "below", "aten.sub.Tensor", _wide(e, op, logits, "wide"), highest)
+    below = e.step(op, "below", "aten.sub.Tensor", logits, highest)
     e.result(op, "aten.sum.dim_IntList", e.step(op, "exp", "aten.exp.default", below), (-1,))
 
 
@@ -52,12 +52,7 @@ def _label_logit(e: BlockEmitter, op: Op) -> None:
     layout = e.block.scope[op.operands[0]].layout
     assert layout is not None
     (axis,) = (axis for axis, placement in layout.placements if placement == Shard(VOCABULARY_DIM))
-    picked = ("moec.label_logit.default", logits, labels, e.group(axis))
-    if e.block.scope[op.operands[0]].dtype == op.results[0].dtype:
-        e.result(op, *picked)
-    else:
-        dtype = DTypeLiteral.model_validate({"dtype": op.results[0].dtype})
-        e.result(op, "aten.to.dtype", e.step(op, "picked", *picked), dtype)
+    e.result(op, "moec.label_logit.default", logits, labels, e.group(axis))
 
 
 def _cross_entropy_of_sums(e: BlockEmitter, op: Op) -> None:
@@ -75,4 +70,5 @@ VOCABULARY: dict[type[Op], Callable[[BlockEmitter, Op], None]] = {
     o.LabelLogit: _label_logit,
     o.LogitMax: _logit_max,
     o.SumExp: _sum_exp,
+    o.Widen: _widen,
 }

@@ -12,13 +12,14 @@ from moec.codegen.lower_padding import PADDING
 from moec.codegen.lower_vocabulary import IGNORED_LABEL, VOCABULARY
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
+from moec.passes.ir.value import promoted
 
 
 def _embed(e: BlockEmitter, op: Op) -> None:
     ids, table = e.refs(op)
     layout = e.block.scope[op.operands[1]].layout
     if layout is None or not layout.axes:
-        e.result(op, "aten.embedding.default", table, ids)
+        e.result(op, "moec.embed.default", ids, table)
     else:
         (axis,) = layout.axes
         e.result(op, "moec.embed_part.default", ids, table, e.group(axis))
@@ -29,15 +30,20 @@ def _embed_positions(e: BlockEmitter, op: Op) -> None:
     ids, table = e.refs(op)
     ones = e.step(op, "ones", "aten.ones_like.default", ids)
     counted = e.step(op, "counted", "aten.cumsum.default", ones, 1)
-    e.result(op, "aten.embedding.default", table, e.step(op, "positions", "aten.sub.Scalar", counted, 1))
+    e.result(op, "moec.embed.default", e.step(op, "positions", "aten.sub.Scalar", counted, 1), table)
 
 
 def _layer_norm(e: BlockEmitter, op: Op) -> None:
     assert isinstance(op, o.LayerNorm)
-    x, weight, *bias = e.refs(op)
+    x, weight, *biases = e.refs(op)
+    bias = biases[0] if biases else None
     (width,) = e.block.scope[op.operands[1]].shape
     assert isinstance(width, int)
-    e.result(op, "aten.layer_norm.default", x, (width,), weight, bias[0] if bias else None, op.eps)
+    dtype = op.results[0].dtype or ""
+    if dtype == promoted(dtype):
+        e.result(op, "aten.layer_norm.default", x, (width,), weight, bias, op.eps)
+    else:
+        e.result(op, "moec.layer_norm.default", x, weight, bias, op.eps)
 
 
 def _rms_norm(e: BlockEmitter, op: Op) -> None:

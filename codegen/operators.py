@@ -36,7 +36,6 @@ ATEN = {
     "aten.cumsum.default": _takes("tensor int"),
     "aten.detach.default": _takes("tensor"),
     "aten.div.Tensor": _takes("tensor tensor"),
-    "aten.embedding.default": _takes("tensor tensor"),
     "aten.exp.default": _takes("tensor"),
     "aten.flatten.using_ints": _takes("tensor int int"),
     "aten.gelu.default": _takes("tensor"),
@@ -74,6 +73,7 @@ COMPUTE = {
     "moec.combine_padded.default": _takes("tensor tensor tensor"),
     "moec.count_choices.default": _takes("tensor int int"),
     "moec.count_queues.default": _takes("tensor int"),
+    "moec.embed.default": _takes("tensor tensor"),
     "moec.even_counts.default": _takes("tensor"),
     "moec.expert_mlp.default": _takes(
         "tensor tensor tensor tensor tensor_or_none tensor_or_none activation tensor_or_none"
@@ -82,6 +82,7 @@ COMPUTE = {
     "moec.keep_choices.default": _takes("tensor tensor int int int int int"),
     "moec.mixture_mlp.default": _takes("tensor tensor tensor tensor tensor tensor_or_none tensor_or_none activation"),
     "moec.permute.default": _takes("tensor tensor int", some_are_none="bool"),
+    "moec.layer_norm.default": _takes("tensor tensor tensor_or_none float"),
     "moec.largest_load.default": _takes("tensor int"),
     "moec.permute_dynamic.default": _takes("tensor tensor tensor int"),
     "moec.permute_padded.default": _takes("tensor tensor tensor int int int int int"),

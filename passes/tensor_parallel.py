@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from moec.passes.ir import Block, Op, Program, Value
 from moec.passes.ir import ops as o
+from moec.passes.ir.value import promoted
 
 KV_PARAMETERS = ("@attention.k.weight", "@attention.v.weight", "@attention.k.bias", "@attention.v.bias")
 
@@ -92,6 +93,8 @@ def _cross_entropy_in_parts(rewriter: _Rewriter, op: Op) -> None:
         rewriter.append(op)
         return
     logits, labels = op.operands
+    if (dtype := rewriter.scope[logits].dtype) != promoted(dtype):
+        logits = rewriter.one(o.Widen, [logits], "wide_logits", op)
     largest = rewriter.one(o.LogitMax, [logits], "largest", op)
     sums = rewriter.one(o.SumExp, [logits, largest], "sums", op)
     label_logit = rewriter.one(o.LabelLogit, [logits, labels], "label_logit", op)

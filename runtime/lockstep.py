@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from moec.codegen.fx import build_module
 from moec.codegen.graph import Node, Ref, StageGraphs
 from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime.routes import ROUTE, Routes
 from moec.runtime.shuffles import SHUFFLES
 
 PerRank = list[Any]
@@ -81,7 +82,7 @@ class Lockstep:
     """A stage on ranks `0 … world_size - 1`, each with its own `parameters` (full name → tensor of each rank).
 
     `recompute` keeps of each layer what goes into it, and runs it again for its gradients: for clusters whose
-    activations would not fit.
+    activations would not fit. `routes` takes the place of `moec::route`.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Lockstep:
         *,
         float64: bool,
         recompute: bool = False,
+        routes: Routes | None = None,
     ) -> None:
         self.ranks = range(world_size)
         self.steps: list[Step] | None = None
@@ -105,6 +107,7 @@ class Lockstep:
         self._groups = groups
         self._parameters = parameters
         self._recompute = recompute
+        self._routes = routes
         self._graphs = Graphs(stage, float64=float64)
 
     def run(
@@ -120,12 +123,16 @@ class Lockstep:
         if missing := wanted.difference(forward.outputs):
             output = forward.module.graph.output_node().meta["moec"]
             raise StepError("", output, KeyError(", ".join(sorted(missing))))
-        valid = self._scalar("valid_labels", list(labels))
-        self.losses = {"loss": self._scalar("loss", named["logits"], list(labels), valid)}
+        self.losses = {"loss": self.loss(named["logits"], labels)}
         if "balance" in wanted:
             num_tokens = self._scalar("num_tokens", list(tokens))
             self.losses["aux_loss"] = self._scalar("aux_loss", named["balance"], num_tokens)
         return named["logits"], [sum(terms) for terms in zip(*self.losses.values(), strict=True)]
+
+    def loss(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> PerRank:
+        """The cross-entropy of every rank's logits, without the balance terms."""
+        valid = self._scalar("valid_labels", list(labels))
+        return self._scalar("loss", list(logits), list(labels), valid)
 
     def _scalar(self, graph: str, *inputs: PerRank) -> PerRank:
         (result,) = self._run(self._graphs[graph], f"{graph}.", inputs)
@@ -172,6 +179,9 @@ class Lockstep:
     def _attempt(self, path: str, node: fx.Node, data: Node, values: Mapping[str, PerRank]) -> PerRank:
         try:
             given = {used.name: self._used(path, data, used, values[used.name]) for used in node.all_input_nodes}
+            if self._routes is not None and data.target == ROUTE:
+                (logits,), how = given.values(), data.args[1:]
+                return [self._routes(path, rank, logits[rank], *how) for rank in self.ranks]  # type: ignore[arg-type]
             return self._call(node, data, given)
         except FAILURES as error:
             raise StepError(path, data, error) from error

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.lockstep import BackwardError, StepError
 from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.reference import reference
+from moec.runtime.rounding import Rounding, gradient_noise, measure_rounding
 from moec.runtime.shards import local_slices
 from moec.runtime.toy import Width, at_toy_widths
 from moec.runtime.virtual import VirtualCluster
@@ -32,6 +34,10 @@ BOUND_FLOAT32 = 1e-4
 NOISE = 1e-3
 """A tensor whose largest element is below this part of its kind's largest is measured against the kind: a gradient that
 is pure noise has no scale of its own."""
+
+FLOAT32_NOISE = 64 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+"""Part of what float32 changes in the unsharded model's gradient that float64 in another order may change: where the
+true gradient is zero, what is left is rounding, and has no scale. A wrong plan's difference is 1e8 times as large."""
 
 SEQUENCES_PER_RANK = 2
 MAX_SEQUENCE = 16
@@ -73,9 +79,10 @@ class Report:
 
     Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits, losses
     and experts' loads (`output`), of gradients and of parameters after one SGD step (`gradient`). `worst` names the
-    tensor that is furthest off. `float32` is a second report, in single precision and to a looser bound; near-ties may
-    flip a route there, and it decides nothing. A plan that was too large is `scaled`, its `widths` shrunk to toy ones;
-    then its graphs must also be those that moec compiles, and there is no second report.
+    tensor with the largest. `rounding` decides too: what the plan loses in its own dtype; None where float64 refuses
+    the plan already. `float32` is for information, to a looser bound; near-ties may flip a route there. It is left out
+    where fp32 is the plan's own dtype. A plan that was too large is `scaled`, its `widths` shrunk to toy ones; then its
+    graphs must also be those that moec compiles, and float64 alone decides.
     """
 
     ok: bool
@@ -87,16 +94,20 @@ class Report:
     worst: str
     widths: tuple[Width, ...] = ()
     float32: Report | None = None
+    rounding: Rounding | None = None
 
     def to_json(self) -> dict[str, object]:
         """What `moec verify --json` prints."""
         names = ("ok", "world_size", "scaled", "max_output_error", "max_gradient_error")
         first = asdict(self.first_difference) if self.first_difference else None
-        return {name: getattr(self, name) for name in names} | {"first_difference": first}
+        rounding = self.rounding.to_json() if self.rounding else None
+        return {name: getattr(self, name) for name in names} | {"first_difference": first, "rounding": rounding}
 
 
 def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: bool = True) -> Report:
-    """Compares `plan` with the reference of its own Spec in float64, and with `float32` reports that beside it.
+    """Compares `plan` with the reference of its own Spec in float64, and in the plan's dtype against float64.
+
+    `float32` adds a report for information where that is not the plan's dtype.
 
     `scale` shrinks its widths to toy ones, by default where the plan is too large for this machine. Raises `JobError`
     for a plan that is too large even so, or as it is where `scale` is False, and where `MOEC_BACKEND` asks for what
@@ -110,8 +121,14 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
     _require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
     with _threads_for(plan), triton_tiles.use(plan.tiles):
         double = _compare(plan, torch.float64, seed)
-        single = _compare(plan, torch.float32, seed) if float32 else None
-    return replace(double, float32=single)
+        if not double.ok:
+            return double
+        model = _model(plan, torch.float64, seed)
+        rounding = measure_rounding(plan, model, global_batch(plan, seed))
+        informs = float32 and plan.spec.model.dtype != "fp32"
+        single = _compare(plan, torch.float32, seed) if informs else None
+    worst = double.worst if rounding.ok else rounding.worst
+    return replace(double, ok=rounding.ok, worst=worst, rounding=rounding, float32=single)
 
 
 def _verify_scaled(plan: Plan, seed: int) -> Report:
@@ -148,10 +165,15 @@ class _Errors:
     """The largest error of each kind, and the name of the tensor that has it."""
 
     scales: Mapping[str, float]
+    noise: Callable[[], Mapping[str, float]] = dict
+    """What rounding alone may change in each parameter's gradient; asked for only where a gradient differs by more
+    than the bound."""
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)
 
-    def add(self, kind: str, name: str, got: object, expected: Tensor, whole: Tensor) -> None:
+    def add(self, kind: str, name: str, got: object, expected: Tensor, whole: Tensor, parameter: str = "") -> None:
         error = relative_error(got, expected, whole, self.scales[kind])
+        if parameter and error > BOUND and isinstance(got, Tensor) and got.shape == expected.shape:
+            error = 0.0 if largest(got - expected) <= self.noise().get(parameter, -1.0) else error
         if not error <= self.largest.get(kind, (-1.0, ""))[0]:
             self.largest[kind] = (error, name)
 
@@ -187,8 +209,7 @@ class Inputs:
 
 def _compare(plan: Plan, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
     """In training, and where that differs in evaluation as well; what is worse."""
-    model = reference(plan.spec, seed=seed, dtype=dtype)
-    _spread_vectors(model, seed)
+    model = _model(plan, dtype, seed)
     evaluated = plan.in_evaluation()
     found = _compare_with(plan, model, dtype, seed, blamed)
     if evaluated is plan or not found.ok:
@@ -204,6 +225,12 @@ def _compare(plan: Plan, dtype: torch.dtype, seed: int, *, blamed: bool = True) 
     )
 
 
+def _model(plan: Plan, dtype: torch.dtype, seed: int) -> PlanModule:
+    model = reference(plan.spec, seed=seed, dtype=dtype)
+    _spread_vectors(model, seed)
+    return model
+
+
 def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
     recompute = plan.world_size * plan.spec.model.depth >= MANY_LAYERS
     cluster = VirtualCluster(plan, dict(model.named_parameters()), recompute=recompute)
@@ -211,7 +238,7 @@ def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, 
     try:
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
-        errors = _Errors({}, dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
+        errors = _Errors({}, largest=dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
     output, gradient = errors.of("output", "loss", "counts"), errors.of("gradient", "parameter")
     ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
     worst = max(errors.largest.items(), key=lambda item: item[1][0])
@@ -243,6 +270,12 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(cluster.parameters)
     logits, loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
+
+    @cache
+    def noise() -> Mapping[str, float]:
+        return gradient_noise(plan.spec, model, inputs, FLOAT32_NOISE) if whole_dtype == torch.float64 else {}
+
+    whole_dtype = expected.logits.dtype
     errors = _Errors(
         {
             "output": largest(expected.logits),
@@ -250,7 +283,8 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
             "counts": 0.0,
             "gradient": max(largest(g) for g in gradients.values()),
             "parameter": max(largest(p) for p in model.parameters()),
-        }
+        },
+        noise,
     )
     whole_logits, layout, dense = expected.logits.detach(), plan.logits_layout, plan.meshes["dense"]
     for rank in range(plan.world_size):
@@ -270,7 +304,7 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         data = plan.parameters[name]
         index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
         gradient, parameter = gradients[name], whole[name].detach()
-        errors.add("gradient", f"{name} on rank {rank}", got, gradient[index], gradient)
+        errors.add("gradient", f"{name} on rank {rank}", got, gradient[index], gradient, parameter=name)
         held = cluster.parameters[name][rank].detach()
         after = parameter - LEARNING_RATE * gradient
         errors.add("parameter", f"{name} on rank {rank}", held - LEARNING_RATE * got, after[index], after)

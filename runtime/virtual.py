@@ -10,13 +10,21 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.runtime.lockstep import FAILURES, BackwardError, Lockstep, PerRank
+from moec.runtime.routes import Routes
 from moec.runtime.shards import local_slices
 
 
 class VirtualCluster:
     """All ranks of `plan`, with the parts of `parameters` (full name → whole tensor) that each would hold."""
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], *, recompute: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        parameters: Mapping[str, Tensor],
+        *,
+        recompute: bool = False,
+        routes: Routes | None = None,
+    ) -> None:
         self.plan = plan
         self.parameters: dict[str, list[Tensor]] = {
             name: [self._part(name, whole, rank) for rank in range(plan.world_size)]
@@ -30,6 +38,7 @@ class VirtualCluster:
             self.parameters,
             float64=float64,
             recompute=recompute,
+            routes=routes,
         )
 
     def _part(self, name: str, whole: Tensor, rank: int) -> Tensor:
@@ -55,14 +64,19 @@ class VirtualCluster:
         return self.gradients()
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Each parameter's gradient on every rank, after the sums over the plan's groups."""
+        """Each parameter's gradient on every rank, after the sums over the plan's groups, in at least fp32."""
         return {name: self._summed(name, parts) for name, parts in self.parameters.items()}
 
     def _summed(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
-        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts]
+        gradients = [_widened(torch.zeros_like(p) if p.grad is None else p.grad) for p in parts]
         for group in self.plan.parameters[name].sum_over:
             for ranks in self.plan.manifest.groups[group]:
                 total = torch.stack([gradients[rank] for rank in ranks]).sum(0)
                 for rank in ranks:
                     gradients[rank] = total
         return gradients
+
+
+def _widened(gradient: Tensor) -> Tensor:
+    """A job widens each rank's gradients to fp32 before it sums them over ranks."""
+    return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

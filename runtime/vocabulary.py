@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moec.runtime.groups import resolve
+from moec.runtime.ops.embedding import embed, sum_by_id
 from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["embed_part", "label_logit", "own_ids"]
@@ -26,7 +27,8 @@ def own_ids(ids: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
 def embed_rows(ids: Tensor, table: Tensor, rank: int) -> Tensor:
     """What `embed_part` gives on `rank`."""
     local, mine = own_ids(ids, table.shape[0], rank)
-    return table[local] * mine[..., None]
+    found: Tensor = embed(local, table)
+    return found * mine[..., None]
 
 
 def _check_embed(ids: Tensor, table: Tensor, group: str) -> None:
@@ -59,9 +61,7 @@ Summed over the n ranks of `group` it is the embedding. Communicates nothing.
 
 def _embed_part_backward(grad: Tensor, ids: Tensor, rows: int, group: str) -> Tensor:
     local, mine = own_ids(ids, rows, resolve(group).rank())
-    width = grad.shape[-1]
-    out = grad.new_zeros((rows, width))
-    return out.index_add_(0, local.reshape(-1), (grad * mine[..., None]).reshape(-1, width))
+    return sum_by_id(grad * mine[..., None], local, rows)
 
 
 embed_part_backward = define(

@@ -42,12 +42,12 @@ def differentiate(weighted: Mapping[Origin, Tensor], values: Mapping[Origin, Ten
 
 
 def _mixtures(values: Mapping[Origin, Tensor]) -> Iterator[str]:
-    """The paths of layers with a mixture."""
-    return (path for path, name in values if name == "positions")
+    """The paths of layers with a mixture. Only they have a module of experts; learned positions are `positions` too."""
+    return (path.removesuffix(EXPERTS) for path, name in values if path.endswith(EXPERTS) and name == "y")
 
 
 def _in_places(of_choices: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:
-    """What is of each choice [N, …], where the choice is: [*shape, …], zeros where nobody is."""
+    """Scatters per-choice values [N, …] to their rows [*shape, …]. Dropped choices leave zeros."""
     places = positions.flatten()
     kept = places >= 0
     placed = of_choices.new_zeros((shape.numel(), *of_choices.shape[1:])).index_put((places[kept],), of_choices[kept])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.commands.summary import count
+from moec.runtime.rounding import STEP_BOUND
 from moec.runtime.verify import BOUND, Report
 
 
@@ -18,9 +19,17 @@ def print_report(path: Path, report: Report) -> None:
     print()
     print("            logits and loss   gradients and one step   bound")
     print(f"  float64   {report.max_output_error:15.1e}   {report.max_gradient_error:22.1e}   {BOUND:.0e}")
+    rounding = report.rounding
+    if rounding is not None:
+        ratios = f"{rounding.output:13.2g} ×   {rounding.gradient:20.2g} ×"
+        print(f"  {rounding.dtype:7}   {ratios}   {rounding.bound:g} × the unsharded model's error in {rounding.dtype}")
+    elif report.ok:
+        print("  (in the plan's own dtype nothing was measured: at toy widths float64 alone decides)")
     single = report.float32
     if single is not None:
         print(f"  float32   {single.max_output_error:15.1e}   {single.max_gradient_error:22.1e}   (for information)")
-    print(f"\n  furthest off: the {report.worst}")
+    print(f"\n  largest difference: the {report.worst}")
+    if rounding is not None and rounding.step > STEP_BOUND:
+        print(f"  one step of the optimizer is off by {rounding.step:.1e} of the step, the bound is {STEP_BOUND:g}")
     if report.first_difference is not None:
         print(f"  first difference: {report.first_difference}")

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from moec.runtime.ops.balance import count_choices, switch_loss
 from moec.runtime.ops.elementwise import geglu, rope, swiglu
+from moec.runtime.ops.embedding import embed
 from moec.runtime.ops.experts import expert_mlp
+from moec.runtime.ops.layer_norm import layer_norm
 from moec.runtime.ops.mixture import mixture_mlp
 from moec.runtime.ops.padded import (
     combine_padded,
@@ -31,10 +33,12 @@ __all__ = [
     "combine_padded",
     "count_choices",
     "count_queues",
+    "embed",
     "expert_mlp",
     "geglu",
     "keep_choices",
     "largest_load",
+    "layer_norm",
     "mixture_mlp",
     "permute",
     "permute_dynamic",

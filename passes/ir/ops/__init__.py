@@ -42,7 +42,7 @@ from moec.passes.ir.ops.moe import (
 )
 from moec.passes.ir.ops.padding import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.paths import Mix, SigmoidGate
-from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp
+from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 
 __all__ = [
     "ACTIVATION_PARTS",
@@ -102,5 +102,6 @@ __all__ = [
     "SumRows",
     "SwitchLoss",
     "WeightedSum",
+    "Widen",
     "ZLoss",
 ]

@@ -114,6 +114,19 @@ def elementwise(numbers: Numbers) -> Iterator[Call]:
         yield f"{name}_backward", (x[..., 0, :], x)
 
 
+def embedding(numbers: Numbers) -> Iterator[Call]:
+    ids = numbers.choices(2, 3, 6, 1)[..., 0]
+    yield "embed", (ids, leaf(numbers.normal(6, 4)))
+    yield "embed_backward", (numbers.normal(2, 3, 4), ids, 6)
+
+
+def norm(numbers: Numbers) -> Iterator[Call]:
+    x, weight, bias = numbers.normal(2, 3, 4), numbers.normal(4), numbers.normal(4)
+    yield "layer_norm", (leaf(x), leaf(weight), leaf(bias), 1e-5)
+    yield "layer_norm", (leaf(x), leaf(weight), None, 1e-5)
+    yield "layer_norm_backward", (x, x, weight, 1e-5)
+
+
 def padded(numbers: Numbers) -> Iterator[Call]:
     x, choices = numbers.normal(4, 5, 2), numbers.choices(4, 5, 6, 2, skew=1.0)
     yield "count_queues", (choices, 6)
@@ -135,7 +148,9 @@ def padded(numbers: Numbers) -> Iterator[Call]:
         yield from weighted(x, given, positions, weights, counts)
 
 
-TABLE = {family.__name__: family for family in (route, balance, rows, experts, mixture, elementwise, padded)}
+TABLE = {
+    family.__name__: family for family in (route, balance, rows, experts, mixture, elementwise, embedding, norm, padded)
+}
 IN_A_GROUP = {
     *("exchange_counts", "all_to_all", "all_reduce", "all_reduce_max", "all_gather", "all_gather_alike"),
     *("reduce_scatter", "slice", "all_to_all_padded", "copy_to"),

@@ -26,8 +26,8 @@ def test_a_compiled_plan_equals_the_unsharded_model(ranks: int, ep: int):
     assert not report.scaled
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
     assert report.first_difference is None
-    assert report.float32 is not None
-    assert report.float32.ok
+    assert report.rounding is not None
+    assert report.rounding.ok
 
 
 PYRAMID = ((8, 2), (16, 4), (32, None), (8, 1))
@@ -227,3 +227,26 @@ def test_a_gradient_of_weights_that_is_wrong_is_found_where_it_is_made(capacity:
 def test_errors_are_measured_against_the_largest_element(got, whole, kind, error):
     reference = torch.tensor(whole, dtype=torch.float64)
     assert relative_error(torch.tensor(got, dtype=torch.float64), reference, reference, kind) == pytest.approx(error)
+
+
+# ---- learned positions -----------------------------------------------------------------------------
+
+POSITIONS = "embedding = tokens(positions = learned)"
+
+
+@pytest.mark.parametrize(
+    ("plant", "layer", "value"),
+    [
+        (lambda p: bypass(p, BODY, "x_2"), "forward", "x.3"),
+        (lambda p: bypass(p, BODY, "weighted_1"), "layers.1", "mixed"),
+        (lambda p: change_sums(p, "positions.weight", ()), "forward", "@positions.weight"),
+        (lambda p: change_sums(p, "experts.up.weight", ()), "layers.1.moe.experts", "@up.weight"),
+        (lambda p: bypass(p, "forward", "positions_positions"), "forward", "positions"),
+    ],
+)
+def test_wrong_plans_of_models_with_learned_positions_are_refused_and_the_op_named(plant, layer: str, value: str):
+    report = verify(plant(moe_plan(model=POSITIONS)), float32=False)
+    assert not report.ok
+    found = report.first_difference
+    assert found is not None
+    assert (found.layer, found.value) == (layer, value)

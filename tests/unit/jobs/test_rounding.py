@@ -1,0 +1,182 @@
+"""moec verify in the plan's own dtype: right plans pass, and one that rounds where the model does not is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faults import change_graph, change_sums
+from models import moe_plan, moe_text
+from torch import Tensor
+
+from moec.codegen.graph import DTypeLiteral, Node, Ref
+from moec.codegen.plan import Plan
+from moec.driver import compile as compile_source
+from moec.runtime.rounding import FACTOR, STEP_BOUND
+from moec.runtime.verify import verify
+from moec.runtime.virtual import VirtualCluster
+
+BODY = "layers[1..2]"
+SHARDED = {"ranks": 4, "tp": 2, "ep": 2}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("options", [{}, SHARDED, {**SHARDED, "sequence_parallel": False}], ids=str)
+def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(dtype: str, options: dict[str, object]):
+    report = verify(moe_plan(dtype=dtype, **options))
+    assert report.ok
+    found = report.rounding
+    assert found is not None
+    assert found.ok
+    assert found.dtype == dtype
+    assert found.output <= found.bound == (16 if dtype == "fp32" else FACTOR)
+    assert found.step <= STEP_BOUND
+    assert found.gradient == max(found.gradients.values()) <= found.bound
+    assert found.gradients.keys() == moe_plan(**options).parameters.keys() | {"confident logits"}
+    assert (report.float32 is None) == (dtype == "fp32")
+
+
+# ---- planted faults: float64 sees none of them -----------------------------------------------------
+
+
+def to(name: str, source: str, dtype: str) -> Node:
+    args = (Ref(node=source), DTypeLiteral.model_validate({"dtype": dtype}))
+    return Node(name=name, op="call_function", target="aten.to.dtype", args=args)
+
+
+def label_logits_of_narrow_logits(plan: Plan) -> Plan:
+    """The loss as it was: the gradients of its two parts are rounded before they are added."""
+
+    def change(nodes: list[Node]) -> list[Node]:
+        changed: list[Node] = []
+        for node in nodes:
+            if node.name == "label_logit":
+                picked = node.model_copy(update={"name": "picked", "args": (Ref(node="logits"), *node.args[1:])})
+                changed += [picked, to("label_logit", "picked", "fp32")]
+            else:
+                changed.append(node)
+        return changed
+
+    return change_graph(plan, "loss", change)
+
+
+def rounded_to_bf16(plan: Plan, graph: str, name: str) -> Plan:
+    """Every consumer of a value gets it rounded to bf16, and in fp32 again."""
+
+    def change(nodes: list[Node]) -> list[Node]:
+        changed: list[Node] = []
+        for node in nodes:
+            args = tuple(Ref(node="planted") if arg == Ref(node=name) else arg for arg in node.args)
+            changed.append(node.model_copy(update={"args": args}))
+            if node.name == name:
+                changed += [to("planted_narrow", name, "bf16"), to("planted", "planted_narrow", "fp32")]
+        return changed
+
+    return change_graph(plan, graph, change)
+
+
+@pytest.mark.parametrize(
+    ("plant", "worst"),
+    [
+        (label_logits_of_narrow_logits, "the gradient of confident logits"),
+        (lambda p: rounded_to_bf16(p, "loss", "sums_exp"), "the gradient of confident logits"),
+        (lambda p: rounded_to_bf16(p, "loss", "label_logit_1"), "the gradient of confident logits"),
+        (lambda p: rounded_to_bf16(p, BODY, "logits"), "the router logits of layers.1, rounded to bf16"),
+        (lambda p: rounded_to_bf16(p, BODY, "logits_in"), None),
+    ],
+    ids=["label's logit", "exponentials", "sums", "router logits", "neutral"],
+)
+def test_what_rounds_where_the_model_does_not_is_refused(plant, worst: str | None):
+    report = verify(plant(moe_plan(dtype="bf16", **SHARDED)), float32=False)
+    assert report.ok == (worst is None)
+    assert report.max_gradient_error < 1e-12
+    if worst is not None:
+        assert report.worst == worst
+        assert not report.rounding.ok
+
+
+def test_an_operator_that_refuses_the_narrow_dtype_is_named():
+    def change(nodes: list[Node]) -> list[Node]:
+        narrow = DTypeLiteral.model_validate({"dtype": "bf16"})
+        return [
+            node.model_copy(update={"args": (node.args[0], narrow)}) if node.name in ("logits_in", "logits_w") else node
+            for node in nodes
+        ]
+
+    report = verify(change_graph(moe_plan(dtype="bf16"), BODY, change), float32=False)
+    assert not report.ok
+    assert report.worst == "layers.1.p_all: moec::route: logits must be float32 or float64, not torch.bfloat16"
+
+
+def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.MonkeyPatch):
+    summed = VirtualCluster._summed
+
+    def in_bf16(self: VirtualCluster, name: str, parts: list[Tensor]) -> list[Tensor]:
+        if parts[0].dtype != torch.bfloat16:
+            return summed(self, name, parts)
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts]
+        for group in self.plan.parameters[name].sum_over:
+            for ranks in self.plan.manifest.groups[group]:
+                total = gradients[ranks[0]]
+                for rank in ranks[1:]:
+                    total = total + gradients[rank]
+                for rank in ranks:
+                    gradients[rank] = total
+        return gradients
+
+    plan = moe_plan(ranks=64, ep=4, batch=64, dtype="bf16")
+    assert verify(plan, float32=False).ok
+    monkeypatch.setattr(VirtualCluster, "_summed", in_bf16)
+    report = verify(plan, float32=False)
+    assert not report.ok
+    assert report.rounding.gradient > FACTOR
+
+
+def test_masters_in_bf16_lose_the_step(monkeypatch: pytest.MonkeyPatch):
+    from moec.runtime import rounding
+
+    make = rounding.make_optimizer
+
+    class Narrow:
+        def __init__(self, *arguments) -> None:
+            self.optimizer, self.parameters = make(*arguments), [p for group in arguments[1:] for p in group]
+
+        def step(self) -> None:
+            self.optimizer.step()
+            for p in self.parameters:
+                if p.dtype == torch.float32:
+                    p.data = p.data.bfloat16().float()
+
+    monkeypatch.setattr(rounding, "make_optimizer", Narrow)
+    report = verify(moe_plan(dtype="bf16"), float32=False)
+    assert not report.ok
+    assert report.rounding.step > STEP_BOUND
+    assert report.worst.startswith("the step of ")
+
+
+# ---- gradients that are zero -----------------------------------------------------------------------
+
+
+def narrow_model(norm: str, dim: int, dtype: str = "fp32") -> Plan:
+    text = moe_text(**{**SHARDED, "ep": 4}, dim=dim, model=f"norm = {norm}", balance="[]", dtype=dtype)
+    heads = "mha(heads = 2, head_dim = 2)"
+    text = text.replace("mha(heads = 4)", heads)
+    return compile_source(text.replace("gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = none)", heads))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("norm", ["layer_norm(bias = false)", "layer_norm(bias = true)", "rms"])
+def test_a_plan_whose_true_gradients_are_zero_is_right(norm: str, dim: int, dtype: str):
+    """A layer norm of one number gives its bias: what is left of gradients before it is rounding."""
+    report = verify(narrow_model(norm, dim, dtype), float32=False)
+    assert report.ok, report
+
+
+def test_rounding_that_an_epsilon_multiplies_is_no_difference():
+    report = verify(narrow_model("layer_norm(bias = true, eps = 1e-12)", 1, "bf16"), float32=False)
+    assert report.ok, report
+
+
+def test_a_wrong_plan_of_zero_gradients_is_refused():
+    plan = narrow_model("layer_norm(bias = true)", 1)
+    assert not verify(change_sums(plan, "norm.bias", ()), float32=False).ok

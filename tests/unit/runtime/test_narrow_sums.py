@@ -1,0 +1,92 @@
+"""Sums over tokens in bf16: no gradient is further from float64 than its own rounding explains."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import moe_spec
+from torch import Tensor, fx
+
+from moec.codegen.emit import emit
+from moec.codegen.fx import build_module
+from moec.passes.lower import lower
+from moec.runtime import ops
+from moec.runtime.ops.embedding import embed
+from moec.runtime.shuffles import SHUFFLES
+
+TOKENS, DIM, VOCAB = 4096, 16, 32
+ONE_ROUNDING = 2**-8
+"""The largest relative error of one number rounded to bf16."""
+
+
+def ids() -> Tensor:
+    """One id in half of all places."""
+    drawn = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(0))
+    drawn[:, ::2] = 3
+    return drawn
+
+
+def gradient(*shape: int) -> Tensor:
+    """Of one sign mostly: what a sum in bf16 stops growing under."""
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 1).bfloat16()
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return float((got.double() - expected).norm() / expected.norm())
+
+
+def summed_by_id(size: int, first: int = 0) -> Tensor:
+    """The gradient of rows `first … first + size` of a table in float64."""
+    flat, grad = ids().flatten(), gradient(*ids().shape, DIM).double().flatten(0, 1)
+    return torch.zeros(VOCAB, DIM, dtype=torch.float64).index_add_(0, flat, grad)[first : first + size]
+
+
+def test_the_embedding_of_a_frequent_id_keeps_its_gradient():
+    table = torch.randn(VOCAB, DIM).bfloat16().requires_grad_()
+    embed(ids(), table).backward(gradient(*ids().shape, DIM))
+    assert error(table.grad, summed_by_id(VOCAB)) < ONE_ROUNDING
+
+
+def test_so_does_the_embedding_of_a_sharded_vocabulary():
+    tables = [part.clone().requires_grad_() for part in torch.randn(VOCAB, DIM).bfloat16().chunk(2)]
+    found = SHUFFLES["moec.embed_part.default"](None, [[ids(), ids()], tables])
+    torch.autograd.backward(found, [gradient(*ids().shape, DIM)] * 2)
+    for rank, table in enumerate(tables):
+        assert error(table.grad, summed_by_id(VOCAB // 2, rank * VOCAB // 2)) < ONE_ROUNDING
+
+
+def test_an_id_out_of_range_is_an_index_error():
+    with pytest.raises(IndexError):
+        ops.embed(torch.tensor([[VOCAB]]), torch.zeros(VOCAB, DIM))
+
+
+@pytest.mark.parametrize("kind", ["layer_norm(bias = true)", "layer_norm(bias = false)", "rms"])
+def test_vectors_of_norms_keep_their_gradients(kind: str):
+    (stage,) = emit(lower(moe_spec(dtype="bf16", model=f"norm = {kind}")))
+    x, expected = torch.randn(2, TOKENS // 2, DIM).bfloat16(), {}
+    for dtype in (torch.float64, torch.bfloat16):
+        vectors: dict[str, torch.nn.Parameter] = {}
+
+        def make(name: str, dtype: torch.dtype = dtype, made: dict[str, torch.nn.Parameter] = vectors):
+            return made.setdefault(name, torch.nn.Parameter(torch.ones(DIM, dtype=dtype)))
+
+        module = build_module(stage, "forward", make, float64=dtype == torch.float64)
+        last_norm(module, x.to(dtype)).backward(gradient(*x.shape).to(dtype))
+        gradients = {name: p.grad for name, p in vectors.items() if p.grad is not None}
+        expected = expected or gradients
+        assert gradients.keys() == expected.keys() == {"norm.weight", *(["norm.bias"] if "true" in kind else [])}
+        for name, wanted in expected.items():
+            assert error(gradients[name], wanted) < ONE_ROUNDING, name
+
+
+def last_norm(module: fx.GraphModule, x: Tensor) -> Tensor:
+    """The norm before a model's head, of x."""
+    values: dict[str, Tensor] = {}
+    nodes = iter(module.graph.nodes)
+    for node in nodes:
+        if node.name.startswith("norm_"):
+            values[node.name] = module.get_parameter(node.target)
+        elif node.name.split("_")[0] == "h":
+            args = fx.map_arg(node.args, lambda used: values.get(used.name, x))
+            values[node.name] = node.target(*args)
+    return values["h"]
