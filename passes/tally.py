@@ -33,6 +33,10 @@ def sequence_of(spec: Spec) -> int:
     return spec.sequence or NOMINAL_SEQUENCE
 
 
+MASTER_BYTES = 4
+"""Parameters are fp32, and so are the sums of their gradients."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """Bytes that one rank sends over one group in a training step, and what for."""
@@ -49,7 +53,7 @@ class Tally:
 
     `flops_per_token` is forward and backward (twice forward), the causal half of attention, without recomputation.
     `imbalance` is the rows of the busiest rank over the mean, experts placed in order, the worst over layers.
-    `state_bytes` are weights, gradients, and AdamW's two moments with fp32 master weights where weights are narrower.
+    `state_bytes` are fp32 masters, their gradients and AdamW's two moments, and narrow copies where layers compute so.
     """
 
     parameters: int
@@ -178,8 +182,9 @@ def _used_share(block: Block, p: Parameter) -> float:
 
 
 def _state_bytes(p: Parameter) -> int:
-    weight = DTYPE_BYTES[p.dtype]
-    return 2 * weight + 8 + (4 if weight < 4 else 0)
+    """A master, its gradient and AdamW's two moments, all fp32, and the narrow copy that a step computes with."""
+    narrow = DTYPE_BYTES[p.dtype]
+    return 4 * MASTER_BYTES + (narrow if narrow < MASTER_BYTES else 0)
 
 
 def sent_bytes(program: Program, block: Block, op: Collective, batch: int, sequence: int) -> tuple[float, float]:
@@ -233,7 +238,7 @@ def _gradient_traffic(program: Program, runs: Mapping[str, int]) -> list[Traffic
     for name, count in runs.items():
         block = program.block(name)
         for p in block.parameters:
-            held = size_of(p.shape, {}) // _shards(program, block, p) * DTYPE_BYTES[p.dtype]
+            held = size_of(p.shape, {}) // _shards(program, block, p) * MASTER_BYTES
             for axis in p.sum_over or ():
                 ranks = _mesh_of(program, block, axis).size(axis)
                 group = (group_name(axis, block.experts), ranks)

@@ -14,9 +14,9 @@ from moec.codegen.operators import CONVERSIONS
 from moec.codegen.plan import Body, ParameterData, Plan
 from moec.commands.summary import amount_of_bytes, count
 from moec.driver import load, run_passes
-from moec.passes.ir import DTYPE_BYTES, Layout, Program, Shard
+from moec.passes.ir import Layout, Program, Shard
 from moec.passes.ir.ops import Collective
-from moec.passes.tally import sent_bytes, sequence_of
+from moec.passes.tally import MASTER_BYTES, sent_bytes, sequence_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def _gradients(plan: Plan, body: Body) -> Iterator[Row]:
     sums: dict[str, float] = {}
     for parameter in body.parameters:
         for group in parameter.sum_over:
-            sums[group] = sums.get(group, 0.0) + _local_elements(plan, parameter) * DTYPE_BYTES[parameter.dtype]
+            sums[group] = sums.get(group, 0.0) + _local_elements(plan, parameter) * MASTER_BYTES
     for group, size in sums.items():
         ranks = len(plan.manifest.groups[group][0])
         yield Row("gradients", group, ranks, 0, "all_reduce", 2 * size * (ranks - 1) / ranks, "")

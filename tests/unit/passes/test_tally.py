@@ -41,7 +41,7 @@ def test_traffic_is_what_a_ring_and_a_pairwise_exchange_send():
 def test_narrow_weights_count_fp32_masters():
     spec = moe_spec(dtype="bf16")
     counts = tally(compile_program(spec).program, spec)
-    assert counts.state_bytes == counts.local_parameters * (2 + 2 + 4 + 8)
+    assert counts.state_bytes == counts.local_parameters * (2 + 4 + 4 + 8)
 
 
 def test_imbalance_is_that_of_the_routing_to_plan_for():
