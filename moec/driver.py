@@ -30,21 +30,21 @@ Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
 
 
-def compile(source: Source, *, ranks: int | None = None, **lets: float | str) -> Plan:
+def compile(source: Source, *, world_size: int | None = None, **lets: float | str) -> Plan:
     """The plan of a model or a layer; `lets` override the file's `let` constants.
 
-    `ranks` compiles for so many of the cluster's devices, instead of for as many as the cluster has. Raises
-    `DiagnosticError` with every mistake found in the file, and `ValueError` for `ranks` below 1.
+    `world_size` compiles for so many of the cluster's devices, instead of for as many as the cluster has. Raises
+    `DiagnosticError` with every mistake found in the file, and `ValueError` for a `world_size` below 1.
     """
     from moec.codegen.plan import make_plan
     from moec.passes.pipeline import compile_program
     from moec.passes.ranks import for_ranks
 
     spec = to_spec(source, **lets)
-    if ranks is not None:
-        if ranks < 1:
-            raise ValueError(f"ranks is a number from 1, not {ranks}")
-        spec = for_ranks(spec, ranks)
+    if world_size is not None:
+        if world_size < 1:
+            raise ValueError(f"world_size is a number from 1, not {world_size}")
+        spec = for_ranks(spec, world_size)
     return make_plan(spec, compile_program(spec).program, __version__)
 
 
@@ -106,7 +106,7 @@ def layer(
         spec = to_spec(source)
         require_layer(spec)
         # Batches and sequences are the host's.
-        plan = compile(spec.replace(train=None), ranks=len(ranks))
+        plan = compile(spec.replace(train=None), world_size=len(ranks))
     return make_layer(plan, ranks, reduction, seed=seed, device=device)
 
 

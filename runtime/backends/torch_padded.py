@@ -19,6 +19,8 @@ def queue_starts(counts: Tensor, groups: int) -> Tensor:
     batch, pieces, k, num_experts = counts.shape
     together = batch // groups if groups else 1
     # Within a group: first choices before second ones, then tokens in order.
+    if counts.numel() == 0:
+        return torch.zeros_like(counts)
     by_choice = counts.reshape(-1, together, pieces, k, num_experts).permute(0, 3, 1, 2, 4)
     queues = by_choice.reshape(by_choice.shape[0], k * together * pieces, num_experts)
     starts = (queues.cumsum(1) - queues).view(by_choice.shape)

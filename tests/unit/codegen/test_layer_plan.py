@@ -38,12 +38,12 @@ def test_a_layers_graphs_under_a_models_spec_are_refused(tmp_path: Path):
 
 
 def test_ranks_override_the_cluster_and_stand_in_the_plan(tmp_path: Path):
-    plan = moec.compile(layer_text(ranks=None), ranks=4)
+    plan = moec.compile(layer_text(ranks=None), world_size=4)
     assert (plan.world_size, plan.meshes["experts[0]"].size("ep")) == (4, 4)
     plan.save(tmp_path / "ffn.plan")
     assert moec.load(tmp_path / "ffn.plan", trust_nothing=True).world_size == 4
-    with pytest.raises(ValueError, match="ranks is a number from 1"):
-        moec.compile(layer_text(), ranks=0)
+    with pytest.raises(ValueError, match="world_size is a number from 1"):
+        moec.compile(layer_text(), world_size=0)
 
 
 def test_without_a_cluster_a_layer_is_whole_on_one_rank():

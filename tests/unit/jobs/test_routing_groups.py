@@ -8,11 +8,12 @@ from functools import cache
 
 import pytest
 import torch
-from models import moe_plan
+from models import moe_plan, moe_spec
 from torch import Tensor
 
 from moec.passes.ir import Layout, Mesh
 from moec.runtime.batches import IGNORED_LABEL
+from moec.runtime.errors import JobError
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
 from moec.runtime.virtual import VirtualCluster
@@ -142,3 +143,22 @@ def test_what_a_rank_keeps_depends_on_how_many_there_are(dp: int):
 def test_one_rank_is_the_batch_and_a_rank_with_one_sequence_is_that_sequence():
     assert distance(outcome("rank"), outcome("batch")) < BOUND
     assert distance(outcome("rank", dp=BATCH), outcome("sequence")) < BOUND
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.0)", "dynamic()", "dynamic(max = 1.0)"])
+def test_a_batch_of_no_sequences_runs_forward_and_backward(capacity: str, group: str) -> None:
+    model = reference(moe_spec(ranks=4, beside=f"capacity = {capacity}; group = {group}"))
+    tokens = torch.zeros(0, 8, dtype=torch.int64)
+    output = model(tokens, tokens)
+    assert output.loss is not None
+    output.loss.backward()
+    assert float(output.loss) == 0
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.0)"])
+def test_a_batch_that_the_ranks_of_a_group_do_not_divide_is_refused_in_words(capacity: str) -> None:
+    model = reference(moe_spec(ranks=4, beside=f"capacity = {capacity}; group = rank"))
+    with pytest.raises(JobError, match=r"MOE0702.*tokens are 3 sequences, which the 4 data-parallel ranks .* divide"):
+        model(torch.zeros(3, 8, dtype=torch.int64))
