@@ -153,7 +153,7 @@ def test_a_batch_of_no_sequences_runs_forward_and_backward(capacity: str, group:
     output = model(tokens, tokens)
     assert output.loss is not None
     output.loss.backward()
-    assert float(output.loss) == 0
+    assert output.loss.item() == 0
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in model.parameters())
 
 
