@@ -8,11 +8,11 @@ from faults import bypass, change_node
 from models import moe_plan, moe_spec
 from torch import Tensor
 
-from moec.runtime.module import IGNORED_LABEL, PlanModule
+from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference
 from moec.runtime.verify import verify
 
-PADDING, VOCAB, CHOICES = 3, 32, 2
+PADDING, VOCAB, CHOICES, IGNORED_LABEL = 3, 32, 2, -100
 EMBEDDING = f"embedding = tokens(padding = {PADDING})"
 LENGTHS = (5, 8, 1, 3)
 CAPACITIES = ["", "capacity = factor(0.7, eval = 1.2)", "capacity = dynamic()", "capacity = dynamic(max = 0.8)"]
