@@ -19,13 +19,19 @@ IGNORED_LABEL = -100
 class Limits:
     """Ids are below `vocab`, sequences at most `context` long; `tensor_parallel` ranks share each sequence.
 
-    `shares`: into how many equal parts the batch of one rank is cut (routing groups of a rank's sequences).
+    `shares`: into how many equal parts the batch of one rank is cut (routing groups of a rank's sequences). `padding` is
+    the id of tokens that reach no expert.
     """
 
     vocab: int
     context: int
     tensor_parallel: int = 1
     shares: int = 1
+    padding: int | None = None
+
+    def real_tokens(self, tokens: Tensor) -> int | Tensor:
+        """How many tokens of a batch are no padding; a tensor where only their device knows."""
+        return tokens.numel() if self.padding is None else (tokens != self.padding).sum()
 
     def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
         """What is wrong with a batch, or None. Without `look` only what needs no value of a tensor."""
@@ -71,7 +77,11 @@ def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limit
     by_rank = any(layer.moe is not None and layer.moe.group == "rank" for layer in spec.model.layers)
     shares = data_shares(spec) // data_size if by_rank else 1
     return Limits(
-        vocab=spec.model.vocab, context=context_of(spec), tensor_parallel=tensor_parallel, shares=max(1, shares)
+        vocab=spec.model.vocab,
+        context=context_of(spec),
+        tensor_parallel=tensor_parallel,
+        shares=max(1, shares),
+        padding=spec.model.embedding.padding,
     )
 
 

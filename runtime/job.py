@@ -254,7 +254,7 @@ class Job:
         Over all ranks, as `expert_loads` is, and so a collective too.
         """
         loads = self.expert_loads(model)
-        tokens = torch.tensor(model.num_tokens, device=next(model.parameters()).device)
+        tokens = torch.as_tensor(model.num_tokens, device=next(model.parameters()).device).clone()
         self._sum_over_all(tokens, "drop rates")
         total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group read the same ones
         kept = {layer: int(load.sum()) / choices_per_token(self.plan.spec, layer) for layer, load in loads.items()}

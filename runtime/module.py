@@ -104,8 +104,8 @@ class PlanModule(nn.Module):
             name: build_function(stage, name, groups=home.groups, float64=float64) for name in scalar_graphs(stage)
         }
         self._padded = any(n.target in CAPACITY for g in stage.graphs for n in g.nodes)
-        self.num_tokens = 0
-        """Tokens that the last forward pass was given."""
+        self.num_tokens: int | Tensor = 0
+        """Tokens that the last forward pass was given, padding left out."""
         self.expert_counts: dict[int, Tensor] = {}
         """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
         self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
@@ -121,7 +121,7 @@ class PlanModule(nn.Module):
         refuse_autocast(tokens.device.type)
         refuse_data_parallel(self)
         look = self._require_batch(tokens, labels)
-        self.num_tokens = tokens.numel()
+        self.num_tokens = self.limits.real_tokens(tokens)
         with unscored.noting() as noted:
             results = self._top.run(self, tokens)
         self._require_scores(noted, look)

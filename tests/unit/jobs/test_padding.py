@@ -8,6 +8,7 @@ from faults import bypass, change_node
 from models import moe_plan, moe_spec
 from torch import Tensor
 
+import moec
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference
 from moec.runtime.verify import verify
@@ -142,3 +143,13 @@ def test_a_plan_that_counts_other_tokens_is_refused() -> None:
     wrong = bypass(plan, "num_tokens", "count_mask")
     report = verify(wrong, float32=False)
     assert not report.ok
+
+
+@pytest.mark.parametrize("capacity", ["capacity = dropless", "capacity = factor(8.0)"])
+def test_padding_is_not_taken_for_dropped_choices(capacity: str) -> None:
+    plan = moe_plan(ranks=1, ep=1, model=EMBEDDING, beside=capacity)
+    with moec.launch(plan, device="cpu") as job:
+        made = job.build()
+        job.step(made, *padded(LENGTHS, 8))
+        assert all(int(load.sum()) == CHOICES * sum(LENGTHS) for load in job.expert_loads(made).values())
+        assert set(job.drop_rates(made).values()) == {0.0}
