@@ -19,7 +19,7 @@ IGNORED_LABEL = -100
 class Limits:
     """Ids are below `vocab`, sequences at most `context` long; `tensor_parallel` ranks share each sequence.
 
-    `shares`: into how many equal parts the batch of one rank is cut (routing groups of a rank's sequences). `padding` is
+    `shares`: into how many equal parts the batch of one rank is cut (groups of its sequences). `padding` is
     the id of tokens that reach no expert.
     """
 
