@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.runtime.batches import fingerprint
+from moec.runtime.groups import HOST
 from moec.runtime.watch import collective
 
 MODES = ("all", "first", "none")
 MAX_COMPLAINT = 1000
 """Bytes of a complaint that travel to the other ranks."""
-
-HOST = "host"
-"""The group of all ranks over which CPU tensors travel: agreeing waits for no device."""
 
 
 class Checks:

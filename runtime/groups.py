@@ -25,6 +25,9 @@ _watches: dict[str, Watch] = {}
 _open: set[str] = set()
 _numbers = count()
 
+ALL_RANKS, HOST = "", "host"
+"""What a job calls the group of all its ranks, and that of all of them over which CPU tensors travel."""
+
 SEPARATOR = "/"
 """Stands between a job's number and the plan's name of a group, in which there is none."""
 
@@ -103,8 +106,9 @@ def watch_of(name: str) -> Watch | None:
 
 
 def plain_name(name: str) -> str:
-    """What the plan calls a group."""
-    return name.partition(SEPARATOR)[2] if SEPARATOR in name else name
+    """What the plan calls a group; empty for those of all ranks."""
+    plain = name.partition(SEPARATOR)[2] if SEPARATOR in name else name
+    return "" if plain == HOST else plain
 
 
 def ended() -> JobError:

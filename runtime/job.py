@@ -30,7 +30,8 @@ from moec.runtime.checks import JobChecks
 from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import clip_gradient_norm
-from moec.runtime.join import ALL_RANKS, device_meshes, join, process_groups
+from moec.runtime.groups import ALL_RANKS
+from moec.runtime.join import device_meshes, join, process_groups
 from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.optimizer import make_optimizer
 from moec.runtime.rank import RankHome

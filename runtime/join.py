@@ -16,10 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
-from moec.runtime.checks import HOST
-
-ALL_RANKS = ""
-"""What a job calls the group of all its ranks."""
+from moec.runtime.groups import ALL_RANKS, HOST
 
 _joined: Counter[tuple[str, str]] = Counter()
 """Jobs that this process has joined at each address: as many on every rank, for all run the same script."""

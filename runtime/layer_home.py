@@ -18,9 +18,9 @@ from moec.grammar.spec import Spec
 from moec.passes.ir import Layout
 from moec.passes.ir.mesh import group_name
 from moec.runtime import groups
-from moec.runtime.checks import HOST, JobChecks
+from moec.runtime.checks import JobChecks
 from moec.runtime.errors import JobError
-from moec.runtime.join import ALL_RANKS
+from moec.runtime.groups import ALL_RANKS, HOST
 from moec.runtime.layer import MoeLayer
 from moec.runtime.rank import RankHome
 from moec.runtime.shards import local_slices

@@ -16,8 +16,7 @@ from moec.codegen.fx import DTYPES
 from moec.codegen.plan import ParameterData, Plan
 from moec.passes.ir import Layout, Shard
 from moec.runtime.checks import Checks
-from moec.runtime.groups import ended, is_open
-from moec.runtime.join import ALL_RANKS
+from moec.runtime.groups import ALL_RANKS, ended, is_open
 from moec.runtime.shards import initial_shard, local_slices
 from moec.runtime.weights import WeightSpec
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from moec.passes.ir import Shard
 from moec.runtime.batches import IGNORED_LABEL
-from moec.runtime.checks import HOST
 from moec.runtime.conversions import all_reduce
 from moec.runtime.errors import JobError
+from moec.runtime.groups import HOST
 from moec.runtime.logprobs import label_log_probabilities
 from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.watch import collective
