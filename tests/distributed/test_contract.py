@@ -113,6 +113,9 @@ TOLD = {
     "data parallel": "MOE0711 DistributedDataParallel takes parameters for replicas",
     "inside another": "Operator c10d.broadcast_.default does not have a sharding strategy",
     "other tokens": "MOE0702 rank 0: the ranks of its tp group were given other tokens or labels",
+    "modes": "MOE0702 ranks differ in whether they train, have labels, want gradients, and for which parameters",
+    "steps": "MOE0713 ranks differ in the micro-batches of a step",
+    "frozen on one rank": "MOE0702 ranks differ in whether they train, have labels, want gradients, and for which",
     "replaced": r"MOE0710 head.weight .* was replaced: this rank's part has shape \[32, 16\], and the plan wants",
     "works": "True",
 }
