@@ -46,6 +46,9 @@ def _difference(alike: Sequence[Alike], least: Sequence[int], most: Sequence[int
 class Checks:
     """How one rank checks what a model is given, alone."""
 
+    compares = False
+    """Whether there are ranks to compare with."""
+
     def __init__(self, mode: str = "all") -> None:
         if mode not in MODES:
             raise ValueError(f"checks is one of {', '.join(map(repr, MODES))}, not {mode!r}")
@@ -84,6 +87,7 @@ class JobChecks(Checks):
         self.rank = rank
         self._job, self._world_size, self._place = job, world_size, place
         self._tensor_parallel = tensor_parallel
+        self.compares = world_size > 1 and mode != "none"
 
     def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
         """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs.
@@ -93,7 +97,7 @@ class JobChecks(Checks):
         if complaint:
             place = self._place()
             complaint = f"{place}: {complaint}" if place else complaint
-        if self._world_size == 1 or self.mode == "none":
+        if not self.compares:
             return complaint
         bounds = [bound for each in alike for number in each.numbers for bound in (number, -number)]
         lowest = torch.tensor([self.rank if complaint else self._world_size, *bounds])

@@ -220,7 +220,9 @@ class PlanModule(nn.Module):
 
     def _frozen(self) -> int:
         """Which parameters have no gradient, as a number: ranks sum gradients of the same ones."""
-        return hash(tuple(parameter.requires_grad for parameter in self.parameters())) >> 1
+        if not self._home.checks.compares:
+            return 0
+        return hash(tuple(needed for weights in self.all_weights() for needed in weights.needed())) >> 1
 
     def _require_scores(self, noted: Sequence[Tensor], look: bool) -> None:
         if not self._routers or not look:
