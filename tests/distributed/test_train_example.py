@@ -1,4 +1,4 @@
-"""examples/train.py on the ranks of a job: the figures that it reports are those of the model, however it is sharded."""
+"""examples/train.py on the ranks of a job: its figures are those of the unsharded model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Rows, tokens and experts beyond 2³¹ elements of a tensor: kernels give the same bits there as at its beginning.
 
-The tensors are sparse files, of which only the pages in use exist. A product of 32 bits would be one modulo 2³², which
-lies in the file too: numbers differ then, and nothing crashes. `test_interpreted.py` runs this file, in its own process.
+The tensors are sparse files, of which only the pages in use exist. Offsets are a little above multiples of 2³², so that
+an offset of 32 bits names another place of the file. `test_interpreted.py` runs this file, in its own process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moec.codegen.tiles import Tile
 from moec.runtime.backends.triton_launch import Kernels
 from moec.runtime.backends.triton_modules import module_of
 
-ROWS, DIM, HIDDEN, CHOICES, EXPERTS = 5, 16, 16, 2, 4
+ROWS, DIM, HIDDEN, CHOICES, EXPERTS = 5, 16, 16, 4, 8
 FAR_ROW, FAR_EXPERT = 2**28 + 24, 2**24 + 3
-"""Times any width of a row or of a matrix here they are above 2³², by little."""
+"""Times the width of a row, or the elements of a matrix, they are a little above a multiple of 2³²."""
 
 TILE = Tile(16, 16, 16, 4, 1)
 MIXES = {
