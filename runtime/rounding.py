@@ -18,7 +18,7 @@ from moec.grammar.spec import AdamW as AdamWSpec
 from moec.grammar.spec import Spec
 from moec.passes.ir import Layout
 from moec.runtime.backends import plain_torch
-from moec.runtime.lockstep import BackwardError, Lockstep, StepError
+from moec.runtime.lockstep import FAILURES, BackwardError, Graphs, Lockstep, StepError
 from moec.runtime.module import PlanModule
 from moec.runtime.optimizer import make_optimizer
 from moec.runtime.reference import reference, reference_stage
@@ -85,7 +85,7 @@ class Rounding:
         return {name: getattr(self, name) for name in names} | {"step_bound": STEP_BOUND}
 
 
-def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs) -> Rounding:
+def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs, *, recompute: bool = False) -> Rounding:
     """Runs plan and unsharded model in the plan's dtype, from the parameters of `model`, and both against float64.
 
     All runs start from the same parameters, rounded once, send every token to the same experts, and run gelu where the
@@ -93,16 +93,17 @@ def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs) -> Rounding:
     """
     stage, plan = _smooth(reference_stage(plan.spec)[0]), replace(plan, stages=tuple(map(_smooth, plan.stages)))
     narrow = {name: p.detach().to(DTYPES[plan.parameters[name].dtype]) for name, p in model.named_parameters()}
-    exact = _Unsharded(stage, {name: p.double() for name, p in narrow.items()}, Routes())
+    doubled = Graphs(stage, float64=True)
+    exact = _Unsharded(doubled, {name: p.double() for name, p in narrow.items()}, Routes())
     exact.run(inputs)
     choices = {path: experts[0] for path, experts in exact.routes.experts.items()}
-    nudged = _Unsharded(stage, {name: _rounded_again(p, name) for name, p in narrow.items()}, Routes(_alone(choices)))
+    nudged = _Unsharded(doubled, {name: _rounded_again(p, name) for name, p in narrow.items()}, Routes(_alone(choices)))
     nudged.run(inputs)
-    same = _Unsharded(stage, narrow, Routes(_alone(choices)))
+    same = _Unsharded(Graphs(stage, float64=False), narrow, Routes(_alone(choices)))
     same.run(inputs)
     routes = Routes(shared_out(plan, choices))
     confident = _confident_logits(inputs, plan.spec.model.vocab, DTYPES[plan.spec.model.dtype])
-    cluster = VirtualCluster(plan, narrow, routes=routes)
+    cluster = VirtualCluster(plan, narrow, recompute=recompute, routes=routes)
     name = str(plan.spec.model.dtype)
     try:
         logits, loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
@@ -141,12 +142,12 @@ def gradient_noise(spec: Spec, model: PlanModule, inputs: Inputs, part: float) -
 class _Unsharded:
     """One run of the unsharded model, forward and backward."""
 
-    def __init__(self, stage: StageGraphs, parameters: Mapping[str, Tensor], routes: Routes) -> None:
+    def __init__(self, graphs: Graphs, parameters: Mapping[str, Tensor], routes: Routes) -> None:
         self.routes = routes
         self._dtype = next(iter(parameters.values())).dtype
         self._leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
         float64 = self._dtype == torch.float64
-        self._lockstep = Lockstep(stage, 1, {}, self._leaves, float64=float64, routes=routes)
+        self._lockstep = Lockstep(graphs.stage, 1, {}, self._leaves, float64=float64, routes=routes, graphs=graphs)
 
     def run(self, inputs: Inputs) -> None:
         """Over the global batch."""
@@ -173,7 +174,10 @@ def _loss_alone(plan: Plan, lockstep: Lockstep, inputs: Inputs, logits: Tensor) 
     indices = [local_slices(logits.shape, layout, dense, rank) for rank in range(plan.world_size)]
     leaves = [logits[index].clone().requires_grad_() for index in indices]
     losses = lockstep.loss(leaves, inputs.rank_labels)
-    torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+    try:
+        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+    except FAILURES as error:
+        raise BackwardError(f"the backward pass of the loss alone, which stopped: {error}") from error
     return [(i, torch.zeros_like(x) if x.grad is None else x.grad) for i, x in zip(indices, leaves, strict=True)]
 
 
