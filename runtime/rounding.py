@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import geometric_mean, median
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,11 @@ FACTORS = {"fp32": 16.0}
 FACTOR = 4.0
 """How many times the unsharded model's error a plan's may be, by tensor; docs/verify.md says how both were found. A
 value of fp32 that is rounded to bf16 is 65,536 times as far off: there is room for gradients that almost cancel."""
+
+MEANS = {"fp32": 4.0}
+MEAN = 1.3
+"""The same for the geometric mean over all gradients. Sums of many ranks in bf16 make every gradient a little worse,
+and none 4 times."""
 
 FLOOR = 0.2
 """An error below this many eps of the dtype, relative to the tensor, counts as this: rounding each element makes it."""
@@ -65,7 +70,8 @@ Part = tuple[tuple[slice, ...], Tensor]
 class Rounding:
     """Errors against float64, over those of the unsharded model in the same dtype; the largest over all tensors.
 
-    `output`: logits and loss. `gradient`: gradients, and that of the loss alone. `step`: the error of one step of the
+    `output`: logits and loss. `gradient`: gradients, and that of the loss alone. `mean`: the geometric mean over the
+    parameters' gradients. `step`: the error of one step of the
     file's optimizer relative to the step, where gradients are clear of rounding.
     """
 
@@ -73,15 +79,17 @@ class Rounding:
     dtype: str
     output: float
     gradient: float
+    mean: float
     step: float
     worst: str
     bound: float = FACTOR
+    mean_bound: float = MEAN
     gradients: Mapping[str, float] = field(default_factory=dict, repr=False)
     """`gradient` by the tensor's name."""
 
     def to_json(self) -> dict[str, object]:
         """What `moec verify --json` prints."""
-        names = ("ok", "dtype", "output", "gradient", "step", "worst", "bound")
+        names = ("ok", "dtype", "output", "gradient", "mean", "step", "worst", "bound", "mean_bound")
         return {name: getattr(self, name) for name in names} | {"step_bound": STEP_BOUND}
 
 
@@ -110,7 +118,8 @@ def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs, *, recompute
         summed = cluster.backward(loss)
         of_logits = _loss_alone(plan, cluster.lockstep, inputs, confident)
     except (StepError, BackwardError) as failure:
-        return Rounding(ok=False, dtype=name, output=math.inf, gradient=math.inf, step=math.inf, worst=str(failure))
+        lost = dict.fromkeys(("output", "gradient", "mean", "step"), math.inf)
+        return Rounding(ok=False, dtype=name, worst=str(failure), **lost)
     found = _Comparison(plan, exact, same, nudged)
     found.outputs(logits, loss)
     found.routers(routes)
@@ -274,14 +283,19 @@ class _Comparison:
         """The largest of each."""
         output, gradient = (max(self._ratios[kind].values()) for kind in ("output", "gradient"))
         step = max(self._steps.values())
-        bound = FACTORS.get(dtype, FACTOR)
+        bound, mean_bound = FACTORS.get(dtype, FACTOR), MEANS.get(dtype, MEAN)
+        ratios = [ratio for name, ratio in self._ratios["gradient"].items() if ratio and name in self._known]
+        mean = geometric_mean(ratios) if ratios else 0.0
         over = {what: ratio / bound for what, ratio in self._ratios["output"].items()}
         over |= {f"the gradient of {name}": ratio / bound for name, ratio in self._ratios["gradient"].items()}
         over |= {f"the step of {name}": error / STEP_BOUND for name, error in self._steps.items()}
+        over["mean over all gradients"] = mean / mean_bound
         return Rounding(
-            ok=max(output, gradient) <= bound and step <= STEP_BOUND,
+            ok=max(over.values()) <= 1,
             dtype=dtype,
             bound=bound,
+            mean=mean,
+            mean_bound=mean_bound,
             output=output,
             gradient=gradient,
             step=step,
