@@ -118,8 +118,8 @@ def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs, *, recompute
         summed = cluster.backward(loss)
         of_logits = _loss_alone(plan, cluster.lockstep, inputs, confident)
     except (StepError, BackwardError) as failure:
-        lost = dict.fromkeys(("output", "gradient", "mean", "step"), math.inf)
-        return Rounding(ok=False, dtype=name, worst=str(failure), **lost)
+        off = math.inf
+        return Rounding(ok=False, dtype=name, worst=str(failure), output=off, gradient=off, mean=off, step=off)
     found = _Comparison(plan, exact, same, nudged)
     found.outputs(logits, loss)
     found.routers(routes)
