@@ -39,8 +39,16 @@ OWN_LOSSES: dict[str, Any] = {
 UNEVEN_VOCABULARY = {**FOUR, "model": "vocab = 33"}
 
 
-@pytest.mark.parametrize("dtype", BOUNDS)
-@pytest.mark.parametrize("ranks", RANKS)
+WHERE = [
+    ("1 rank", "bf16"),
+    ("4 ranks", "fp32"),
+    pytest.param("1 rank", "fp32", marks=pytest.mark.slow),
+    pytest.param("4 ranks", "bf16", marks=pytest.mark.slow),
+]
+"""The others with `make test-slow`: each claim stands on both kinds of ranks and in both dtypes here."""
+
+
+@pytest.mark.parametrize(("ranks", "dtype"), WHERE)
 @pytest.mark.parametrize("claim", CLAIMS)
 def test_gradients_are_the_unsharded_models_after(gloo: GlooPool, claim: str, ranks: str, dtype: str) -> None:
     options = {**RANKS[ranks], "dtype": dtype}
