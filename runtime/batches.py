@@ -50,7 +50,8 @@ class Limits:
         if ids.shape != tokens.shape:
             return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}"
         if ids.shape[1] > self.context:
-            return f"{name} are {ids.shape[1]} long, and the model's context is {self.context}"
+            context = f"{self.context} (`context` in the file, else `train.sequence`)"
+            return f"{name} are {ids.shape[1]} long, and the model's context is {context}"
         if ids.shape[1] % self.tensor_parallel:
             return f"{name} are {ids.shape[1]} long, which tp = {self.tensor_parallel} does not divide"
         if ids.shape[0] % self.shares:
@@ -84,14 +85,21 @@ def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limit
     )
 
 
-def fingerprint(ids: Sequence[Tensor | None]) -> int:
-    """A number that differs where any id does, all but surely; 62 bits. Waits for the device."""
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
+"""Odd constants of SplitMix64 (Steele et al. 2014), as signed numbers."""
+
+
+def fingerprint(tensors: Sequence[Tensor | None]) -> int:
+    """A number below 2^62 that almost surely differs where a shape or any element does. Waits for the device."""
     total = 0
-    for tensor in ids:
-        if tensor is None or tensor.dtype != torch.int64 or tensor.numel() == 0:
+    for tensor in tensors:
+        if tensor is None:
             continue
-        flat = tensor.reshape(-1)
-        # Multiplicative hashing: odd factors that are all different, sums that wrap around.
-        factors = torch.arange(flat.numel(), device=flat.device) * 0x5851F42D4C957F2D + 0x14057B7EF767814F
-        total = total * 31 + int(((flat + 1) * factors).sum())
-    return total % (1 << 62)
+        total = (total * 31 + hash((tuple(tensor.shape), tensor.element_size()))) % (1 << 62)
+        if tensor.numel():
+            bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()]).to(torch.int64)
+            mixed = (bits + torch.arange(1, bits.numel() + 1, device=bits.device) * _GOLDEN) * _MIX
+            mixed = (mixed ^ (mixed >> 29)) * _GOLDEN
+            total = (total * 31 + int((mixed ^ (mixed >> 32)).sum())) % (1 << 62)
+    return total

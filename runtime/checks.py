@@ -87,7 +87,7 @@ class JobChecks(Checks):
         self.rank = rank
         self._job, self._world_size, self._place = job, world_size, place
         self._tensor_parallel = tensor_parallel
-        self.compares = world_size > 1 and mode != "none"
+        self.compares = world_size > 1
 
     def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
         """One small all_reduce tells every rank whether any complains; the lowest such rank broadcasts its words.

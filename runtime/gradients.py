@@ -95,7 +95,7 @@ def by_groups(gradients: Iterable[Summed]) -> dict[tuple[str, ...], list[Summed]
 
 
 def clip_gradient_norm(
-    gradients: Mapping[str, Tensor], sharded_over: Mapping[str, tuple[str, ...]], max_norm: float
+    gradients: Mapping[str, Tensor], sharded_over: Mapping[str, tuple[str, ...]], max_norm: float, device: torch.device
 ) -> Tensor:
     """Scales every gradient so that their global norm is at most `max_norm`; gives the norm before, a scalar.
 
@@ -107,7 +107,6 @@ def clip_gradient_norm(
     for name, groups in sharded_over.items():
         # Every rank sums over the same groups, whether or not it has a gradient of theirs.
         by_shards.setdefault(groups, []).extend([gradients[name]] if name in gradients else [])
-    device = next((gradient.device for gradient in gradients.values()), torch.device("cpu"))
     total = torch.zeros((), device=device)
     for groups, parts in sorted(by_shards.items()):
         squares = torch.zeros((), device=device)

@@ -63,13 +63,16 @@ def _squares_of_dense(gradients: Iterable[Tensor], device: torch.device) -> Tens
 def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
     """Squared norm of all experts, each once. One all_reduce for all layers over the same ranks."""
     by_group: dict[str, list[Tensor]] = {}
+    counted: set[int] = set()
     names: dict[object, str] = {}
     for layer in _layers(model):
         home = layer._home
         name = home.expert_group if isinstance(home, LayerHome) else ""
         name = names.setdefault(resolve(name), name) if name else name
-        found = [p.grad for p in layer.expert_parameters() if p.grad is not None]
-        by_group.setdefault(name, []).extend(found)
+        # Experts that two layers share count once.
+        found = [p for p in layer.expert_parameters() if p.grad is not None and id(p) not in counted]
+        counted.update(map(id, found))
+        by_group.setdefault(name, []).extend(p.grad for p in found if p.grad is not None)
     total = torch.zeros((), device=device)
     for name, gradients in by_group.items():
         squares = _squares(gradients, device)

@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from moec.runtime.errors import JobError
 
 
-def require_left_alone(experts: nn.Module) -> None:
-    """Raises `JobError` if the host manages experts: it takes them for replicas, and each rank has different ones."""
+def state() -> tuple[int, int]:
+    """What the hosts of a forward pass are recognised by: it changes where one is put around a model later."""
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    return id(_active_ddp()), len(states._module_state_mapping) if states is not None else 0
+
+
+def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
+    """Raises `JobError` if the host manages experts: it takes them for replicas, and each rank has different ones.
+
+    Also if it reduces over other ranks than the layer's `ranks`: nobody would sum the gradients of experts' replicas.
+    """
+    ddp = _active_ddp()
+    if ddp is not None and set(dist.get_process_group_ranks(ddp.process_group)) != set(ranks):
+        hosts = sorted(dist.get_process_group_ranks(ddp.process_group))
+        raise JobError(
+            "MOE0711",
+            f"DistributedDataParallel is over the ranks {hosts}, and a layer in it over {sorted(ranks)}",
+            "make the layer without `group`, over all of them, and say `parallel { ep = … }` in its file",
+        )
     own = {id(parameter) for parameter in experts.parameters()}
-    if any(id(parameter) in own for parameter in _parameters_of_ddp()):
+    if ddp is not None and any(id(parameter) in own for parameter in ddp._module_parameters):
         raise JobError(
             "MOE0711",
             "DistributedDataParallel has made this rank's experts copies of rank 0's",
@@ -30,10 +48,9 @@ def require_left_alone(experts: nn.Module) -> None:
         )
 
 
-def _parameters_of_ddp() -> list[nn.Parameter]:
-    """The parameters of the DistributedDataParallel module whose forward pass is running, if one is."""
-    wrapped: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    return list(wrapped._module_parameters) if wrapped is not None else []
+def _active_ddp() -> Any:
+    """The DistributedDataParallel module whose forward pass is running, if one is."""
+    return nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
 
 
 def _owners_of_fsdp() -> Iterator[nn.Module]:

@@ -25,12 +25,13 @@ from moec.passes.ir.mesh import group_name
 from moec.passes.mixture import choices_per_token
 from moec.runtime import groups
 from moec.runtime.backends import select, triton_tiles
-from moec.runtime.batches import limits_of
+from moec.runtime.batches import IGNORED_LABEL, limits_of
 from moec.runtime.checks import JobChecks
 from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import clip_gradient_norm
 from moec.runtime.groups import ALL_RANKS
+from moec.runtime.home import home_of
 from moec.runtime.join import device_meshes, join, process_groups
 from moec.runtime.module import ModelOutput, PlanModule
 from moec.runtime.optimizer import make_optimizer
@@ -46,9 +47,9 @@ TIMEOUT = 100.0
 class Job:
     """One rank of a plan that runs under torchrun, or the only rank of a plan for one.
 
-    Entering it joins the process group (or uses the one there is) and builds the plan's meshes; leaving it undoes what
-    entering did. `rank`, `world_size`: this process among all; `data_rank`, `data_size`: its share of the batch.
-    Several jobs may run in one process: each has groups, tiles and a watch of its own.
+    Entering it joins the process group (or uses the one there is) and builds the plan's meshes; leaving it ends the
+    process group that entering made. `rank`, `world_size`: this process among all; `data_rank`, `data_size`: its share
+    of the batch. Several jobs may run in one process: each has groups, tiles and a watch of its own.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class Job:
         Raises `JobError`, alike on every rank, for a loss that is no scalar, a count that is 0 on all ranks, and
         inputs of other shapes.
         """
+        self._require_own(model)
         self._steps += 1
         if self._check_every and self._steps % self._check_every == 0:
             self.check_replicas(model)
@@ -196,15 +198,25 @@ class Job:
         `tokens`, the same of tokens, where the model has a padding id and balance terms: padding is counted by them.
         Gradients are summed over the ranks once per backward pass; `job.step(…, microbatches=n)` does so once.
         """
+        self._require_own(model)
         if not labels:
             raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch to come")
+        if not tokens and model.counts_padding:
+            raise JobError(
+                "MOE0713",
+                "the model has a padding id and balance terms, which count the tokens that are no padding",
+                "give job.accumulate(…, tokens=(…)) the tokens of every micro-batch to come too",
+            )
         flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
         with model.counting(model.count_labels(flat), model.count_tokens(ids)) as used:
             yield
-        if used.given != flat.numel():
+        looks = self._checks.looks(model.seen, "accumulate", flat.device)
+        promised = int((flat != IGNORED_LABEL).sum()) if looks else 0
+        if used.given != flat.numel() or (looks and int(used.valid) != promised):
             raise JobError(
                 "MOE0713",
-                f"job.accumulate was given {flat.numel()} labels, and the forward passes in it {used.given}",
+                f"job.accumulate was given {flat.numel()} labels, and the forward passes in it {used.given}, "
+                "or others of them were ignored",
                 "give it the labels of exactly the micro-batches that follow; zero the gradients of this step",
             )
 
@@ -213,17 +225,19 @@ class Job:
 
         A collective: every rank must call it, or none.
         """
+        self._require_own(model)
         parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
         check_replicas(self.plan, parts, self.world_size, self._number + ALL_RANKS)
 
     def clip_grad_norm_(self, model: PlanModule, max_norm: float) -> Tensor:
         """Scales the gradients to a global norm of at most `max_norm`; gives the norm before, alike on every rank."""
+        self._require_own(model)
         sharded, gradients = {}, {}
         for name, parameter in model.named_parameters():
             sharded[name] = self._sharded_over(self.plan.parameters[name])
             if parameter.grad is not None:
                 gradients[name] = local_part(parameter.grad)
-        return clip_gradient_norm(gradients, sharded, max_norm)
+        return clip_gradient_norm(gradients, sharded, max_norm, next(model.parameters()).device)
 
     def whole_logits(self, output: ModelOutput) -> Tensor:
         """`output.logits` over the whole vocabulary and all tokens of this rank's sequences, differentiable.
@@ -241,6 +255,7 @@ class Job:
 
         A collective: every rank must call it, or none.
         """
+        self._require_own(model)
         layers = sorted(model.expert_counts)
         if not layers:
             return {}
@@ -276,6 +291,16 @@ class Job:
     def number(self) -> str:
         """What the names of its groups begin with (`moec.runtime.groups`)."""
         return self._number
+
+    def _require_own(self, model: PlanModule) -> None:
+        """Raises `JobError` for a model that another job built: its parts lie otherwise, over other groups."""
+        home = home_of(model)
+        if home.groups != self._number:
+            raise JobError(
+                "MOE0714",
+                f"a job of {self.plan.name} was given a model that another job built",
+                "give every model to the job whose `build` made it, or a copy of it",
+            )
 
     def _sum_over_all(self, counts: Tensor, what: str) -> None:
         if self.world_size > 1:

@@ -63,8 +63,9 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
         found[ALL_RANKS] = world
         found[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
     for group in found.values():
-        # A new group has torch's default of 30 minutes, whatever the timeout of the default group.
-        distributed_c10d._set_pg_timeout(timeout, group)
+        # A new group has torch's default of 30 minutes. The default group is somebody else's, or has it already.
+        if group is not dist.group.WORLD:
+            distributed_c10d._set_pg_timeout(timeout, group)
     return found
 
 

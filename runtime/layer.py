@@ -12,16 +12,15 @@ from moec.codegen.checks import first_result, scalar_graphs
 from moec.codegen.fx import Function, build_function, operator_sites
 from moec.codegen.graph import Ref, StageGraphs
 from moec.runtime import (
+    hosts,
     operators,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
 from moec.runtime.checks import Alike
 from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
-from moec.runtime.hosts import require_left_alone
-from moec.runtime.layer_state import PREFIX, load_own_parts
-from moec.runtime.module import CAPACITY, SHAPES, WITHOUT_SCORES
-from moec.runtime.state import sign_state
+from moec.runtime.layer_state import PREFIX, give_whole_experts, load_own_parts
+from moec.runtime.module import CAPACITY, KINDS, SHAPES, WITHOUT_SCORES
 from moec.runtime.weights import Microbatches
 
 
@@ -36,6 +35,15 @@ class HostedHome(Home, Protocol):
     @property
     def local_experts(self) -> range:
         """The experts that this rank has, by their numbers in the file."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the layer is spread over."""
+        ...
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """This rank's part of a parameter, by its full name, as a tensor that says what it is a part of."""
         ...
 
 
@@ -55,7 +63,7 @@ class MoeLayer(nn.Module):
 
     def __init__(self, stage: StageGraphs, dim: int, home: HostedHome, *, float64: bool = False) -> None:
         super().__init__()
-        self.dim, self._home, self.seen = dim, home, set[object]()
+        self.dim, self._home, self.seen, self._hosts = dim, home, set[object](), (0, -1)
         evaluated = stage.in_evaluation()
         stages = (stage,) if evaluated is stage else (stage, evaluated)
         self._functions = [build_function(s, "forward", groups=home.groups, float64=float64) for s in stages]
@@ -70,7 +78,7 @@ class MoeLayer(nn.Module):
         self._routers = operator_sites(self._functions[0].module, "moec.route.default")
         self._padded = any(n.target in CAPACITY for g in stage.graphs for n in g.nodes)
         self.aux_loss = self.expert_counts = None
-        self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,6 +94,7 @@ class MoeLayer(nn.Module):
             results = self._run(given)
             self._require_scores(noted, look)
             balance = results.pop("balance", None)
+            self._refuse_reentrant_checkpoint()
             self.aux_loss = None if balance is None else self._aux_loss(balance, given)
         y: Tensor = results.pop(self._first)
         (counts,) = results.values()
@@ -102,6 +111,17 @@ class MoeLayer(nn.Module):
         """The experts that this rank has, by their numbers among all."""
         return self._home.local_experts
 
+    def _refuse_reentrant_checkpoint(self) -> None:
+        """Raises `JobError` where a checkpoint runs this again in backward, and made `aux_loss` without a gradient."""
+        lost = self.aux_loss is not None and not self.aux_loss.requires_grad
+        lost = lost and any(self._weights.needed())
+        if lost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            raise JobError(
+                "MOE0711",
+                "torch.utils.checkpoint(use_reentrant=True) made aux_loss without a gradient",
+                "give it `use_reentrant=False`",
+            )
+
     def _run(self, x: Tensor) -> dict[str, Any]:
         function = self._functions[0 if self.training else -1]
         return dict(zip(self._results, function.module(x, *self._weights()), strict=True))
@@ -115,8 +135,9 @@ class MoeLayer(nn.Module):
         """Raises `JobError` for an x that it cannot take; gives whether this pass checks tensors' values."""
         checks = self._home.checks
         kind = ("forward", self.training)
-        if kind not in self.seen and self._home.signature()["ranks"] > 1:
-            require_left_alone(self.get_submodule("experts"))
+        if len(self._home.ranks) > 1 and self._hosts != (hosts_now := hosts.state()):
+            hosts.require_left_alone(self.get_submodule("experts"), self._home.ranks)
+            self._hosts = hosts_now
         look = checks.looks(self.seen, kind, x.device)
         complaint = None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
@@ -124,7 +145,8 @@ class MoeLayer(nn.Module):
         if look or self._padded:
             # A capacity counts the tokens of one rank, and takes them to be as many on every other.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
-            complaint = checks.agree("start of a layer", complaint, Alike(SHAPES, shape))
+            kinds = (int(self.training), int(torch.is_grad_enabled()), hash(tuple(self._weights.needed())) >> 1)
+            complaint = checks.agree("start of a layer", complaint, Alike(SHAPES, shape), Alike(KINDS, kinds))
         if complaint:
             raise JobError("MOE0702", complaint)
         return look

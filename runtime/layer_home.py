@@ -7,15 +7,20 @@ import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Shard as ShardPlacement
 
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
-from moec.passes.ir import Layout
+from moec.passes.ir import Layout, Shard
 from moec.passes.ir.mesh import group_name
 from moec.runtime import groups
 from moec.runtime.checks import JobChecks
@@ -82,6 +87,28 @@ class LayerHome(RankHome):
     def expert_group(self) -> str:
         """The group whose ranks have different experts; empty where every rank has all."""
         return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
+
+    @cached_property
+    def experts_mesh(self) -> DeviceMesh:
+        """The mesh that the experts lie on, over the layer's own groups."""
+        name = self.plan.parameters[f"{EXPERTS}up.weight"].mesh
+        mesh = self.plan.meshes[name]
+        axes = mesh.wide_axes()
+        named = [self._named[group_name(axis, name if name != "dense" else None)] for axis in axes]
+        if len(axes) == 1:
+            return DeviceMesh.from_group(named[0], self._device.type, mesh_dim_names=axes)
+        ranks = torch.tensor(self.ranks).reshape([mesh.size(axis) for axis in axes])
+        return DeviceMesh.from_group(named, self._device.type, mesh=ranks, mesh_dim_names=axes)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """This rank's part of a parameter as a DTensor, which says what it is a part of; replicas as they are."""
+        data = self.plan.parameters[name]
+        layout = Layout.parse(data.layout)
+        if not layout.axes:
+            return part
+        placed = (layout.get(axis) for axis in self.experts_mesh.mesh_dim_names or ())
+        placements = [ShardPlacement(p.dim) if isinstance(p, Shard) else Replicate() for p in placed]
+        return DTensor.from_local(part, self.experts_mesh, placements, run_check=False)
 
     @property
     def local_experts(self) -> range:

@@ -5,16 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from moec.passes.ir import Layout
 from moec.runtime.errors import JobError
 from moec.runtime.home import home_of
 from moec.runtime.rank import RankHome
 from moec.runtime.shards import local_slices
-from moec.runtime.state import HOW_TO_LOAD, KEY, refuse_foreign_state
+from moec.runtime.state import HOW_TO_LOAD, KEY, refuse_foreign_state, require_own, sign_state
 
 PREFIX = "layers.0.moe."
 """What the names of a layer's parameters begin with in its plan."""
+
+
+def give_whole_experts(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Makes DTensors of this rank's experts, so that `torch.distributed.checkpoint` keeps every rank's; signs them."""
+    sign_state(module, state_dict, prefix, local_metadata)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        given = state_dict.get(prefix + name)
+        if isinstance(given, Tensor) and not isinstance(parameter, DTensor):
+            state_dict[prefix + name] = module.__dict__["_home"].whole(PREFIX + name, given)
 
 
 def load_own_parts(
@@ -25,6 +37,14 @@ def load_own_parts(
     Raises `JobError` for the parts of another rank, and for parts in an unsigned `state_dict`.
     """
     home, signed = home_of(module), local_metadata.get(KEY)
+    if signed is not None and signed["ranks"] != 1:
+        require_own(module, signed, "this state_dict")
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        given = state_dict.get(prefix + name)
+        if isinstance(given, DTensor) and not isinstance(parameter, DTensor):
+            if signed is None and given.device_mesh is not getattr(home, "experts_mesh", None):
+                raise JobError("MOE0712", f"{name}: nothing says whose part of the experts it is", HOW_TO_LOAD)
+            state_dict[prefix + name] = given.to_local()
     if not isinstance(home, RankHome) or (signed is not None and signed["ranks"] != 1):
         refuse_foreign_state(module, state_dict, prefix, local_metadata, *others)
         return

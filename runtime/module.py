@@ -17,7 +17,7 @@ from moec.runtime import (
     operators,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
-from moec.runtime.batches import Limits
+from moec.runtime.batches import IGNORED_LABEL, Limits
 from moec.runtime.checks import Alike
 from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
@@ -59,6 +59,8 @@ class Counts:
 
     labels: Tensor | None = None
     tokens: Tensor | None = None
+    valid: int | Tensor = 0
+    """Those of them that are not ignored, on this rank."""
     given: int = 0
     """Labels, ignored ones included, of the forward passes whose losses were divided by `labels`."""
 
@@ -69,8 +71,10 @@ class Layer(nn.Module):
     def __init__(self, path: str, functions: Sequence[Function], home: Home, microbatches: Microbatches) -> None:
         """`path` is its path in the model (`layers.3.`); `functions`: one, or those of training and of evaluation."""
         super().__init__()
-        self._functions = tuple(functions)
+        self._functions, self._home = tuple(functions), home
         self._weights = own_weights(self, path, functions[0].weights, functions[0].sites, home, microbatches)
+        self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Tensor) -> Any:
         """What the layer's graph gives: the residual stream, and of a mixture its counts and balance term."""
@@ -137,7 +141,9 @@ class PlanModule(nn.Module):
         aux_loss = None if balance is None else self._aux_loss(balance, tokens)
         if labels is None:
             return ModelOutput(logits, aux_loss=aux_loss)
-        self._counts.given += labels.numel()
+        if self._counts.labels is not None:
+            self._counts.given += labels.numel()
+            self._counts.valid = self._counts.valid + (labels != IGNORED_LABEL).sum()
         valid = self._counts.labels if self._counts.labels is not None else self.count_labels(labels)
         loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
         return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
@@ -159,6 +165,11 @@ class PlanModule(nn.Module):
         count: Tensor | None = self._scalars["num_tokens"].module(tokens) if "num_tokens" in self._scalars else None
         return count
 
+    @property
+    def counts_padding(self) -> bool:
+        """Whether its balance terms are over fewer tokens than there are labels."""
+        return self.limits.padding is not None and "num_tokens" in self._scalars
+
     @contextmanager
     def counting(self, labels: Tensor | None, tokens: Tensor | None) -> Iterator[Counts]:
         """Within it losses are divided by these counts in place of each forward pass's own."""
@@ -170,14 +181,11 @@ class PlanModule(nn.Module):
 
     @contextmanager
     def one_step(self) -> Iterator[Microbatches]:
-        """Within it narrow copies of parameters are kept; they and collected gradients are dropped after it."""
-        self._microbatches.keep, self._microbatches.more = True, False
+        """Within it gradients of micro-batches are collected; what is left of them is dropped after it."""
         try:
             yield self._microbatches
         finally:
-            self._microbatches.keep = self._microbatches.more = False
-            for weights in self.all_weights():
-                weights.forget()
+            self._microbatches.drop()
 
     def all_weights(self) -> Iterator[Weights]:
         """The `Weights` of the top level and of each layer."""

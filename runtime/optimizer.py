@@ -27,13 +27,18 @@ def make_optimizer(
 
 
 def _sign(optimizer: Optimizer, model: nn.Module) -> None:
+    signature = home_of(model).signature()
+    # The rank is part of the name: `torch.distributed.checkpoint` keeps one value of each name, and so keeps them all.
+    own = f"{KEY}.rank{signature['rank']}"
+
     def sign(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, KEY: home_of(model).signature()}
+        return {**state, own: signature}
 
     def require(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        if KEY in state:
-            require_own(model, state[KEY], "this optimizer state")
-        return {name: value for name, value in state.items() if name != KEY}
+        signed = {name: value for name, value in state.items() if name.startswith(KEY)}
+        if signed:
+            require_own(model, signed.get(own) or next(iter(signed.values())), "this optimizer state")
+        return {name: value for name, value in state.items() if name not in signed}
 
     optimizer.register_state_dict_post_hook(sign)
     optimizer.register_load_state_dict_pre_hook(require)

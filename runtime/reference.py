@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from moec.codegen.emit import emit
 from moec.codegen.graph import StageGraphs
@@ -43,7 +44,11 @@ def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = No
 class AloneInHost(Alone):
     """The home of a layer that one process has whole."""
 
-    hosts_divisor = 1
+    hosts_divisor, ranks = 1, (0,)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A parameter, which is whole."""
+        return part
 
     @property
     def local_experts(self) -> range:

@@ -32,7 +32,7 @@ def refuse_foreign_state(
     for name, parameter in module.named_parameters(remove_duplicate=False):
         given = state_dict.get(prefix + name)
         if isinstance(given, Tensor):
-            state_dict[prefix + name] = _own_part(name, parameter, given)
+            state_dict[prefix + name] = _own_part(name, parameter, given, signed=KEY in local_metadata)
 
 
 def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None:
@@ -42,8 +42,11 @@ def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None
         raise JobError("MOE0712", f"{what} is another rank's: {complaint}", HOW_TO_LOAD)
 
 
-def _own_part(name: str, parameter: Tensor, given: Tensor) -> Tensor:
-    """This rank's part of a given tensor, as `parameter` is."""
+def _own_part(name: str, parameter: Tensor, given: Tensor, *, signed: bool) -> Tensor:
+    """This rank's part of a given tensor, as `parameter` is.
+
+    Of DTensors that nobody signed, only this process's own are taken: one that was loaded has a mesh of its own.
+    """
     if not isinstance(parameter, DTensor):
         if isinstance(given, DTensor):
             raise JobError(
@@ -53,6 +56,12 @@ def _own_part(name: str, parameter: Tensor, given: Tensor) -> Tensor:
             )
         return given
     if isinstance(given, DTensor):
+        if given.device_mesh is not parameter.device_mesh and not signed:
+            raise JobError(
+                "MOE0712",
+                f"{name} comes from a file or another job, and nothing says whose part it is",
+                "save and load `state_dict()` itself, not a copy of its items; " + HOW_TO_LOAD,
+            )
         return given
     if given.shape != parameter.shape:
         local = parameter.to_local().shape

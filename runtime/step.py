@@ -51,6 +51,8 @@ class Step:
 
     def complaint(self) -> str | None:
         """What is wrong with the arguments, or None; reads no tensor's values."""
+        if not torch.is_grad_enabled():
+            return "job.step computes gradients, and stands in torch.no_grad: `model.eval()(tokens, labels)` does not"
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -88,9 +90,14 @@ class Step:
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; gives the global loss, detached."""
-    limits = model.limits.complaint(step.tokens, step.labels, look=False)
-    _require(job, "start of a step", step.complaint() or limits, step.alike(), code="MOE0702" if limits else "MOE0713")
     own = step.loss is not None or step.logprob_loss is not None or step.count is not None
+    # The model's own loss looks at labels where it is computed.
+    look = own and job.checks.looks(model.seen, "own loss", step.labels.device)
+    _require(job, "labels", model.limits.complaint(step.tokens, step.labels, look=look), code="MOE0702")
+    _require(job, "start of a step", step.complaint(), step.alike())
+    if look and model.limits.tensor_parallel > 1:
+        others = job.checks.same_tokens(step.labels, *step.inputs.values())
+        _require(job, "comparing labels and inputs", others, code="MOE0702")
     labels = None if own else model.count_labels(step.labels)
     if labels is not None and job.checks.looks(model.seen, "labels", step.labels.device) and int(labels) == 0:
         raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
@@ -105,8 +112,11 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 output = model(tokens, some_labels)
                 assert output.loss is not None
                 loss = output.loss
+            if not loss.requires_grad:
+                raise JobError("MOE0713", "no parameter of the model wants a gradient: all are frozen")
             loss.backward()  # type: ignore[no-untyped-call]
             sum_of_losses += loss.detach()
+        microbatches.finish()
     return sum_of_losses
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, fx, nn
 
 from moec.codegen.fx import build_graph
 from moec.codegen.graph import Ref, StageGraphs
+from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
 from moec.runtime.weights import Microbatches
 
@@ -25,6 +26,7 @@ class Outline:
     def __init__(self, graph: fx.Graph, results: Sequence[str]) -> None:
         self.nodes = tuple(graph.nodes)
         self.results = tuple(results)
+        self.num_layers = sum(node.op == "call_module" for node in self.nodes)
         self.segments = _segments(self.nodes)
         self.index_of = {segment[0]: index for index, segment in enumerate(self.segments)}
         self.last_used_at = _last_uses(self.nodes)
@@ -49,6 +51,12 @@ class TopLevel:
 
     def run(self, model: PlanModule, tokens: Tensor) -> dict[str, Any]:
         """The results of a forward pass by their names."""
+        if len(model.layers) != self._outline.num_layers:
+            raise JobError(
+                "MOE0710",
+                f"the model has {len(model.layers)} layers, and its plan {self._outline.num_layers}",
+                "how many layers there are, the file says; one may be replaced by a module that gives as many results",
+            )
         for weights in model.all_weights():
             weights.begin()
         try:

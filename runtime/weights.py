@@ -40,14 +40,27 @@ class WeightSpec:
     scale: float = 1.0
 
 
-@dataclass(slots=True)
 class Microbatches:
-    """State of a step over several micro-batches, shared by all `Weights` of a model."""
+    """What the layers of a model share while one step runs over several micro-batches."""
 
-    keep: bool = False
-    """Whether narrow copies are kept for the next micro-batch."""
-    more: bool = False
-    """Whether another micro-batch comes, so that gradients are only collected."""
+    def __init__(self) -> None:
+        self.more = False
+        """Whether another micro-batch comes, so that gradients are only collected."""
+        self.pending: dict[Weights, None] = {}
+        """The layers that have collected gradients, in the order in which backward came to them."""
+
+    def finish(self) -> None:
+        """Sums what the last micro-batch did not: gradients of layers that it did not run, or of frozen parameters."""
+        begun = [(weights, *weights.begin_collected()) for weights in self.pending if weights.has_collected]
+        for weights, results, buckets in begun:
+            weights.add_to_parameters(results, buckets)
+
+    def drop(self) -> None:
+        """Forgets what a step collected."""
+        self.more = False
+        for weights in self.pending:
+            weights.forget()
+        self.pending.clear()
 
 
 class Weights:
@@ -59,9 +72,8 @@ class Weights:
         self._microbatches = microbatches
         self._paths = [spec.name.rpartition(".")[::2] for spec in specs]
         self._buckets = by_groups(Summed(i, spec.shape, spec.groups) for i, spec in enumerate(specs))
-        self._narrow: list[Tensor] | None = None
-        self._collected: list[Tensor | None] | None = None
-        self._begun: tuple[_Pass | None, Sequence[Tensor]] | None = None
+        self._collected: _Collected | None = None
+        self._begun: tuple[list[Tensor], _Pass | None, Sequence[Tensor]] | None = None
 
     def needed(self) -> list[bool]:
         """Which of the parameters want a gradient."""
@@ -69,20 +81,26 @@ class Weights:
 
     def begin(self) -> None:
         """Makes the `_Unwrap` node of the next call. Called before the layers run, so that its backward runs last."""
-        self._begun = self._pass()
+        parameters = self._parameters()
+        self._begun = parameters, *self._pass(parameters)
 
     def drop_begun(self) -> None:
         """Drops the node that `begin` made, if an exception kept a call from using it."""
         self._begun = None
 
     def forget(self) -> None:
-        """Drops the narrow copies and the collected gradients of a step."""
-        self._narrow = self._collected = None
+        """Drops the collected gradients of a step."""
+        self._collected = None
 
     def __call__(self) -> Sequence[Tensor]:
         """The parameters as plain tensors of the dtype in which the module computes, differentiable."""
         begun, self._begun = self._begun, None
-        one_pass, local = begun or self._pass()
+        parameters = self._parameters()
+        # A hook may have put another parameter in its place meanwhile.
+        if begun is not None and all(one is other for one, other in zip(begun[0], parameters, strict=True)):
+            _, one_pass, local = begun
+        else:
+            one_pass, local = self._pass(parameters)
         if one_pass is None:
             return local
         result: tuple[Tensor, ...] = _Narrow.apply(one_pass, *local)  # type: ignore[no-untyped-call]
@@ -90,16 +108,13 @@ class Weights:
 
     def narrow(self, local: Sequence[Tensor]) -> list[Tensor]:
         """The compute copies of this rank's parts: the same memory where the dtype is the same."""
-        if self._narrow is not None:
-            return self._narrow
-        narrow = [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
-        if self._microbatches.keep:
-            self._narrow = narrow
-        return narrow
+        return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
 
-    def _pass(self) -> tuple[_Pass | None, Sequence[Tensor]]:
+    def _parameters(self) -> list[Tensor]:
+        return [self._parameter(i) for i in range(len(self.specs))]
+
+    def _pass(self, parameters: Sequence[Tensor]) -> tuple[_Pass | None, Sequence[Tensor]]:
         """The parameters of a forward pass: still to be narrowed, or, without a `_Pass`, as the module takes them."""
-        parameters = [self._parameter(i) for i in range(len(self.specs))]
         if all(map(_is_ready, parameters, self.specs)):
             return None, parameters
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
@@ -127,19 +142,55 @@ class Weights:
         return parameter
 
     def begin_sums(
-        self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
+        self, gradients: Sequence[Tensor | None], one_pass: _Pass, device: torch.device
     ) -> tuple[list[Tensor | None], list[Bucket]]:
         """Starts the sums of a backward pass's gradients. Gives the tensors that will hold them, and the buckets.
 
-        While more micro-batches come, it only collects the gradients. Every rank starts the same sums: of all
-        parameters that need a gradient, whether or not this rank has one.
+        While more micro-batches come, it only collects the gradients, unless hooks of parameters wait for them.
         """
-        if self._collected is not None:
-            gradients = [_added(one, other) for one, other in zip(self._collected, gradients, strict=True)]
-            self._collected = None
-        if self._microbatches.more:
-            self._collected = list(gradients)
+        collected, needed = self._collected, one_pass.needed
+        if self._microbatches.more and not one_pass.hooked:
+            self._collect(gradients, needed, device)
             return [None] * len(gradients), []
+        if collected is not None and collected.needed == needed:
+            gradients, self._collected = collected.plus(gradients), None
+        return self._start(gradients, needed, device)
+
+    def _collect(self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device) -> None:
+        if self._collected is None:
+            self._collected = _Collected(list(gradients), tuple(needed), device)
+        else:
+            both = tuple(one or other for one, other in zip(self._collected.needed, needed, strict=True))
+            self._collected = _Collected(self._collected.plus(gradients), both, device)
+        self._microbatches.pending[self] = None
+
+    @property
+    def has_collected(self) -> bool:
+        """Whether gradients of earlier micro-batches are still to be summed."""
+        return self._collected is not None
+
+    def begin_collected(self) -> tuple[list[Tensor | None], list[Bucket]]:
+        """Starts the sums of the gradients that were collected, outside of any backward pass."""
+        assert self._collected is not None
+        collected, self._collected = self._collected, None
+        return self._start(collected.gradients, collected.needed, collected.device)
+
+    @torch.no_grad()
+    def add_to_parameters(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
+        """Waits for sums that `begin_collected` started, and adds them to the parameters' gradients."""
+        _finish(results, buckets)
+        for index, gradient in enumerate(results):
+            parameter = self._parameter(index)
+            layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            added = _wrapped(gradient, self.specs[index], layout)
+            if added is not None:
+                added = added.to(parameter.dtype)
+                parameter.grad = added if parameter.grad is None else parameter.grad + added
+
+    def _start(
+        self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
+    ) -> tuple[list[Tensor | None], list[Bucket]]:
+        """Every rank starts the same sums: of all parameters that need a gradient, whether or not this rank has one."""
         results = list(gradients)
         buckets = []
         for groups, summed in self._buckets.items():
@@ -156,14 +207,31 @@ class Weights:
         return results, buckets
 
 
-class _Pass:
-    """One forward pass: its parameters, and the sums that its backward has started."""
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """Gradients of the micro-batches so far, and which parameters needed one in any of them."""
 
-    __slots__ = ("buckets", "needed", "parameters", "weights")
+    gradients: list[Tensor | None]
+    needed: tuple[bool, ...]
+    device: torch.device
+
+    def plus(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The sum with another micro-batch's."""
+        return [_added(one, other) for one, other in zip(self.gradients, gradients, strict=True)]
+
+
+class _Pass:
+    """One forward pass: its parameters, and the sums that its backward has started.
+
+    `hooked`: whether hooks of a parameter wait for its gradient.
+    """
+
+    __slots__ = ("buckets", "hooked", "needed", "parameters", "weights")
 
     def __init__(self, weights: Weights, parameters: Sequence[Tensor]) -> None:
         self.weights = weights
         self.needed = tuple(parameter.requires_grad for parameter in parameters)
+        self.hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
         # Mesh and placements alone: the parameter itself would make a cycle with its gradient.
         self.parameters = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
@@ -186,9 +254,7 @@ class _Unwrap(torch.autograd.Function):
         one_pass: _Pass = ctx.one_pass
         results = list(gradients)
         buckets, one_pass.buckets = one_pass.buckets, []
-        for bucket in buckets:
-            for member, total in zip(bucket.members, bucket.finish(), strict=True):
-                results[member.index] = total
+        _finish(results, buckets)
         return (None, *map(_wrapped, results, one_pass.weights.specs, one_pass.parameters))
 
 
@@ -212,7 +278,7 @@ class _Narrow(torch.autograd.Function):
             gradient.to(dtype) if gradient is not None and needed else None
             for gradient, dtype, needed in zip(gradients, ctx.dtypes, one_pass.needed, strict=True)
         ]
-        results, one_pass.buckets = one_pass.weights.begin_sums(wide, one_pass.needed, ctx.device)
+        results, one_pass.buckets = one_pass.weights.begin_sums(wide, one_pass, ctx.device)
         return None, *results
 
 
@@ -235,6 +301,13 @@ def _wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | 
     if spec.scale != 1.0:
         gradient = gradient * spec.scale
     return gradient if mesh is None else DTensor.from_local(gradient, *mesh, run_check=False)
+
+
+def _finish(results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
+    """Waits for sums and puts them in their places."""
+    for bucket in buckets:
+        for member, total in zip(bucket.members, bucket.finish(), strict=True):
+            results[member.index] = total
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -101,6 +101,7 @@ CODES: dict[str, str] = {
     "MOE0711": "something around the model does not know of its shards",
     "MOE0712": "this state belongs to other parts of the model",
     "MOE0713": "this step cannot be computed",
+    "MOE0714": "this model belongs to another job",
     "MOE0720": "the ranks do not make the same layer",
     "MOE0721": "this file's subject is of the other kind",
 }

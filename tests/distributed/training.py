@@ -96,7 +96,7 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
         loss.backward()
         losses.append(loss.item())
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-        norms.append(clip_gradient_norm(gradients, dict.fromkeys(named, ()), MAX_NORM).item())
+        norms.append(clip_gradient_norm(gradients, dict.fromkeys(named, ()), MAX_NORM, torch.device("cpu")).item())
         optimizer.step()
         optimizer.zero_grad()
     parameters = {n: p.detach() for n, p in named.items()}

@@ -177,6 +177,14 @@ def nothing_to_learn() -> Sequence[Diagnostic]:
         return raised(lambda: job.step(job.build(), tokens, tokens, count=lambda labels: 0))
 
 
+def model_of_another_job() -> Sequence[Diagnostic]:
+    import moec
+
+    plan = moe_plan(ranks=1, ep=1)
+    with moec.launch(plan, device="cpu") as first, moec.launch(plan, device="cpu") as second:
+        return raised(lambda: second.clip_grad_norm_(first.build(), 1.0))
+
+
 def another_device() -> Sequence[Diagnostic]:
     from moec.driver import compile as compile_source
     from moec.runtime.tune import require_fit
@@ -242,6 +250,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0711": autocast,
     "MOE0712": foreign_state,
     "MOE0713": nothing_to_learn,
+    "MOE0714": model_of_another_job,
     "MOE0720": other_layers,
     "MOE0721": launching_a_layer,
 }
