@@ -47,6 +47,7 @@ def main() -> None:
     print(
         f"  the loss alone, on confident logits: worst {max(each.gradients['confident logits'] for each in found):.2f}"
     )
+    print(f"  geometric mean of a plan: worst {max(each.mean for each in found):.2f}, bound {found[0].mean_bound:g}")
     print(f"  logits and loss: worst {max(each.output for each in found):.2f}")
     print(f"  bound    {found[0].bound:g}")
     print(f"a step's error over the step: worst {max(each.step for each in found):.1e}, bound {STEP_BOUND:g}")

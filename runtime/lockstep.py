@@ -82,7 +82,8 @@ class Lockstep:
     """A stage on ranks `0 … world_size - 1`, each with its own `parameters` (full name → tensor of each rank).
 
     `recompute` keeps of each layer what goes into it, and runs it again for its gradients: for clusters whose
-    activations would not fit. `routes` takes the place of `moec::route`.
+    activations would not fit. `routes` takes the place of `moec::route`. `graphs` are the stage's
+    as another run has built them, which takes longer than to run a small model.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Lockstep:
         float64: bool,
         recompute: bool = False,
         routes: Routes | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         self.ranks = range(world_size)
         self.steps: list[Step] | None = None
@@ -108,7 +110,7 @@ class Lockstep:
         self._parameters = parameters
         self._recompute = recompute
         self._routes = routes
-        self._graphs = Graphs(stage, float64=float64)
+        self._graphs = graphs or Graphs(stage, float64=float64)
 
     def run(
         self, tokens: Sequence[Tensor], labels: Sequence[Tensor], *, record: bool = False
@@ -246,17 +248,17 @@ class Graphs:
     """A stage's graphs as FX, each built once and without parameters."""
 
     def __init__(self, stage: StageGraphs, *, float64: bool) -> None:
-        self._stage, self._float64 = stage, float64
+        self.stage, self._float64 = stage, float64
         self._built: dict[str, PreparedGraph] = {}
 
     def has(self, name: str) -> bool:
         """Whether the stage has a graph called `name`."""
-        return name in self._stage.by_name()
+        return name in self.stage.by_name()
 
     def __getitem__(self, name: str) -> PreparedGraph:
         if name not in self._built:
-            module = build_module(self._stage, name, lambda _: nn.Parameter(torch.empty(0)), float64=self._float64)
-            outputs = tuple(arg.node for arg in self._stage.graph(name).nodes[-1].args if isinstance(arg, Ref))
+            module = build_module(self.stage, name, lambda _: nn.Parameter(torch.empty(0)), float64=self._float64)
+            outputs = tuple(arg.node for arg in self.stage.graph(name).nodes[-1].args if isinstance(arg, Ref))
             self._built[name] = PreparedGraph(module, outputs, _last_uses(module))
         return self._built[name]
 

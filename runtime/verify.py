@@ -120,13 +120,13 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
         return _verify_scaled(plan, seed)
     _require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
     with _threads_for(plan), triton_tiles.use(plan.tiles):
-        double = _compare(plan, torch.float64, seed)
+        model = _model(plan, torch.float64, seed)
+        double = _compare(plan, model, torch.float64, seed)
         if not double.ok:
             return double
-        model = _model(plan, torch.float64, seed)
-        rounding = measure_rounding(plan, model, global_batch(plan, seed))
+        rounding = measure_rounding(plan, model, global_batch(plan, seed), recompute=_recomputes(plan))
         informs = float32 and plan.spec.model.dtype != "fp32"
-        single = _compare(plan, torch.float32, seed) if informs else None
+        single = _compare(plan, _model(plan, torch.float32, seed), torch.float32, seed) if informs else None
     worst = double.worst if rounding.ok else rounding.worst
     return replace(double, ok=rounding.ok, worst=worst, rounding=rounding, float32=single)
 
@@ -137,7 +137,8 @@ def _verify_scaled(plan: Plan, seed: int) -> Report:
         toy = at_toy_widths(plan, fewer_experts=True)
     _require_memory(toy.plan, "its widths are toy ones already; verify a copy of the file with fewer layers or ranks")
     with _threads_for(toy.plan):
-        found = _compare(toy.plan, torch.float64, seed, blamed=toy.unlike is None)
+        model = _model(toy.plan, torch.float64, seed)
+        found = _compare(toy.plan, model, torch.float64, seed, blamed=toy.unlike is None)
     first = found.first_difference
     if toy.unlike is not None:
         at = toy.unlike
@@ -207,9 +208,8 @@ class Inputs:
     rank_labels: Sequence[Tensor]
 
 
-def _compare(plan: Plan, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
+def _compare(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
     """In training, and where that differs in evaluation as well; what is worse."""
-    model = _model(plan, dtype, seed)
     evaluated = plan.in_evaluation()
     found = _compare_with(plan, model, dtype, seed, blamed)
     if evaluated is plan or not found.ok:
@@ -232,8 +232,7 @@ def _model(plan: Plan, dtype: torch.dtype, seed: int) -> PlanModule:
 
 
 def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
-    recompute = plan.world_size * plan.spec.model.depth >= MANY_LAYERS
-    cluster = VirtualCluster(plan, dict(model.named_parameters()), recompute=recompute)
+    cluster = VirtualCluster(plan, dict(model.named_parameters()), recompute=_recomputes(plan))
     inputs = global_batch(plan, seed)
     try:
         errors = _measure(plan, model, cluster, inputs)
@@ -260,6 +259,10 @@ def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, 
         first_difference=first,
         worst=f"{worst[0]} of {worst[1][1]}",
     )
+
+
+def _recomputes(plan: Plan) -> bool:
+    return plan.world_size * plan.spec.model.depth >= MANY_LAYERS
 
 
 def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inputs) -> _Errors:

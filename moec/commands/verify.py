@@ -29,6 +29,10 @@ def print_report(path: Path, report: Report) -> None:
     if single is not None:
         print(f"  float32   {single.max_output_error:15.1e}   {single.max_gradient_error:22.1e}   (for information)")
     print(f"\n  largest difference: the {report.worst}")
+    if rounding is not None and rounding.mean > rounding.mean_bound:
+        print(
+            f"  gradients are off by {rounding.mean:.2g} ×, as a geometric mean; the bound is {rounding.mean_bound:g} ×"
+        )
     if rounding is not None and rounding.step > STEP_BOUND:
         print(f"  one step of the optimizer is off by {rounding.step:.1e} of the step, the bound is {STEP_BOUND:g}")
     if report.first_difference is not None:
