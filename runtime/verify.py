@@ -74,11 +74,12 @@ class Report:
     """What `moec verify` found.
 
     Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits, losses
-    and experts' loads (`output`), of gradients and of parameters after one SGD step (`gradient`). `worst` names the
-    tensor with the largest. `rounding` decides too: what the plan loses in its own dtype; None where float64 refuses
-    the plan already. `float32` is for information, to a looser bound; near-ties may flip a route there. It is left out
-    where fp32 is the plan's own dtype. A plan that was too large is `scaled`, its `widths` shrunk to toy ones; then its
-    graphs must also be those that moec compiles, and float64 alone decides.
+    and experts' loads (`output`; of a layer y, `aux_loss` and loads), of gradients and of parameters after one SGD
+    step (`gradient`; of a layer that of x too). `worst` names the tensor with the largest. `rounding` decides too: what
+    the plan loses in its own dtype; None where float64 refuses the plan already. `float32` is for information, to a
+    looser bound; near-ties may flip a route there. It is left out where fp32 is the plan's own dtype. A plan that was
+    too large is `scaled`, its `widths` shrunk to toy ones; then its graphs must also be those that moec compiles, and
+    float64 alone decides.
     """
 
     ok: bool
@@ -91,6 +92,8 @@ class Report:
     widths: tuple[Width, ...] = ()
     float32: Report | None = None
     rounding: Rounding | None = None
+    subject: str = "model"
+    """What the plan's file says: a `model` or a `layer`."""
 
     def to_json(self) -> dict[str, object]:
         """What `moec verify --json` prints."""
@@ -244,6 +247,7 @@ def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, b
         max_gradient_error=gradient,
         first_difference=first,
         worst=f"{worst[0]} of {worst[1][1]}",
+        subject="model" if plan.spec.has_model else "layer",
     )
 
 
