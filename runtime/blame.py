@@ -59,7 +59,9 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
     if failure is not None:
         return _difference(Step(failure.path, failure.node, []), steps, math.inf, gradient=False)
     for name, (expected_loss,) in whole.losses.items():
-        found = cluster.lockstep.losses[name]
+        found = cluster.lockstep.losses.get(name)
+        if found is None:
+            return Difference(layer=name, op="graph", value=name, span=None, error=math.inf, gradient=False)
         error = max(relative_error(loss, expected_loss, expected_loss, 0.0) for loss in found)
         if error > BOUND:  # every value is right, and the wrong one was given
             last = next(step for step in reversed(steps) if step.path == f"{name}.")
@@ -233,7 +235,9 @@ class _Judge:
             return [(mesh.groups(axis), reduce) for axis, reduce in partial if axis in mesh.wide_axes()]
         if step.node.target not in PARTIAL_GRADIENTS:
             return []
-        return [(self.plan.manifest.groups[arg], "sum") for arg in step.node.args if isinstance(arg, str)]
+        named = (arg for arg in step.node.args if isinstance(arg, str))
+        # Over an axis on which the value lies in shards nothing of it is a term: such a plan is wrong there.
+        return [(self.plan.manifest.groups[axis], "sum") for axis in named if not isinstance(layout.get(axis), Shard)]
 
     def _ragged(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
         """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts.

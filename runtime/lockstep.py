@@ -134,7 +134,7 @@ class Lockstep:
             raise StepError("", output, KeyError(", ".join(sorted(missing))))
         self.losses = {"loss": self.loss(named[result], targets)} if result == MODEL_RESULT else {}
         if "balance" in wanted:
-            num_tokens = self._scalar("num_tokens", list(given))
+            num_tokens = self._scalar("num_tokens", [each.detach() for each in given])
             self.losses["aux_loss"] = self._scalar("aux_loss", named["balance"], num_tokens)
         if result == MODEL_RESULT:
             loss = _sums(*self.losses.values())
