@@ -117,8 +117,8 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
         summed = cluster.backward(losses)
         of_logits = None if confident is None else _loss_alone(plan, cluster.lockstep, inputs, confident)
     except (StepError, BackwardError) as failure:
-        lost = dict.fromkeys(("output", "gradient", "mean", "step"), math.inf)
-        return Rounding(ok=False, dtype=name, worst=str(failure), **lost)
+        off = math.inf
+        return Rounding(ok=False, dtype=name, worst=str(failure), output=off, gradient=off, mean=off, step=off)
     found = _Comparison(plan, exact, same, nudged)
     found.outputs(results, cluster.lockstep.scalars)
     found.routers(routes)
