@@ -6,8 +6,8 @@ What needs no device is always checked: the dtypes and shapes of a batch, and on
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,32 @@ MAX_COMPLAINT = 1000
 """Bytes of a complaint that travel to the other ranks."""
 
 
+class Alike(NamedTuple):
+    """Numbers below 2^63 that must be the same on every rank, and what to say where they are not.
+
+    `{least}` and `{most}` in the words stand for the smallest and the largest of each.
+    """
+
+    words: str
+    numbers: tuple[int, ...]
+
+
+def _difference(alike: Sequence[Alike], least: Sequence[int], most: Sequence[int]) -> str | None:
+    """The words of what is not alike, if anything is."""
+    start = 0
+    for each in alike:
+        stop = start + len(each.numbers)
+        if least[start:stop] != most[start:stop]:
+            return each.words.format(least=list(least[start:stop]), most=list(most[start:stop]))
+        start = stop
+    return None
+
+
 class Checks:
     """How one rank checks what a model is given, alone."""
+
+    compares = False
+    """Whether there are ranks to compare with."""
 
     def __init__(self, mode: str = "all") -> None:
         if mode not in MODES:
@@ -44,8 +68,8 @@ class Checks:
             return False
         return self.mode == "all" or first or device.type == "cpu"
 
-    def agree(self, site: str, complaint: str | None, alike: tuple[int, ...] = ()) -> str | None:
-        """A complaint of any rank, on every rank; of several the lowest rank's. `alike` must be so on all ranks."""
+    def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
+        """A complaint of any rank, on every rank; of several the lowest rank's."""
         return complaint
 
     def same_tokens(self, *ids: Tensor | None) -> str | None:
@@ -63,27 +87,25 @@ class JobChecks(Checks):
         self.rank = rank
         self._job, self._world_size, self._place = job, world_size, place
         self._tensor_parallel = tensor_parallel
+        self.compares = world_size > 1 and mode != "none"
 
-    def agree(self, site: str, complaint: str | None, alike: tuple[int, ...] = ()) -> str | None:
+    def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
         """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs.
 
-        The same reduction finds numbers of `alike` that differ between ranks.
+        The same reduction finds what is not alike on all ranks.
         """
         if complaint:
             place = self._place()
             complaint = f"{place}: {complaint}" if place else complaint
-        if self._world_size == 1 or self.mode == "none":
+        if not self.compares:
             return complaint
-        bounds = [bound for number in alike for bound in (number, -number)]
+        bounds = [bound for each in alike for number in each.numbers for bound in (number, -number)]
         lowest = torch.tensor([self.rank if complaint else self._world_size, *bounds])
         with collective("all_reduce", self._job + HOST, site) as peers:
             dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=peers)
         speaker, *bounds = lowest.tolist()
         if speaker == self._world_size:
-            least, most = bounds[::2], [-bound for bound in bounds[1::2]]
-            if least == most:
-                return None
-            return f"tokens have shapes from {least} to {most} on the ranks; experts with a capacity want one"
+            return _difference(alike, bounds[::2], [-bound for bound in bounds[1::2]])
         return self._broadcast(complaint or "", speaker)
 
     def same_tokens(self, *ids: Tensor | None) -> str | None:

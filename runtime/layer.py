@@ -15,11 +15,12 @@ from moec.runtime import (
     operators,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
+from moec.runtime.checks import Alike
 from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
 from moec.runtime.hosts import require_left_alone
 from moec.runtime.layer_state import PREFIX, load_own_parts
-from moec.runtime.module import CAPACITY, WITHOUT_SCORES
+from moec.runtime.module import CAPACITY, SHAPES, WITHOUT_SCORES
 from moec.runtime.state import sign_state
 from moec.runtime.weights import Microbatches
 
@@ -123,7 +124,7 @@ class MoeLayer(nn.Module):
         if look or self._padded:
             # A capacity counts the tokens of one rank, and takes them to be as many on every other.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
-            complaint = checks.agree("start of a layer", complaint, shape)
+            complaint = checks.agree("start of a layer", complaint, Alike(SHAPES, shape))
         if complaint:
             raise JobError("MOE0702", complaint)
         return look

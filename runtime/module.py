@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from moec.codegen.checks import scalar_graphs
@@ -17,6 +18,7 @@ from moec.runtime import (
     unscored,
 )
 from moec.runtime.batches import Limits
+from moec.runtime.checks import Alike
 from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
 from moec.runtime.state import refuse_foreign_state, sign_state
@@ -27,6 +29,11 @@ from moec.runtime.wrappers import data_parallel_error, refuse_autocast, refuse_d
 WITHOUT_SCORES = (
     "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
     "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
+)
+SHAPES = "tokens have shapes from {least} to {most} on the ranks; experts with a capacity want one"
+KINDS = (
+    "ranks differ in whether they train, have labels, want gradients, and for which parameters: "
+    "`train()`, `no_grad` and `requires_grad_` are for all of them"
 )
 CAPACITY = ("moec.permute_padded.default", "moec.keep_choices.default")
 
@@ -201,15 +208,21 @@ class PlanModule(nn.Module):
         checks = self._home.checks
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), tokens.device)
         complaint = self.limits.complaint(tokens, labels, look=look)
-        if look:
-            others = checks.same_tokens(tokens, labels)
-            complaint = complaint or others
         # A capacity counts the tokens of one rank, and takes them to be as many on every other.
-        alike = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
-        complaint = checks.agree("start of a forward pass", complaint, alike)
+        shape = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
+        kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), self._frozen())
+        complaint = checks.agree("start of a forward pass", complaint, Alike(SHAPES, shape), Alike(KINDS, kind))
+        if not complaint and look and self.limits.tensor_parallel > 1:
+            complaint = checks.agree("comparing tokens", checks.same_tokens(tokens, labels))
         if complaint:
             raise JobError("MOE0702", complaint)
         return look
+
+    def _frozen(self) -> int:
+        """Which parameters have no gradient, as a number: ranks sum gradients of the same ones."""
+        if not self._home.checks.compares:
+            return 0
+        return hash(tuple(needed for weights in self.all_weights() for needed in weights.needed())) >> 1
 
     def _require_scores(self, noted: Sequence[Tensor], look: bool) -> None:
         if not self._routers or not look:

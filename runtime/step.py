@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moec.passes.ir import Shard
 from moec.runtime.batches import IGNORED_LABEL
+from moec.runtime.checks import Alike
 from moec.runtime.conversions import all_reduce
 from moec.runtime.errors import JobError
 from moec.runtime.groups import HOST
@@ -70,6 +71,14 @@ class Step:
                 )
         return None
 
+    def alike(self) -> Alike:
+        """What all ranks must have been asked for."""
+        own = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
+        return Alike(
+            "ranks differ in the micro-batches of a step, or in whether its loss and count are their own",
+            (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, own)),
+        )
+
     def parts(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
         """Tokens, labels and inputs of each micro-batch; where they do not divide, the first ones have one more."""
         names, tensors = list(self.inputs), [self.tokens, self.labels, *self.inputs.values()]
@@ -80,7 +89,7 @@ class Step:
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; gives the global loss, detached."""
     limits = model.limits.complaint(step.tokens, step.labels, look=False)
-    _require(job, "start of a step", step.complaint() or limits, code="MOE0702" if limits else "MOE0713")
+    _require(job, "start of a step", step.complaint() or limits, step.alike(), code="MOE0702" if limits else "MOE0713")
     own = step.loss is not None or step.logprob_loss is not None or step.count is not None
     labels = None if own else model.count_labels(step.labels)
     if labels is not None and job.checks.looks(model.seen, "labels", step.labels.device) and int(labels) == 0:
@@ -168,8 +177,8 @@ def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, input
     return total.to(step.tokens.device, torch.float32)
 
 
-def _require(job: Job, site: str, complaint: str | None, code: str = "MOE0713") -> None:
-    """Raises `JobError` on every rank where any complains."""
-    complaint = job.checks.agree(site, complaint)
+def _require(job: Job, site: str, complaint: str | None, *alike: Alike, code: str = "MOE0713") -> None:
+    """Raises `JobError` on every rank where any complains, or what must be alike is not."""
+    complaint = job.checks.agree(site, complaint, *alike)
     if complaint:
         raise JobError(code, complaint)

@@ -62,6 +62,10 @@ class Weights:
         self._collected: list[Tensor | None] | None = None
         self._begun: tuple[_Pass | None, Sequence[Tensor]] | None = None
 
+    def needed(self) -> list[bool]:
+        """Which of the parameters want a gradient."""
+        return [self._parameter(i).requires_grad for i in range(len(self.specs))]
+
     def begin(self) -> None:
         """Makes the node that waits for the sums, for the next call; before the layers run, so that it comes last."""
         self._begun = self._pass()

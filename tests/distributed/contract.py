@@ -379,6 +379,12 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
         }
         if job.world_size > 1:
             found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
+            found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
+            model.train()
+            found["steps"] = said(step(microbatches=1 + job.rank % 2))
+            norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
+            found["frozen on one rank"] = said(lambda: model(tokens))
+            norm.requires_grad_(True)
             found["replaced"] = said(lambda: with_a_plain_parameter(job, tokens))
             found["inside another"] = raised(lambda: inside_another(job))
         found["works"] = str(forward_backward(job, model).keys() == job.plan.parameters.keys())

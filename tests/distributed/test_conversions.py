@@ -103,6 +103,25 @@ def test_what_reduces_or_copies_does_as_declared(gloo: GlooPool, name: str, rank
     require_equal(gloo, name, [inputs], ())
 
 
+def run_transposed(name: str, inputs: list[Tensor], attributes: tuple[Any, ...]) -> Tensor:
+    with groups.use({"tp": dist.group.WORLD}):
+        result: Tensor = operator(name)(inputs[dist.get_rank()].mT, *attributes, "tp")
+    return result
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes"), [("all_reduce", ()), ("copy_to", ()), ("reduce_scatter", (1,)), ("all_gather", (1,))]
+)
+def test_an_input_that_is_not_contiguous_is_converted_and_not_a_copy_of_it(
+    gloo: GlooPool, name: str, attributes: tuple[int, ...]
+):
+    inputs = drawn(2, (2, 6, 4))
+    node = Node(name="y", op="call_function", target=f"moec.{name}.default", args=(Ref(node="x"), *attributes, "tp"))
+    expected = SHUFFLES[node.target](node, [[x.mT.contiguous() for x in inputs]])
+    for found, wanted in zip(gloo.run(2, run_transposed, name, inputs, attributes), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_sharded_vocabulary_is_looked_up_in_parts(gloo: GlooPool, ranks: int):
     ids = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))

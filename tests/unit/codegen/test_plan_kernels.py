@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from models import moe_text
 
+from moec.codegen import kernels
 from moec.codegen.folder import PlanError, canonical
 from moec.codegen.kernels import MOST_EXPERTS, GatedShape, RouteShape, complaint, render
 from moec.codegen.plan import Plan
@@ -112,3 +113,10 @@ def test_shapes_without_kernels_say_why() -> None:
         render(shape)
     odd = RouteShape(experts=4, k=2, score='"""\nraise', after=False, normalize=True, dtype="fp32")
     assert complaint(odd) is not None
+
+
+def test_no_kernel_adds_atomically() -> None:
+    """One program writes each element: a sum that several programs add to has another order every time, or a race."""
+    templates = sorted((Path(kernels.__file__).parent / "templates").glob("*.j2"))
+    assert len(templates) > 8
+    assert all("tl.atomic" not in template.read_text(encoding="utf-8") for template in templates)

@@ -43,3 +43,10 @@ def test_an_outer_axis_cuts_before_an_inner_one():
     mesh = Mesh("dense", (("dp", 2), ("tp", 3)))
     layout = Layout.of({"dp": Shard(0), "tp": Shard(0)})
     assert [local_slices((12,), layout, mesh, rank)[0].start for rank in range(6)] == [0, 2, 4, 6, 8, 10]
+
+
+def test_weights_are_drawn_in_fp32_whatever_the_dtype():
+    narrow, wide = (dict(reference(moe_spec(dtype=dtype), seed=5).named_parameters()) for dtype in ("bf16", "fp32"))
+    for name, drawn in wide.items():
+        assert torch.equal(narrow[name], drawn)
+    assert not torch.equal(narrow["head.weight"], narrow["head.weight"].bfloat16())

@@ -1,10 +1,13 @@
 """The module that a training script calls, in one process."""
 
+import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from models import moe_plan, moe_spec
+from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.runtime.errors import JobError
@@ -34,6 +37,16 @@ def test_a_fresh_model_is_about_as_good_as_chance_plus_balance(model):
     assert model(ids(8, 8), ids(8, 8)).loss.item() == pytest.approx(3.466 + 2 * (0.01 + 1e-3 * 4.3), rel=0.02)
 
 
+def test_in_evaluation_the_loss_is_the_cross_entropy_alone():
+    model = reference(moe_spec(balance="[switch_loss(0.5)]"), seed=1)
+    tokens, labels = ids(2, 8), ids(2, 8).roll(1, 1)
+    trained, evaluated = (model.train(mode)(tokens, labels) for mode in (True, False))
+    by_hand = torch.nn.functional.cross_entropy(evaluated.logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(evaluated.loss, by_hand)
+    torch.testing.assert_close(trained.loss, by_hand + trained.aux_loss)
+    assert evaluated.aux_loss == trained.aux_loss > 0.4
+
+
 def test_ignored_labels_do_not_count_and_none_at_all_is_no_division_by_zero():
     model = reference(moe_spec(balance="[]"))
     tokens, labels = ids(2, 8), ids(2, 8)
@@ -55,6 +68,20 @@ def test_expert_counts_add_up_to_every_choice(model):
     model(ids(4, 8))
     assert set(model.expert_counts) == {1, 2}
     assert all(counts.sum().item() == 4 * 8 * 2 for counts in model.expert_counts.values())
+
+
+def test_layers_that_are_computed_again_count_their_choices_once(model):
+    """Counts are results of the forward pass: backward and evaluation leave nothing in them that a step adds to."""
+    tokens = ids(4, 8)
+    again = copy.deepcopy(model)
+    for layer in again.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    loss = again(tokens, tokens).loss
+    before = {layer: counts.clone() for layer, counts in again.expert_counts.items()}
+    loss.backward()
+    assert before.keys() == again.expert_counts.keys()
+    assert all(torch.equal(again.expert_counts[layer], counts) for layer, counts in before.items())
+    assert not list(again.buffers())
 
 
 def test_causal_what_follows_changes_nothing_before(model):

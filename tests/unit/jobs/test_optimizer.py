@@ -34,6 +34,40 @@ def test_updates_below_bf16_rounding_add_up_in_the_masters():
     assert (start - weight).mean().item() == pytest.approx(400e-5, rel=0.01)
 
 
+def test_a_state_dict_holds_the_fp32_masters():
+    """A model that is loaded from it goes on bit by bit as the one that it was of."""
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16"), device="cpu") as job:
+        model, other = job.build(seed=1), job.build(seed=2)
+        optimizer = job.optimizer(model)
+        for _ in range(3):
+            job.step(model, tokens, tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+        state = model.state_dict()
+        other.load_state_dict(state)
+        job.step(model, tokens, tokens)
+        job.step(other, tokens, tokens)
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    assert any(not torch.equal(tensor, tensor.bfloat16()) for tensor in state.values())
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(one.grad, two.grad)
+
+
+def test_gradients_of_many_micro_batches_add_up_in_fp32():
+    """Of equal micro-batches each gives 1/256 of the gradient: a sum in bf16 stops growing long before the last."""
+    tokens = torch.randint(32, (1, 8), generator=torch.Generator().manual_seed(0))
+    many = tokens.expand(256, 8).contiguous()
+    with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16"), device="cpu") as job:
+        model, other = job.build(seed=1), job.build(seed=1)
+        job.step(model, tokens, tokens)
+        job.step(other, many, many, microbatches=256)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert one.grad.dtype == two.grad.dtype == torch.float32
+        torch.testing.assert_close(two.grad, one.grad, rtol=1e-4, atol=1e-6 * float(one.grad.abs().max()))
+
+
 def test_fp32_models_use_the_plain_optimizer():
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
         model = job.build()

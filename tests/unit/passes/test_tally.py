@@ -28,6 +28,32 @@ def test_counts_agree_with_arithmetic_by_hand():
     assert counts.flops_per_token == 3 * per_token
 
 
+def flops(**options: str) -> float:
+    spec = moe_spec(ranks=4, ep=2, batch=8, sequence=8, **options)
+    return tally(compile_program(spec).program, spec).flops_per_token
+
+
+@pytest.mark.parametrize(
+    ("beside", "per_token"),
+    [
+        ("shared = swiglu(8)", 2 * 3 * 16 * 8),
+        ("shared = swiglu(8, gated = true)", 2 * (3 * 16 * 8 + 16)),
+        ("shared = gelu(8)", 2 * 2 * 16 * 8),
+        ("residual = gelu(8)", 2 * (2 * 16 * 8 + 2 * 16)),
+    ],
+)
+def test_dense_paths_beside_experts_are_counted(beside: str, per_token: int):
+    """Every token takes them, in two layers; backward is twice forward."""
+    assert flops(beside=beside) == flops() + 3 * 2 * per_token
+
+
+def test_a_tied_head_computes_as_much_as_its_own_and_holds_nothing():
+    tied, own = (moe_spec(model=f"embedding = tokens(tied = {word})") for word in ("true", "false"))
+    of_tied, of_own = (tally(compile_program(spec).program, spec) for spec in (tied, own))
+    assert of_tied.flops_per_token == of_own.flops_per_token
+    assert of_tied.parameters == of_own.parameters - 32 * 16
+
+
 def test_traffic_is_what_a_ring_and_a_pairwise_exchange_send():
     spec = moe_spec(ranks=4, ep=2, batch=8, sequence=8)
     flows = {(flow.group, flow.purpose): flow for flow in tally(compile_program(spec).program, spec).traffic}

@@ -90,3 +90,21 @@ def last_norm(module: fx.GraphModule, x: Tensor) -> Tensor:
             args = fx.map_arg(node.args, lambda used: values.get(used.name, x))
             values[node.name] = node.target(*args)
     return values["h"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_counts_of_choices_are_exact_integers_in_any_dtype(dtype: torch.dtype):
+    """bf16 counts in steps of 32 from 4,096 on."""
+    tokens = TOKENS + 13
+    x, experts = torch.zeros(1, tokens, 4, dtype=dtype), torch.ones(1, tokens, 1, dtype=torch.int64)
+    up, down = torch.zeros(3, 1, 2, 4, dtype=dtype), torch.zeros(3, 4, 2, dtype=dtype)
+    starts = ops.queue_starts(ops.count_queues(experts, 3), 0)
+    weights = torch.ones(experts.shape)
+    for counts in (
+        ops.permute(x, experts, 3)[1],
+        ops.count_choices(experts, 3, 0),
+        ops.permute_padded(x, experts, starts, 0, 1, 3, 1, 1)[1],
+        ops.mixture_mlp(x, experts, weights, up, down, None, None, "gelu")[1],
+    ):
+        assert counts.dtype == torch.int64
+        assert counts.tolist() == [[0, tokens, 0]]

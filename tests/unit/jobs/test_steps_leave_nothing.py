@@ -1,0 +1,33 @@
+"""A step keeps nothing alive that the next one does not use again."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from models import moe_plan
+
+import moec
+
+
+def alive() -> int:
+    """Tensors that somebody holds."""
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("beside", ["", "capacity = factor(1.0)", "capacity = dynamic()"])
+def test_no_tensor_of_a_step_outlives_it(beside: str, dtype: str) -> None:
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    with moec.launch(moe_plan(ranks=1, ep=1, beside=beside, dtype=dtype), device="cpu") as job:
+        model = job.build()
+        optimizer = job.optimizer(model)
+        found = []
+        for _ in range(5):
+            job.step(model, tokens, tokens, microbatches=2)
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(alive())
+    assert found[1:] == found[1:2] * 4
