@@ -46,7 +46,7 @@ def build_module(
 class Function:
     """A graph as a pure function: `module(*inputs, *weights)`, in the order in which `weights` names them.
 
-    `weights` are paths relative to the module that owns the parameters; `sites` says what of the model uses each.
+    `weights` are paths relative to the module that owns the parameters; `sites` says which part of the model uses each.
     """
 
     module: fx.GraphModule
@@ -71,7 +71,7 @@ def build_function(
 
 @dataclass(frozen=True, slots=True)
 class _Lifter:
-    """Makes functions of graphs: what they fetch by name, they take as arguments instead."""
+    """Makes functions of graphs: parameters, which graphs fetch by name, become arguments."""
 
     graphs: Mapping[str, Graph]
     groups: str
@@ -88,7 +88,7 @@ class _Lifter:
                 assert node.graph is not None
                 nested[node.name] = self.lift(self.graphs[node.graph], f"{prefix}{node.target}.")
                 attach(root, node.target, nested[node.name].module)
-        weights, sites = self._take_weights(graph, data, nested, nodes)
+        weights, sites = self._take_weights(graph, data, nested, nodes), dict[str, str]()
         for node in data.nodes:
             if node.op in ("placeholder", "get_attr"):
                 continue
@@ -101,13 +101,12 @@ class _Lifter:
                 sites.update({f"{node.target}.{path}": function.sites[path] for path in function.weights})
                 named = {path: name for name, path in weights.items()}
                 nodes[node.name].args += tuple(nodes[named[f"{node.target}.{path}"]] for path in function.weights)
-        name = "".join(c for c in data.name.title() if c.isalnum())
-        return Function(fx.GraphModule(root, graph, class_name=name), tuple(weights.values()), sites)
+        return Function(_graph_module(root, graph, data.name), tuple(weights.values()), sites)
 
     def _take_weights(
         self, graph: fx.Graph, data: Graph, nested: Mapping[str, Function], nodes: dict[str, fx.Node]
-    ) -> tuple[dict[str, str], dict[str, str]]:
-        """An argument for each parameter, those of nested graphs included: its node's name and its path."""
+    ) -> dict[str, str]:
+        """Adds an argument for each parameter, nested graphs' included; gives the paths by the names of their nodes."""
         weights: dict[str, str] = {}
         for node in data.nodes:
             if node.op == "get_attr":
@@ -116,7 +115,7 @@ class _Lifter:
                 weights[f"{node.name}_{path.replace('.', '_')}"] = f"{node.target}.{path}"
         for name in weights:
             nodes[name] = graph.placeholder(name)
-        return weights, {}
+        return weights
 
     def _add(self, graph: fx.Graph, node: Node, nodes: Mapping[str, fx.Node], prefix: str) -> fx.Node:
         return _add_node(graph, node, nodes, prefix, self.float64, self.groups)
@@ -124,7 +123,7 @@ class _Lifter:
 
 @dataclass(frozen=True, slots=True)
 class TopGraph:
-    """A graph to be run node by node, whose modules and parameters its caller has; `sites` as of `Function`."""
+    """A graph for a caller that runs it node by node and owns its modules and parameters; `sites` as in `Function`."""
 
     graph: fx.Graph
     sites: Mapping[str, str]
@@ -146,7 +145,7 @@ def build_graph(stage: StageGraphs, name: str, *, groups: str = "", float64: boo
 
 
 def parameter_sites(module: fx.GraphModule, prefix: str = "") -> dict[str, str]:
-    """What first uses each parameter of a module that `build_module` built, by the parameter's full name."""
+    """The first use of each parameter of a module that `build_module` built, by the parameter's full name."""
     sites: dict[str, str] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr" and node.users:
@@ -160,7 +159,7 @@ def parameter_sites(module: fx.GraphModule, prefix: str = "") -> dict[str, str]:
 
 
 def operator_sites(module: fx.GraphModule, target: str, prefix: str = "") -> list[str]:
-    """What of the model each node of the operator `target` serves, in the order in which they run."""
+    """Which part of the model each node of the operator `target` serves, in the order in which they run."""
     sites: list[str] = []
     for node in module.graph.nodes:
         if node.op == "call_function" and node.meta["moec"].target == target:
@@ -185,7 +184,11 @@ def _build(graphs: Mapping[str, Graph], data: Graph, prefix: str, make: MakePara
                 body = _build(graphs, graphs[node.graph], f"{prefix}{node.target}.", make, float64)
                 attach(root, node.target, body)
         nodes[node.name] = _add_node(graph, node, nodes, prefix, float64)
-    return fx.GraphModule(root, graph, class_name="".join(c for c in data.name.title() if c.isalnum()))
+    return _graph_module(root, graph, data.name)
+
+
+def _graph_module(root: nn.Module, graph: fx.Graph, name: str) -> fx.GraphModule:
+    return fx.GraphModule(root, graph, class_name="".join(c for c in name.title() if c.isalnum()))
 
 
 def _add_node(
@@ -195,7 +198,7 @@ def _add_node(
     kwargs = {name: _argument(arg, nodes, float64) for name, arg in node.kwargs.items()}
     target: Any = node.target
     if node.op == "call_function":
-        # Which groups there are, the plan knows (`checks.py`).
+        # Only the plan knows its groups (`checks.py` compares): any name is accepted here.
         groups = [arg for arg in node.args if isinstance(arg, str)]
         complaint = argument_complaint(node.target, node.args, node.kwargs, groups)
         if complaint:
@@ -214,7 +217,7 @@ def _add_node(
 
 
 def _site(node: Node, prefix: str) -> str:
-    """What of the model a node serves, in words that a message can end with: "layer 3 (mixtral.moe:14:5)"."""
+    """Which part of the model a node serves, for the end of a message: "layer 3 (mixtral.moe:14:5)"."""
     layer = prefix.split(".")[1] if prefix.startswith("layers.") else None
     what = f"layer {layer}" if layer else f"the model's {node.value or node.name}"
     return f"{what} ({node.span})" if node.span else what

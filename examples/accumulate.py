@@ -36,7 +36,7 @@ def main() -> None:
         model = job.build()
         tokens, labels = (ids.chunk(job.data_size)[job.data_rank] for ids in a_batch())
 
-        # 1. At once, where memory allows.
+        # 1. The whole batch at once, where memory allows.
         job.step(model, tokens, labels)
         at_once = take_gradients(model)
 
@@ -44,7 +44,7 @@ def main() -> None:
         job.step(model, tokens, labels, microbatches=PARTS)
         by_moec = take_gradients(model)
 
-        # 3. By hand, for a loop of one's own: the labels to come say what every loss is divided by.
+        # 3. By hand, in a loop of one's own: every loss is divided by the number of these labels that are valid.
         with job.accumulate(model, *labels.tensor_split(PARTS)):
             for some_tokens, some_labels in zip(tokens.tensor_split(PARTS), labels.tensor_split(PARTS), strict=True):
                 model(some_tokens, some_labels).loss.backward()
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def a_batch() -> tuple[Tensor, Tensor]:
-    """Tokens and labels; of the first half of the sequences hardly a label counts."""
+    """Tokens and labels; in the first half of the sequences only the last four labels count."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(256, (16, 65), generator=generator)
     labels = tokens[:, 1:].clone()

@@ -51,7 +51,7 @@ def main() -> None:
 
         optimizer = job.optimizer(student)
         for step, (tokens, labels) in zip(range(steps), random_windows(text.train, 16, 64, seed=1), strict=False):
-            # All ranks of the teacher have sequences of their own; the student's share theirs in pairs.
+            # Each rank of the teacher has sequences of its own; in the student two ranks share theirs.
             targets = teachers_logits(teacher_job, teacher, tokens, job)
             loss = job.step(
                 student, mine(tokens, job), mine(labels, job), loss=distillation, inputs={"targets": targets}
@@ -70,7 +70,7 @@ def mine(rows: Tensor, job: moec.Job) -> Tensor:
 
 
 def teachers_logits(teacher_job: moec.Job, teacher: torch.nn.Module, tokens: Tensor, job: moec.Job) -> Tensor:
-    """The teacher's logits of this rank's share of the student's batch: of a teacher rank's, gathered, a part."""
+    """The teacher's logits of this rank's share of the student's batch: every rank's are gathered, then cut anew."""
     own = teacher_job.whole_logits(teacher(mine(tokens, teacher_job)))
     every = [torch.empty_like(own) for _ in range(teacher_job.data_size)]
     torch.distributed.all_gather(every, own)
@@ -78,7 +78,7 @@ def teachers_logits(teacher_job: moec.Job, teacher: torch.nn.Module, tokens: Ten
 
 
 def distillation(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-    """Half of it the text's next byte, half the teacher's distribution (Hinton et al. 2015); a sum over tokens."""
+    """Half the cross-entropy of the next byte, half that of the teacher (Hinton et al. 2015); a sum over tokens."""
     hard = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     soft = F.kl_div((logits / TEMPERATURE).log_softmax(-1), (targets / TEMPERATURE).softmax(-1), reduction="sum")
     return hard / 2 + soft * TEMPERATURE**2 / 2

@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def wrap(model: nn.Module, *, fsdp: bool) -> nn.Module:
-    """The model in its host, which is told to leave the experts alone: every rank has other ones."""
+    """The model in its host, which is told to leave the experts alone: every rank has different ones."""
     experts = moec.expert_parameters(model)
     if not fsdp:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)

@@ -1,4 +1,4 @@
-"""Warnings about capacities: an `eval` without effect, and later tokens that decide what of earlier ones is dropped."""
+"""Warnings about capacities: an `eval` without effect, and later tokens that make earlier ones lose a choice."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from moec.grammar.units import written
 
 
 def capacities(spec: Spec) -> list[Diagnostic]:
-    """Every warning about a capacity of the file's subject, once for all layers that share it.
+    """Every warning about a capacity of the file's model or layer, once for all layers that share it.
 
-    Whether the tokens of a `layer` come from a causal model, its host knows.
+    A `layer` file has no causality warning: only its host knows whether the model is causal.
     """
     causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
@@ -47,9 +47,9 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
 
 
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
-    """A capacity that drops second choices: they stand in a queue behind the first choices of later tokens.
+    """A capacity that drops second choices: they queue behind the first choices of all tokens, later ones too.
 
-    With one choice per token a queue has the order of the tokens, and what comes later drops nothing earlier.
+    With one choice per token a queue is in the order of the tokens, and no later token drops an earlier one.
     """
     capacity, gate = moe.capacity, moe.gate
     if not isinstance(gate, TopK) or gate.k == 1:
@@ -94,7 +94,7 @@ def _tokens_in_training(spec: Spec, moe: Moe) -> int | None:
 
 
 def _tokens_in_evaluation(spec: Spec, moe: Moe) -> int | None:
-    """The most that a group can have; batches have any size then."""
+    """The most tokens of a group; None where a group spans sequences, as batches have any size in evaluation."""
     if moe.group != "sequence":
         return None
     return spec.model.context or (spec.train.sequence if spec.train else None)

@@ -83,7 +83,7 @@ def short(value: Fraction) -> bool:
 def written(value: float | Fraction, dimension: str) -> str:
     """The shortest way to write `value`, in base units, that reads back as exactly `value`.
 
-    A unit that is a power of ten of the base unit always does: a float's shortest digits are then only moved.
+    One with a unit that is a power of ten always does: it only moves the decimal point of a float's shortest digits.
     A fraction is a division (`5 / 3`) where no float's shortest digits equal it.
     """
     if isinstance(value, Fraction):
@@ -106,5 +106,5 @@ def written(value: float | Fraction, dimension: str) -> str:
 def _digits(value: Decimal) -> str:
     if value == value.to_integral_value() and abs(value) < 10**15:
         return f"{int(value):_}" if abs(value) >= 10_000 else str(int(value))
-    short = value.normalize()
-    return min(str(short).lower(), f"{short:e}", key=len)
+    shortest = value.normalize()
+    return min(str(shortest).lower(), f"{shortest:e}", key=len)

@@ -1,4 +1,4 @@
-"""Lowers what stands beside `forward`: the loss, the balance terms' mean over tokens, and the counts of both."""
+"""Lowers the blocks beside `forward`: the loss, the mean of the balance terms, and the counts they divide by."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = ("batch", "sequence")
 def loss_blocks(model: Model) -> list[Block]:
     """The cross-entropy over labels.
 
-    What it divides by is counted in a block of its own, so that micro-batches can share one count.
+    A block of its own counts the valid labels, so that micro-batches can share one count.
     """
     labels = Value(name="labels", shape=TOKENS, dtype="int64")
     logits = Value(name="logits", shape=(*TOKENS, model.vocab), dtype=model.dtype)

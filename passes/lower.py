@@ -18,7 +18,7 @@ from moec.passes.mixture import mixture
 from moec.passes.stated import data_shares
 
 REAL = "real"
-"""The value that says which tokens are no padding, in models that have a padding id."""
+"""Name of the value that marks tokens which are no padding, in models that have a padding id."""
 
 
 def lower(spec: Spec) -> Program:
@@ -26,7 +26,7 @@ def lower(spec: Spec) -> Program:
 
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
-    Raises `DiagnosticError` for the words that nothing here compiles yet: behind this line there are none.
+    Raises `DiagnosticError` for words that no pass compiles yet; no later pass meets one.
     """
     if refused := unsupported(spec):
         raise DiagnosticError(refused)

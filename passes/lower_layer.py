@@ -1,4 +1,4 @@
-"""Lowers a `layer` file: one mixture by itself, whose input and output lie as a model's residual stream does."""
+"""Lowers a `layer` file: one mixture by itself, its input and output sharded as a model's residual stream is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def layer_blocks(layer: LayerModule, shares: int) -> list[Block]:
     """The layer's body, `forward`, which calls it as layer 0, and the blocks of its balance terms where it has any.
 
     `forward` takes x `[batch, sequence, dim]` in the layer's dtype and gives y of the same type, balance terms and
-    counts. `shares` is how many data-parallel ranks there are.
+    counts. `shares` is the number of data-parallel ranks.
     """
     subject, span = layer.subject, layer.span()
     x = Value(name="x", shape=(*TOKENS, subject.dim), dtype=subject.dtype)

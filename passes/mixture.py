@@ -1,4 +1,4 @@
-"""Lowers a mixture of experts: its gate, its experts and what they cost the balance."""
+"""Lowers a mixture of experts: its gate, its experts and its balance terms."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from moec.passes.ir.ops import ACTIVATION_PARTS
 
 @dataclass(frozen=True, slots=True)
 class _Routed:
-    """What the gate gives: the names of logits, probabilities, weights and experts, and how many there are of these.
+    """What the gate gives: names of logits, probabilities `p`, weights `w`, expert ids `e`; how many experts, and k.
 
-    `real` names the value that says which tokens are real, in a model that has a padding id; experts are −1 elsewhere.
+    `real` names the value that marks real tokens, in a model that has a padding id; `e` is −1 for padding.
     """
 
     logits: str
@@ -35,8 +35,8 @@ def mixture(
 ) -> tuple[str, list[str], str]:
     """The mixed value, the layer's balance term where it has one, and the counts of rows per expert.
 
-    `shares` is how many data-parallel ranks there are: what the routing group `rank` counts over. `real` names the
-    value that says which tokens are no padding; without it all are real.
+    `shares` is the number of data-parallel ranks, into whose parts the routing group `rank` cuts a batch. `real` names
+    the value that marks real tokens; without it all are real.
     """
     routed = _gate(b, subject, moe, h, real)
     run = _dropless if isinstance(moe.capacity, Dropless) else _padded
@@ -99,7 +99,7 @@ def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, s
 
 
 def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
-    """Places for so many rows of each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
+    """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
     capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
     group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
 

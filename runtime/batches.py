@@ -19,8 +19,7 @@ IGNORED_LABEL = -100
 class Limits:
     """Ids are below `vocab`, sequences at most `context` long; `tensor_parallel` ranks share each sequence.
 
-    `shares`: into how many equal parts the batch of one rank is cut (groups of its sequences). `padding` is
-    the id of tokens that reach no expert.
+    The batch of a rank is cut into `shares` equal routing groups. `padding` is the id of tokens that reach no expert.
     """
 
     vocab: int
@@ -73,7 +72,7 @@ class Limits:
 
 
 def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits:
-    """Those of a model on ranks of which `data_size` have sequences of their own, and `tensor_parallel` share each."""
+    """The limits of a model on `data_size` data-parallel ranks, each of them `tensor_parallel` ranks."""
     by_rank = any(layer.moe is not None and layer.moe.group == "rank" for layer in spec.model.layers)
     shares = data_shares(spec) // data_size if by_rank else 1
     return Limits(

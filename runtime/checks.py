@@ -1,4 +1,4 @@
-"""What ranks check of each forward pass, and how they come to agree on it before anyone is left waiting.
+"""What ranks check in each forward pass, and how they agree on an error before any rank waits for another.
 
 Checks that wait for the device are made in every pass, in the first of its kind, or never (`moec.launch(checks=…)`).
 What needs no device is always checked: the dtypes and shapes of a batch, and on CPU everything.
@@ -33,7 +33,7 @@ class Alike(NamedTuple):
 
 
 def _difference(alike: Sequence[Alike], least: Sequence[int], most: Sequence[int]) -> str | None:
-    """The words of what is not alike, if anything is."""
+    """The words of the first that differs between ranks, if any does."""
     start = 0
     for each in alike:
         stop = start + len(each.numbers)
@@ -58,9 +58,9 @@ class Checks:
         return self  # a copied model runs in the same job
 
     def looks(self, seen: set[object], kind: object, device: torch.device) -> bool:
-        """Whether the values of tensors are looked at in this pass of a model, which has `seen` passes of other kinds.
+        """Whether tensors' values are checked in this pass; `seen` holds the kinds of pass that the model has had.
 
-        The same on every rank: `kind` must be.
+        The same on every rank if `kind` is.
         """
         first = kind not in seen
         seen.add(kind)
@@ -69,7 +69,7 @@ class Checks:
         return self.mode == "all" or first or device.type == "cpu"
 
     def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
-        """A complaint of any rank, on every rank; of several the lowest rank's."""
+        """Gives every rank the complaint of the lowest rank that has one, else what differs between them, or None."""
         return complaint
 
     def same_tokens(self, *ids: Tensor | None) -> str | None:
@@ -90,9 +90,9 @@ class JobChecks(Checks):
         self.compares = world_size > 1 and mode != "none"
 
     def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
-        """One small reduction tells every rank whether any complains; then the lowest such rank's words are theirs.
+        """One small all_reduce tells every rank whether any complains; the lowest such rank broadcasts its words.
 
-        The same reduction finds what is not alike on all ranks.
+        The same all_reduce finds numbers that differ between ranks.
         """
         if complaint:
             place = self._place()

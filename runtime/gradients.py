@@ -29,7 +29,7 @@ class Summed:
 class Bucket:
     """The gradients of a layer that are summed over the same groups, in one flat tensor.
 
-    Its last elements count the ranks that have a gradient of each parameter: one that no rank has stays without.
+    Its last elements count the ranks that have a gradient of each parameter: a gradient that no rank has stays None.
     """
 
     members: Sequence[Summed]
@@ -41,7 +41,7 @@ class Bucket:
     _work: dist.Work | None = field(init=False, default=None)
 
     def begin(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Starts the sum of the members among `gradients` (by `index`); gives where the sums will be.
+        """Starts the sum of the members among `gradients` (by `index`); gives the tensors that will hold it.
 
         Ranks with and without a gradient of the same parameter still send tensors of one size.
         """
@@ -57,10 +57,10 @@ class Bucket:
         return self._split()
 
     def finish(self) -> list[Tensor | None]:
-        """The sums, each a tensor of its own, once they are there; None for what no rank has."""
+        """Waits for the sums. Each is a tensor of its own; None for a gradient that no rank has."""
         groups = self.members[0].groups
         self._wait(groups[0])
-        # Only now what must wait for a first group: in the middle of backward it would wait for other ranks' backward.
+        # The second sum adds up the first ones. Started in `begin`, it would make backward wait for the other ranks.
         for group in groups[1:]:
             self._start(group)
             self._wait(group)
@@ -100,8 +100,8 @@ def clip_gradient_norm(
     """Scales every gradient so that their global norm is at most `max_norm`; gives the norm before, a scalar.
 
     `gradients`: this rank's part of each, a plain tensor. Every parameter counts once across the meshes: squares are
-    summed over the groups on which it is sharded, and over no other. Raises nothing; a norm that is not finite scales
-    by it, as `torch.nn.utils.clip_grad_norm_` does.
+    summed over the groups on which it is sharded, and over no other. A norm that is not finite is no error and scales
+    the gradients all the same, as in `torch.nn.utils.clip_grad_norm_`.
     """
     by_shards: dict[tuple[str, ...], list[Tensor]] = {}
     for name, groups in sharded_over.items():

@@ -26,10 +26,10 @@ _open: set[str] = set()
 _numbers = count()
 
 ALL_RANKS, HOST = "", "host"
-"""What a job calls the group of all its ranks, and that of all of them over which CPU tensors travel."""
+"""A job's names for the group of all its ranks, and for a group of the same ranks that takes CPU tensors."""
 
 SEPARATOR = "/"
-"""Stands between a job's number and the plan's name of a group, in which there is none."""
+"""Between a job's number and the plan's name of a group; no such name contains it."""
 
 
 class UnknownGroupError(RuntimeError):
@@ -62,7 +62,7 @@ def opened(job: str, groups: Mapping[str, ProcessGroup], watch: Watch | None) ->
 
 
 def is_open(job: str) -> bool:
-    """Whether the job whose groups' names begin so is still running here."""
+    """Whether the job whose groups' names begin with `job` is still running here."""
     return job in _open
 
 
@@ -100,7 +100,7 @@ def resolve(name: str) -> ProcessGroup:
 
 
 def watch_of(name: str) -> Watch | None:
-    """What watches over the collectives of the group called `name`."""
+    """The watch over the collectives of the group called `name`, if there is one."""
     job, separator, _ = name.partition(SEPARATOR)
     return _watches.get(job + separator)
 

@@ -1,4 +1,4 @@
-"""Where a module runs: alone, or as a rank of a job; and how it gets its parameters there."""
+"""Where a module runs: in one process, or as a rank of a job; and how it gets its parameters there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALONE = Mesh("dense", (("dp", 1),))
 
 
 class Home(Protocol):
-    """What a module asks of where it runs. Copies of the module share it."""
+    """The place where a module runs, as far as the module depends on it. Copies of the module share it."""
 
     @property
     def groups(self) -> str:
@@ -37,7 +37,7 @@ class Home(Protocol):
         ...
 
     def weight(self, name: str, site: str) -> WeightSpec:
-        """What a layer takes of the parameter of this full name; `site` is what of the model uses it, in words."""
+        """How a layer takes the parameter of this full name; `site` says which part of the model uses it."""
         ...
 
     def require_running(self) -> None:
@@ -45,11 +45,11 @@ class Home(Protocol):
         ...
 
     def signature(self) -> dict[str, Any]:
-        """Says in a `state_dict` whose parts of the parameters it holds."""
+        """Says which rank's parts of the parameters a `state_dict` holds; stored beside it."""
         ...
 
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
-        """Why the parts of a `state_dict` that was signed so are not this rank's, or None."""
+        """Why a `state_dict` with this signature does not fit this rank, or None."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A model of somebody's own that has layers of moec in it: which parameters are experts, and its gradient's norm."""
+"""For a plain PyTorch model with layers of moec in it: which parameters are experts, and clipping gradients."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     experts = {id(parameter) for parameter in expert_parameters(model).values()}
     dense = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in experts]
-    own = {id(p): p.grad for p in model.parameters() if p.grad is not None and id(p) in experts}
+    of_experts = [p.grad for p in model.parameters() if p.grad is not None and id(p) in experts]
     device = next(model.parameters()).device
     total = _squares_of_dense(dense, device) + _squares_of_experts(model, device)
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for gradient in (*dense, *own.values()):
+    for gradient in (*dense, *of_experts):
         part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         part.mul_(scale)
     return norm
 
 
 def _squares_of_dense(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Of what the host has reduced: alike on every rank, or a DTensor of which each rank has a part."""
+    """Squared norm of what the host has reduced: the same on every rank, or DTensors, of which each has a part."""
     plain: list[Tensor] = []
     cut: dict[DeviceMesh, list[Tensor]] = {}
     for gradient in gradients:
@@ -61,7 +61,7 @@ def _squares_of_dense(gradients: Iterable[Tensor], device: torch.device) -> Tens
 
 
 def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
-    """Every expert once: over the ranks that have other ones, and one reduction for all layers over the same ranks."""
+    """Squared norm of all experts, each once. One all_reduce for all layers over the same ranks."""
     by_group: dict[str, list[Tensor]] = {}
     names: dict[object, str] = {}
     for layer in _layers(model):

@@ -1,4 +1,4 @@
-"""What hosts of `moec.layer` do around it: DistributedDataParallel and `fully_shard` must leave its experts alone."""
+"""Refuses hosts of `moec.layer` that take over its experts: DistributedDataParallel and `fully_shard`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moec.runtime.errors import JobError
 
 
 def require_left_alone(experts: nn.Module) -> None:
-    """Raises `JobError` where the host took over experts: every rank has others, and hosts take them for replicas."""
+    """Raises `JobError` if the host manages experts: it takes them for replicas, and each rank has different ones."""
     own = {id(parameter) for parameter in experts.parameters()}
     if any(id(parameter) in own for parameter in _parameters_of_ddp()):
         raise JobError(
@@ -31,7 +31,7 @@ def require_left_alone(experts: nn.Module) -> None:
 
 
 def _parameters_of_ddp() -> list[nn.Parameter]:
-    """Those that the DistributedDataParallel in whose forward pass this is takes care of."""
+    """The parameters of the DistributedDataParallel module whose forward pass is running, if one is."""
     wrapped: Any = nn.parallel.DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     return list(wrapped._module_parameters) if wrapped is not None else []
 

@@ -41,7 +41,7 @@ def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> No
 
 
 def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, DeviceMesh]:
-    """A plan's meshes as torch has them, with the axes that have more than one rank; none where none has."""
+    """A plan's meshes as DeviceMeshes, with their axes of more than one rank; a mesh without any is left out."""
     found = {}
     for name, mesh in meshes.items():
         axes = mesh.wide_axes()
@@ -52,7 +52,7 @@ def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, Dev
 
 
 def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:
-    """The groups of a job by the plan's names, that of all ranks, and that over which CPU tensors travel."""
+    """The groups of a job by the plan's names, that of all ranks, and that for CPU tensors."""
     found: dict[str, ProcessGroup] = {}
     for name, mesh in meshes.items():
         for axis in mesh.mesh_dim_names or ():
@@ -63,7 +63,7 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
         found[ALL_RANKS] = world
         found[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
     for group in found.values():
-        # Else it waits for torch's 30 minutes, whatever the process group it is part of.
+        # A new group has torch's default of 30 minutes, whatever the timeout of the default group.
         distributed_c10d._set_pg_timeout(timeout, group)
     return found
 

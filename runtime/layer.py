@@ -1,4 +1,4 @@
-"""`moec.layer`: one mixture as an `nn.Module` for somebody's own model, expert parallel over the ranks there."""
+"""`moec.layer`: one mixture as an `nn.Module` for a plain PyTorch model, expert parallel over its ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moec.runtime.weights import Microbatches
 
 
 class HostedHome(Home, Protocol):
-    """The home of a layer in somebody else's model."""
+    """The home of a layer in a plain PyTorch model, its host."""
 
     @property
     def hosts_divisor(self) -> int:
@@ -109,10 +109,10 @@ class MoeLayer(nn.Module):
     def _aux_loss(self, balance: Tensor, x: Tensor) -> Tensor:
         count = self._scalars["num_tokens"].module(x)
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
-        return _times_in_backward(aux_loss, float(self._home.hosts_divisor))
+        return _scale_gradient(aux_loss, float(self._home.hosts_divisor))
 
     def _require_input(self, x: Tensor) -> bool:
-        """Raises `JobError` for an x that it cannot take; gives whether its values are looked at in this pass."""
+        """Raises `JobError` for an x that it cannot take; gives whether this pass checks tensors' values."""
         checks = self._home.checks
         kind = ("forward", self.training)
         if kind not in self.seen and self._home.signature()["ranks"] > 1:
@@ -137,7 +137,7 @@ class MoeLayer(nn.Module):
             raise JobError("MOE0708", complaint, WITHOUT_SCORES)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies take with them: no result of a forward pass, which belongs to a graph of autograd."""
+        """For copies: without the results of a forward pass, which belong to a graph of autograd."""
         return self.__dict__ | {"aux_loss": None, "expert_counts": None}
 
 
@@ -148,7 +148,9 @@ def _as_sequences(x: Tensor) -> Tensor:
     return x.flatten(0, -3)
 
 
-class _Times(torch.autograd.Function):
+class _ScaledGradient(torch.autograd.Function):
+    """x; backward multiplies its gradient by `factor`."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
@@ -159,9 +161,9 @@ class _Times(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
-def _times_in_backward(x: Tensor, factor: float) -> Tensor:
+def _scale_gradient(x: Tensor, factor: float) -> Tensor:
     """x, whose gradient is multiplied by `factor`."""
     if factor == 1:
         return x
-    scaled: Tensor = _Times.apply(x, factor)  # type: ignore[no-untyped-call]
+    scaled: Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return scaled

@@ -1,4 +1,4 @@
-"""Where `moec.layer` runs: a rank of somebody else's process group, over groups of the layer's own."""
+"""Where `moec.layer` runs: a rank of the host's process group, over groups that the layer makes for itself."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from moec.runtime.checks import JobChecks
 from moec.runtime.errors import JobError
 from moec.runtime.groups import ALL_RANKS, HOST
 from moec.runtime.layer import MoeLayer
+from moec.runtime.layer_state import PREFIX
 from moec.runtime.rank import RankHome
 from moec.runtime.shards import local_slices
 from moec.runtime.weights import WeightSpec
 
 Reduction = Literal["mean", "sum"]
 
-EXPERTS = "layers.0.moe.experts."
+EXPERTS = f"{PREFIX}experts."
 """What the names of a plan's experts begin with."""
 
 
@@ -45,8 +46,8 @@ def ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
 class LayerHome(RankHome):
     """One rank of a layer. Dense parameters are the host's to reduce; experts' gradients are summed here, and scaled.
 
-    A host that averages over its ranks has the loss mean(loss of a rank): experts' gradients are divided by the number
-    of ranks then, and those of `aux_loss`, which is global already, multiplied by it.
+    The loss of a host that averages gradients is the mean of its ranks' losses: experts' gradients are then divided by
+    the number of ranks, and the gradient of `aux_loss`, which is global already, is multiplied by it.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class LayerHome(RankHome):
 
     @property
     def expert_group(self) -> str:
-        """The group whose ranks have other experts; nothing where each has all."""
+        """The group whose ranks have different experts; empty where every rank has all."""
         return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
 
     @property
@@ -138,12 +139,12 @@ _shared: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
 
 
 def _group(ranks: tuple[int, ...]) -> ProcessGroup:
-    """A group over `ranks`, of the job's backend. Never the host's: its collectives come in an order of their own."""
+    """A group over `ranks`, of the default backend. Never the host's own: each has its own order of collectives."""
     return _shared_group("", ranks)
 
 
 def _host_group(ranks: tuple[int, ...]) -> ProcessGroup:
-    """A group over which CPU tensors travel."""
+    """A group over `ranks` that takes CPU tensors."""
     takes_cpu = dist.get_backend() == "gloo" or "cpu:" in str(dist.get_backend_config())
     return _group(ranks) if takes_cpu else _shared_group("gloo", ranks)
 
@@ -151,7 +152,7 @@ def _host_group(ranks: tuple[int, ...]) -> ProcessGroup:
 def _shared_group(backend: str, ranks: tuple[int, ...]) -> ProcessGroup:
     found = _shared.get((backend, ranks))
     if found is None or not _is_alive(found):
-        # Only its members make it; every rank makes its groups in the same order, so that none waits for another's.
+        # Only members make a group. Every rank makes its groups in the same order, so none waits for another group's.
         found = dist.new_group(list(ranks), backend=backend or None, use_local_synchronization=True)
         _shared[backend, ranks] = found
     return found

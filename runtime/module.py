@@ -55,19 +55,19 @@ class ModelOutput:
 
 @dataclass(slots=True)
 class Counts:
-    """What losses are divided by, where that is more than one forward pass's: 0-d int64, over all ranks."""
+    """Counts of a whole step over all ranks, 0-d int64, which losses are divided by; None: each pass counts its own."""
 
     labels: Tensor | None = None
     tokens: Tensor | None = None
     given: int = 0
-    """Labels, ignored ones included, of the forward passes that were divided by them."""
+    """Labels, ignored ones included, of the forward passes whose losses were divided by `labels`."""
 
 
 class Layer(nn.Module):
-    """One layer: its parameters, and the function that computes it, in evaluation maybe another."""
+    """One layer: its parameters, and the functions that compute it in training and in evaluation."""
 
     def __init__(self, path: str, functions: Sequence[Function], home: Home, microbatches: Microbatches) -> None:
-        """`path` is its own in the model (`layers.3.`), `functions` those of training and of evaluation."""
+        """`path` is its path in the model (`layers.3.`); `functions`: one, or those of training and of evaluation."""
         super().__init__()
         self._functions = tuple(functions)
         self._weights = own_weights(self, path, functions[0].weights, functions[0].sites, home, microbatches)
@@ -119,7 +119,7 @@ class PlanModule(nn.Module):
         self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> ModelOutput:
-        """tokens int64 `[batch, sequence]`, labels alike, already shifted, −100 where there is none.
+        """tokens int64 `[batch, sequence]`, labels of the same shape, already shifted, −100 where ignored.
 
         Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model, and
         for router logits that are NaN or infinite, after those of the layers and before any gradient.
@@ -147,7 +147,7 @@ class PlanModule(nn.Module):
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
         return aux_loss
 
-    # ---- what a job does with it -------------------------------------------------------------------
+    # ---- for jobs ----------------------------------------------------------------------------------
 
     def count_labels(self, labels: Tensor) -> Tensor:
         """How many labels of all ranks are valid: 0-d int64. A collective."""
@@ -155,13 +155,13 @@ class PlanModule(nn.Module):
         return count
 
     def count_tokens(self, tokens: Tensor) -> Tensor | None:
-        """How many tokens all ranks have, 0-d int64; None where no balance term asks. A collective."""
+        """How many tokens all ranks have, 0-d int64; None for a model without balance terms. A collective."""
         count: Tensor | None = self._scalars["num_tokens"].module(tokens) if "num_tokens" in self._scalars else None
         return count
 
     @contextmanager
     def counting(self, labels: Tensor | None, tokens: Tensor | None) -> Iterator[Counts]:
-        """Within it losses are divided by these counts, and not by those of each forward pass alone."""
+        """Within it losses are divided by these counts in place of each forward pass's own."""
         outer, self._counts = self._counts, Counts(labels, tokens)
         try:
             yield self._counts
@@ -170,7 +170,7 @@ class PlanModule(nn.Module):
 
     @contextmanager
     def one_step(self) -> Iterator[Microbatches]:
-        """Within it narrow copies of parameters are kept; what is left of them and of gradients is dropped after."""
+        """Within it narrow copies of parameters are kept; they and collected gradients are dropped after it."""
         self._microbatches.keep, self._microbatches.more = True, False
         try:
             yield self._microbatches
@@ -180,16 +180,16 @@ class PlanModule(nn.Module):
                 weights.forget()
 
     def all_weights(self) -> Iterator[Weights]:
-        """What stands between its parameters and its layers."""
+        """The `Weights` of the top level and of each layer."""
         yield from self._top.weights
         for layer in self.layers:
             if isinstance(layer, Layer):
                 yield layer._weights
 
-    # ---- what PyTorch does with it -----------------------------------------------------------------
+    # ---- for PyTorch -------------------------------------------------------------------------------
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """`torch.compile` of each layer and of the losses, with its options; all else stays outside of the graphs."""
+        """`torch.compile` of each layer and of the losses, with its options; all else is not compiled."""
         for layer in self.layers:
             if isinstance(layer, Layer):
                 layer.compile_graphs(*args, **kwargs)
@@ -198,13 +198,13 @@ class PlanModule(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """DistributedDataParallel asks for it when it is made, and nobody else does."""
+        """Raises `JobError`: DistributedDataParallel reads this attribute of a module that it is put around."""
         raise data_parallel_error("DistributedDataParallel")
 
     # ---- checks ------------------------------------------------------------------------------------
 
     def _require_batch(self, tokens: Tensor, labels: Tensor | None) -> bool:
-        """Raises `JobError` for a batch that it cannot take; gives whether values are looked at in this pass."""
+        """Raises `JobError` for a batch that it cannot take; gives whether this pass checks tensors' values."""
         checks = self._home.checks
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), tokens.device)
         complaint = self.limits.complaint(tokens, labels, look=look)
@@ -219,7 +219,7 @@ class PlanModule(nn.Module):
         return look
 
     def _frozen(self) -> int:
-        """Which parameters have no gradient, as a number: ranks sum gradients of the same ones."""
+        """A hash of which parameters are frozen: ranks that differ would start different gradient sums."""
         if not self._home.checks.compares:
             return 0
         return hash(tuple(needed for weights in self.all_weights() for needed in weights.needed())) >> 1

@@ -1,8 +1,8 @@
-"""Random numbers that depend on what they are for, and on nothing else: Philox4x32-10 in int64 tensor operations.
+"""Random numbers as a function of a key and an index: Philox4x32-10 in int64 tensor operations.
 
 A counter-based generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): number i of a key is a
-function of the key and of i, so every rank draws just the elements it holds, on any device, the same to the last bit
-before they are made normal.
+function of the key and of i, so every rank draws just the elements it holds, on any device. The bits are the same
+everywhere; normal numbers made of them are, up to the rounding of a logarithm and a cosine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank of a running plan, as its modules see it: which parts of the parameters it has, and over which groups."""
+"""The home of a rank's modules: which parts of the parameters it has, and which groups sum their gradients."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RankHome:
         )
 
     def _sum_over(self, data: ParameterData) -> tuple[str, ...]:
-        """The groups that sum its gradient: where they span a whole mesh, all ranks at once."""
+        """The groups that sum its gradient; that of all ranks where they span the whole mesh."""
         if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
             return (ALL_RANKS,)
         return data.sum_over

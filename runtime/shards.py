@@ -12,6 +12,9 @@ from moec.codegen.plan import ParameterData
 from moec.passes.ir import Layout, Mesh, Shard
 from moec.runtime import philox
 
+CHUNK = 1 << 16
+"""Elements drawn at a time: their int64 temporaries stay in the cache."""
+
 
 def local_slices(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[slice, ...]:
     """The index of `rank`'s part of a tensor of global `shape`; dims are cut evenly, by the outermost axis first."""
@@ -38,8 +41,8 @@ def initial_shard(
 ) -> Tensor:
     """`rank`'s part of a new parameter, on `device` (the CPU), in `dtype`.
 
-    Each element is drawn in fp32 from its own place in the whole parameter, so that what a parameter starts as depends
-    on neither the sharding nor the number of ranks, and no rank draws what it does not hold. On `meta`, nothing is.
+    Each element is drawn in fp32 by its index in the whole parameter: its value depends on neither the sharding nor the
+    number of ranks, and no rank draws what it does not hold. On `meta` nothing is drawn.
     """
     index = local_slices(data.shape, Layout.parse(data.layout), mesh, rank)
     local = [part.stop - part.start for part in index]
@@ -53,17 +56,13 @@ def initial_shard(
     run = math.prod(local[cut:])
     runs, key = shard.view(-1, run), philox.key_of(seed, name)
     starts = _starts(index[: cut + 1], data.shape, shard.device)
-    together = max(1, DRAWN // run)
+    together = max(1, CHUNK // run)
     for row in range(0, len(runs), together):
-        for column in range(0, run, DRAWN):
-            length = min(DRAWN, run - column)
+        for column in range(0, run, CHUNK):
+            length = min(CHUNK, run - column)
             drawn = _drawn(starts[row : row + together] + column, length, key)
             runs[row : row + together, column : column + length] = drawn * data.std
     return shard
-
-
-DRAWN = 1 << 16
-"""Elements drawn at a time: their int64 temporaries stay in the cache."""
 
 
 def _starts(index: Sequence[slice], shape: Sequence[int], device: torch.device) -> Tensor:

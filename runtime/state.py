@@ -1,4 +1,4 @@
-"""`state_dict` of a rank: it holds that rank's parts, and no other rank may take them for its own."""
+"""A rank's `state_dict` holds its parts of the parameters: it says so, and a rank with other parts refuses it."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from moec.runtime.errors import JobError
 from moec.runtime.home import home_of
 
 KEY = "moec"
-ELSEWHERE = (
+HOW_TO_LOAD = (
     "load each rank's own, or a checkpoint that knows shards (`torch.distributed.checkpoint`), or whole tensors, "
     "of which each rank takes its part"
 )
 
 
 def sign_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Notes beside a `state_dict` whose parts it holds; `torch.save` keeps that."""
+    """Stores in the metadata of a `state_dict` which rank's parts it holds; `torch.save` keeps the metadata."""
     local_metadata[KEY] = home_of(module).signature()
 
 
 def refuse_foreign_state(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Raises `JobError` for another rank's parts; of whole tensors this rank takes its own."""
+    """Raises `JobError` for another rank's parts; replaces whole tensors by this rank's parts."""
     if KEY in local_metadata:
         require_own(module, local_metadata[KEY], "this state_dict")
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -36,18 +36,20 @@ def refuse_foreign_state(
 
 
 def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None:
-    """Raises `JobError` unless what was signed so holds the same parts as this rank."""
+    """Raises `JobError` unless `what`, which has this signature, holds the same parts as this rank."""
     complaint = home_of(module).complaint_of(signature)
     if complaint:
-        raise JobError("MOE0712", f"{what} is another rank's: {complaint}", ELSEWHERE)
+        raise JobError("MOE0712", f"{what} is another rank's: {complaint}", HOW_TO_LOAD)
 
 
 def _own_part(name: str, parameter: Tensor, given: Tensor) -> Tensor:
-    """What of a given tensor goes into a parameter of this rank."""
+    """This rank's part of a given tensor, as `parameter` is."""
     if not isinstance(parameter, DTensor):
         if isinstance(given, DTensor):
             raise JobError(
-                "MOE0712", f"{name} is a DTensor over {given.device_mesh.size()} ranks, and here it is whole", ELSEWHERE
+                "MOE0712",
+                f"{name} is a DTensor over {given.device_mesh.size()} ranks, and here it is whole",
+                HOW_TO_LOAD,
             )
         return given
     if isinstance(given, DTensor):
@@ -58,7 +60,7 @@ def _own_part(name: str, parameter: Tensor, given: Tensor) -> Tensor:
         raise JobError(
             "MOE0712",
             f"{name} is a plain tensor {list(given.shape)}, of {list(parameter.shape)} in all: {part}",
-            ELSEWHERE,
+            HOW_TO_LOAD,
         )
     with torch.no_grad():
         whole = given.detach().to(parameter.device, parameter.dtype)

@@ -34,7 +34,7 @@ Counter = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Step:
-    """What `Job.step` was asked for."""
+    """The arguments of `Job.step`."""
 
     tokens: Tensor
     labels: Tensor
@@ -46,11 +46,11 @@ class Step:
 
     @property
     def count_takes_logits(self) -> bool:
-        """Whether the count is of a forward pass's logits."""
+        """Whether the count needs the logits of a forward pass."""
         return self.count is not None and "logits" in inspect.signature(self.count).parameters
 
     def complaint(self) -> str | None:
-        """What cannot be done, in words, or None; looks at no value."""
+        """What is wrong with the arguments, or None; reads no tensor's values."""
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -72,11 +72,11 @@ class Step:
         return None
 
     def alike(self) -> Alike:
-        """What all ranks must have been asked for."""
-        own = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
+        """Arguments that must be the same on every rank."""
+        given = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
         return Alike(
             "ranks differ in the micro-batches of a step, or in whether its loss and count are their own",
-            (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, own)),
+            (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given)),
         )
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
@@ -119,7 +119,7 @@ def _own_loss(
     inputs: Mapping[str, Tensor],
     total: Tensor | None,
 ) -> Tensor:
-    """The loss of a micro-batch by the user's own functions, over what all ranks count."""
+    """The loss of a micro-batch by the user's functions, divided by the count of all ranks and micro-batches."""
     output: ModelOutput = model(tokens)
     if step.count_takes_logits:
         total = _count(job, model, step, job.whole_logits(output).detach(), inputs)
@@ -152,21 +152,20 @@ def _scalar_complaint(summed: object) -> str | None:
 
 
 def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The sum of all ranks' counts, a 0-d tensor."""
+    """The sum of all ranks' counts: 0-d fp32."""
     if step.count is None:
-        own: Any = int((step.labels != IGNORED_LABEL).sum())
+        counted: Any = int((step.labels != IGNORED_LABEL).sum())
     elif logits is None:
-        own = step.count(step.labels, **inputs)
+        counted = step.count(step.labels, **inputs)
     else:
-        own = step.count(logits, step.labels, **inputs)
+        counted = step.count(logits, step.labels, **inputs)
     try:
-        number = float(own)
+        number = float(counted)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     wrong = not 0 <= number < math.inf
-    _require(
-        job, "a count of one's own", f"the count gave {own!r}, and must give a number from 0 on" if wrong else None
-    )
+    complaint = f"the count gave {counted!r}, and must give a number from 0 on" if wrong else None
+    _require(job, "a count of one's own", complaint)
     total = torch.tensor(number, dtype=torch.float64)
     if job.world_size > 1:
         with collective("all_reduce", job.number + HOST, "a count of one's own") as peers:
@@ -178,7 +177,7 @@ def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, input
 
 
 def _require(job: Job, site: str, complaint: str | None, *alike: Alike, code: str = "MOE0713") -> None:
-    """Raises `JobError` on every rank where any complains, or what must be alike is not."""
+    """Raises `JobError` on every rank if any rank complains, or if `alike` differs between ranks."""
     complaint = job.checks.agree(site, complaint, *alike)
     if complaint:
         raise JobError(code, complaint)

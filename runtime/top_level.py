@@ -1,4 +1,4 @@
-"""The graph that calls the layers, run node by node: layers are the modules that the model has at the time."""
+"""Runs the graph that calls the layers, node by node: a layer is the module that `model.layers` has at the time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 class Outline:
-    """The graph as it is run; copies of a model share it.
+    """The nodes of the graph, and when parameters are fetched and values dropped; copies of a model share it.
 
-    `segments` are the parameters that are fetched together, at the first of them: those between two calls of layers.
+    `segments` are the parameters between two calls of layers, which are fetched together, at the first of them.
     """
 
     def __init__(self, graph: fx.Graph, results: Sequence[str]) -> None:
@@ -34,7 +34,7 @@ class Outline:
 
 
 class TopLevel:
-    """`forward` of a stage. Parameters between two calls of layers have one `Weights`, where the first is used."""
+    """`forward` of a stage. Parameters used between two calls of layers share one `Weights`, called at the first."""
 
     def __init__(
         self, stage: StageGraphs, home: Home, owner: nn.Module, microbatches: Microbatches, *, float64: bool
@@ -101,7 +101,7 @@ def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, ...]]:
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """Which values nobody uses after each node."""
+    """The values that each node is the last to use."""
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(nodes):

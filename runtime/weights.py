@@ -1,11 +1,12 @@
-"""Between a layer's parameters and what it computes with: fp32 masters outside, plain narrow tensors inside.
+"""Turns the parameters of a module into what its graphs take: fp32 masters into plain tensors of the compute dtype.
 
 Forward takes the local part of each parameter (a DTensor where there are several ranks) and narrows it to the dtype in
 which the layer computes. Backward widens the gradients to fp32 and sums them over the ranks, as the plan says. Both are
-part of autograd's graph, so that `torch.autograd.grad`, exceptions, hooks and `copy.deepcopy` find nothing beside it.
+nodes of autograd's graph and no hooks: `torch.autograd.grad`, exceptions and `copy.deepcopy` need no special case.
 
-Two autograd nodes do it. Gradients reach `_Narrow` first, which starts their sums; `_Unwrap` waits for these. It was
-made before the layers ran, so the engine runs it after the backward of all other layers: sums and backward overlap.
+There are two nodes. Backward runs `_Narrow` first, which starts the sums, and later `_Unwrap`, which waits for them.
+`_Unwrap` is made before the layers run, so the engine runs it after the backward of all layers: sums and backward
+overlap.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class WeightSpec:
     """A parameter as a layer computes with it.
 
     `name` is relative to the module that owns it, `shape` that of this rank's part, `groups` those over which its
-    gradient is summed, `site` what of the model uses it, in words. `scale` multiplies the gradient's sum.
+    gradient is summed, `site` says which part of the model uses it. `scale` multiplies the gradient's sum.
     """
 
     name: str
@@ -41,7 +42,7 @@ class WeightSpec:
 
 @dataclass(slots=True)
 class Microbatches:
-    """What the layers of a model share while one step runs over several micro-batches."""
+    """State of a step over several micro-batches, shared by all `Weights` of a model."""
 
     keep: bool = False
     """Whether narrow copies are kept for the next micro-batch."""
@@ -50,7 +51,7 @@ class Microbatches:
 
 
 class Weights:
-    """The parameters of one module, to be called once in each of its forward passes."""
+    """The parameters of one module; called once in each forward pass, gives them as its graphs take them."""
 
     def __init__(self, owner: nn.Module, specs: Sequence[WeightSpec], microbatches: Microbatches) -> None:
         self.specs = tuple(specs)
@@ -67,24 +68,24 @@ class Weights:
         return [self._parameter(i).requires_grad for i in range(len(self.specs))]
 
     def begin(self) -> None:
-        """Makes the node that waits for the sums, for the next call; before the layers run, so that it comes last."""
+        """Makes the `_Unwrap` node of the next call. Called before the layers run, so that its backward runs last."""
         self._begun = self._pass()
 
     def drop_begun(self) -> None:
-        """Drops what `begin` made where no call took it: an exception came between."""
+        """Drops the node that `begin` made, if an exception kept a call from using it."""
         self._begun = None
 
     def forget(self) -> None:
-        """Drops what one step left behind."""
+        """Drops the narrow copies and the collected gradients of a step."""
         self._narrow = self._collected = None
 
     def __call__(self) -> Sequence[Tensor]:
         """The parameters as plain tensors of the dtype in which the module computes, differentiable."""
         begun, self._begun = self._begun, None
-        found, local = begun or self._pass()
-        if found is None:
+        one_pass, local = begun or self._pass()
+        if one_pass is None:
             return local
-        result: tuple[Tensor, ...] = _Narrow.apply(found, *local)  # type: ignore[no-untyped-call]
+        result: tuple[Tensor, ...] = _Narrow.apply(one_pass, *local)  # type: ignore[no-untyped-call]
         return result
 
     def narrow(self, local: Sequence[Tensor]) -> list[Tensor]:
@@ -97,14 +98,14 @@ class Weights:
         return narrow
 
     def _pass(self) -> tuple[_Pass | None, Sequence[Tensor]]:
-        """The parameters of a forward pass: to be narrowed, or where nothing is to be done, what the module takes."""
+        """The parameters of a forward pass: still to be narrowed, or, without a `_Pass`, as the module takes them."""
         parameters = [self._parameter(i) for i in range(len(self.specs))]
-        if all(map(_as_it_is, parameters, self.specs)):
+        if all(map(_is_ready, parameters, self.specs)):
             return None, parameters
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
             return None, self.narrow([_local(parameter) for parameter in parameters])
-        found = _Pass(self, parameters)
-        return found, _Unwrap.apply(found, *parameters)  # type: ignore[no-untyped-call]
+        one_pass = _Pass(self, parameters)
+        return one_pass, _Unwrap.apply(one_pass, *parameters)  # type: ignore[no-untyped-call]
 
     def _parameter(self, index: int) -> Tensor:
         path, name = self._paths[index]
@@ -128,9 +129,10 @@ class Weights:
     def begin_sums(
         self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
     ) -> tuple[list[Tensor | None], list[Bucket]]:
-        """Starts the sums of a backward pass's gradients; gives where they will be. Nothing while more are to come.
+        """Starts the sums of a backward pass's gradients. Gives the tensors that will hold them, and the buckets.
 
-        Every rank starts the same sums: of all parameters that need a gradient, whether or not this rank has one.
+        While more micro-batches come, it only collects the gradients. Every rank starts the same sums: of all
+        parameters that need a gradient, whether or not this rank has one.
         """
         if self._collected is not None:
             gradients = [_added(one, other) for one, other in zip(self._collected, gradients, strict=True)]
@@ -155,7 +157,7 @@ class Weights:
 
 
 class _Pass:
-    """One forward pass: which parameters it met, and the sums that its backward has begun."""
+    """One forward pass: its parameters, and the sums that its backward has started."""
 
     __slots__ = ("buckets", "needed", "parameters", "weights")
 
@@ -171,50 +173,50 @@ class _Unwrap(torch.autograd.Function):
     """DTensors to this rank's parts; backward waits for the sums of their gradients and wraps them again."""
 
     @staticmethod
-    def forward(ctx: Any, found: _Pass, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.found = found
+    def forward(ctx: Any, one_pass: _Pass, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.one_pass = one_pass
         ctx.set_materialize_grads(False)
         local = tuple(_local(parameter).detach() for parameter in parameters)
-        ctx.mark_non_differentiable(*(p for p, needed in zip(local, found.needed, strict=True) if not needed))
+        ctx.mark_non_differentiable(*(p for p, needed in zip(local, one_pass.needed, strict=True) if not needed))
         return local
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        found: _Pass = ctx.found
+        one_pass: _Pass = ctx.one_pass
         results = list(gradients)
-        buckets, found.buckets = found.buckets, []
+        buckets, one_pass.buckets = one_pass.buckets, []
         for bucket in buckets:
             for member, total in zip(bucket.members, bucket.finish(), strict=True):
                 results[member.index] = total
-        return (None, *map(_wrapped, results, found.weights.specs, found.parameters))
+        return (None, *map(_wrapped, results, one_pass.weights.specs, one_pass.parameters))
 
 
 class _Narrow(torch.autograd.Function):
     """This rank's parts in the dtype in which the layer computes; backward widens gradients and starts their sums."""
 
     @staticmethod
-    def forward(ctx: Any, found: _Pass, *local: Tensor) -> tuple[Tensor, ...]:
-        ctx.found, ctx.device = found, local[0].device
+    def forward(ctx: Any, one_pass: _Pass, *local: Tensor) -> tuple[Tensor, ...]:
+        ctx.one_pass, ctx.device = one_pass, local[0].device
         ctx.dtypes = [torch.promote_types(part.dtype, torch.float32) for part in local]
         ctx.set_materialize_grads(False)
-        narrow = tuple(part.detach() for part in found.weights.narrow(local))
-        ctx.mark_non_differentiable(*(p for p, needed in zip(narrow, found.needed, strict=True) if not needed))
+        narrow = tuple(part.detach() for part in one_pass.weights.narrow(local))
+        ctx.mark_non_differentiable(*(p for p, needed in zip(narrow, one_pass.needed, strict=True) if not needed))
         return narrow
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        found: _Pass = ctx.found
+        one_pass: _Pass = ctx.one_pass
         wide = [
             gradient.to(dtype) if gradient is not None and needed else None
-            for gradient, dtype, needed in zip(gradients, ctx.dtypes, found.needed, strict=True)
+            for gradient, dtype, needed in zip(gradients, ctx.dtypes, one_pass.needed, strict=True)
         ]
-        results, found.buckets = found.weights.begin_sums(wide, found.needed, ctx.device)
+        results, one_pass.buckets = one_pass.weights.begin_sums(wide, one_pass.needed, ctx.device)
         return None, *results
 
 
-def _as_it_is(parameter: Tensor, spec: WeightSpec) -> bool:
+def _is_ready(parameter: Tensor, spec: WeightSpec) -> bool:
     """Whether there is nothing to unwrap, narrow or sum."""
     return not isinstance(parameter, DTensor) and (parameter.dtype, spec.groups, spec.scale) == (spec.dtype, (), 1.0)
 
@@ -227,7 +229,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def _wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | None) -> Tensor | None:
-    """A gradient of this rank's part as its parameter wants it."""
+    """The gradient of this rank's part, scaled, as a DTensor where its parameter is one."""
     if gradient is None:
         return None
     if spec.scale != 1.0:

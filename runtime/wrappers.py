@@ -1,4 +1,4 @@
-"""What people put around a module that does not know of shards: refused by name, with what to do."""
+"""Refuses by name what does not know sharded parameters: autocast, DistributedDataParallel, `fully_shard`."""
 
 from __future__ import annotations
 

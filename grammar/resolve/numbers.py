@@ -57,7 +57,7 @@ def _shown(value: Fraction) -> int | float:
 
 
 def compute(scope: Scope, value: Expression) -> Quantity | Broken:
-    """The number that arithmetic comes to."""
+    """The value of an arithmetic expression."""
     match value:
         case Number():
             return _literal(scope, value)
@@ -141,7 +141,7 @@ def _combine(operator: str, one: Quantity, other: Quantity) -> Quantity | str:
 
 
 def _bounded(value: Fraction, dimension: str) -> Quantity | str:
-    """`value`, unless no float is as large or small, or it has too many digits (squares of squares of squares)."""
+    """`value`, or what is wrong with it: beyond the range of floats, or too many digits (repeated squares)."""
     if not a_float_holds(value):
         return "the result is out of range"
     if not short(value):

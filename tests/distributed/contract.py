@@ -1,4 +1,4 @@
-"""What test_contract.py runs as the ranks of a job, and unsharded: a model in the hands of a PyTorch user."""
+"""What test_contract.py runs on the ranks of a job and on the unsharded model: what PyTorch users do with a model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def forward_backward(job: Job, model: PlanModule) -> Gradients:
 
 
 def off(options: dict[str, Any], run: Callable[[Job, PlanModule], Gradients], score: Any = plain) -> float:
-    """How far what `run` gives is from the unsharded model's gradients."""
+    """`distance` of the gradients that `run` gives from the unsharded model's gradients of `score`."""
     torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job:
         found = run(job, job.build(seed=1))
@@ -91,7 +91,7 @@ def off(options: dict[str, Any], run: Callable[[Job, PlanModule], Gradients], sc
 
 
 class Boom(torch.autograd.Function):
-    """Out of memory in backward, as far as the rest can tell."""
+    """Raises the error of a GPU that is out of memory, in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ def checkpointed(job: Job, model: PlanModule) -> Gradients:
 
 
 def replaced(job: Job, model: PlanModule) -> Gradients:
-    """A parameter put in another's place counts, in training and in evaluation."""
+    """A new parameter in the place of another is used in training and in evaluation."""
     layer = model.layers[0]
     old = layer.get_parameter("attention.q.weight")
     with torch.no_grad():
@@ -244,10 +244,6 @@ def through_distributed_checkpoint(job: Job, model: PlanModule, folder: str) -> 
     dcp.load(state, checkpoint_id=folder)
     other.load_state_dict(state)
     return forward_backward(job, other)
-
-
-def twice(score: Any) -> Any:
-    return lambda model, tokens, labels: 2 * score(model, tokens, labels)
 
 
 # ---- losses of one's own ----------------------------------------------------------------------------------
@@ -312,7 +308,7 @@ def own_backward(job: Job, model: PlanModule) -> Gradients:
 
 
 def constant_on_one_rank(options: dict[str, Any]) -> float:
-    """A loss that on the first data rank depends on nothing, for no token of it counts."""
+    """A loss that is a constant on the first data rank, none of whose tokens count."""
 
     def run(job: Job, model: PlanModule) -> Gradients:
         tokens, labels = mine(job, *batch())
@@ -335,11 +331,11 @@ def constant_on_one_rank(options: dict[str, Any]) -> float:
     return off(options, run, unsharded)
 
 
-# ---- said to be wrong ----------------------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------------------
 
 
 def said(act: Callable[[], object]) -> str:
-    """The code and words of the diagnostic that `act` ends in."""
+    """The code and message of the diagnostic that `act` raises."""
     try:
         act()
     except moec.DiagnosticError as error:
@@ -348,7 +344,7 @@ def said(act: Callable[[], object]) -> str:
 
 
 def refusals(options: dict[str, Any]) -> dict[str, str]:
-    """What this rank is told of each mistake."""
+    """The diagnostic of each mistake on this rank."""
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         tokens, labels = mine(job, *batch())
@@ -422,7 +418,7 @@ def with_a_plain_parameter(job: Job, tokens: Tensor) -> None:
 
 
 def foreign_states(options: dict[str, Any], folder: str) -> dict[str, str]:
-    """What this rank is told where it loads what rank 0, of the other experts, has saved."""
+    """The diagnostics of this rank when it loads what rank 0 has saved."""
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model, path = job.build(seed=1), Path(folder)
         optimizer = job.optimizer(model)
@@ -458,7 +454,7 @@ def reloaded(state: Any) -> Any:
 
 
 def two_jobs(swapped: bool) -> tuple[float, float]:
-    """A student at tp 2 and a teacher at tp 1, in one process: how far the gradients of each are off, both ways."""
+    """A student at tp 2 and a teacher at tp 1 in one process: `distance` of the gradients of each."""
     torch.set_num_threads(1)
     student, teacher = {**FOUR, "experts": 4}, {"ranks": 4, "ep": 4, "experts": 4, "dim": 24}
     first, second = (teacher, student) if swapped else (student, teacher)

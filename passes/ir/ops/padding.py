@@ -1,4 +1,4 @@
-"""Ops that tell padding from real tokens: which tokens are real, how many, and that only these choose experts."""
+"""Ops for padding tokens: mark real tokens, count them, and drop the choices of all others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RealTokens(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountRealTokens(Op):
-    """Number of ids that are not padding: what the mean of balance terms divides by."""
+    """Number of ids that are not padding: the divisor of the balance terms."""
 
     mnemonic: ClassVar[str] = "count_real_tokens"
     padding: int
@@ -64,6 +64,6 @@ class MaskChoices(Op):
 
 
 def require_real(op: Op, of_tokens: Value, real: Sequence[Value]) -> None:
-    """At most one more operand: `real_tokens` of the tokens."""
+    """Requires at most one more operand, `real_tokens` of the same tokens."""
     fits = all(value.dtype == "int64" and value.shape == of_tokens.shape[:-1] for value in real)
     require(len(real) <= 1 and fits, op, "wants which tokens are real, or nothing")
