@@ -1,6 +1,7 @@
 """What sharding costs in bf16: gradient errors of random plans against float64, over the unsharded model's in bf16.
 
-Random models on tp 2 × ep 2 (or with `--ranks`, more ranks), each parameter's gradient apart.
+Random models on tp 2 × ep 2 (or with `--ranks`, more ranks), each parameter's gradient apart; `--layers`: random layers
+on ep 2, whose x has a gradient as well.
 """
 
 from __future__ import annotations
@@ -29,26 +30,30 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=50)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--layers", action="store_true", help="layer files, not models")
     options = parser.parse_args()
+    make, degrees = (layer, "ep 2") if options.layers else (model, "tp 2 × ep 2")
     torch.set_num_threads(1)
     found: list[Rounding] = []
     for number in range(options.count):
-        text = model(random.Random(number), options.dtype, options.ranks)
+        text = make(random.Random(number), options.dtype, options.ranks)
         report = verify(moec.compile(text), float32=False)
         if report.rounding is None or not report.ok:
             print(f"refused, number {number}: {report.worst}\n{text}")
             continue
         found.append(report.rounding)
     ratios = sorted(ratio for each in found for name, ratio in each.gradients.items() if name != "confident logits")
-    print(f"{len(found)} of {options.count} random plans in {options.dtype}, {options.ranks} ranks, tp 2 × ep 2")
-    print(f"error over the unsharded model's: {len(ratios)} parameters")
+    print(f"{len(found)} of {options.count} random plans in {options.dtype}, {options.ranks} ranks, {degrees}")
+    print(f"error over the unsharded model's: {len(ratios)} gradients")
     for name, part in (("median", 0.5), ("95 %", 0.95), ("99 %", 0.99), ("worst", 1.0)):
         print(f"  {name:8} {ratios[min(int(part * len(ratios)), len(ratios) - 1)]:.2f}")
-    print(
-        f"  the loss alone, on confident logits: worst {max(each.gradients['confident logits'] for each in found):.2f}"
-    )
+    if not options.layers:
+        alone = max(each.gradients["confident logits"] for each in found)
+        print(f"  the loss alone, on confident logits: worst {alone:.2f}")
     print(f"  geometric mean of a plan: worst {max(each.mean for each in found):.2f}, bound {found[0].mean_bound:g}")
-    print(f"  logits and loss: worst {max(each.output for each in found):.2f}")
+    print(
+        f"  {'y and aux_loss' if options.layers else 'logits and loss'}: worst {max(each.output for each in found):.2f}"
+    )
     print(f"  bound    {found[0].bound:g}")
     print(f"a step's error over the step: worst {max(each.step for each in found):.1e}, bound {STEP_BOUND:g}")
     sys.exit(0 if len(found) == options.count else 1)
@@ -73,6 +78,23 @@ model "drawn" {{
 cluster "here" {{ device = cpu; level "node" {{ size = {ranks} }} }}
 train {{ batch = {2 * ranks}; sequence = {pick((4, 8, 16))} }}
 parallel {{ tp = 2; ep = 2; sequence_parallel = {pick(("true", "false"))} }}
+"""
+
+
+def layer(draw: random.Random, dtype: str, ranks: int) -> str:
+    """A random mixture by itself, as a file."""
+    pick = draw.choice
+    return f"""\
+layer "drawn" {{
+  dim = {pick((8, 16, 32, 64))}; dtype = {dtype}
+  moe {{
+    experts = {pick((4, 8))} * {pick(EXPERTS)}; gate = {pick(GATES)}; balance = {pick(BALANCES)}
+    {pick(BESIDE)}
+    {pick(CAPACITIES)}
+  }}
+}}
+cluster "here" {{ device = cpu; level "node" {{ size = {ranks} }} }}
+parallel {{ ep = 2 }}
 """
 
 

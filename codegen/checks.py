@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moec.codegen.folder import MANIFEST, PlanError
-from moec.codegen.graph import Arg, Node, Ref, StageGraphs
+from moec.codegen.graph import LAYER_RESULT, MODEL_RESULT, Arg, Node, Ref, StageGraphs
 from moec.codegen.operators import argument_complaint
 from moec.codegen.plan import Body, ParameterData, Plan, groups_of
 from moec.codegen.plan_kernels import products_of
@@ -26,9 +26,6 @@ MAX_EXPANDED_NODES = 1_000_000
 LOSS_GRAPHS = ("valid_labels", "loss")
 BALANCE_GRAPHS = ("num_tokens", "aux_loss")
 """Stand beside `forward`: of a model, and where it gives balance terms. Each gives one scalar."""
-
-MODEL_RESULT, LAYER_RESULT = "logits", "y"
-"""What the forward graph of a model gives first, and that of a layer."""
 
 RESULTS = re.compile(r"balance|counts_[0-9]{1,6}")
 """What the forward graph gives beside it."""

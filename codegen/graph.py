@@ -77,6 +77,10 @@ class Graph(Data):
     nodes: Annotated[tuple[Node, ...], Field(min_length=1, max_length=MAX_NODES)]
 
 
+MODEL_RESULT, LAYER_RESULT = "logits", "y"
+"""What the forward graph of a model gives first, and that of a layer."""
+
+
 class StageGraphs(Data):
     """The graphs that one pipeline stage runs: `stages/<index>.json`."""
 

@@ -11,7 +11,7 @@ from typing import Annotated
 from pydantic import Field
 
 from moec.codegen.emit import emit
-from moec.codegen.graph import Data, DottedName, Label, StageGraphs
+from moec.codegen.graph import LAYER_RESULT, MODEL_RESULT, Data, DottedName, Label, StageGraphs
 from moec.codegen.stored_tiles import StoredTiles
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
@@ -125,10 +125,11 @@ class Plan:
         return self.meshes["dense"].size("dp")
 
     @cached_property
-    def logits_layout(self) -> Layout:
-        """How the logits `[batch, sequence, vocab]` of a forward pass lie on the dense mesh."""
+    def result_layout(self) -> Layout:
+        """How the logits `[batch, sequence, vocab]` of a forward pass, or a layer's y, lie on the dense mesh."""
+        name = MODEL_RESULT if self.spec.has_model else LAYER_RESULT
         nodes = self.stages[-1].graph("forward").nodes
-        return Layout.parse(next(node.layout for node in nodes if node.name == "logits") or "replicate")
+        return Layout.parse(next((node.layout for node in nodes if node.name == name), None) or "replicate")
 
     def mesh_of_group(self, name: str) -> tuple[Mesh, str]:
         """The mesh and axis that a group's name stands for."""

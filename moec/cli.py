@@ -142,7 +142,7 @@ def verify(
         bool, typer.Option("--scale", help="At toy widths; the default only for plans too large for this machine.")
     ] = False,
 ) -> None:
-    """Prove a plan equal to the unsharded model: every rank in this process, forward, gradients and one step."""
+    """Prove a plan equal to the unsharded model or layer: all ranks in one process, forward, gradients, one step."""
     from moec.commands.verify import print_report
     from moec.driver import load
     from moec.driver import verify as run

@@ -111,7 +111,7 @@ def layer(
 
 
 def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
-    """Compares a plan with the unsharded model on a virtual cluster, forward and gradients, in float64.
+    """Compares a plan with the unsharded model or layer on a virtual cluster, in float64 and in the plan's dtype.
 
     `scale` does so at toy widths, by default only for a plan too large for this machine.
     """

@@ -15,12 +15,13 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.runtime.backends import plain_torch
+from moec.runtime.inputs import Inputs
 from moec.runtime.lockstep import BackwardError, Lockstep, PerRank, Step, StepError, parameter_name
-from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference_stage
 from moec.runtime.shards import local_slices
+from moec.runtime.unsharded import Unsharded
 from moec.runtime.uses import Origin, Uses
-from moec.runtime.verify import BOUND, Difference, Inputs, relative_error
+from moec.runtime.verify import BOUND, Difference, relative_error
 from moec.runtime.virtual import VirtualCluster
 from moec.runtime.weighted_rows import EXPERTS, differentiate, weighted_rows
 
@@ -30,18 +31,19 @@ PARTIAL_GRADIENTS = ("moec.all_gather.default", "moec.copy_to.default")
 Groups = Sequence[Sequence[int]]
 
 
-def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Difference | None:
+def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference | None:
     """Runs plan and reference step by step and compares every value that both have; then their gradients, backwards.
 
     Costs as much memory as every intermediate value of every rank.
     """
     parameters = {name: p.detach() for name, p in model.named_parameters()}
+    inputs = inputs.to(torch.float64)
     stage, _ = reference_stage(plan.spec)
     stage = stage if model.training else stage.in_evaluation()
     leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
     whole = Lockstep(stage, 1, {}, leaves, float64=True)
     with plain_torch():
-        _, whole_loss = whole.run([inputs.tokens], [inputs.labels], record=True)
+        _, whole_loss = whole.run([inputs.given], [inputs.targets], record=True)
     cluster = VirtualCluster(plan, parameters)
     losses, failure = _run(cluster, inputs)
     computed = {(s.path, s.node.value or ""): s.values[0] for s in whole.steps or () if s.node.value}
@@ -57,7 +59,9 @@ def first_difference(plan: Plan, model: PlanModule, inputs: Inputs) -> Differenc
     if failure is not None:
         return _difference(Step(failure.path, failure.node, []), steps, math.inf, gradient=False)
     for name, (expected_loss,) in whole.losses.items():
-        found = cluster.lockstep.losses[name]
+        found = cluster.lockstep.losses.get(name)
+        if found is None:
+            return Difference(layer=name, op="graph", value=name, span=None, error=math.inf, gradient=False)
         error = max(relative_error(loss, expected_loss, expected_loss, 0.0) for loss in found)
         if error > BOUND:  # every value is right, and the wrong one was given
             last = next(step for step in reversed(steps) if step.path == f"{name}.")
@@ -116,7 +120,7 @@ def _has_gradient(value: object) -> bool:
 
 def _run(cluster: VirtualCluster, inputs: Inputs) -> tuple[PerRank, StepError | None]:
     try:
-        _, losses = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels, record=True)
+        _, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets, record=True)
     except StepError as failure:
         return [], failure
     return losses, None
@@ -196,7 +200,8 @@ class _Judge:
         whole = self.expected[origin]
         if not _are_tensors(whole, *step.values):
             return math.inf if step.node.value else 0.0
-        if any(value.is_leaf or value.grad is None for value in (whole, *step.values)):
+        # A parameter's own gradient is compared when it is summed; an x is a leaf too.
+        if step.node.op == "get_attr" or any(value.grad is None for value in (whole, *step.values)):
             return 0.0
         assert whole.grad is not None
         whole = whole.grad if wanted is None else wanted
@@ -230,7 +235,9 @@ class _Judge:
             return [(mesh.groups(axis), reduce) for axis, reduce in partial if axis in mesh.wide_axes()]
         if step.node.target not in PARTIAL_GRADIENTS:
             return []
-        return [(self.plan.manifest.groups[arg], "sum") for arg in step.node.args if isinstance(arg, str)]
+        named = (arg for arg in step.node.args if isinstance(arg, str))
+        # Over an axis on which the value lies in shards nothing of it is a term: such a plan is wrong there.
+        return [(self.plan.manifest.groups[axis], "sum") for axis in named if not isinstance(layout.get(axis), Shard)]
 
     def _ragged(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
         """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts.
@@ -321,7 +328,7 @@ def _layer(origin: Origin) -> int:
 
 
 def _parameter_difference(
-    plan: Plan, model: PlanModule, cluster: VirtualCluster, steps: Sequence[Step]
+    plan: Plan, model: Unsharded, cluster: VirtualCluster, steps: Sequence[Step]
 ) -> Difference | None:
     """Every value and its gradient agree, so a parameter's own gradient is summed wrongly: the op that uses it."""
     gradients = {name: p.grad for name, p in model.named_parameters()}

@@ -244,7 +244,7 @@ class Job:
 
         What follows must be computed alike on all ranks of a tp group. A collective: every rank must call it, or none.
         """
-        logits, placement = output.logits, self.plan.logits_layout.get("tp")
+        logits, placement = output.logits, self.plan.result_layout.get("tp")
         if not isinstance(placement, Shard):
             return logits
         whole: Tensor = all_gather_alike(logits, placement.dim, f"{self._number}tp", "whole logits")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from moec.codegen.fx import build_module
-from moec.codegen.graph import Node, Ref, StageGraphs
+from moec.codegen.graph import LAYER_RESULT, MODEL_RESULT, Node, Ref, StageGraphs
 from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.routes import ROUTE, Routes
 from moec.runtime.shuffles import SHUFFLES
@@ -106,6 +106,8 @@ class Lockstep:
         """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
         self.losses: dict[str, PerRank] = {}
         """The terms of the last run's loss on every rank, by the graph that gives them."""
+        self.scalars: dict[str, PerRank] = {}
+        """What every rank should have alike: a model's `loss`, with the balance terms, or a layer's `aux_loss`."""
         self._groups = groups
         self._parameters = parameters
         self._recompute = recompute
@@ -113,23 +115,42 @@ class Lockstep:
         self._graphs = graphs or Graphs(stage, float64=float64)
 
     def run(
-        self, tokens: Sequence[Tensor], labels: Sequence[Tensor], *, record: bool = False
+        self, given: Sequence[Tensor], targets: Sequence[Tensor], *, record: bool = False
     ) -> tuple[PerRank, PerRank]:
-        """Logits and training loss of every rank; `record` keeps all steps in `self.steps`, with gradients retained."""
+        """Logits and training loss of every rank, from its tokens and labels.
+
+        A layer is given x and a cotangent of y; then it is y, and `(y * cotangent).sum()` plus `aux_loss`.
+        `record` keeps all steps in `self.steps`, with gradients retained.
+        """
         self.steps, self.uses = [] if record else None, {}
         forward = self._graphs["forward"]
-        named = dict(zip(forward.outputs, self._run(forward, "", [list(tokens)]), strict=True))
+        named = dict(zip(forward.outputs, self._run(forward, "", [list(given)]), strict=True))
         counts = {name: values for name, values in named.items() if name.startswith("counts_")}
         self.counts = {int(name.removeprefix("counts_")): values for name, values in counts.items()}
-        wanted = {"logits", "balance"} if self._graphs.has("aux_loss") else {"logits"}
+        result = LAYER_RESULT if any(x.is_floating_point() for x in given) else MODEL_RESULT
+        wanted = {result, "balance"} if self._graphs.has("aux_loss") else {result}
         if missing := wanted.difference(forward.outputs):
             output = forward.module.graph.output_node().meta["moec"]
             raise StepError("", output, KeyError(", ".join(sorted(missing))))
-        self.losses = {"loss": self.loss(named["logits"], labels)}
+        self.losses = {"loss": self.loss(named[result], targets)} if result == MODEL_RESULT else {}
         if "balance" in wanted:
-            num_tokens = self._scalar("num_tokens", list(tokens))
+            num_tokens = self._scalar("num_tokens", [each.detach() for each in given])
             self.losses["aux_loss"] = self._scalar("aux_loss", named["balance"], num_tokens)
-        return named["logits"], [sum(terms) for terms in zip(*self.losses.values(), strict=True)]
+        if result == MODEL_RESULT:
+            loss = _sums(*self.losses.values())
+            self.scalars = {"loss": loss}
+            return named[result], loss
+        self.scalars = dict(self.losses)
+        return named[result], _sums(self._products(named[result], targets), *self.losses.values())
+
+    def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:
+        """`(y * cotangent).sum()` of every rank, in at least fp32. The gradient of y is the cotangent, exactly."""
+        for value, cotangent in zip(y, cotangents, strict=True):
+            if not isinstance(value, Tensor) or value.shape != cotangent.shape:
+                output = self._graphs["forward"].module.graph.output_node().meta["moec"]
+                raise StepError("", output, ValueError(f"y has another shape than x, {list(cotangent.shape)}"))
+        wide = torch.promote_types(cotangents[0].dtype, torch.float32)
+        return [(value.to(wide) * cotangent).sum() for value, cotangent in zip(y, cotangents, strict=True)]
 
     def loss(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> PerRank:
         """The cross-entropy of every rank's logits, without the balance terms."""
@@ -230,6 +251,11 @@ class Lockstep:
             for rank, result in zip(ranks, SHUFFLES[data.target](data, inputs), strict=True):
                 results[rank] = result
         return results
+
+
+def _sums(*terms: PerRank) -> PerRank:
+    """The sum of several values on every rank."""
+    return [sum(of_rank) for of_rank in zip(*terms, strict=True)]
 
 
 # ---- graphs, prepared ------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import geometric_mean, median
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,14 @@ from moec.grammar.spec import AdamW as AdamWSpec
 from moec.grammar.spec import Spec
 from moec.passes.ir import Layout
 from moec.runtime.backends import plain_torch
+from moec.runtime.inputs import Inputs
 from moec.runtime.lockstep import FAILURES, BackwardError, Graphs, Lockstep, StepError
-from moec.runtime.module import PlanModule
 from moec.runtime.optimizer import make_optimizer
-from moec.runtime.reference import reference, reference_stage
+from moec.runtime.reference import reference_stage
 from moec.runtime.routes import Routes, shared_out
 from moec.runtime.shards import local_slices
+from moec.runtime.unsharded import Unsharded, outcome, result_name, unsharded
 from moec.runtime.virtual import VirtualCluster
-
-if TYPE_CHECKING:
-    from moec.runtime.verify import Inputs
 
 FACTORS = {"fp32": 16.0}
 FACTOR = 4.0
@@ -70,8 +67,8 @@ Part = tuple[tuple[slice, ...], Tensor]
 class Rounding:
     """Errors against float64, over those of the unsharded model in the same dtype; the largest over all tensors.
 
-    `output`: logits and loss. `gradient`: gradients, and that of the loss alone. `mean`: the geometric mean over the
-    parameters' gradients. `step`: the error of one step of the
+    `output`: logits and loss, or y and `aux_loss`. `gradient`: gradients, and of a model that of the loss alone.
+    `mean`: the geometric mean over the gradients of parameters and x. `step`: the error of one step of the
     file's optimizer relative to the step, where gradients are clear of rounding.
     """
 
@@ -93,7 +90,7 @@ class Rounding:
         return {name: getattr(self, name) for name in names} | {"step_bound": STEP_BOUND}
 
 
-def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs, *, recompute: bool = False) -> Rounding:
+def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute: bool = False) -> Rounding:
     """Runs plan and unsharded model in the plan's dtype, from the parameters of `model`, and both against float64.
 
     All runs start from the same parameters, rounded once, send every token to the same experts, and run gelu where the
@@ -101,50 +98,57 @@ def measure_rounding(plan: Plan, model: PlanModule, inputs: Inputs, *, recompute
     """
     stage, plan = _smooth(reference_stage(plan.spec)[0]), replace(plan, stages=tuple(map(_smooth, plan.stages)))
     narrow = {name: p.detach().to(DTYPES[plan.parameters[name].dtype]) for name, p in model.named_parameters()}
+    dtype = DTYPES[plan.spec.subject.dtype]
+    inputs = inputs.to(dtype)
     doubled = Graphs(stage, float64=True)
     exact = _Unsharded(doubled, {name: p.double() for name, p in narrow.items()}, Routes())
-    exact.run(inputs)
+    exact.run(inputs.to(torch.float64))
     choices = {path: experts[0] for path, experts in exact.routes.experts.items()}
     nudged = _Unsharded(doubled, {name: _rounded_again(p, name) for name, p in narrow.items()}, Routes(_alone(choices)))
-    nudged.run(inputs)
+    nudged.run(inputs.to(torch.float64))
     same = _Unsharded(Graphs(stage, float64=False), narrow, Routes(_alone(choices)))
-    same.run(inputs)
+    same.run(inputs.to(dtype))
     routes = Routes(shared_out(plan, choices))
-    confident = _confident_logits(inputs, plan.spec.model.vocab, DTYPES[plan.spec.model.dtype])
     cluster = VirtualCluster(plan, narrow, recompute=recompute, routes=routes)
-    name = str(plan.spec.model.dtype)
+    name = str(plan.spec.subject.dtype)
+    confident = _confident_logits(inputs, plan.spec.model.vocab, dtype) if plan.spec.has_model else None
     try:
-        logits, loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
-        summed = cluster.backward(loss)
-        of_logits = _loss_alone(plan, cluster.lockstep, inputs, confident)
+        results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets)
+        summed = cluster.backward(losses)
+        of_logits = None if confident is None else _loss_alone(plan, cluster.lockstep, inputs, confident)
     except (StepError, BackwardError) as failure:
         off = math.inf
         return Rounding(ok=False, dtype=name, worst=str(failure), output=off, gradient=off, mean=off, step=off)
     found = _Comparison(plan, exact, same, nudged)
-    found.outputs(logits, loss)
+    found.outputs(results, cluster.lockstep.scalars)
     found.routers(routes)
     found.gradients(summed)
-    found.loss_alone(of_logits, *(run.loss_alone(inputs, confident) for run in (exact, same)))
+    if confident is None:
+        found.gradient_of_x(inputs)
+    else:
+        assert of_logits is not None
+        found.loss_alone(of_logits, *(run.loss_alone(inputs, confident) for run in (exact, same)))
     found.step(narrow, summed)
     return found.report(name)
 
 
-def gradient_noise(spec: Spec, model: PlanModule, inputs: Inputs, part: float) -> dict[str, float]:
+def gradient_noise(spec: Spec, model: Unsharded, inputs: Inputs, part: float) -> dict[str, float]:
     """The largest difference that float32 makes in each gradient of `model`, which is in float64; `part` of it."""
-    single = reference(spec, dtype=torch.float32).train(model.training)
+    single = unsharded(spec, dtype=torch.float32).train(model.training)
+    narrow = inputs.to(torch.float32)
     with torch.no_grad():
         for name, p in single.named_parameters():
             p.copy_(model.get_parameter(name))
     with plain_torch():
-        found = single(inputs.tokens, inputs.labels)
-        loss = found.loss if model.training or found.aux_loss is None else found.loss + found.aux_loss
-        loss.backward()
+        outcome(single, narrow).differentiated.backward()  # type: ignore[no-untyped-call]
+    pairs = {name: (p.grad, model.get_parameter(name).grad) for name, p in single.named_parameters()}
+    if inputs.given.requires_grad:
+        pairs["x"] = narrow.given.grad, inputs.given.grad
     noise = {}
-    for name, p in single.named_parameters():
-        whole = model.get_parameter(name).grad
-        assert p.grad is not None
+    for name, (rounded, whole) in pairs.items():
+        assert rounded is not None
         assert whole is not None
-        noise[name] = part * float((p.grad.double() - whole).abs().max())
+        noise[name] = part * float((rounded.double() - whole).abs().max())
     return noise
 
 
@@ -161,28 +165,31 @@ class _Unsharded:
     def run(self, inputs: Inputs) -> None:
         """Over the global batch."""
         with plain_torch():
-            (logits,), (loss,) = self._lockstep.run([inputs.tokens], [inputs.labels])
+            (result,), (loss,) = self._lockstep.run([inputs.given], [inputs.targets])
             loss.backward()
-        self.logits, self.loss = logits.detach().double(), float(loss.detach())
+        self.result = result.detach().double()
+        self.scalars = {name: float(scalar.detach()) for name, (scalar,) in self._lockstep.scalars.items()}
         self.gradients = {
             name: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
             for name, (p,) in self._leaves.items()
         }
+        if inputs.given.grad is not None:
+            self.gradients["x"] = inputs.given.grad.double()
 
     def loss_alone(self, inputs: Inputs, logits: Tensor) -> Tensor:
         """The gradient of the loss with respect to given logits."""
         leaf = logits.to(self._dtype).requires_grad_()
-        self._lockstep.loss([leaf], [inputs.labels])[0].backward()
+        self._lockstep.loss([leaf], [inputs.targets])[0].backward()
         assert leaf.grad is not None
         return leaf.grad.double()
 
 
 def _loss_alone(plan: Plan, lockstep: Lockstep, inputs: Inputs, logits: Tensor) -> list[Part]:
     """The same on every rank of a plan, of its part of the logits."""
-    layout, dense = plan.logits_layout, plan.meshes["dense"]
+    layout, dense = plan.result_layout, plan.meshes["dense"]
     indices = [local_slices(logits.shape, layout, dense, rank) for rank in range(plan.world_size)]
     leaves = [logits[index].clone().requires_grad_() for index in indices]
-    losses = lockstep.loss(leaves, inputs.rank_labels)
+    losses = lockstep.loss(leaves, inputs.rank_targets)
     try:
         torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
     except FAILURES as error:
@@ -216,9 +223,9 @@ def _rounded_again(parameter: Tensor, name: str) -> Tensor:
 
 def _confident_logits(inputs: Inputs, vocab: int, dtype: torch.dtype) -> Tensor:
     """Logits `[batch, sequence, vocab]` of a model that has learned: most of the probability is the label's."""
-    shape = (*inputs.labels.shape, vocab)
+    shape = (*inputs.targets.shape, vocab)
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64)
-    raised = drawn.scatter_add(-1, inputs.labels.clamp_min(0)[..., None], drawn.new_full((*shape[:-1], 1), MARGIN))
+    raised = drawn.scatter_add(-1, inputs.targets.clamp_min(0)[..., None], drawn.new_full((*shape[:-1], 1), MARGIN))
     return raised.to(dtype)
 
 
@@ -227,24 +234,25 @@ class _Comparison:
 
     def __init__(self, plan: Plan, exact: _Unsharded, same: _Unsharded, nudged: _Unsharded) -> None:
         self._plan, self._exact, self._same, self._nudged = plan, exact, same, nudged
-        self._eps = torch.finfo(DTYPES[plan.spec.model.dtype]).eps
+        self._eps = torch.finfo(DTYPES[plan.spec.subject.dtype]).eps
         self._ratios: dict[str, dict[str, float]] = {"output": {}, "gradient": {}}
         self._steps: dict[str, float] = {}
         self._known = self._known_errors()
 
-    def outputs(self, logits: Sequence[Tensor], losses: Sequence[Tensor]) -> None:
-        """Logits and losses of every rank."""
+    def outputs(self, results: Sequence[Tensor], scalars: Mapping[str, Sequence[Tensor]]) -> None:
+        """Logits or y, and losses, of every rank."""
         exact, dense = self._exact, self._plan.meshes["dense"]
-        layout = self._plan.logits_layout
-        parts = [(local_slices(exact.logits.shape, layout, dense, r), x) for r, x in enumerate(logits)]
-        error = max(distance(run.logits, exact.logits) for run in (self._same, self._nudged))
-        error = max(error, FLOOR * self._eps * float(exact.logits.norm()))
-        self._ratios["output"]["the logits"] = _ratio(distance_of(parts, exact.logits), error)
+        layout = self._plan.result_layout
+        parts = [(local_slices(exact.result.shape, layout, dense, r), x) for r, x in enumerate(results)]
+        error = max(distance(run.result, exact.result) for run in (self._same, self._nudged))
+        error = max(error, FLOOR * self._eps * float(exact.result.norm()))
+        self._ratios["output"][result_name(self._plan.spec)] = _ratio(distance_of(parts, exact.result), error)
         # A loss is a mean over tokens, whose error may vanish by chance. It is at most about that of a logit.
-        mean = error / math.sqrt(max(exact.logits.numel(), 1))
-        known = max(abs(self._same.loss - exact.loss), mean, LOSS_EPS * abs(exact.loss))
-        off = max(abs(float(loss.detach()) - exact.loss) for loss in losses)
-        self._ratios["output"]["the loss"] = _ratio(off, known)
+        mean = error / math.sqrt(max(exact.result.numel(), 1)) if self._plan.spec.has_model else 0.0
+        for name, wanted in exact.scalars.items():
+            known = max(abs(self._same.scalars[name] - wanted), mean, LOSS_EPS * abs(wanted))
+            off = max(abs(float(scalar.detach()) - wanted) for scalar in scalars[name])
+            self._ratios["output"][f"the {name}"] = _ratio(off, known)
 
     def routers(self, routes: Routes) -> None:
         """Router logits in fp32 that were in bf16 before: as many choices are ties as bf16 has equal logits."""
@@ -257,6 +265,13 @@ class _Comparison:
         for name, parts in summed.items():
             found = distance_of(self._parts(name, parts), self._exact.gradients[name])
             self._ratios["gradient"][name] = _ratio(found, self._known[name])
+
+    def gradient_of_x(self, inputs: Inputs) -> None:
+        """What a layer gives back to the model around it, on every rank."""
+        of_ranks = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs.rank_given]
+        cut = [tuple(slice(0, size) for size in x.shape[1:]) for x in of_ranks]
+        parts = [((rows, *rest), x) for rows, rest, x in zip(inputs.rank_rows, cut, of_ranks, strict=True)]
+        self._ratios["gradient"]["x"] = _ratio(distance_of(parts, self._exact.gradients["x"]), self._known["x"])
 
     def loss_alone(self, got: Sequence[Part], expected: Tensor, same: Tensor) -> None:
         """The gradient of confident logits."""

@@ -137,7 +137,7 @@ def _own_loss(
     if step.loss is not None:
         summed = step.loss(job.whole_logits(output), labels, **inputs)
     else:
-        tp = job.plan.logits_layout.get("tp")
+        tp = job.plan.result_layout.get("tp")
         logprobs = label_log_probabilities(
             output.logits, labels, tp.dim if isinstance(tp, Shard) else None, f"{job.number}tp"
         )

@@ -16,7 +16,7 @@ from moec.codegen.graph import Arg, Graph, Node
 from moec.codegen.plan import Body, Plan, make_plan, without_spans
 from moec.grammar import to_text
 from moec.grammar.diagnostics import InternalError
-from moec.grammar.spec import Layer, Model, Moe, Spec, TokenEmbedding
+from moec.grammar.spec import Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
 from moec.passes.lower import context_of
 from moec.passes.pipeline import compile_program
 
@@ -187,12 +187,14 @@ class _Shrink:
         self._pieces = math.lcm(*(mesh.size(axis) for mesh in meshes for axis in ("tp", "etp", "cp")))
         self._eps = math.lcm(*(mesh.size("ep") for mesh in meshes)) if fewer_experts else None
         self._toys: dict[tuple[str, int], int] = {}
-        self._hidden = self._ladder("hidden", _hidden_widths(plan.spec.model), HIDDEN)
-        self._heads = self._ladder("head_dim", _head_widths(plan.spec.model), HEAD_DIM)
+        self._hidden = self._ladder("hidden", _hidden_widths(plan.spec), HIDDEN)
+        self._heads = self._ladder("head_dim", _head_widths(plan.spec), HEAD_DIM)
         self._made: dict[int, object] = {}
 
     def spec(self) -> Spec:
         """The Spec."""
+        if not self._given.has_model:
+            return self._given.replace(layers=(self._layer_module(self._given.layer),))
         model, train = self._given.model, self._given.train
         tokens = self._shrunk("sequence", context_of(self._given), self._tokens())
         vocab = self._shrunk("vocab", model.vocab, VOCAB)
@@ -206,6 +208,11 @@ class _Shrink:
         if train is None:
             return self._given.replace(model=small)
         return self._given.replace(model=small, train=train.replace(sequence=min(tokens, train.sequence)))
+
+    def _layer_module(self, layer: LayerModule) -> LayerModule:
+        """The subject of a `layer` file. Nothing in its graphs is as long as a sequence."""
+        dim = self._shrunk("dim", layer.subject.dim, DIM)
+        return layer.replace(dim=dim, moe=self._mixture(layer.moe))
 
     def _embedding(self, vocab: int) -> TokenEmbedding:
         """The padding id is one of the toy vocabulary's: the last, if it was beyond it."""
@@ -267,16 +274,16 @@ class _Shrink:
         return path.replace(hidden=self._hidden[path.hidden])
 
 
-def _hidden_widths(model: Model) -> Iterator[int]:
-    for layer in model.layers:
-        paths: list[Any] = [layer.ffn]
-        if layer.moe is not None:
-            paths += [layer.moe.shared, layer.moe.residual, *(part.body for part in layer.moe.parts)]
-        yield from (path.hidden for path in paths if path is not None)
+def _hidden_widths(spec: Spec) -> Iterator[int]:
+    paths: list[Any] = [layer.ffn for layer in spec.model.layers] if spec.has_model else []
+    for moe in spec.subject.mixtures:
+        if moe is not None:
+            paths += [moe.shared, moe.residual, *(part.body for part in moe.parts)]
+    return (path.hidden for path in paths if path is not None)
 
 
-def _head_widths(model: Model) -> Iterator[int]:
-    return (_head_width(model, layer) for layer in model.layers)
+def _head_widths(spec: Spec) -> Iterator[int]:
+    return (_head_width(spec.model, layer) for layer in spec.model.layers) if spec.has_model else iter(())
 
 
 def _head_width(model: Model, layer: Layer) -> int:

@@ -13,16 +13,14 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
-from moec.passes.lower import context_of
 from moec.runtime.backends import plain_torch, select, triton_tiles
-from moec.runtime.batches import IGNORED_LABEL
 from moec.runtime.errors import JobError
+from moec.runtime.inputs import Inputs, global_batch
 from moec.runtime.lockstep import BackwardError, StepError
-from moec.runtime.module import ModelOutput, PlanModule
-from moec.runtime.reference import reference
 from moec.runtime.rounding import Rounding, gradient_noise, measure_rounding
 from moec.runtime.shards import local_slices
 from moec.runtime.toy import Width, at_toy_widths
+from moec.runtime.unsharded import Unsharded, outcome, result_name, unsharded
 from moec.runtime.virtual import VirtualCluster
 
 BOUND = 1e-9
@@ -39,8 +37,6 @@ FLOAT32_NOISE = 64 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32)
 """Part of what float32 changes in the unsharded model's gradient that float64 in another order may change: where the
 true gradient is zero, what is left is rounding, and has no scale. A wrong plan's difference is 1e8 times as large."""
 
-SEQUENCES_PER_RANK = 2
-MAX_SEQUENCE = 16
 MAX_BYTES = 8 * 1024**3
 LEARNING_RATE = 0.1
 
@@ -78,11 +74,12 @@ class Report:
     """What `moec verify` found.
 
     Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits, losses
-    and experts' loads (`output`), of gradients and of parameters after one SGD step (`gradient`). `worst` names the
-    tensor with the largest. `rounding` decides too: what the plan loses in its own dtype; None where float64 refuses
-    the plan already. `float32` is for information, to a looser bound; near-ties may flip a route there. It is left out
-    where fp32 is the plan's own dtype. A plan that was too large is `scaled`, its `widths` shrunk to toy ones; then its
-    graphs must also be those that moec compiles, and float64 alone decides.
+    and experts' loads (`output`; of a layer y, `aux_loss` and loads), of gradients and of parameters after one SGD
+    step (`gradient`; of a layer that of x too). `worst` names the tensor with the largest. `rounding` decides too: what
+    the plan loses in its own dtype; None where float64 refuses the plan already. `float32` is for information, to a
+    looser bound; near-ties may flip a route there. It is left out where fp32 is the plan's own dtype. A plan that was
+    too large is `scaled`, its `widths` shrunk to toy ones; then its graphs must also be those that moec compiles, and
+    float64 alone decides.
     """
 
     ok: bool
@@ -95,6 +92,8 @@ class Report:
     widths: tuple[Width, ...] = ()
     float32: Report | None = None
     rounding: Rounding | None = None
+    subject: str = "model"
+    """What the plan's file says: a `model` or a `layer`."""
 
     def to_json(self) -> dict[str, object]:
         """What `moec verify --json` prints."""
@@ -125,7 +124,7 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
         if not double.ok:
             return double
         rounding = measure_rounding(plan, model, global_batch(plan, seed), recompute=_recomputes(plan))
-        informs = float32 and plan.spec.model.dtype != "fp32"
+        informs = float32 and plan.spec.subject.dtype != "fp32"
         single = _compare(plan, _model(plan, torch.float32, seed), torch.float32, seed) if informs else None
     worst = double.worst if rounding.ok else rounding.worst
     return replace(double, ok=rounding.ok, worst=worst, rounding=rounding, float32=single)
@@ -198,17 +197,7 @@ def largest(tensor: Tensor) -> float:
     return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """A global batch, and each rank's share of it."""
-
-    tokens: Tensor
-    labels: Tensor
-    rank_tokens: Sequence[Tensor]
-    rank_labels: Sequence[Tensor]
-
-
-def _compare(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
+def _compare(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
     """In training, and where that differs in evaluation as well; what is worse."""
     evaluated = plan.in_evaluation()
     found = _compare_with(plan, model, dtype, seed, blamed)
@@ -225,20 +214,20 @@ def _compare(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, *, bl
     )
 
 
-def _model(plan: Plan, dtype: torch.dtype, seed: int) -> PlanModule:
-    model = reference(plan.spec, seed=seed, dtype=dtype)
+def _model(plan: Plan, dtype: torch.dtype, seed: int) -> Unsharded:
+    model = unsharded(plan.spec, seed=seed, dtype=dtype)
     _spread_vectors(model, seed)
     return model
 
 
-def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
+def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
     cluster = VirtualCluster(plan, dict(model.named_parameters()), recompute=_recomputes(plan))
-    inputs = global_batch(plan, seed)
+    inputs = global_batch(plan, seed).to(dtype)
     try:
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
         errors = _Errors({}, largest=dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
-    output, gradient = errors.of("output", "loss", "counts"), errors.of("gradient", "parameter")
+    output, gradient = errors.of("output", "loss", "aux_loss", "counts"), errors.of("gradient", "parameter")
     ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
     worst = max(errors.largest.items(), key=lambda item: item[1][0])
     first = None
@@ -258,51 +247,59 @@ def _compare_with(plan: Plan, model: PlanModule, dtype: torch.dtype, seed: int, 
         max_gradient_error=gradient,
         first_difference=first,
         worst=f"{worst[0]} of {worst[1][1]}",
+        subject="model" if plan.spec.has_model else "layer",
     )
 
 
 def _recomputes(plan: Plan) -> bool:
-    return plan.world_size * plan.spec.model.depth >= MANY_LAYERS
+    return plan.world_size * plan.spec.subject.depth >= MANY_LAYERS
 
 
-def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inputs) -> _Errors:
+def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inputs) -> _Errors:
     with plain_torch():
-        expected = model(inputs.tokens, inputs.labels)
-        expected_loss = training_loss(model, expected)
-        expected_loss.backward()  # type: ignore[no-untyped-call]
+        expected = outcome(model, inputs)
+        expected.differentiated.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(cluster.parameters)
-    logits, loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
+    results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets)
 
     @cache
     def noise() -> Mapping[str, float]:
         return gradient_noise(plan.spec, model, inputs, FLOAT32_NOISE) if whole_dtype == torch.float64 else {}
 
-    whole_dtype = expected.logits.dtype
+    whole_dtype = expected.result.dtype
     errors = _Errors(
         {
-            "output": largest(expected.logits),
-            "loss": largest(expected_loss),
+            "output": largest(expected.result),
+            **{name: largest(scalar) for name, scalar in expected.scalars.items()},
             "counts": 0.0,
             "gradient": max(largest(g) for g in gradients.values()),
             "parameter": max(largest(p) for p in model.parameters()),
         },
         noise,
     )
-    whole_logits, layout, dense = expected.logits.detach(), plan.logits_layout, plan.meshes["dense"]
+    whole_result, layout, dense = expected.result.detach(), plan.result_layout, plan.meshes["dense"]
     for rank in range(plan.world_size):
-        share = whole_logits[local_slices(whole_logits.shape, layout, dense, rank)]
-        errors.add("output", f"the logits of rank {rank}", logits[rank].detach(), share, expected.logits)
-        errors.add("loss", f"rank {rank}", loss[rank].detach(), expected_loss.detach(), expected_loss)
-    for layer, counts in model.expert_counts.items():
+        part = whole_result[local_slices(whole_result.shape, layout, dense, rank)]
+        errors.add("output", f"{result_name(plan.spec)} of rank {rank}", results[rank].detach(), part, whole_result)
+    for name, scalar in expected.scalars.items():
+        # A plan may have lost the graph that gives it.
+        for rank, got in enumerate(cluster.lockstep.scalars.get(name, [None] * plan.world_size)):
+            errors.add(name, f"rank {rank}", got, scalar.detach(), scalar)
+    for layer, counts in expected.counts.items():
         total = _total(cluster.lockstep.counts.get(layer, []))
         errors.add("counts", f"the expert counts of layer {layer}", total, counts, counts)
     whole = dict(model.named_parameters())
     try:
-        summed = cluster.backward(loss)
+        summed = cluster.backward(losses)
     except BackwardError as failure:
         errors.largest["gradient"] = (math.inf, str(failure))
         return errors
+    if inputs.given.grad is not None:
+        for rank, (x, rows) in enumerate(zip(inputs.rank_given, inputs.rank_rows, strict=True)):
+            got = torch.zeros_like(x) if x.grad is None else x.grad
+            whole_x = inputs.given.grad
+            errors.add("gradient", f"x on rank {rank}", got, whole_x[rows], whole_x, parameter="x")
     for name, rank, got in _per_rank(summed):
         data = plan.parameters[name]
         index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
@@ -312,12 +309,6 @@ def _measure(plan: Plan, model: PlanModule, cluster: VirtualCluster, inputs: Inp
         after = parameter - LEARNING_RATE * gradient
         errors.add("parameter", f"{name} on rank {rank}", held - LEARNING_RATE * got, after[index], after)
     return errors
-
-
-def training_loss(model: PlanModule, output: ModelOutput) -> Tensor:
-    """The loss with the balance terms, which in evaluation `output.loss` is without."""
-    assert output.loss is not None
-    return output.loss if model.training or output.aux_loss is None else output.loss + output.aux_loss
 
 
 def _total(counts: Sequence[object]) -> object:
@@ -334,33 +325,13 @@ def _per_rank(gradients: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, 
             yield name, rank, part
 
 
-def _spread_vectors(model: PlanModule, seed: int) -> None:
+def _spread_vectors(model: Unsharded, seed: int) -> None:
     """Norm weights start as ones and biases as zeros, which would hide an op that forgets them."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith(".bias"):
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
-
-
-def global_batch(plan: Plan, seed: int) -> Inputs:
-    """Random ids, one label in eight ignored; as many tokens to a sequence as the ranks that share it divide.
-
-    Where the model has a padding id, a quarter of the tokens and the whole last sequence are padding.
-    """
-    generator = torch.Generator().manual_seed(seed + 1)
-    sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
-    length = max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
-    shape = (plan.data_size * SEQUENCES_PER_RANK, length)
-    tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
-    labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
-    labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
-    if (padding := plan.spec.model.embedding.padding) is not None:
-        tokens[torch.rand(shape, generator=generator) < 1 / 4] = padding
-        tokens[-1] = padding
-    shares = list(zip(tokens.chunk(plan.data_size), labels.chunk(plan.data_size), strict=True))
-    of_rank = [shares[plan.data_rank(rank)] for rank in range(plan.world_size)]
-    return Inputs(tokens, labels, [share[0] for share in of_rank], [share[1] for share in of_rank])
 
 
 def _bytes_needed(plan: Plan) -> int:

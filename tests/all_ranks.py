@@ -29,9 +29,10 @@ from moec.codegen.plan import Plan
 from moec.passes.ir import Layout
 from moec.runtime import groups
 from moec.runtime.gradients import Bucket, Summed
+from moec.runtime.inputs import Inputs, global_batch
 from moec.runtime.reference import reference
 from moec.runtime.shards import local_slices
-from moec.runtime.verify import Inputs, global_batch, training_loss
+from moec.runtime.unsharded import training_loss
 from moec.runtime.virtual import VirtualCluster
 
 COLLECTIVES = CONVERSIONS.keys() - {"moec.slice.default"}
@@ -121,7 +122,7 @@ def run_all_ranks(
         stage = plan.stages[0]
         forward = build_module(stage, "forward", make, float64=True)
         score = {graph: build_module(stage, graph, make, float64=True) for graph in scalar_graphs(stage)}
-        tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_tokens, inputs.rank_labels))
+        tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_given, inputs.rank_targets))
         out = forward(tokens)
         names = [arg.node for arg in stage.graph("forward").nodes[-1].args]
         results = dict(zip(names, out if isinstance(out, tuple) else (out,), strict=True))
@@ -158,7 +159,7 @@ def run_both(plan: Plan) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor
     cluster = VirtualCluster(plan, dict(model.named_parameters()))
     inputs = global_batch(plan, 0)
     logits, loss, gradients = run_all_ranks(plan, cluster.parameters, inputs)
-    virtual_logits, virtual_loss = cluster.lockstep.run(inputs.rank_tokens, inputs.rank_labels)
+    virtual_logits, virtual_loss = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets)
     virtual = {"logits": virtual_logits, "loss": virtual_loss, **cluster.backward(virtual_loss)}
     return {"logits": logits, "loss": loss, **gradients}, virtual
 
@@ -167,11 +168,11 @@ def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
     """What each rank should have."""
     model = reference(plan.spec, seed=0, dtype=torch.float64).train(training)
     inputs = global_batch(plan, 0)
-    out = model(inputs.tokens, inputs.labels)
+    out = model(inputs.given, inputs.targets)
     loss = training_loss(model, out)
     loss.backward()
     dense, ranks = plan.meshes["dense"], range(plan.world_size)
-    logits = [out.logits[local_slices(out.logits.shape, plan.logits_layout, dense, rank)] for rank in ranks]
+    logits = [out.logits[local_slices(out.logits.shape, plan.result_layout, dense, rank)] for rank in ranks]
     found = {"logits": logits, "loss": [loss for _ in ranks]}
     for name, parameter in model.named_parameters():
         data = plan.parameters[name]

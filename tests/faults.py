@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from moec.codegen.graph import Graph, Node, Ref
+from moec.codegen.graph import DTypeLiteral, Graph, Node, Ref
 from moec.codegen.plan import Plan
 
 
@@ -53,9 +53,10 @@ def change_sums(plan: Plan, suffix: str, sum_over: tuple[str, ...]) -> Plan:
     return Plan(plan.manifest.model_copy(update={"bodies": bodies}), plan.stages)
 
 
-def swap_groups(plan: Plan) -> Plan:
+def swap_groups(plan: Plan, layers: str = "[1..2]") -> Plan:
     groups = dict(plan.manifest.groups)
-    groups["ep[1..2]"], groups["edp[1..2]"] = groups["edp[1..2]"], groups["ep[1..2]"]
+    ep, edp = "ep" + layers, "edp" + layers
+    groups[ep], groups[edp] = groups[edp], groups[ep]
     return Plan(plan.manifest.model_copy(update={"groups": groups}), plan.stages)
 
 
@@ -79,3 +80,24 @@ def change_groups(plan: Plan, name: str, ranks: tuple[tuple[int, ...], ...]) -> 
     """A group that is another list of ranks."""
     groups = {**plan.manifest.groups, name: ranks}
     return Plan(plan.manifest.model_copy(update={"groups": groups}), plan.stages)
+
+
+def to(name: str, source: str, dtype: str) -> Node:
+    """A node that gives `source` in another dtype."""
+    args = (Ref(node=source), DTypeLiteral.model_validate({"dtype": dtype}))
+    return Node(name=name, op="call_function", target="aten.to.dtype", args=args)
+
+
+def rounded_to_bf16(plan: Plan, graph: str, name: str) -> Plan:
+    """Every consumer of a value gets it rounded to bf16, and in fp32 again."""
+
+    def change(nodes: list[Node]) -> list[Node]:
+        changed: list[Node] = []
+        for node in nodes:
+            args = tuple(Ref(node="planted") if arg == Ref(node=name) else arg for arg in node.args)
+            changed.append(node.model_copy(update={"args": args}))
+            if node.name == name:
+                changed += [to("planted_narrow", name, "bf16"), to("planted", "planted_narrow", "fp32")]
+        return changed
+
+    return change_graph(plan, graph, change)

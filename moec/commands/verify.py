@@ -13,16 +13,18 @@ def print_report(path: Path, report: Report) -> None:
     """The report for people."""
     verdict = "equals" if report.ok else "DOES NOT equal"
     ranks = count(report.world_size, "rank")
-    print(f"{path}: {ranks}, verified on a virtual cluster: the plan {verdict} the unsharded model")
+    print(f"{path}: {ranks}, verified on a virtual cluster: the plan {verdict} the unsharded {report.subject}")
     if report.scaled:
         print(f"verified at toy widths: {', '.join(map(str, report.widths)) or 'they were as small already'}")
     print()
-    print("            logits and loss   gradients and one step   bound")
+    output = "logits and loss" if report.subject == "model" else "y and aux_loss"
+    print(f"            {output:>15}   gradients and one step   bound")
     print(f"  float64   {report.max_output_error:15.1e}   {report.max_gradient_error:22.1e}   {BOUND:.0e}")
     rounding = report.rounding
     if rounding is not None:
         ratios = f"{rounding.output:13.2g} ×   {rounding.gradient:20.2g} ×"
-        print(f"  {rounding.dtype:7}   {ratios}   {rounding.bound:g} × the unsharded model's error in {rounding.dtype}")
+        bound = f"{rounding.bound:g} × the unsharded {report.subject}'s error in {rounding.dtype}"
+        print(f"  {rounding.dtype:7}   {ratios}   {bound}")
     elif report.ok:
         print("  (in the plan's own dtype nothing was measured: at toy widths float64 alone decides)")
     single = report.float32

@@ -17,8 +17,9 @@ from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.pipeline import compile_program
 from moec.runtime.blame import first_difference
+from moec.runtime.inputs import global_batch
 from moec.runtime.reference import reference
-from moec.runtime.verify import global_batch, verify
+from moec.runtime.verify import verify
 
 SLOW_EXAMPLES = 2000
 
@@ -130,7 +131,7 @@ def test_nothing_is_blamed_in_a_right_plan(spec: Spec):
     plan = compile_source(spec)
     model = reference(spec, dtype=torch.float64)
     inputs = global_batch(plan, seed=0)
-    loss = model(inputs.tokens, inputs.labels).loss
+    loss = model(inputs.given, inputs.targets).loss
     assert loss is not None
     loss.backward()
     assert first_difference(plan, model, inputs) is None

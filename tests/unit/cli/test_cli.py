@@ -283,6 +283,19 @@ def test_a_closed_pipe_is_no_bug(run):
     assert finished.stderr == ""
 
 
+@pytest.mark.parametrize("options", [[], ["--scale"]])
+def test_verify_proves_the_plan_of_a_layer(run, options: list[str]):
+    Path("ffn.moe").write_text(layer_text(ep=2))
+    run("compile", "ffn.moe")
+    code, out, err = run("verify", "ffn.plan", *options)
+    assert (code, err) == (0, "")
+    assert "4 ranks, verified on a virtual cluster: the plan equals the unsharded layer" in out
+    assert "y and aux_loss   gradients and one step" in out
+    assert "model" not in out
+    code, out, _ = run("verify", "ffn.plan", "--json", *options)
+    assert (code, json.loads(out)["ok"]) == (0, True)
+
+
 def test_a_layer_file_goes_through_every_command_that_needs_no_torch(run):
     Path("ffn.moe").write_text(layer_text(ep=2))
     assert run("check", "ffn.moe") == (0, "", "")

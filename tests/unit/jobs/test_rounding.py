@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from faults import change_graph, change_sums
+from faults import change_graph, change_sums, rounded_to_bf16, to
 from models import moe_plan, moe_text
 from torch import Tensor
 
@@ -39,11 +39,6 @@ def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(dtype: s
 # ---- planted faults: float64 sees none of them -----------------------------------------------------
 
 
-def to(name: str, source: str, dtype: str) -> Node:
-    args = (Ref(node=source), DTypeLiteral.model_validate({"dtype": dtype}))
-    return Node(name=name, op="call_function", target="aten.to.dtype", args=args)
-
-
 def label_logits_of_narrow_logits(plan: Plan) -> Plan:
     """The loss as it was: the gradients of its two parts are rounded before they are added."""
 
@@ -58,21 +53,6 @@ def label_logits_of_narrow_logits(plan: Plan) -> Plan:
         return changed
 
     return change_graph(plan, "loss", change)
-
-
-def rounded_to_bf16(plan: Plan, graph: str, name: str) -> Plan:
-    """Every consumer of a value gets it rounded to bf16, and in fp32 again."""
-
-    def change(nodes: list[Node]) -> list[Node]:
-        changed: list[Node] = []
-        for node in nodes:
-            args = tuple(Ref(node="planted") if arg == Ref(node=name) else arg for arg in node.args)
-            changed.append(node.model_copy(update={"args": args}))
-            if node.name == name:
-                changed += [to("planted_narrow", name, "bf16"), to("planted", "planted_narrow", "fp32")]
-        return changed
-
-    return change_graph(plan, graph, change)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def outcome(
         loss += losses[0].detach() / micro_batches
         # A sequence's logits lie on the ranks of its own tp group.
         shape = (len(tokens), SEQUENCE, plan.spec.model.vocab)
-        logits.append(whole(shape, rank_logits, plan.logits_layout, plan.meshes["dense"]))
+        logits.append(whole(shape, rank_logits, plan.result_layout, plan.meshes["dense"]))
         for layer, counts in cluster.lockstep.counts.items():
             kept[layer] += int(torch.cat(counts).sum())
         for name, found in cluster.backward(losses).items():
