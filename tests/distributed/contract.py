@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -246,6 +244,124 @@ def through_distributed_checkpoint(job: Job, model: PlanModule, folder: str) -> 
     return forward_backward(job, other)
 
 
+def of_wrapped_layers(job: Job, model: PlanModule) -> Gradients:
+    """Layers behind somebody's own modules: steps before, one of which fails, and new weights leave nothing behind."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, *inputs: Tensor) -> Any:
+            return self.inner(*inputs)
+
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    layers = list(model.layers)
+    for number, layer in enumerate(layers):
+        model.layers[number] = Wrapped(layer)
+    fails = iter((False, True))
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        if next(fails):
+            raise KeyError("boom")
+        return logits.float().square().sum()
+
+    try:
+        job.step(model, *mine(job, *batch(1)), loss=loss, microbatches=2)
+    except KeyError:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3)
+    model.zero_grad()
+    job.step(model, *mine(job, *batch(1)))
+    for number, layer in enumerate(layers):
+        model.layers[number] = layer
+    model.load_state_dict(state)
+    for number, layer in enumerate(layers):
+        model.layers[number] = Wrapped(layer)
+    model.zero_grad()
+    job.step(model, *mine(job, *batch()), microbatches=2)
+    return {name.replace(".inner", ""): gradient for name, gradient in gradients_of(model).items()}
+
+
+def skipped_in_the_last_micro_batch(job: Job, model: PlanModule) -> Gradients:
+    """A layer that only the first of two micro-batches runs keeps its gradient: LayerDrop, with a scale of nothing."""
+    calls = iter(range(100))
+
+    def skip(module: nn.Module, inputs: Any, output: Any) -> Any:
+        # The second micro-batch goes around the layer.
+        return output if next(calls) % 2 == 0 else inputs[0]
+
+    handle = model.layers[0].register_forward_hook(skip)
+    tokens, labels = mine(job, *batch())
+    job.step(model, tokens, labels, microbatches=2)
+    handle.remove()
+    return gradients_of(model)
+
+
+def skipped_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
+    """The same of the whole batch: of every data rank's sequences, the second half goes around layer 0."""
+    halves = second_halves(len(tokens), 2 if (labels.shape[0] and skipped_ranks[0] > 1) else 1)
+
+    def skip(module: nn.Module, inputs: Any, output: Any) -> Any:
+        return torch.where(halves[:, None, None], inputs[0], output)
+
+    handle = model.layers[0].register_forward_hook(skip)
+    loss = plain(model, tokens, labels)
+    handle.remove()
+    return loss
+
+
+skipped_ranks = [1]
+
+
+def second_halves(sequences: int, ranks: int) -> Tensor:
+    """Which sequences of the batch are in the second micro-batch of their rank, as `mine` deals them out."""
+    found = torch.zeros(sequences, dtype=torch.bool)
+    for rank in range(ranks):
+        own = torch.arange(sequences)[rank::ranks]
+        found[own.tensor_split(2)[1]] = True
+    return found
+
+
+def skipped(options: dict[str, Any]) -> float:
+    """How far the gradients of `skipped_in_the_last_micro_batch` are off."""
+    skipped_ranks[0] = moe_plan(**options).data_size
+    return off(options, skipped_in_the_last_micro_batch, skipped_unsharded)
+
+
+def another_models_weights(options: dict[str, Any]) -> float:
+    """In a loss of one's own, the model with other weights: how far its logits are off those of these weights."""
+    worst = []
+    with moec.launch(moe_plan(**options), device="cpu") as job:
+        model, other = job.build(seed=1), job.build(seed=2)
+        tokens, labels = mine(job, *batch())
+        weights = dict(other.named_parameters())
+        with torch.no_grad():
+            expected = other(tokens).logits
+
+        def loss(logits: Tensor, labels: Tensor) -> Tensor:
+            with torch.no_grad():
+                found = torch.func.functional_call(model, weights, (tokens,)).logits
+            worst.append(float((found - expected).abs().max()))
+            return logits.float().sum()
+
+        job.step(model, tokens, labels, loss=loss)
+    return max(worst)
+
+
+def hooks_see_every_gradient(options: dict[str, Any]) -> bool:
+    """Whether hooks of parameters are given tensors, and `.grad` is there after each micro-batch."""
+    seen: list[bool] = []
+    with moec.launch(moe_plan(**options), device="cpu") as job:
+        model = job.build(seed=1)
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: seen.append(isinstance(gradient, Tensor)))
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad is not None))
+        job.step(model, *mine(job, *batch()), microbatches=2)
+    return bool(seen) and all(seen)
+
+
 # ---- losses of one's own ----------------------------------------------------------------------------------
 
 
@@ -329,191 +445,3 @@ def constant_on_one_rank(options: dict[str, Any]) -> float:
         return F.cross_entropy(output.logits.flatten(0, 1), labels.flatten(), reduction="sum") / 10 + output.aux_loss
 
     return off(options, run, unsharded)
-
-
-# ---- refusals ------------------------------------------------------------------------------------------------
-
-
-def said(act: Callable[[], object]) -> str:
-    """The code and message of the diagnostic that `act` raises."""
-    try:
-        act()
-    except moec.DiagnosticError as error:
-        return f"{error.diagnostics[0].code} {error.diagnostics[0].message}"
-    return "nothing"
-
-
-def refusals(options: dict[str, Any]) -> dict[str, str]:
-    """The diagnostic of each mistake on this rank."""
-    with moec.launch(moe_plan(**options), device="cpu") as job:
-        model = job.build(seed=1)
-        tokens, labels = mine(job, *batch())
-
-        def step(**given: Any) -> Callable[[], object]:
-            return lambda: job.step(model, tokens, labels, **given)
-
-        def bad_on_last_rank(logits: Tensor, labels: Tensor) -> Any:
-            return logits.sum() if job.rank < job.world_size - 1 else logits
-
-        def autocast() -> None:
-            with torch.autocast("cpu", torch.bfloat16):
-                model(tokens)
-
-        found = {
-            "no scalar": said(step(loss=bad_on_last_rank)),
-            "no tensor": said(step(loss=lambda logits, labels: 1.0)),
-            "zero count": said(step(count=lambda labels: 0)),
-            "no count": said(step(count=lambda labels: "many")),
-            "no labels": said(lambda: job.step(model, tokens, torch.full_like(labels, -100))),
-            "late count": said(step(count=lambda logits, labels: 1, microbatches=2)),
-            "both losses": said(step(loss=bad_on_last_rank, logprob_loss=bad_on_last_rank)),
-            "inputs": said(step(loss=bad_on_last_rank, inputs={"mask": labels[:, 1:]})),
-            "micro-batches": said(step(microbatches=100)),
-            "accumulate": said(lambda: accumulate_too_little(job, model, tokens, labels)),
-            "autocast": said(autocast),
-            "data parallel": said(lambda: nn.parallel.DistributedDataParallel(model)),
-        }
-        if job.world_size > 1:
-            found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
-            found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
-            model.train()
-            found["steps"] = said(step(microbatches=1 + job.rank % 2))
-            norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
-            found["frozen on one rank"] = said(lambda: model(tokens))
-            norm.requires_grad_(True)
-            found["replaced"] = said(lambda: with_a_plain_parameter(job, tokens))
-            found["inside another"] = raised(lambda: inside_another(job))
-        found["works"] = str(forward_backward(job, model).keys() == job.plan.parameters.keys())
-    found["after the job"] = said(lambda: model(tokens))
-    return found
-
-
-def accumulate_too_little(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
-    with job.accumulate(model, labels, labels):
-        plain(model, tokens, labels).backward()
-
-
-def inside_another(job: Job) -> None:
-    """DistributedDataParallel around a module that has the model somewhere inside, and its replicas alone to sum."""
-    model = job.build()
-    names = [f"0.{name}" for name in job.plan.parameters if "norm" not in name]
-    host = nn.Sequential(model)
-    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(host, names)
-    nn.parallel.DistributedDataParallel(host)
-
-
-def raised(act: Callable[[], object]) -> str:
-    """The first words of torch's own error."""
-    try:
-        act()
-    except NotImplementedError as error:
-        return str(error)
-    return "nothing"
-
-
-def with_a_plain_parameter(job: Job, tokens: Tensor) -> None:
-    model = job.build()
-    model.get_submodule("head").weight = nn.Parameter(torch.zeros(32, 16))
-    model(tokens)
-
-
-def foreign_states(options: dict[str, Any], folder: str) -> dict[str, str]:
-    """The diagnostics of this rank when it loads what rank 0 has saved."""
-    with moec.launch(moe_plan(**options), device="cpu") as job:
-        model, path = job.build(seed=1), Path(folder)
-        optimizer = job.optimizer(model)
-        job.step(model, *mine(job, *batch()))
-        optimizer.step()
-        if job.rank == 0:
-            torch.save(model.state_dict(), path / "model.pt")
-            torch.save(optimizer.state_dict(), path / "optimizer.pt")
-            parts = {name: local_part(tensor) for name, tensor in model.state_dict().items()}
-            torch.save(parts, path / "parts.pt")
-        torch.distributed.barrier()
-
-        def load(name: str) -> Any:
-            return torch.load(path / name, weights_only=False)
-
-        return {
-            "model": said(lambda: model.load_state_dict(load("model.pt"))),
-            "optimizer": said(lambda: optimizer.load_state_dict(load("optimizer.pt"))),
-            "parts": said(lambda: model.load_state_dict(load("parts.pt"))),
-            "own": said(lambda: model.load_state_dict(reloaded(model.state_dict()))),
-            "own optimizer": said(lambda: optimizer.load_state_dict(reloaded(optimizer.state_dict()))),
-        }
-
-
-def reloaded(state: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(state, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
-
-
-# ---- more than one job, frozen parameters, norms -------------------------------------------------------------
-
-
-def two_jobs(swapped: bool) -> tuple[float, float]:
-    """A student at tp 2 and a teacher at tp 1 in one process: `distance` of the gradients of each."""
-    torch.set_num_threads(1)
-    student, teacher = {**FOUR, "experts": 4}, {"ranks": 4, "ep": 4, "experts": 4, "dim": 24}
-    first, second = (teacher, student) if swapped else (student, teacher)
-    with moec.launch(moe_plan(**first), device="cpu") as one, moec.launch(moe_plan(**second), device="cpu") as two:
-        models = one.build(seed=1), two.build(seed=1)
-        losses = [plain(model, *mine(job, *batch())) for job, model in zip((one, two), models, strict=True)]
-        for loss in losses:
-            loss.backward()
-        found = [
-            distance(gradients_of(model), parts_of(whole_gradients(options, plain), job))
-            for job, model, options in zip((one, two), models, (first, second), strict=True)
-        ]
-    return found[0], found[1]
-
-
-def frozen(options: dict[str, Any]) -> tuple[bool, bool, float]:
-    """Whether frozen parameters have no gradient and stay as they are; and how far the others' gradients are off."""
-    with moec.launch(moe_plan(**options, optimizer="adamw(weight_decay = 0.5)"), device="cpu") as job:
-        model = job.build(seed=1)
-        kept = {name for name in job.plan.parameters if "layers.1." in name or "embedding" in name}
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in kept)
-        before = {name: local_part(model.get_parameter(name)).clone() for name in kept}
-        optimizer = job.optimizer(model)
-        found = forward_backward(job, model)
-        wanted = parts_of(whole_gradients(options, plain), job)
-        error = distance(found, {name: wanted[name] for name in wanted.keys() - kept})
-        optimizer.step()
-        alike = all(torch.equal(local_part(model.get_parameter(name)), value) for name, value in before.items())
-        return found.keys().isdisjoint(kept), alike, error
-
-
-def norms(options: dict[str, Any]) -> tuple[float, str]:
-    """The norm by the job, and what torch's own function says of it."""
-    with moec.launch(moe_plan(**options), device="cpu") as job:
-        model = job.build(seed=1)
-        forward_backward(job, model)
-        try:
-            torchs = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-            whole = torchs.full_tensor() if hasattr(torchs, "full_tensor") else torchs
-            told = f"{float(whole):.4f}"
-        except (RuntimeError, ValueError, NotImplementedError) as error:
-            told = type(error).__name__
-        return float(job.clip_grad_norm_(model, 1e9)), told
-
-
-def averaged(options: dict[str, Any]) -> float:
-    """`AveragedModel`: how far it is off the mean of the weights before and after a step."""
-    with moec.launch(moe_plan(**options), device="cpu") as job:
-        model = job.build(seed=1)
-        mean = torch.optim.swa_utils.AveragedModel(model)
-        optimizer = job.optimizer(model)
-        parameters = list(model.parameters())
-        mean.update_parameters(model)
-        before = [local_part(p).clone() for p in parameters]
-        job.step(model, *mine(job, *batch()))
-        optimizer.step()
-        mean.update_parameters(model)
-        pairs = zip(mean.module.parameters(), before, parameters, strict=True)
-        worst = max(float((local_part(m) - (b + local_part(p)) / 2).abs().max()) for m, b, p in pairs)
-        assert mean(mine(job, batch()[0])[0]).logits.isfinite().all()
-        return worst

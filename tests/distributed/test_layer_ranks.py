@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -229,3 +230,78 @@ def test_of_whole_tensors_a_rank_takes_its_part_and_of_parts_only_its_own(gloo: 
 
 def test_after_its_process_group_it_says_so(gloo: GlooPool) -> None:
     assert all("MOE0709" in said for said in gloo.run(2, after_its_group))
+
+
+def checkpointed(folder: str) -> list[bool]:
+    """Whether torch's own checkpoint gives every rank its experts back."""
+    import torch.distributed.checkpoint as dcp
+
+    text = layer_text(ranks=None, ep=2)
+    layer, other = moec.layer(text, seed=1), moec.layer(text, seed=2)
+    dcp.save(layer.state_dict(), checkpoint_id=folder)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state)
+    return [torch.equal(one, two) for one, two in zip(layer.parameters(), other.parameters(), strict=True)]
+
+
+def test_torchs_checkpoint_keeps_the_experts_of_every_rank(gloo: GlooPool, tmp_path: Path) -> None:
+    assert all(all(found) for found in gloo.run(4, checkpointed, str(tmp_path / "checkpoint")))
+
+
+def wrapped_late(host: str) -> str:
+    """A host that is put around the model after a first forward pass, and is not told of the experts."""
+    x, model = torch.ones(2, 3, 16), Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
+    model(x)
+    if host == "ddp":
+        return refusal(DistributedDataParallel(model), x)
+    for block in model.blocks:
+        fully_shard(block)
+    return refusal(fully_shard(model), x)
+
+
+@pytest.mark.parametrize("host", ["ddp", "fsdp"])
+def test_a_host_that_comes_late_is_refused_as_well(gloo: GlooPool, host: str) -> None:
+    assert all("MOE0711" in said for said in gloo.run(4, wrapped_late, host))
+
+
+def in_half_of_the_host() -> str:
+    rank = dist.get_rank()
+    groups = [dist.new_group(members) for members in ([0, 1], [2, 3])]
+    model = Transformer(lambda number: moec.layer(layer_text(ranks=None), groups[rank // 2], seed=number))
+    names = moec.expert_parameters(model)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+    return refusal(DistributedDataParallel(model), torch.ones(2, 3, 16))
+
+
+def test_a_host_over_other_ranks_than_the_layers_is_refused(gloo: GlooPool) -> None:
+    for said in gloo.run(4, in_half_of_the_host):
+        assert "DistributedDataParallel is over the ranks [0, 1, 2, 3], and a layer in it over" in said
+
+
+def reentrant() -> str:
+    from torch.utils.checkpoint import checkpoint
+
+    layer = moec.layer(layer_text(ranks=None), seed=1)
+    x = torch.ones(2, 3, 16, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=True)
+    assert layer.aux_loss is not None
+    return refusal(lambda: (y.sum() + layer.aux_loss).backward())
+
+
+def test_a_checkpoint_that_loses_the_gradient_of_aux_loss_is_refused(gloo: GlooPool) -> None:
+    assert all("MOE0711" in said and "use_reentrant=True" in said for said in gloo.run(2, reentrant))
+
+
+def tied_norms() -> tuple[float, float]:
+    """The norm of two layers that share their experts, and of the gradients that there are."""
+    model = torch.nn.ModuleList(moec.layer(layer_text(ranks=None, ep=1), seed=1) for _ in range(2))
+    model[1].experts = model[0].experts
+    sum(layer(torch.ones(2, 3, 16)).square().sum() for layer in model).backward()
+    squares = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+    return float(moec.clip_grad_norm_(model, 1e9)), squares**0.5
+
+
+def test_experts_that_two_layers_share_count_once_in_the_norm(gloo: GlooPool) -> None:
+    for norm, expected in gloo.run(1, tied_norms):
+        assert norm == pytest.approx(expected, rel=1e-5)

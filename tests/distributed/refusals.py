@@ -1,0 +1,184 @@
+"""What test_contract.py runs as the ranks of a job: mistakes, and what each rank is told of them."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from contract import batch, forward_backward, mine, plain
+from models import moe_plan
+from torch import Tensor, nn
+
+import moec
+from moec.runtime.job import Job, local_part
+from moec.runtime.module import PlanModule
+
+
+def said(act: Callable[[], object]) -> str:
+    """The code and message of the diagnostic that `act` raises."""
+    try:
+        act()
+    except moec.DiagnosticError as error:
+        return f"{error.diagnostics[0].code} {error.diagnostics[0].message}"
+    return "nothing"
+
+
+def refusals(options: dict[str, Any]) -> dict[str, str]:
+    """The diagnostic of each mistake on this rank."""
+    with moec.launch(moe_plan(**options), device="cpu") as job:
+        model = job.build(seed=1)
+        tokens, labels = mine(job, *batch())
+
+        def step(**given: Any) -> Callable[[], object]:
+            return lambda: job.step(model, tokens, labels, **given)
+
+        def bad_on_last_rank(logits: Tensor, labels: Tensor) -> Any:
+            return logits.sum() if job.rank < job.world_size - 1 else logits
+
+        def autocast() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                model(tokens)
+
+        found = {
+            "no scalar": said(step(loss=bad_on_last_rank)),
+            "no tensor": said(step(loss=lambda logits, labels: 1.0)),
+            "zero count": said(step(count=lambda labels: 0)),
+            "no count": said(step(count=lambda labels: "many")),
+            "no labels": said(lambda: job.step(model, tokens, torch.full_like(labels, -100))),
+            "late count": said(step(count=lambda logits, labels: 1, microbatches=2)),
+            "both losses": said(step(loss=bad_on_last_rank, logprob_loss=bad_on_last_rank)),
+            "inputs": said(step(loss=bad_on_last_rank, inputs={"mask": labels[:, 1:]})),
+            "micro-batches": said(step(microbatches=100)),
+            "accumulate": said(lambda: accumulate_too_little(job, model, tokens, labels)),
+            "other labels": said(lambda: accumulate_others(job, model, tokens, labels)),
+            "another job's": said(lambda: another_jobs(job, model, tokens, labels)),
+            "layers": said(lambda: with_a_layer_more(job, tokens)),
+            "without gradients": said(lambda: torch.no_grad()(step())()),
+            "all frozen": said(lambda: job.step(job.build().requires_grad_(False), tokens, labels)),
+            "fully_shard": refused_by_name(lambda: fully_sharded(job, tokens)),
+            "autocast": said(autocast),
+            "data parallel": said(lambda: nn.parallel.DistributedDataParallel(model)),
+        }
+        if job.world_size > 1:
+            found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
+            found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
+            model.train()
+            found["steps"] = said(step(microbatches=1 + job.rank % 2))
+            norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
+            found["frozen on one rank"] = said(lambda: model(tokens))
+            norm.requires_grad_(True)
+            # The same sequences in another order; then labels and inputs, which the model does not see.
+            swapped = tokens.flip(0) if job.rank % 2 else tokens
+            found["tokens in another order"] = said(lambda: model(swapped))
+            others = {"weights": torch.full(labels.shape, float(job.rank))}
+            found["other inputs"] = said(step(loss=lambda logits, labels, weights: logits.sum(), inputs=others))
+            found["ids of one loss"] = said(
+                lambda: job.step(
+                    model, tokens, labels.clamp_min(0) + 40, logprob_loss=lambda logprobs, labels: -logprobs.sum()
+                )
+            )
+            found["replaced"] = said(lambda: with_a_plain_parameter(job, tokens))
+            found["inside another"] = raised(lambda: inside_another(job))
+        found["works"] = str(forward_backward(job, model).keys() == job.plan.parameters.keys())
+    found["after the job"] = said(lambda: model(tokens))
+    return found
+
+
+def accumulate_too_little(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
+    with job.accumulate(model, labels, labels):
+        plain(model, tokens, labels).backward()
+
+
+def accumulate_others(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
+    """As many labels as were promised, with others of them ignored."""
+    with job.accumulate(model, labels.roll(1, 1).fill_(3)):
+        plain(model, tokens, labels).backward()
+
+
+def another_jobs(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
+    with moec.launch(job.plan, device="cpu") as other:
+        other.clip_grad_norm_(model, 1.0)
+
+
+def with_a_layer_more(job: Job, tokens: Tensor) -> None:
+    model = job.build()
+    model.layers.append(model.layers[0])
+    model(tokens)
+
+
+def fully_sharded(job: Job, tokens: Tensor) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(job.build())(tokens)
+
+
+def refused_by_name(act: Callable[[], object]) -> str:
+    """What moec says, or torch where it comes first."""
+    try:
+        return said(act)
+    except (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError) as error:
+        return f"torch: {type(error).__name__}"
+
+
+def inside_another(job: Job) -> None:
+    """DistributedDataParallel around a module that has the model somewhere inside, and its replicas alone to sum."""
+    model = job.build()
+    names = [f"0.{name}" for name in job.plan.parameters if "norm" not in name]
+    host = nn.Sequential(model)
+    nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(host, names)
+    nn.parallel.DistributedDataParallel(host)
+
+
+def raised(act: Callable[[], object]) -> str:
+    """The first words of torch's own error."""
+    try:
+        act()
+    except NotImplementedError as error:
+        return str(error)
+    return "nothing"
+
+
+def with_a_plain_parameter(job: Job, tokens: Tensor) -> None:
+    model = job.build()
+    model.get_submodule("head").weight = nn.Parameter(torch.zeros(32, 16))
+    model(tokens)
+
+
+def foreign_states(options: dict[str, Any], folder: str) -> dict[str, str]:
+    """The diagnostics of this rank when it loads what rank 0 has saved."""
+    with moec.launch(moe_plan(**options), device="cpu") as job:
+        model, path = job.build(seed=1), Path(folder)
+        optimizer = job.optimizer(model)
+        job.step(model, *mine(job, *batch()))
+        optimizer.step()
+        if job.rank == 0:
+            torch.save(model.state_dict(), path / "model.pt")
+            torch.save(optimizer.state_dict(), path / "optimizer.pt")
+            torch.save(dict(model.state_dict().items()), path / "items.pt")
+            torch.save(model.layers.state_dict(), path / "layers.pt")
+            parts = {name: local_part(tensor) for name, tensor in model.state_dict().items()}
+            torch.save(parts, path / "parts.pt")
+        torch.distributed.barrier()
+
+        def load(name: str) -> Any:
+            return torch.load(path / name, weights_only=False)
+
+        return {
+            "model": said(lambda: model.load_state_dict(load("model.pt"))),
+            "optimizer": said(lambda: optimizer.load_state_dict(load("optimizer.pt"))),
+            "parts": said(lambda: model.load_state_dict(load("parts.pt"))),
+            "items": said(lambda: model.load_state_dict(load("items.pt"))),
+            "layers": said(lambda: model.layers.load_state_dict(load("layers.pt"))),
+            "own": said(lambda: model.load_state_dict(reloaded(model.state_dict()))),
+            "own optimizer": said(lambda: optimizer.load_state_dict(reloaded(optimizer.state_dict()))),
+        }
+
+
+def reloaded(state: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
