@@ -13,7 +13,7 @@ import moec
 from moec.grammar.spec import Spec
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference
-from moec.runtime.verify import training_loss
+from moec.runtime.unsharded import training_loss
 
 MHA = "attention = mha(heads = 3)"
 GQA = "attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())"

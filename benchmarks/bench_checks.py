@@ -1,0 +1,83 @@
+"""What checking a batch costs: steps of the demo model on four gloo ranks, with the default checks and with none at all.
+
+The two take turns on the same model and batches, so that whatever else the machine does slows both; the figure is the
+median of the ratios of neighbours. Without checks, ranks do not even compare shapes: a job never runs like this.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import ArgumentParser
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from report import Row, median, parser, report
+
+import moec
+from moec.runtime.checks import Checks
+
+FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
+RANKS = 4
+LIMIT = 1.01
+RESULT = "MOEC_BENCH_CHECKS"
+
+
+def rank_main(steps: int, result: Path) -> None:
+    """What every rank runs; rank 0 writes the figures."""
+    torch.set_num_threads(1)
+    with moec.launch(moec.compile(FILE, ranks=RANKS), device="cpu") as job:
+        train = job.plan.spec.train
+        assert train is not None
+        model = job.build()
+        torch.manual_seed(job.data_rank)
+        shape = (2, train.batch // job.data_size, train.sequence)
+        home, own = model._home, job._checks
+        seconds: dict[bool, list[float]] = {True: [], False: []}
+        for step in range(steps + 4):
+            tokens, labels = torch.randint(job.plan.spec.model.vocab, shape)
+            for checked in (True, False) if step % 2 else (False, True):
+                home.checks = job._checks = own if checked else Checks("none")
+                dist.barrier()
+                started = time.perf_counter()
+                job.step(model, tokens, labels)
+                dist.barrier()
+                if step >= 4:
+                    seconds[checked].append(time.perf_counter() - started)
+                model.zero_grad()
+        home.checks = job._checks = own
+    if job.rank == 0:
+        result.write_text(json.dumps([seconds[True], seconds[False]]))
+
+
+def main() -> None:
+    options: ArgumentParser = parser(__doc__)
+    options.add_argument("--steps", type=int, default=60)
+    chosen = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder, "figures.json")
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", RESULT: str(result)}
+        command = [sys.executable, *launcher, __file__, "--steps", str(chosen.steps)]
+        subprocess.run(command, env=environment, check=True)
+        checked, unchecked = json.loads(result.read_text())
+    ratio = median([a / b for a, b in zip(checked, unchecked, strict=True)])
+    rows = [
+        Row("a step, as by default", 1e3 * median(checked), "ms"),
+        Row("a step without any check", 1e3 * median(unchecked), "ms"),
+        Row("ratio", ratio, "", LIMIT),
+    ]
+    report("checks of the demo model on 4 gloo ranks", rows, chosen.json)
+
+
+if __name__ == "__main__":
+    target = os.environ.get(RESULT)
+    if target and "RANK" in os.environ:
+        rank_main(int(sys.argv[sys.argv.index("--steps") + 1]), Path(target))
+    else:
+        main()

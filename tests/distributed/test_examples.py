@@ -1,0 +1,49 @@
+"""The examples of training run as they stand, and say what they promise."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from gloo_pool import GlooPool
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run(name: str, *arguments: str) -> list[str]:
+    """What the example prints on this rank."""
+    import contextlib
+    import importlib
+    import io
+
+    sys.path.insert(0, str(EXAMPLES))
+    sys.argv = [f"{name}.py", *arguments]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        importlib.import_module(name).main()
+    return said.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_accumulation_gives_one_gradient_three_ways(gloo: GlooPool, ranks: int) -> None:
+    first, *others = gloo.run(ranks, run, "accumulate", "--ranks", str(ranks), initialize=False)
+    differences = [float(number) for line in first for number in re.findall(r"difference (\S+)", line)]
+    assert len(differences) == 2
+    assert max(differences) < 1e-5
+    assert not any(others)
+
+
+def test_averaged_weights_are_evaluated(gloo: GlooPool) -> None:
+    first, _ = gloo.run(2, run, "ema", "--ranks", "2", "--steps", "6", initialize=False)
+    losses = [float(number) for line in first for number in re.findall(r": (\d\.\d+)", line)]
+    assert len(losses) == 2
+    assert max(losses) < 6
+
+
+def test_a_student_learns_from_a_teacher_under_another_plan(gloo: GlooPool) -> None:
+    first, *_ = gloo.run(4, run, "custom_loss", "--steps", "21", initialize=False)
+    losses = [float(number) for line in first for number in re.findall(r"loss (\d+\.\d+)", line)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.6 * losses[0]
