@@ -1,4 +1,4 @@
-"""What checking a batch costs: steps of the demo model on four gloo ranks, with the default checks and with none at all.
+"""What checks cost: steps of the demo model on four gloo ranks, with the default checks and with none at all.
 
 The two take turns on the same model and batches, so that whatever else the machine does slows both; the figure is the
 median of the ratios of neighbours. Without checks, ranks do not even compare shapes: a job never runs like this.
