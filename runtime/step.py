@@ -93,7 +93,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     own = step.loss is not None or step.logprob_loss is not None or step.count is not None
     # The model's own loss looks at labels where it is computed.
     look = own and job.checks.looks(model.seen, "own loss", step.labels.device)
-    _require(job, "labels", model.limits.complaint(step.tokens, step.labels, look=look), code="MOE0702")
+    _require(job, "start of a step", model.limits.complaint(step.tokens, step.labels, look=look), code="MOE0702")
     _require(job, "start of a step", step.complaint(), step.alike())
     if look and model.limits.tensor_parallel > 1:
         others = job.checks.same_tokens(step.labels, *step.inputs.values())
