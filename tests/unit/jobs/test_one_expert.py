@@ -7,7 +7,7 @@ import torch
 from models import moe_plan
 
 from moec.grammar.spec import Spec
-from moec.runtime import verify as verifying
+from moec.runtime import inputs, unsharded
 from moec.runtime.module import PlanModule
 from moec.runtime.reference import reference
 from moec.runtime.verify import verify
@@ -37,11 +37,11 @@ def test_a_plan_equals_the_unsharded_model_where_one_expert_is_chosen_by_all(
         made.append(model)
         return model
 
-    monkeypatch.setattr(verifying, "reference", undecided)
+    monkeypatch.setattr(unsharded, "reference", undecided)
     plan = moe_plan(gate="topk(1)", experts=4, dim=8, expert="swiglu(4)", beside=CAPACITIES[capacity], **degrees)
     report = verify(plan, float32=False)
     assert report.ok, report
-    tokens = degrees["ranks"] * verifying.SEQUENCES_PER_RANK * plan.spec.train.sequence
+    tokens = degrees["ranks"] * inputs.SEQUENCES_PER_RANK * plan.spec.train.sequence
     # A factor of 1 has places for as many as there would be if all experts were liked alike.
     kept = tokens if capacity in ("dropless", "dynamic") else tokens // 4
     assert all(counts.tolist() == [kept, 0, 0, 0] for counts in made[0].expert_counts.values())
