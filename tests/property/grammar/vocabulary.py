@@ -157,6 +157,9 @@ def specs(draw: st.DrawFn) -> Spec:
         for field in fields_of(s.Model).values()
         if known(s.Model, field) and (field.required or draw(st.booleans()))
     }
+    embedding = drawn.get("embedding")
+    if embedding is not None and embedding.padding is not None:
+        drawn["embedding"] = embedding.replace(padding=embedding.padding % drawn["vocab"])
     context = max(draw(st.integers(1, LARGEST)), train.sequence if train else 1)
     model = s.Model(**drawn | {"name": draw(label), "depth": len(stack), "context": context, "layers": stack})
     parallel = draw(nodes(s.Parallel)).replace(layers=tuple(draw(st.lists(ranges(len(stack)), max_size=2))))
