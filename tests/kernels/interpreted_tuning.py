@@ -27,7 +27,6 @@ from moec.runtime import tune_search
 from moec.runtime.backends import triton_experts
 from moec.runtime.backends.triton_launch import Kernels
 from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
-from moec.runtime.backends.triton_tiles import use
 from moec.runtime.tune import tune
 from moec.runtime.tune_layer import TunedLayer, agree, even_counts
 
@@ -138,8 +137,7 @@ def test_a_plans_tiles_are_in_force_while_its_job_runs_and_not_beyond(alone: Pla
     step(with_tiles(alone))
     assert launched == {OTHER.up, OTHER.down}
     launched.clear()
-    with use(with_tiles(alone).tiles):
-        step(alone)
+    step(alone)
     assert launched == untuned
 
 
