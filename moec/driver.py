@@ -136,7 +136,7 @@ def launch(
 
     `checks`: in which forward passes the ranks look at values on the device (ids out of range, router logits that are
     not finite, a tp group given different tokens): all, the first of each kind (training, evaluation, with labels or
-    without), or none. Dtypes and shapes are always compared, and on CPU, which is never waited for, "first" is "all".
+    without), or none. Dtypes and shapes are always checked, and on CPU, which is never waited for, "first" is "all".
     """
     from moec.runtime.job import Job
 
