@@ -167,7 +167,8 @@ def load(
     from moec.driver import load as run
 
     loaded = run(plan, trust_nothing=trust_nothing)
-    print(f"{plan}: {loaded.name}, {loaded.world_size} ranks, {len(loaded.parameters)} parameters, whole")
+    ranks = "1 rank" if loaded.world_size == 1 else f"{loaded.world_size} ranks"
+    print(f"{plan}: {loaded.name}, {ranks}, {len(loaded.parameters)} parameters, whole")
 
 
 @app.command()

@@ -61,15 +61,16 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     return plan
 
 
-def reference(source: Source, *, seed: int = 0) -> PlanModule | MoeLayer:
+def reference(source: Source | Plan, *, seed: int = 0) -> PlanModule | MoeLayer:
     """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`. Of a layer: `module(x)`.
 
-    In no process group, and unsharded in every one.
+    In no process group, and unsharded in every one. `source` may be a plan too: the model that it shards.
     """
+    from moec.codegen.plan import Plan as PlanClass
     from moec.runtime.reference import layer_reference
     from moec.runtime.reference import reference as build
 
-    spec = to_spec(source)
+    spec = source.spec if isinstance(source, PlanClass) else to_spec(source)
     return build(spec, seed=seed) if spec.has_model else layer_reference(spec, seed=seed)
 
 

@@ -85,19 +85,22 @@ def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limit
     )
 
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 _GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
 """Odd constants of SplitMix64 (Steele et al. 2014), as signed numbers."""
 
 
-def fingerprint(tensors: Sequence[Tensor | None]) -> int:
-    """A number below 2^62 that almost surely differs where a shape or any element does. Waits for the device."""
+def fingerprint(tensors: Sequence[Tensor | None], *, values: bool = True) -> int:
+    """A number below 2^62 that almost surely differs where a shape or any element does.
+
+    Waits for the device; without `values`, it sees shapes alone and does not.
+    """
     total = 0
     for tensor in tensors:
         if tensor is None:
             continue
         total = (total * 31 + hash((tuple(tensor.shape), tensor.element_size()))) % (1 << 62)
-        if tensor.numel():
+        if values and tensor.numel():
             bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()]).to(torch.int64)
             mixed = (bits + torch.arange(1, bits.numel() + 1, device=bits.device) * _GOLDEN) * _MIX
             mixed = (mixed ^ (mixed >> 29)) * _GOLDEN

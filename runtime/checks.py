@@ -1,12 +1,19 @@
-"""What ranks check in each forward pass, and how they agree on an error before any rank waits for another.
+"""What ranks check of what a model is given, and how all of them raise the same error before any waits for another.
 
 Checks that wait for the device are made in every pass, in the first of its kind, or never (`moec.launch(checks=…)`).
 What needs no device is always checked: the dtypes and shapes of a batch, and on CPU everything.
+
+Ranks agree by one sum of three numbers. Each rank multiplies the numbers that must be alike by a factor of its own, and
+all ranks' factors add up to 0: the sum is 0 if the numbers are alike, and almost surely not otherwise. Only where the
+sum says that something is wrong do ranks send each other words.
 """
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,45 +21,68 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.runtime.batches import fingerprint
+from moec.runtime.errors import JobError
 from moec.runtime.groups import HOST
 from moec.runtime.watch import collective
 
 MODES = ("all", "first", "none")
-MAX_COMPLAINT = 1000
-"""Bytes of a complaint that travel to the other ranks."""
+MAX_WORDS = 1000
+"""Characters of a complaint that travel to the other ranks."""
+MAX_BYTES = 8192
+"""What one rank tells the others of an error, as JSON."""
+
+SITES = "ranks do not run the same: one is at the {least}, another at the {most}"
+OTHER_TOKENS = "ranks {one} and {other} share `job.data_rank`, and were given other tokens, labels or inputs"
+
+
+class Complaint(NamedTuple):
+    """A mistake that one rank has found, to be raised on all of them."""
+
+    code: str
+    words: str
+    help: str = ""
 
 
 class Alike(NamedTuple):
     """Numbers below 2^63 that must be the same on every rank, and what to say where they are not.
 
-    `{least}` and `{most}` in the words stand for the smallest and the largest of each.
+    `{least}` and `{most}` in the words stand for the smallest and the largest.
     """
 
+    code: str
     words: str
     numbers: tuple[int, ...]
 
 
-def _difference(alike: Sequence[Alike], least: Sequence[int], most: Sequence[int]) -> str | None:
-    """The words of the first that differs between ranks, if any does."""
-    start = 0
-    for each in alike:
-        stop = start + len(each.numbers)
-        if least[start:stop] != most[start:stop]:
-            return each.words.format(least=list(least[start:stop]), most=list(most[start:stop]))
-        start = stop
-    return None
+class Shared(NamedTuple):
+    """What ranks that share sequences must have alike: tensors of the same shapes and, with `look`, values."""
+
+    tensors: tuple[Tensor | None, ...]
+    look: bool
+
+
+class Agreement:
+    """Ranks that are about to agree; `finish` waits for the others. This one is of a rank alone."""
+
+    def __init__(self, complaint: Complaint | None = None) -> None:
+        self._complaint = complaint
+
+    def finish(self) -> None:
+        """Raises `JobError`, alike on every rank, if any rank complains or what must be alike is not."""
+        if self._complaint is not None:
+            raise JobError(*self._complaint)
 
 
 class Checks:
-    """How one rank checks what a model is given, alone."""
+    """How one rank checks what a model is given, alone. `place` says where it is, such as "rank 3, step 5"."""
 
     compares = False
     """Whether there are ranks to compare with."""
 
-    def __init__(self, mode: str = "all") -> None:
+    def __init__(self, mode: str = "all", place: Callable[[], str] = str) -> None:
         if mode not in MODES:
             raise ValueError(f"checks is one of {', '.join(map(repr, MODES))}, not {mode!r}")
-        self.mode = mode
+        self.mode, self.place = mode, place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checks:
         return self  # a copied model runs in the same job
@@ -68,63 +98,130 @@ class Checks:
             return False
         return self.mode == "all" or first or device.type == "cpu"
 
-    def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
-        """Gives every rank the complaint of the lowest rank that has one, else what differs between them, or None."""
-        return complaint
+    def require(self, site: str, complaint: Complaint | None, *alike: Alike, shared: Shared | None = None) -> None:
+        """`begin` and its `finish`."""
+        self.begin(site, complaint, *alike, shared=shared).finish()
 
-    def same_tokens(self, *ids: Tensor | None) -> str | None:
-        """A complaint unless the ranks that share sequences were given the same ones."""
-        return None
+    def begin(self, site: str, complaint: Complaint | None, *alike: Alike, shared: Shared | None = None) -> Agreement:
+        """Every rank comes here, or none."""
+        return Agreement(self._placed(complaint))
+
+    def _placed(self, complaint: Complaint | None) -> Complaint | None:
+        place = self.place() if complaint is not None else ""
+        return complaint._replace(words=f"{place}: {complaint.words}") if complaint and place else complaint
 
 
 class JobChecks(Checks):
-    """How the ranks of a job check together. `place` says where this rank is, such as "rank 3, step 5"."""
+    """How the ranks of a job check together, over its group for CPU tensors.
+
+    `sharing`: the ranks that have the same sequences as this one, itself among them.
+    """
 
     def __init__(
-        self, mode: str, job: str, rank: int, world_size: int, tensor_parallel: int, place: Callable[[], str]
+        self, mode: str, job: str, rank: int, world_size: int, sharing: Sequence[int], place: Callable[[], str]
     ) -> None:
-        super().__init__(mode)
-        self.rank = rank
-        self._job, self._world_size, self._place = job, world_size, place
-        self._tensor_parallel = tensor_parallel
+        super().__init__(mode, place)
+        self._job, self._rank, self._world_size, self._sharing = job, rank, world_size, tuple(sharing)
+        self._factors = _factor(rank, range(world_size)), _factor(rank, self._sharing)
         self.compares = world_size > 1
 
-    def agree(self, site: str, complaint: str | None, *alike: Alike) -> str | None:
-        """One small all_reduce tells every rank whether any complains; the lowest such rank broadcasts its words.
-
-        The same all_reduce finds numbers that differ between ranks.
-        """
-        if complaint:
-            place = self._place()
-            complaint = f"{place}: {complaint}" if place else complaint
+    def begin(self, site: str, complaint: Complaint | None, *alike: Alike, shared: Shared | None = None) -> Agreement:
         if not self.compares:
-            return complaint
-        bounds = [bound for each in alike for number in each.numbers for bound in (number, -number)]
-        lowest = torch.tensor([self.rank if complaint else self._world_size, *bounds])
+            return super().begin(site, complaint)
+        own = _Report(site, self._placed(complaint), alike, self._sharing[0], self._fingerprint(shared, complaint))
+        of_all, of_sharing = self._factors
+        products = (of_all * own.digest(), of_sharing * own.shared)
+        sums = torch.tensor([complaint is not None, *map(_signed, products)], dtype=torch.int64)
         with collective("all_reduce", self._job + HOST, site) as peers:
-            dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=peers)
-        speaker, *bounds = lowest.tolist()
-        if speaker == self._world_size:
-            return _difference(alike, bounds[::2], [-bound for bound in bounds[1::2]])
-        return self._broadcast(complaint or "", speaker)
+            work = dist.all_reduce(sums, group=peers, async_op=True)
+        return _JobAgreement(self, own, sums, work)
 
-    def same_tokens(self, *ids: Tensor | None) -> str | None:
-        if self._tensor_parallel == 1:
-            return None
-        device = next(tensor.device for tensor in ids if tensor is not None)
-        own = fingerprint(ids)
-        bounds = torch.tensor([own, -own], device=device)
-        with collective("all_reduce", f"{self._job}tp", "comparing the tokens of a tp group") as peers:
-            dist.all_reduce(bounds, op=dist.ReduceOp.MIN, group=peers)
-        least, most = bounds.tolist()
-        if least == -most:
-            return None
-        return "the ranks of its tp group were given other tokens or labels: they share `job.data_rank`"
+    def _fingerprint(self, shared: Shared | None, complaint: Complaint | None) -> int:
+        if shared is None or complaint is not None or len(self._sharing) == 1:
+            return 0
+        return fingerprint(shared.tensors, values=shared.look)
 
-    def _broadcast(self, text: str, source: int) -> str:
-        buffer = torch.zeros(MAX_COMPLAINT, dtype=torch.uint8)
-        encoded = list(text.encode()[:MAX_COMPLAINT])
-        buffer[: len(encoded)] = torch.tensor(encoded, dtype=torch.uint8)
-        with collective("broadcast", self._job + HOST, "a complaint") as peers:
-            dist.broadcast(buffer, source, group=peers)
-        return bytes(buffer.tolist()).rstrip(b"\0").decode(errors="replace")
+    def explain(self, own: _Report) -> JobError:
+        """What is wrong, now that something is: the complaint of the lowest rank, else what differs. A collective."""
+        encoded = own.encode()
+        buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
+        buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        found = [torch.empty_like(buffer) for _ in range(self._world_size)]
+        with collective("all_gather", self._job + HOST, "an error") as peers:
+            dist.all_gather(found, buffer, group=peers)
+        reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in found]
+        wrong = next((report.complaint for report in reports if report.complaint), None)
+        return JobError(*(wrong or _difference(reports)))
+
+
+class _JobAgreement(Agreement):
+    def __init__(self, checks: JobChecks, own: _Report, sums: Tensor, work: dist.Work) -> None:
+        self._checks, self._own, self._sums, self._work = checks, own, sums, work
+
+    def finish(self) -> None:
+        with collective("all_reduce", self._checks._job + HOST, self._own.site, begins=False):
+            self._work.wait()
+        if self._sums.any():
+            raise self._checks.explain(self._own)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one rank brings to an agreement.
+
+    `shared`: a fingerprint of what it has alike with the ranks that share its sequences, of which `first` is the first.
+    """
+
+    site: str
+    complaint: Complaint | None
+    alike: Sequence[Alike]
+    first: int
+    shared: int
+
+    def digest(self) -> int:
+        """A number that almost surely differs where site or numbers do; the same in every process."""
+        return hash((zlib.crc32(self.site.encode()), *(each.numbers for each in self.alike)))
+
+    def encode(self) -> bytes:
+        complaint = self.complaint and self.complaint._replace(words=self.complaint.words[:MAX_WORDS])
+        return json.dumps([self.site, complaint, self.alike, self.first, self.shared], ensure_ascii=False).encode()
+
+    @staticmethod
+    def decode(encoded: bytes) -> _Report:
+        site, complaint, alike, first, shared = json.loads(encoded)
+        alike = [Alike(code, words, tuple(numbers)) for code, words, numbers in alike]
+        return _Report(site, complaint and Complaint(*complaint), alike, first, shared)
+
+
+def _difference(reports: Sequence[_Report]) -> Complaint:
+    """What differs between ranks none of which complains: what they run, the first numbers, or shared sequences."""
+    sites = sorted({report.site for report in reports})
+    if len(sites) > 1:
+        return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]))
+    for alike in zip(*(report.alike for report in reports), strict=True):
+        columns = list(zip(*(each.numbers for each in alike), strict=True))
+        least, most = [min(column) for column in columns], [max(column) for column in columns]
+        if least != most:
+            return Complaint(alike[0].code, alike[0].words.format(least=least, most=most))
+    rank, first = next((i, r.first) for i, r in enumerate(reports) if r.shared != reports[r.first].shared)
+    return Complaint("MOE0702", OTHER_TOKENS.format(one=first, other=rank))
+
+
+def _factor(rank: int, ranks: Sequence[int]) -> int:
+    """This rank's factor among those of `ranks`, which add up to 0 modulo 2^64: the first makes up for all others."""
+    if rank != ranks[0]:
+        return _mixed(rank)
+    return -sum(map(_mixed, ranks[1:]))
+
+
+def _mixed(number: int) -> int:
+    """An odd number of 64 bits that looks random: SplitMix64 (Steele et al. 2014)."""
+    number = (number + 1) * 0x9E3779B97F4A7C15
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = ((number ^ (number >> shift)) * factor) % (1 << 64)
+    return (number ^ (number >> 31)) | 1
+
+
+def _signed(number: int) -> int:
+    """`number` modulo 2^64, as an int64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -9,10 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from moec.codegen.fx import DTYPES, attach
+from moec.codegen.fx import DTYPES
 from moec.codegen.plan import ParameterData
 from moec.passes.ir import Mesh
 from moec.runtime.checks import Checks
+from moec.runtime.names import add_parameter
 from moec.runtime.shards import initial_shard
 from moec.runtime.weights import Microbatches, Weights, WeightSpec
 
@@ -104,6 +105,6 @@ def own_weights(
     """Makes the parameters `names` of `owner`, which stands at `path` in the model."""
     specs = []
     for name in names:
-        attach(owner, name, home.parameter(path + name))
+        add_parameter(owner, name, home.parameter(path + name))
         specs.append(replace(home.weight(path + name, sites[name]), name=name))
     return Weights(owner, specs, microbatches)

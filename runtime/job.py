@@ -26,7 +26,7 @@ from moec.passes.mixture import choices_per_token
 from moec.runtime import groups
 from moec.runtime.backends import select, triton_tiles
 from moec.runtime.batches import IGNORED_LABEL, limits_of
-from moec.runtime.checks import JobChecks
+from moec.runtime.checks import Checks, JobChecks
 from moec.runtime.conversions import all_gather_alike
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.gradients import clip_gradient_norm
@@ -77,8 +77,7 @@ class Job:
         self._timeout = timedelta(seconds=timeout)
         self._check_every, self._steps, self._in_step = check_replicas, 0, False
         self._number, self._meshes = groups.new_job(), dict[str, DeviceMesh]()
-        tp = plan.meshes["dense"].size("tp")
-        self._checks = JobChecks(checks, self._number, self.rank, plan.world_size, tp, self._place)
+        self._checks = Checks(checks, self._place)
         self._stack = ExitStack()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -92,7 +91,7 @@ class Job:
             self._require_world_size()
             select(self.device_type)  # raises where `MOEC_BACKEND` cannot be had: on every rank, before they meet
             self.data_rank = self.plan.data_rank(self.rank)
-            self._checks.rank = self.rank
+            self._checks = self._checks_of_ranks()
             if not dist.is_initialized():
                 join(self.rank, self.world_size, self.device_type, self._timeout)
                 stack.callback(dist.destroy_process_group)
@@ -113,6 +112,11 @@ class Job:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.__exit__(kind, error, trace)
+
+    def _checks_of_ranks(self) -> Checks:
+        tensor_parallel = self.plan.meshes["dense"].groups("tp")
+        sharing = next(ranks for ranks in tensor_parallel if self.rank in ranks)
+        return JobChecks(self._checks.mode, self._number, self.rank, self.world_size, sharing, self._place)
 
     def _require_world_size(self) -> None:
         ranks = self.plan.world_size
@@ -283,7 +287,7 @@ class Job:
     # ---- its own -------------------------------------------------------------------------------------
 
     @property
-    def checks(self) -> JobChecks:
+    def checks(self) -> Checks:
         """How its ranks check what they are given, together."""
         return self._checks
 

@@ -16,11 +16,11 @@ from moec.runtime import (
     operators,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
-from moec.runtime.checks import Alike
+from moec.runtime.checks import Alike, Complaint
 from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
 from moec.runtime.layer_state import PREFIX, give_whole_experts, load_own_parts
-from moec.runtime.module import CAPACITY, KINDS, SHAPES, WITHOUT_SCORES
+from moec.runtime.module import CAPACITY, KINDS, SHAPES
 from moec.runtime.weights import Microbatches
 
 
@@ -141,22 +141,21 @@ class MoeLayer(nn.Module):
         look = checks.looks(self.seen, kind, x.device)
         complaint = None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
-            complaint = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
+            words = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
+            complaint = Complaint("MOE0702", words)
         if look or self._padded:
             # A capacity counts the tokens of one rank, and takes them to be as many on every other.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
             kinds = (int(self.training), int(torch.is_grad_enabled()), hash(tuple(self._weights.needed())) >> 1)
-            complaint = checks.agree("start of a layer", complaint, Alike(SHAPES, shape), Alike(KINDS, kinds))
-        if complaint:
-            raise JobError("MOE0702", complaint)
+            alike = Alike("MOE0702", SHAPES, shape), Alike("MOE0702", KINDS, kinds)
+            checks.require("start of a layer", complaint, *alike)
+        elif complaint:
+            raise JobError(*complaint)
         return look
 
     def _require_scores(self, noted: Any, look: bool) -> None:
-        if not look:
-            return
-        complaint = self._home.checks.agree("end of a layer", unscored.complaint(noted, self._routers))
-        if complaint:
-            raise JobError("MOE0708", complaint, WITHOUT_SCORES)
+        if look:
+            self._home.checks.require("end of a layer", unscored.complaint(noted, self._routers))
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: without the results of a forward pass, which belong to a graph of autograd."""

@@ -61,7 +61,7 @@ class LayerHome(RankHome):
         job, size = groups.new_job(), plan.world_size
         self.ranks = tuple(ranks)
         rank = self.ranks.index(dist.get_rank()) if size > 1 else 0
-        checks = JobChecks("first", job, rank, size, 1, lambda: f"rank {rank}" if size > 1 else "")
+        checks = JobChecks("first", job, rank, size, (rank,), lambda: f"rank {rank}" if size > 1 else "")
         super().__init__(plan, rank, job, {}, checks, device=device, seed=seed)
         self.hosts_divisor = size if reduction == "mean" else 1
         self._open_groups(job, f"{plan.manifest.spec}{seed}{reduction}")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from moec.codegen.checks import scalar_graphs
 from moec.codegen.fx import Function, build_function, operator_sites
@@ -18,18 +19,13 @@ from moec.runtime import (
     unscored,
 )
 from moec.runtime.batches import IGNORED_LABEL, Limits
-from moec.runtime.checks import Alike
-from moec.runtime.errors import JobError
+from moec.runtime.checks import Agreement, Alike, Complaint, Shared
 from moec.runtime.home import Home, own_weights
 from moec.runtime.state import refuse_foreign_state, sign_state
 from moec.runtime.top_level import TopLevel
 from moec.runtime.weights import Microbatches, Weights
 from moec.runtime.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
 
-WITHOUT_SCORES = (
-    "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
-    "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
-)
 SHAPES = "tokens have shapes from {least} to {most} on the ranks; experts with a capacity want one"
 KINDS = (
     "ranks differ in whether they train, have labels, want gradients, and for which parameters: "
@@ -100,6 +96,8 @@ class PlanModule(nn.Module):
         super().__init__()
         self._home, self.limits = home, limits
         self._microbatches, self._counts, self.seen = Microbatches(), Counts(), set[object]()
+        self._counted: MutableMapping[Tensor, Counts] = WeakTensorKeyDictionary()
+        self._agreed: tuple[Tensor, bool] | None = None
         evaluated = stage.in_evaluation()
         self.layers = nn.ModuleList()
         self._routers: list[str] = []
@@ -135,21 +133,34 @@ class PlanModule(nn.Module):
         self.num_tokens = self.limits.real_tokens(tokens)
         with unscored.noting() as noted:
             results = self._top.run(self, tokens)
-        self._require_scores(noted, look)
+        scores = self._begin_scores(noted, look)
         logits, balance = results.pop("logits"), results.pop("balance", None)
         self.expert_counts = {int(name.removeprefix("counts_")): counts[0] for name, counts in results.items()}
-        aux_loss = None if balance is None else self._aux_loss(balance, tokens)
-        if labels is None:
-            return ModelOutput(logits, aux_loss=aux_loss)
-        if self._counts.labels is not None:
-            self._counts.given += labels.numel()
-            self._counts.valid = self._counts.valid + (labels != IGNORED_LABEL).sum()
-        valid = self._counts.labels if self._counts.labels is not None else self.count_labels(labels)
-        loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
-        return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
+        counts = self._counts_of(tokens, labels)
+        aux_loss = None if balance is None else self._aux_loss(balance, tokens, counts)
+        loss = None if labels is None else self._loss(logits, labels, counts)
+        scores.finish()
+        if loss is not None and self.training and aux_loss is not None:
+            loss = loss + aux_loss
+        return ModelOutput(logits, loss, aux_loss)
 
-    def _aux_loss(self, balance: Tensor, tokens: Tensor) -> Tensor:
-        count = self._counts.tokens if self._counts.tokens is not None else self.count_tokens(tokens)
+    def _counts_of(self, tokens: Tensor, labels: Tensor | None) -> Counts:
+        """What this pass's losses are divided by; noted, as `torch.utils.checkpoint` may run it again in backward."""
+        if torch._C._current_graph_task_id() != -1:
+            return self._counted.get(tokens, self._counts)
+        self._counted[tokens] = counts = self._counts
+        if counts.labels is not None and labels is not None:
+            counts.given += labels.numel()
+            counts.valid = counts.valid + (labels != IGNORED_LABEL).sum()
+        return counts
+
+    def _loss(self, logits: Tensor, labels: Tensor, counts: Counts) -> Tensor:
+        valid = counts.labels if counts.labels is not None else self.count_labels(labels)
+        loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
+        return loss
+
+    def _aux_loss(self, balance: Tensor, tokens: Tensor, counts: Counts) -> Tensor:
+        count = counts.tokens if counts.tokens is not None else self.count_tokens(tokens)
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
         return aux_loss
 
@@ -186,6 +197,7 @@ class PlanModule(nn.Module):
             yield self._microbatches
         finally:
             self._microbatches.drop()
+            self._agreed = None
 
     def all_weights(self) -> Iterator[Weights]:
         """The `Weights` of the top level and of each layer."""
@@ -213,18 +225,30 @@ class PlanModule(nn.Module):
 
     def _require_batch(self, tokens: Tensor, labels: Tensor | None) -> bool:
         """Raises `JobError` for a batch that it cannot take; gives whether this pass checks tensors' values."""
+        agreed, self._agreed = self._agreed, None
+        if agreed is not None and agreed[0] is tokens:
+            return agreed[1]
         checks = self._home.checks
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), tokens.device)
-        complaint = self.limits.complaint(tokens, labels, look=look)
+        complaint, alike = self.complaint(tokens, labels, look=look), self.alike(tokens, labels)
+        checks.require("start of a forward pass", complaint, *alike, shared=Shared((tokens, labels), look))
+        return look
+
+    def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> Complaint | None:
+        """What is wrong with a batch of this rank; without `look` only what needs no value of a tensor."""
+        words = self.limits.complaint(tokens, labels, look=look)
+        return Complaint("MOE0702", words) if words else None
+
+    def alike(self, tokens: Tensor, labels: Tensor | None) -> tuple[Alike, ...]:
+        """What must be alike on all ranks that begin a forward pass."""
         # A capacity counts the tokens of one rank, and takes them to be as many on every other.
         shape = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
         kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), self._frozen())
-        complaint = checks.agree("start of a forward pass", complaint, Alike(SHAPES, shape), Alike(KINDS, kind))
-        if not complaint and look and self.limits.tensor_parallel > 1:
-            complaint = checks.agree("comparing tokens", checks.same_tokens(tokens, labels))
-        if complaint:
-            raise JobError("MOE0702", complaint)
-        return look
+        return Alike("MOE0702", SHAPES, shape), Alike("MOE0702", KINDS, kind)
+
+    def agreed(self, tokens: Tensor, look: bool) -> None:
+        """The next forward pass, if it is of these tokens, need not agree on its batch: a whole step has."""
+        self._agreed = tokens, look
 
     def _frozen(self) -> int:
         """A hash of which parameters are frozen: ranks that differ would start different gradient sums."""
@@ -232,12 +256,11 @@ class PlanModule(nn.Module):
             return 0
         return hash(tuple(needed for weights in self.all_weights() for needed in weights.needed())) >> 1
 
-    def _require_scores(self, noted: Sequence[Tensor], look: bool) -> None:
+    def _begin_scores(self, noted: Sequence[Tensor], look: bool) -> Agreement:
+        """Whether all router logits are finite: ranks agree on it while they compute the loss."""
         if not self._routers or not look:
-            return
-        complaint = self._home.checks.agree("end of a forward pass", unscored.complaint(noted, self._routers))
-        if complaint:
-            raise JobError("MOE0708", complaint, WITHOUT_SCORES)
+            return Agreement()
+        return self._home.checks.begin("end of a forward pass", unscored.complaint(noted, self._routers))
 
 
 def layer_calls(stage: StageGraphs) -> list[tuple[str, str]]:

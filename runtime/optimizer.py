@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from moec.grammar.spec import AdamW as AdamWSpec
+from moec.runtime.errors import JobError
 from moec.runtime.home import home_of
 from moec.runtime.state import KEY, require_own
+
+OTHER_STATE = (
+    "load each rank's own, under the plan that it was saved under; into another plan it goes by `get_state_dict` and "
+    "`set_state_dict` of `torch.distributed.checkpoint.state_dict`"
+)
 
 
 def make_optimizer(
@@ -26,6 +33,23 @@ def make_optimizer(
     return optimizer
 
 
+def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raises `JobError` for tensors of other shapes than the parameters', or whole ones where this rank has parts."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved = [index for group in state["param_groups"] for index in group["params"]]
+    if len(saved) != len(parameters):
+        message = f"this optimizer state is of {len(saved)} parameters, and the model has {len(parameters)}"
+        raise JobError("MOE0712", message, OTHER_STATE)
+    for index, parameter in zip(saved, parameters, strict=True):
+        for name, value in state["state"].get(index, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+                kind, wanted = type(value).__name__, f"{type(parameter.data).__name__} {list(parameter.shape)}"
+                message = f"this optimizer state has {name} {kind} {list(value.shape)} for a parameter {wanted}"
+                raise JobError("MOE0712", message, OTHER_STATE)
+
+
 def _sign(optimizer: Optimizer, model: nn.Module) -> None:
     signature = home_of(model).signature()
     # The rank is part of the name: `torch.distributed.checkpoint` keeps one value of each name, and so keeps them all.
@@ -38,6 +62,7 @@ def _sign(optimizer: Optimizer, model: nn.Module) -> None:
         signed = {name: value for name, value in state.items() if name.startswith(KEY)}
         if signed:
             require_own(model, signed.get(own) or next(iter(signed.values())), "this optimizer state")
+        _require_fitting(optimizer, state)
         return {name: value for name, value in state.items() if name not in signed}
 
     optimizer.register_state_dict_post_hook(sign)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moec.passes.ir import Shard
 from moec.runtime.batches import IGNORED_LABEL
-from moec.runtime.checks import Alike
+from moec.runtime.checks import Alike, Complaint, Shared
 from moec.runtime.conversions import all_reduce
 from moec.runtime.errors import JobError
 from moec.runtime.groups import HOST
@@ -49,6 +49,11 @@ class Step:
         """Whether the count needs the logits of a forward pass."""
         return self.count is not None and "logits" in inspect.signature(self.count).parameters
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether it is not the model that computes the loss."""
+        return self.loss is not None or self.logprob_loss is not None or self.count is not None
+
     def complaint(self) -> str | None:
         """What is wrong with the arguments, or None; reads no tensor's values."""
         if not torch.is_grad_enabled():
@@ -77,6 +82,7 @@ class Step:
         """Arguments that must be the same on every rank."""
         given = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
         return Alike(
+            "MOE0713",
             "ranks differ in the micro-batches of a step, or in whether its loss and count are their own",
             (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given)),
         )
@@ -90,22 +96,16 @@ class Step:
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; gives the global loss, detached."""
-    own = step.loss is not None or step.logprob_loss is not None or step.count is not None
-    # The model's own loss looks at labels where it is computed.
-    look = own and job.checks.looks(model.seen, "own loss", step.labels.device)
-    _require(job, "start of a step", model.limits.complaint(step.tokens, step.labels, look=look), code="MOE0702")
-    _require(job, "start of a step", step.complaint(), step.alike())
-    if look and model.limits.tensor_parallel > 1:
-        others = job.checks.same_tokens(step.labels, *step.inputs.values())
-        _require(job, "comparing labels and inputs", others, code="MOE0702")
+    own, look = step.has_own_loss, _require_batch(job, model, step)
     labels = None if own else model.count_labels(step.labels)
-    if labels is not None and job.checks.looks(model.seen, "labels", step.labels.device) and int(labels) == 0:
+    if labels is not None and look and int(labels) == 0:
         raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
     total = None if labels is not None or step.count_takes_logits else _count(job, model, step, None, step.inputs)
     sum_of_losses = torch.zeros((), device=step.tokens.device)
     with model.one_step() as microbatches, model.counting(labels, model.count_tokens(step.tokens)):
         for index, (tokens, some_labels, inputs) in enumerate(step.parts()):
             microbatches.more = index < step.microbatches - 1
+            model.agreed(tokens, look)
             if own:
                 loss = _own_loss(job, model, step, tokens, some_labels, inputs, total)
             else:
@@ -118,6 +118,24 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
             sum_of_losses += loss.detach()
         microbatches.finish()
     return sum_of_losses
+
+
+def _require_batch(job: Job, model: PlanModule, step: Step) -> bool:
+    """Raises `JobError` on every rank where one cannot take the step; gives whether it checks tensors' values.
+
+    Ranks agree once, on all micro-batches.
+    """
+    look = job.checks.looks(model.seen, ("step", model.training, step.has_own_loss), step.labels.device)
+    complaint = model.complaint(step.tokens, step.labels, look=look)
+    if complaint is None and (words := step.complaint()):
+        complaint = Complaint("MOE0713", words)
+    if complaint is None and step.microbatches > 1:
+        shapes = (model.complaint(tokens, labels, look=False) for tokens, labels, _ in step.parts())
+        complaint = next(filter(None, shapes), None)
+    alike = *model.alike(step.tokens, step.labels), step.alike()
+    shared = Shared((step.tokens, step.labels, *step.inputs.values()), look)
+    job.checks.require("start of a step", complaint, *alike, shared=shared)
+    return look
 
 
 def _own_loss(
@@ -142,7 +160,7 @@ def _own_loss(
             output.logits, labels, tp.dim if isinstance(tp, Shard) else None, f"{job.number}tp"
         )
         summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
-    _require(job, "a loss of one's own", _scalar_complaint(summed))
+    job.checks.require("a loss of one's own", _scalar_complaint(summed))
     if not summed.requires_grad and output.logits.requires_grad:
         # Other ranks' losses depend on their logits, and wait for this rank in backward.
         summed = summed + output.logits[..., :0].sum()
@@ -153,12 +171,11 @@ def _own_loss(
     return loss + output.aux_loss if model.training and output.aux_loss is not None else loss
 
 
-def _scalar_complaint(summed: object) -> str | None:
-    if not isinstance(summed, Tensor):
-        return f"the loss gave {type(summed).__name__}, and must give a scalar tensor: a sum over tokens"
-    if summed.dim() != 0 or not summed.is_floating_point():
-        return f"the loss gave {summed.dtype} {list(summed.shape)}, and must give a scalar: a sum over tokens"
-    return None
+def _scalar_complaint(summed: object) -> Complaint | None:
+    if isinstance(summed, Tensor) and summed.dim() == 0 and summed.is_floating_point():
+        return None
+    found = f"{summed.dtype} {list(summed.shape)}" if isinstance(summed, Tensor) else type(summed).__name__
+    return Complaint("MOE0713", f"the loss gave {found}, and must give a scalar tensor: a sum over tokens")
 
 
 def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -174,8 +191,8 @@ def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, input
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     wrong = not 0 <= number < math.inf
-    complaint = f"the count gave {counted!r}, and must give a number from 0 on" if wrong else None
-    _require(job, "a count of one's own", complaint)
+    words = f"the count gave {counted!r}, and must give a number from 0 on"
+    job.checks.require("a count of one's own", Complaint("MOE0713", words) if wrong else None)
     total = torch.tensor(number, dtype=torch.float64)
     if job.world_size > 1:
         with collective("all_reduce", job.number + HOST, "a count of one's own") as peers:
@@ -184,10 +201,3 @@ def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, input
     if float(total) == 0:
         raise JobError("MOE0713", "the count is 0 on every rank: there is nothing to divide the loss by")
     return total.to(step.tokens.device, torch.float32)
-
-
-def _require(job: Job, site: str, complaint: str | None, *alike: Alike, code: str = "MOE0713") -> None:
-    """Raises `JobError` on every rank if any rank complains, or if `alike` differs between ranks."""
-    complaint = job.checks.agree(site, complaint, *alike)
-    if complaint:
-        raise JobError(code, complaint)

@@ -13,6 +13,13 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from moec.runtime.checks import Complaint
+
+HELP = (
+    "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
+    "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
+)
+
 _noted: ContextVar[list[Tensor] | None] = ContextVar("unscored", default=None)
 
 
@@ -40,12 +47,12 @@ def note_or_refuse(probabilities: Tensor, weights: Tensor) -> None:
         raise FloatingPointError(f"moec::route: the router logits {_which(bad)}")
 
 
-def complaint(noted: Sequence[Tensor], sites: Sequence[str]) -> str | None:
-    """The first of the routers at `sites` that left tokens without scores, in words. Waits for the device, once."""
+def complaint(noted: Sequence[Tensor], sites: Sequence[str]) -> Complaint | None:
+    """The first of the routers at `sites` that left tokens without scores. Waits for the device, once."""
     if not noted or not torch.cat([bad.flatten() for bad in noted]).any():
         return None
     site, bad = next((site, bad) for site, bad in zip(sites, noted, strict=True) if bad.any())
-    return f"the router logits of {site} {_which(bad)}"
+    return Complaint("MOE0708", f"the router logits of {site} {_which(bad)}", HELP)
 
 
 def _which(bad: Tensor) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moec.runtime.errors import JobError
 from moec.runtime.gradients import Bucket, Summed, by_groups
+from moec.runtime.names import read_parameter, split_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class Weights:
         self.specs = tuple(specs)
         self._owner = owner
         self._microbatches = microbatches
-        self._paths = [spec.name.rpartition(".")[::2] for spec in specs]
+        self._paths = [split_name(spec.name) for spec in specs]
         self._buckets = by_groups(Summed(i, spec.shape, spec.groups) for i, spec in enumerate(specs))
         self._collected: _Collected | None = None
         self._begun: tuple[list[Tensor], _Pass | None, Sequence[Tensor]] | None = None
@@ -123,13 +124,7 @@ class Weights:
         return one_pass, _Unwrap.apply(one_pass, *parameters)  # type: ignore[no-untyped-call]
 
     def _parameter(self, index: int) -> Tensor:
-        path, name = self._paths[index]
-        module = self._owner
-        for part in path.split(".") if path else ():
-            module = module._modules[part]  # type: ignore[assignment]
-        # Not `get_parameter`: a parametrization, or `torch.func.functional_call`, puts something else here.
-        parameter: Tensor = getattr(module, name)
-        spec = self.specs[index]
+        parameter, spec = read_parameter(self._owner, *self._paths[index]), self.specs[index]
         shape = tuple(parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape)
         if shape != spec.shape:
             raise JobError(

@@ -112,7 +112,6 @@ def worst_error(host: str, options: dict[str, Any], steps: int = 1) -> dict[str,
     text = layer_text(ranks=None, dim=DIM, **options)
     reduction = "sum" if host == "summed_by_hand" else "mean"
     model = Transformer(lambda number: moec.layer(text, seed=number, reduction=reduction))
-    plan = next(layers_of(model))._home.plan
     hosted, reduce = globals()[host](model)
     x, wanted = (part.chunk(ranks)[rank] for part in batch(ranks))
     for _ in range(steps):
@@ -123,22 +122,27 @@ def worst_error(host: str, options: dict[str, Any], steps: int = 1) -> dict[str,
         aux_losses = [float(layer.aux_loss.detach()) for layer in layers_of(model)]
     reduce()
     expected, expected_aux = whole_gradients(text, ranks)
-    experts = moec.expert_parameters(model)
-    errors = {}
-    for name, parameter in model.named_parameters():
-        got, whole = parameter.grad, expected[name] * steps
-        assert got is not None, name
-        got = got.full_tensor() if isinstance(got, DTensor) else got
-        if name in experts:
-            data = plan.parameters["layers.0.moe." + name.partition(".ffn.")[2]]
-            index = local_slices(data.shape, _layout(data), plan.meshes[data.mesh], rank)
-            assert parameter.shape == whole[index].shape
-            errors[name] = float((got - whole[index]).abs().max() / whole.abs().max())
-        else:
-            errors[name] = float((got - whole).abs().max() / whole.abs().max())
+    errors = gradient_errors(model, {name: whole * steps for name, whole in expected.items()})
     errors |= {
         f"aux_loss of {i}": abs(a - b) / b for i, (a, b) in enumerate(zip(aux_losses, expected_aux, strict=True))
     }
+    return errors
+
+
+def gradient_errors(model: Transformer, expected: dict[str, Tensor]) -> dict[str, float]:
+    """The largest error of each gradient of this rank, over the largest element of the whole one."""
+    plan = next(layers_of(model))._home.plan
+    experts, errors = moec.expert_parameters(model), {}
+    for name, parameter in model.named_parameters():
+        got, whole = parameter.grad, expected[name]
+        assert got is not None, name
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        index: Any = ...
+        if name in experts:
+            data = plan.parameters["layers.0.moe." + name.partition(".ffn.")[2]]
+            index = local_slices(data.shape, _layout(data), plan.meshes[data.mesh], dist.get_rank())
+            assert parameter.shape == whole[index].shape
+        errors[name] = float((got - whole[index]).abs().max() / whole.abs().max())
     return errors
 
 
@@ -153,11 +157,9 @@ def clipped(host: str, max_norm: float) -> dict[str, float]:
     norm = moec.clip_grad_norm_(model, max_norm)
     expected, _ = whole_gradients(text, ranks)
     whole = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
-    gate = model.get_parameter("blocks.0.ffn.gate.weight").grad
-    gate = gate.full_tensor() if isinstance(gate, DTensor) else gate
-    wanted_gate = expected["blocks.0.ffn.gate.weight"] * min(1.0, max_norm / float(whole))
-    error = (gate - wanted_gate).abs().max() / wanted_gate.abs().max()
-    return {"norm": float(norm), "whole": float(whole), "error": float(error)}
+    scale = min(1.0, max_norm / float(whole))
+    errors = gradient_errors(model, {name: gradient * scale for name, gradient in expected.items()})
+    return {"norm": float(norm), "whole": float(whole), "error": max(errors.values())}
 
 
 def _layout(data: Any) -> Any:

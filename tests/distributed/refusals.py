@@ -66,6 +66,7 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
             found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
             model.train()
+            found["other calls"] = said(step() if job.rank else lambda: model(tokens, labels))
             found["steps"] = said(step(microbatches=1 + job.rank % 2))
             norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
             found["frozen on one rank"] = said(lambda: model(tokens))
@@ -75,6 +76,7 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             found["tokens in another order"] = said(lambda: model(swapped))
             others = {"weights": torch.full(labels.shape, float(job.rank))}
             found["other inputs"] = said(step(loss=lambda logits, labels, weights: logits.sum(), inputs=others))
+            found["other shapes"] = said(lambda: unchecked(job, tokens[: 1 + job.rank % 2]))
             found["ids of one loss"] = said(
                 lambda: job.step(
                     model, tokens, labels.clamp_min(0) + 40, logprob_loss=lambda logprobs, labels: -logprobs.sum()
@@ -101,6 +103,12 @@ def accumulate_others(job: Job, model: PlanModule, tokens: Tensor, labels: Tenso
 def another_jobs(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
     with moec.launch(job.plan, device="cpu") as other:
         other.clip_grad_norm_(model, 1.0)
+
+
+def unchecked(job: Job, tokens: Tensor) -> None:
+    """A pass of a job that looks at no values."""
+    with moec.launch(job.plan, device="cpu", checks="none") as other:
+        other.build()(tokens)
 
 
 def with_a_layer_more(job: Job, tokens: Tensor) -> None:
@@ -172,9 +180,21 @@ def foreign_states(options: dict[str, Any], folder: str) -> dict[str, str]:
             "parts": said(lambda: model.load_state_dict(load("parts.pt"))),
             "items": said(lambda: model.load_state_dict(load("items.pt"))),
             "layers": said(lambda: model.layers.load_state_dict(load("layers.pt"))),
+            "whole optimizer": said(lambda: optimizer.load_state_dict(whole_optimizer_state(job))),
+            "other optimizer": said(lambda: optimizer.load_state_dict({"state": {}, "param_groups": []})),
             "own": said(lambda: model.load_state_dict(reloaded(model.state_dict()))),
             "own optimizer": said(lambda: optimizer.load_state_dict(reloaded(optimizer.state_dict()))),
         }
+
+
+def whole_optimizer_state(job: Job) -> Any:
+    """Of the unsharded model, with its parameters in the order of `job.optimizer`."""
+    model = moec.reference(job.plan)
+    model(*batch()).loss.backward()
+    names = [name for decays in (True, False) for name, p in job.plan.parameters.items() if p.decays is decays]
+    optimizer = torch.optim.AdamW([model.get_parameter(name) for name in names])
+    optimizer.step()
+    return optimizer.state_dict()
 
 
 def reloaded(state: Any) -> Any:

@@ -29,6 +29,7 @@ CLAIMS: dict[str, Any] = {
     "one backward pass of several forward passes": contract.one_backward_of_many_forwards,
     "two backward passes of one forward pass": contract.retained,
     "activation checkpointing by torch": contract.checkpointed,
+    "a checkpoint of the whole model": contract.wholly_checkpointed,
     "a replaced parameter": contract.replaced,
     "weights loaded after the optimizer was made": contract.loaded_after_the_optimizer,
     "an unsharded model's state_dict": contract.whole_state_loaded,
@@ -125,6 +126,7 @@ def test_an_averaged_model_is_the_mean_of_its_weights(gloo: GlooPool, ranks: str
     assert max(gloo.run(RANKS[ranks]["ranks"], contract_jobs.averaged, RANKS[ranks], initialize=False)) < 1e-6
 
 
+OTHERS = "MOE0702 ranks 0 and 1 share `job.data_rank`, and were given other tokens, labels or inputs"
 TOLD = {
     "no scalar": r"MOE0713 (rank 3, |)(step 1: |)the loss gave torch.float32 \[\d, 8, 32\], and must give a scalar",
     "no tensor": "MOE0713 .*the loss gave float, and must give a scalar tensor",
@@ -142,14 +144,16 @@ TOLD = {
     "without gradients": "MOE0713 .*job.step computes gradients, and stands in torch.no_grad",
     "all frozen": "MOE0713 no parameter of the model wants a gradient",
     "fully_shard": "MOE0711 fully_shard|torch: ",
-    "tokens in another order": "MOE0702 rank 0: the ranks of its tp group were given other tokens or labels",
-    "other inputs": "MOE0702 rank 0, step .*: the ranks of its tp group were given other tokens or labels",
+    "tokens in another order": OTHERS,
+    "other shapes": OTHERS,
+    "other inputs": OTHERS,
     "ids of one loss": "MOE0702 .*labels contain the id",
     "autocast": r"MOE0711 torch.autocast\('cpu', torch.bfloat16\) is on",
     "data parallel": "MOE0711 DistributedDataParallel takes parameters for replicas",
     "inside another": "Operator c10d.broadcast_.default does not have a sharding strategy",
-    "other tokens": "MOE0702 rank 0: the ranks of its tp group were given other tokens or labels",
+    "other tokens": OTHERS,
     "modes": "MOE0702 ranks differ in whether they train, have labels, want gradients, and for which parameters",
+    "other calls": "MOE0702 ranks do not run the same: one is at the start of a forward pass, another",
     "steps": "MOE0713 ranks differ in the micro-batches of a step",
     "frozen on one rank": "MOE0702 ranks differ in whether they train, have labels, want gradients, and for which",
     "replaced": r"MOE0710 head.weight .* was replaced: this rank's part has shape \[32, 16\], and the plan wants",
@@ -171,6 +175,12 @@ def test_another_ranks_state_is_refused_by_name(gloo: GlooPool, tmp_path: Path) 
     every = gloo.run(4, refusals.foreign_states, FOUR, str(tmp_path), initialize=False)
     for found in (every[0], every[2]):  # which hold the same parts
         assert {found[name] for name in ("model", "optimizer", "layers", "own", "own optimizer")} == {"nothing"}
+    for found in every:
+        assert found["other optimizer"].startswith("MOE0712 this optimizer state is of 0 parameters, and the model has")
+        assert re.match(
+            r"MOE0712 this optimizer state has exp_avg Tensor \[.*\] for a parameter DTensor",
+            found["whole optimizer"],
+        )
     for found in (every[1], every[3]):
         assert found["model"].startswith("MOE0712 this state_dict is another rank's: it holds rank 0's part of")
         assert found["optimizer"].startswith("MOE0712 this optimizer state is another rank's")

@@ -1,0 +1,89 @@
+"""Parameters by their dotted names: in a model, `attention.q.weight` is `weight` of a module that is never called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from moec.runtime.errors import JobError
+
+NEVER_CALLED = (
+    "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "
+    "call it; hooks of the model, of `layers[i]` and of parameters do run"
+)
+
+
+class Names(nn.Module):
+    """A step in parameters' names. Warns where it is given a hook of a forward or backward pass: it has neither."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._path = path
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_full_backward_pre_hook(*args, **kwargs)
+
+    def _warn(self) -> None:
+        warnings.warn(NEVER_CALLED.format(path=self._path), stacklevel=3)
+
+
+def split_name(path: str) -> tuple[tuple[str, ...], str]:
+    """The steps to a parameter, and its own name."""
+    *steps, name = path.split(".")
+    return tuple(steps), name
+
+
+def add_parameter(root: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    """Sets `parameter` at a dotted path under `root`, with `Names` on the way; where one is there already, it stays."""
+    steps, name = split_name(path)
+    for i, step in enumerate(steps):
+        if step not in root._modules:
+            root.add_module(step, Names(".".join(steps[: i + 1])))
+        root = root.get_submodule(step)
+    if name not in root._parameters:
+        root.register_parameter(name, parameter)
+
+
+def read_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
+    """The parameter under `root`, as a parametrization or `torch.func.functional_call` has it at the time.
+
+    Raises `JobError` where something stands there that is read but never called: a module of another kind, or a tensor
+    that only a hook keeps up to date.
+    """
+    module = root
+    for step in steps:
+        module = module._modules[step]  # type: ignore[assignment]
+        if not isinstance(module, Names):
+            raise _replaced((*steps, name), f"{step} is a {type(module).__name__}, whose forward would never run")
+    parameter = module._parameters.get(name)
+    if parameter is not None:
+        return parameter
+    if parametrize.is_parametrized(module, name):
+        return getattr(module, name)  # type: ignore[no-any-return]
+    raise _replaced((*steps, name), f"{name} is no parameter any more, and what a hook makes of it would never be made")
+
+
+def _replaced(path: Sequence[str], how: str) -> JobError:
+    return JobError(
+        "MOE0710",
+        f"{'.'.join(path)} was replaced: {how}",
+        "put another `nn.Parameter` in its place, or parametrize it (`torch.nn.utils.parametrize`), rather than use "
+        "`weight_norm`, `prune` or an adapter's module; a whole layer may be any module",
+    )
