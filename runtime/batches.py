@@ -62,10 +62,11 @@ class Limits:
         return None
 
     def _range_complaint(self, name: str, ids: Tensor) -> str | None:
-        valid = ids[ids != IGNORED_LABEL] if name == "labels" else ids
-        if valid.numel() == 0:
+        if ids.numel() == 0:
             return None
-        low, high = (int(bound) for bound in valid.aminmax())
+        low, high = (int(bound) for bound in ids.aminmax())
+        if low == IGNORED_LABEL and name == "labels":
+            low = int(ids.masked_fill(ids == IGNORED_LABEL, 0).amin())
         if low >= 0 and high < self.vocab:
             return None
         wrong = low if low < 0 else high

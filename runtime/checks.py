@@ -3,7 +3,7 @@
 Checks that wait for the device are made in every pass, in the first of its kind, or never (`moec.launch(checks=…)`).
 What needs no device is always checked: the dtypes and shapes of a batch, and on CPU everything.
 
-Ranks agree by one sum of three numbers. Each rank multiplies the numbers that must be alike by a factor of its own, and
+Ranks agree by one sum of a few numbers. Each rank multiplies the numbers that must be alike by a factor of its own, and
 all ranks' factors add up to 0: the sum is 0 if the numbers are alike, and almost surely not otherwise. Only where the
 sum says that something is wrong do ranks send each other words.
 """
@@ -26,6 +26,7 @@ from moec.runtime.groups import HOST
 from moec.runtime.watch import collective
 
 MODES = ("all", "first", "none")
+MOST_COUNTS = 2
 MAX_WORDS = 1000
 """Characters of a complaint that travel to the other ranks."""
 MAX_BYTES = 8192
@@ -61,18 +62,6 @@ class Shared(NamedTuple):
     look: bool
 
 
-class Agreement:
-    """Ranks that are about to agree; `finish` waits for the others. This one is of a rank alone."""
-
-    def __init__(self, complaint: Complaint | None = None) -> None:
-        self._complaint = complaint
-
-    def finish(self) -> None:
-        """Raises `JobError`, alike on every rank, if any rank complains or what must be alike is not."""
-        if self._complaint is not None:
-            raise JobError(*self._complaint)
-
-
 class Checks:
     """How one rank checks what a model is given, alone. `place` says where it is, such as "rank 3, step 5"."""
 
@@ -98,17 +87,25 @@ class Checks:
             return False
         return self.mode == "all" or first or device.type == "cpu"
 
-    def require(self, site: str, complaint: Complaint | None, *alike: Alike, shared: Shared | None = None) -> None:
-        """`begin` and its `finish`."""
-        self.begin(site, complaint, *alike, shared=shared).finish()
+    def require(
+        self,
+        site: str,
+        complaint: Complaint | None,
+        *alike: Alike,
+        shared: Shared | None = None,
+        counts: Sequence[int] = (),
+    ) -> list[int]:
+        """Raises `JobError`, alike on every rank, if any complains or ranks differ; gives the sums of their `counts`.
 
-    def begin(self, site: str, complaint: Complaint | None, *alike: Alike, shared: Shared | None = None) -> Agreement:
-        """Every rank comes here, or none."""
-        return Agreement(self._placed(complaint))
+        Every rank comes here, or none.
+        """
+        if complaint is not None:
+            raise JobError(*self._placed(complaint))
+        return list(counts)
 
-    def _placed(self, complaint: Complaint | None) -> Complaint | None:
-        place = self.place() if complaint is not None else ""
-        return complaint._replace(words=f"{place}: {complaint.words}") if complaint and place else complaint
+    def _placed(self, complaint: Complaint) -> Complaint:
+        place = self.place()
+        return complaint._replace(words=f"{place}: {complaint.words}") if place else complaint
 
 
 class JobChecks(Checks):
@@ -125,23 +122,35 @@ class JobChecks(Checks):
         self._factors = _factor(rank, range(world_size)), _factor(rank, self._sharing)
         self.compares = world_size > 1
 
-    def begin(self, site: str, complaint: Complaint | None, *alike: Alike, shared: Shared | None = None) -> Agreement:
+    def require(
+        self,
+        site: str,
+        complaint: Complaint | None,
+        *alike: Alike,
+        shared: Shared | None = None,
+        counts: Sequence[int] = (),
+    ) -> list[int]:
         if not self.compares:
-            return super().begin(site, complaint)
-        own = _Report(site, self._placed(complaint), alike, self._sharing[0], self._fingerprint(shared, complaint))
+            return super().require(site, complaint, counts=counts)
+        placed = None if complaint is None else self._placed(complaint)
+        own = _Report(site, placed, alike, self._sharing[0], self._fingerprint(shared, complaint))
         of_all, of_sharing = self._factors
-        products = (of_all * own.digest(), of_sharing * own.shared)
-        sums = torch.tensor([complaint is not None, *map(_signed, products)], dtype=torch.int64)
+        products = map(_signed, (of_all * own.digest(), of_sharing * own.shared))
+        room = [0] * (MOST_COUNTS - len(counts))  # ranks that come from different sites send as much
+        sums = torch.tensor([complaint is not None, *products, *counts, *room], dtype=torch.int64)
         with collective("all_reduce", self._job + HOST, site) as peers:
-            work = dist.all_reduce(sums, group=peers, async_op=True)
-        return _JobAgreement(self, own, sums, work)
+            dist.all_reduce(sums, group=peers)
+        complaints, all_differ, sharing_differ, *totals = sums.tolist()
+        if complaints or all_differ or sharing_differ:
+            raise self._explain(own)
+        return totals
 
     def _fingerprint(self, shared: Shared | None, complaint: Complaint | None) -> int:
         if shared is None or complaint is not None or len(self._sharing) == 1:
             return 0
         return fingerprint(shared.tensors, values=shared.look)
 
-    def explain(self, own: _Report) -> JobError:
+    def _explain(self, own: _Report) -> JobError:
         """What is wrong, now that something is: the complaint of the lowest rank, else what differs. A collective."""
         encoded = own.encode()
         buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
@@ -152,17 +161,6 @@ class JobChecks(Checks):
         reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in found]
         wrong = next((report.complaint for report in reports if report.complaint), None)
         return JobError(*(wrong or _difference(reports)))
-
-
-class _JobAgreement(Agreement):
-    def __init__(self, checks: JobChecks, own: _Report, sums: Tensor, work: dist.Work) -> None:
-        self._checks, self._own, self._sums, self._work = checks, own, sums, work
-
-    def finish(self) -> None:
-        with collective("all_reduce", self._checks._job + HOST, self._own.site, begins=False):
-            self._work.wait()
-        if self._sums.any():
-            raise self._checks.explain(self._own)
 
 
 @dataclass(frozen=True, slots=True)

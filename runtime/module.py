@@ -19,7 +19,7 @@ from moec.runtime import (
     unscored,
 )
 from moec.runtime.batches import IGNORED_LABEL, Limits
-from moec.runtime.checks import Agreement, Alike, Complaint, Shared
+from moec.runtime.checks import Alike, Complaint, Shared
 from moec.runtime.home import Home, own_weights
 from moec.runtime.state import refuse_foreign_state, sign_state
 from moec.runtime.top_level import TopLevel
@@ -133,16 +133,21 @@ class PlanModule(nn.Module):
         self.num_tokens = self.limits.real_tokens(tokens)
         with unscored.noting() as noted:
             results = self._top.run(self, tokens)
-        scores = self._begin_scores(noted, look)
+        unfit = unscored.complaint(noted, self._routers) if look else None
         logits, balance = results.pop("logits"), results.pop("balance", None)
         self.expert_counts = {int(name.removeprefix("counts_")): counts[0] for name, counts in results.items()}
         counts = self._counts_of(tokens, labels)
         aux_loss = None if balance is None else self._aux_loss(balance, tokens, counts)
-        loss = None if labels is None else self._loss(logits, labels, counts)
-        scores.finish()
-        if loss is not None and self.training and aux_loss is not None:
-            loss = loss + aux_loss
-        return ModelOutput(logits, loss, aux_loss)
+        if labels is None:
+            if look and self._routers:
+                self._home.checks.require("end of a forward pass", unfit)
+            return ModelOutput(logits, aux_loss=aux_loss)
+        if unfit is not None:  # every rank learns it from the loss, which is that of all
+            logits, labels = torch.full_like(logits, torch.nan), torch.zeros_like(labels)
+        loss = self._loss(logits, labels, counts)
+        if look and loss.isnan():
+            self._home.checks.require("end of a forward pass", unfit)
+        return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
 
     def _counts_of(self, tokens: Tensor, labels: Tensor | None) -> Counts:
         """What this pass's losses are divided by; noted, as `torch.utils.checkpoint` may run it again in backward."""
@@ -175,6 +180,10 @@ class PlanModule(nn.Module):
         """How many tokens all ranks have, 0-d int64; None for a model without balance terms. A collective."""
         count: Tensor | None = self._scalars["num_tokens"].module(tokens) if "num_tokens" in self._scalars else None
         return count
+
+    def local_counts(self, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
+        """How many labels and tokens of this rank `count_labels` and `count_tokens` count. Waits for the device."""
+        return int((labels != IGNORED_LABEL).sum()), int(self.limits.real_tokens(tokens))
 
     @property
     def counts_padding(self) -> bool:
@@ -255,12 +264,6 @@ class PlanModule(nn.Module):
         if not self._home.checks.compares:
             return 0
         return hash(tuple(needed for weights in self.all_weights() for needed in weights.needed())) >> 1
-
-    def _begin_scores(self, noted: Sequence[Tensor], look: bool) -> Agreement:
-        """Whether all router logits are finite: ranks agree on it while they compute the loss."""
-        if not self._routers or not look:
-            return Agreement()
-        return self._home.checks.begin("end of a forward pass", unscored.complaint(noted, self._routers))
 
 
 def layer_calls(stage: StageGraphs) -> list[tuple[str, str]]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir import Shard
-from moec.runtime.batches import IGNORED_LABEL
 from moec.runtime.checks import Alike, Complaint, Shared
 from moec.runtime.conversions import all_reduce
 from moec.runtime.errors import JobError
@@ -96,17 +95,18 @@ class Step:
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; gives the global loss, detached."""
-    own, look = step.has_own_loss, _require_batch(job, model, step)
-    labels = None if own else model.count_labels(step.labels)
-    if labels is not None and look and int(labels) == 0:
+    look, labels, num_tokens = _begin(job, model, step)
+    total = labels.float()
+    if step.count is not None and not step.count_takes_logits:
+        total = _count(job, step, None, step.inputs)
+    elif step.count is None and look and int(labels) == 0:
         raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
-    total = None if labels is not None or step.count_takes_logits else _count(job, model, step, None, step.inputs)
     sum_of_losses = torch.zeros((), device=step.tokens.device)
-    with model.one_step() as microbatches, model.counting(labels, model.count_tokens(step.tokens)):
+    with model.one_step() as microbatches, model.counting(None if step.has_own_loss else labels, num_tokens):
         for index, (tokens, some_labels, inputs) in enumerate(step.parts()):
             microbatches.more = index < step.microbatches - 1
             model.agreed(tokens, look)
-            if own:
+            if step.has_own_loss:
                 loss = _own_loss(job, model, step, tokens, some_labels, inputs, total)
             else:
                 output = model(tokens, some_labels)
@@ -120,10 +120,11 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     return sum_of_losses
 
 
-def _require_batch(job: Job, model: PlanModule, step: Step) -> bool:
-    """Raises `JobError` on every rank where one cannot take the step; gives whether it checks tensors' values.
+def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, Tensor, Tensor | None]:
+    """Raises `JobError` on every rank where one cannot take the step: ranks agree once, on all micro-batches.
 
-    Ranks agree once, on all micro-batches.
+    Gives whether tensors' values are checked, and how many valid labels and real tokens there are on all ranks. Of CPU
+    tensors these are counted by the same sum; of others by the model's own, which the host does not wait for.
     """
     look = job.checks.looks(model.seen, ("step", model.training, step.has_own_loss), step.labels.device)
     complaint = model.complaint(step.tokens, step.labels, look=look)
@@ -134,8 +135,14 @@ def _require_batch(job: Job, model: PlanModule, step: Step) -> bool:
         complaint = next(filter(None, shapes), None)
     alike = *model.alike(step.tokens, step.labels), step.alike()
     shared = Shared((step.tokens, step.labels, *step.inputs.values()), look)
-    job.checks.require("start of a step", complaint, *alike, shared=shared)
-    return look
+    on_host = step.labels.device.type == "cpu"
+    counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else ()
+    totals = job.checks.require("start of a step", complaint, *alike, shared=shared, counts=counts)
+    if on_host:
+        copies = job.plan.meshes["dense"].size("tp") if job.world_size > 1 else 1  # which have the same sequences
+        labels, num_tokens = torch.tensor(totals) // copies
+        return look, labels, num_tokens
+    return look, model.count_labels(step.labels), model.count_tokens(step.tokens)
 
 
 def _own_loss(
@@ -145,13 +152,12 @@ def _own_loss(
     tokens: Tensor,
     labels: Tensor,
     inputs: Mapping[str, Tensor],
-    total: Tensor | None,
+    total: Tensor,
 ) -> Tensor:
-    """The loss of a micro-batch by the user's functions, divided by the count of all ranks and micro-batches."""
+    """The loss of a micro-batch by the user's functions, divided by `total` or by the count that takes logits."""
     output: ModelOutput = model(tokens)
     if step.count_takes_logits:
-        total = _count(job, model, step, job.whole_logits(output).detach(), inputs)
-    assert total is not None
+        total = _count(job, step, job.whole_logits(output).detach(), inputs)
     if step.loss is not None:
         summed = step.loss(job.whole_logits(output), labels, **inputs)
     else:
@@ -178,14 +184,10 @@ def _scalar_complaint(summed: object) -> Complaint | None:
     return Complaint("MOE0713", f"the loss gave {found}, and must give a scalar tensor: a sum over tokens")
 
 
-def _count(job: Job, model: PlanModule, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The sum of all ranks' counts: 0-d fp32."""
-    if step.count is None:
-        counted: Any = int((step.labels != IGNORED_LABEL).sum())
-    elif logits is None:
-        counted = step.count(step.labels, **inputs)
-    else:
-        counted = step.count(logits, step.labels, **inputs)
+def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The sum of all ranks' counts of their own: 0-d fp32."""
+    assert step.count is not None
+    counted = step.count(*(() if logits is None else (logits,)), step.labels, **inputs)
     try:
         number = float(counted)
     except (TypeError, ValueError, RuntimeError):

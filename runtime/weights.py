@@ -78,7 +78,7 @@ class Weights:
 
     def needed(self) -> list[bool]:
         """Which of the parameters want a gradient."""
-        return [self._parameter(i).requires_grad for i in range(len(self.specs))]
+        return [read_parameter(self._owner, *path).requires_grad for path in self._paths]
 
     def begin(self) -> None:
         """Makes the `_Unwrap` node of the next call. Called before the layers run, so that its backward runs last."""
@@ -96,12 +96,11 @@ class Weights:
     def __call__(self) -> Sequence[Tensor]:
         """The parameters as plain tensors of the dtype in which the module computes, differentiable."""
         begun, self._begun = self._begun, None
-        parameters = self._parameters()
         # A hook may have put another parameter in its place meanwhile.
-        if begun is not None and all(one is other for one, other in zip(begun[0], parameters, strict=True)):
+        if begun is not None and all(map(self._is_still, self._paths, begun[0])):
             _, one_pass, local = begun
         else:
-            one_pass, local = self._pass(parameters)
+            one_pass, local = self._pass(self._parameters())
         if one_pass is None:
             return local
         result: tuple[Tensor, ...] = _Narrow.apply(one_pass, *local)  # type: ignore[no-untyped-call]
@@ -110,6 +109,9 @@ class Weights:
     def narrow(self, local: Sequence[Tensor]) -> list[Tensor]:
         """The compute copies of this rank's parts: the same memory where the dtype is the same."""
         return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
+
+    def _is_still(self, path: tuple[Sequence[str], str], parameter: Tensor) -> bool:
+        return read_parameter(self._owner, *path) is parameter
 
     def _parameters(self) -> list[Tensor]:
         return [self._parameter(i) for i in range(len(self.specs))]
@@ -125,7 +127,7 @@ class Weights:
 
     def _parameter(self, index: int) -> Tensor:
         parameter, spec = read_parameter(self._owner, *self._paths[index]), self.specs[index]
-        shape = tuple(parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape)
+        shape = parameter._local_tensor.shape if isinstance(parameter, DTensor) else parameter.shape
         if shape != spec.shape:
             raise JobError(
                 "MOE0710",

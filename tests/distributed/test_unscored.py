@@ -106,7 +106,9 @@ with moec.launch(moec.load("two.plan"), device="cpu") as job:
 """
 
 
-@pytest.mark.parametrize(("backend", "value"), [("torch", "nan"), ("triton", "inf")])
+@pytest.mark.parametrize(
+    ("backend", "value"), [("torch", "nan"), pytest.param("triton", "inf", marks=pytest.mark.slow)]
+)
 def test_a_script_ends_with_one_diagnostic_on_either_backend(tmp_path: Path, backend: str, value: str) -> None:
     moe_plan(ranks=2, ep=2).save(tmp_path / "two.plan")
     (tmp_path / "train.py").write_text(SCRIPT)

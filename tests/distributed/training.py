@@ -15,7 +15,7 @@ from moec.runtime.job import local_part
 from moec.runtime.optimizer import make_optimizer
 from moec.runtime.reference import reference
 
-STEPS = 20
+STEPS = 12
 MAX_NORM = 0.5
 
 
@@ -23,12 +23,12 @@ def batches(vocab: int, batch: int, sequence: int, steps: int = STEPS) -> list[t
     """The same few batches over and over, so that there is something to learn; one label in ten ignored."""
     generator = torch.Generator().manual_seed(3)
     found = []
-    for _ in range(4):
+    for _ in range(3):
         tokens = torch.randint(vocab, (batch, sequence), generator=generator)
         labels = torch.randint(vocab, (batch, sequence), generator=generator)
         labels[torch.rand(batch, sequence, generator=generator) < 0.1] = -100
         found.append((tokens, labels))
-    return [found[step % 4] for step in range(steps)]
+    return [found[step % 3] for step in range(steps)]
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:

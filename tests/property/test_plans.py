@@ -111,21 +111,21 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     )
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(specs(max_ranks=64))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
     report = verify(compile_source(spec), float32=False)
     assert report.ok, report
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(specs())
 def test_every_plan_equals_the_unsharded_model_at_toy_widths(spec: Spec):
     report = verify(compile_source(spec), scale=True)
     assert report.ok, report
 
 
-@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(specs())
 def test_nothing_is_blamed_in_a_right_plan(spec: Spec):
     plan = compile_source(spec)

@@ -159,12 +159,15 @@ IN_A_GROUP = {
 """`tests/distributed` checks these."""
 
 UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+WHICH = ["first", pytest.param("last", marks=pytest.mark.slow)]
 
 
+@pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("family", TABLE)
-def test_operators_are_well_formed(place: Place, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_are_well_formed(place: Place, family: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`which` of the dtypes; in the interpreter, which is slow, both are the first."""
     monkeypatch.setenv("MOEC_BACKEND", "torch" if place.backend is torch_backend else "triton")
-    for dtype in place.dtypes[:1] if INTERPRETED else (place.dtypes[0], place.dtypes[-1]):  # the interpreter is slow
+    for dtype in place.dtypes[:1] if which == "first" or INTERPRETED else place.dtypes[-1:]:
         for name, arguments in TABLE[family](Numbers(dtype, place.device)):
             # No case for `aot_dispatch`: a gradient that there is none of, for it wants tensors alone; and dropped
             # choices, whose rows of the pre-activation nobody writes.

@@ -17,17 +17,18 @@ def alive() -> int:
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("beside", ["", "capacity = factor(1.0)", "capacity = dynamic()"])
+@pytest.mark.parametrize(
+    ("beside", "dtype"), [("", "bf16"), ("capacity = factor(1.0)", "fp32"), ("capacity = dynamic()", "bf16")]
+)
 def test_no_tensor_of_a_step_outlives_it(beside: str, dtype: str) -> None:
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
     with moec.launch(moe_plan(ranks=1, ep=1, beside=beside, dtype=dtype), device="cpu") as job:
         model = job.build()
         optimizer = job.optimizer(model)
         found = []
-        for _ in range(5):
+        for _ in range(4):
             job.step(model, tokens, tokens, microbatches=2)
             optimizer.step()
             optimizer.zero_grad()
             found.append(alive())
-    assert found[1:] == found[1:2] * 4
+    assert found[1:] == found[1:2] * 3

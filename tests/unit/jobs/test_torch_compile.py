@@ -26,6 +26,7 @@ LAYERS = [*((beside, "forward") for beside in BESIDE), ("factor over the batch",
 """Evaluation has graphs of its own only where its capacity is another."""
 
 BACKENDS = ("eager", "aot_eager")
+PADDED = "embedding = tokens(padding = 5)"
 SHAPES = [(4, 8), (6, 5), (2, 7)]
 
 
@@ -100,8 +101,9 @@ def steps(model: PlanModule) -> Iterator[Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it
-@pytest.mark.parametrize("padding", ["", "embedding = tokens(padding = 5)"])
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize(
+    ("beside", "padding"), [("dropless", PADDED), ("factor", ""), ("factor over the batch", ""), ("dynamic", PADDED)]
+)
 def test_a_whole_model_compiles_its_graphs_and_still_checks_each_batch(beside: str, padding: str) -> None:
     compiled, eager = (reference(moe_spec(beside=BESIDE[beside], model=padding), seed=1) for _ in range(2))
     counter = CompileCounterWithBackend("aot_eager")
