@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 from faults import change_graph, change_sums, rounded_to_bf16, to
@@ -11,7 +14,7 @@ from torch import Tensor
 from moec.codegen.graph import DTypeLiteral, Node, Ref
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
-from moec.runtime.rounding import FACTOR, STEP_BOUND
+from moec.runtime.rounding import FACTOR, STEP_BOUND, measure_rounding
 from moec.runtime.verify import verify
 from moec.runtime.virtual import VirtualCluster
 
@@ -34,6 +37,21 @@ def test_a_plan_loses_no_more_in_its_own_dtype_than_the_unsharded_model(dtype: s
     assert found.gradient == max(found.gradients.values()) <= found.bound
     assert found.gradients.keys() == moe_plan(**options).parameters.keys() | {"confident logits"}
     assert (report.float32 is None) == (dtype == "fp32")
+
+
+@pytest.mark.parametrize("unkind", [0, 1, 2, 3])
+def test_only_a_plan_that_loses_too_much_on_every_draw_is_refused(unkind: int, monkeypatch: pytest.MonkeyPatch):
+    seeds: list[Tensor] = []
+
+    def measured(plan, model, inputs, **options):
+        seeds.append(inputs.given)
+        return replace(measure_rounding(plan, model, inputs, **options), ok=len(seeds) > unkind)
+
+    monkeypatch.setattr("moec.runtime.verify.measure_rounding", measured)
+    report = verify(moe_plan(dtype="bf16", ranks=1, ep=1), float32=False)
+    assert report.ok == (unkind < 3)
+    assert len(seeds) == min(unkind + 1, 3)
+    assert not any(torch.equal(one, other) for one, other in pairwise(seeds))
 
 
 # ---- planted faults: float64 sees none of them -----------------------------------------------------
