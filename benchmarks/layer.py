@@ -23,6 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import allocations
 import torch
 from layer_chart import chart
 from layer_peers import IMPLEMENTATIONS, Layer, NotRun
@@ -31,9 +32,6 @@ from report import parser
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
-
-from moec.runtime.backends import torch_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MEGABYTE = 1e6
@@ -116,16 +114,7 @@ def peak_bytes(contender: Contender, x: Tensor, grad: Tensor, clock: Clock) -> f
         torch.cuda.reset_peak_memory_stats()
         contender.step(x, grad, clock)
         return torch.cuda.max_memory_allocated() - before
-    torch_memory.POOL.release()  # what waits there to be used again would not be seen
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        contender.step(x, grad, clock)
-    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    assert most > 0, "the profiler recorded no allocation"
-    return most
+    return allocations.peak_bytes(lambda: contender.step(x, grad, clock))
 
 
 class WrongError(Exception):
