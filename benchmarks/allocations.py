@@ -11,7 +11,7 @@ from moec.runtime.backends import torch_memory
 
 def peak_bytes(work: Callable[[], object]) -> int:
     """The most that `work` holds at a time, beyond what was there before."""
-    torch_memory.POOL.release()  # what waits there to be used again would not be seen
+    torch_memory.POOL.release()  # a block that is used again allocates nothing, so the profiler would miss it
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -1,4 +1,6 @@
-"""What checks cost: steps of the demo model on gloo ranks, a core for each, by default and without any check.
+"""What checks cost: steps of the demo model on gloo ranks, by default and without any check.
+
+There is one core per rank unless `--ranks` asks for more ranks.
 
 The two take turns on the same model and batches, so that whatever else the machine does slows both; the figure is the
 median of the ratios of neighbours. Without checks, ranks do not even compare shapes: a job never runs like this. Both
@@ -37,7 +39,7 @@ class Unchecked(Checks):
         super().__init__("none")
 
     def require(
-        self, site: str, complaint: Any, *alike: Any, shared: Any = None, counts: Sequence[int] = ()
+        self, site: str, complaint: Any, *matching: Any, inputs: Any = None, counts: Sequence[int] = ()
     ) -> list[int]:
         if not counts:
             return []

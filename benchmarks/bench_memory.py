@@ -10,6 +10,7 @@ from allocations import peak_bytes
 from report import Row, median, parser, report
 
 import moec
+from moec.runtime.backends import torch_memory
 
 MODEL = """
 model "masters" {{
@@ -68,7 +69,8 @@ def measure(name: str, dtype: str) -> list[Row]:
 
 
 def kept_bytes() -> int:
-    """Bytes of all tensors that are alive."""
+    """Bytes of all tensors that Python sees, without blocks that wait to be used again."""
+    torch_memory.POOL.release()
     gc.collect()
     storages = [thing.untyped_storage() for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

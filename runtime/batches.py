@@ -29,7 +29,7 @@ class Limits:
     padding: int | None = None
 
     def real_tokens(self, tokens: Tensor) -> int | Tensor:
-        """How many tokens of a batch are no padding; a tensor where only their device knows."""
+        """Tokens that are not padding: an int without a padding id, else a tensor on the tokens' device."""
         return tokens.numel() if self.padding is None else (tokens != self.padding).sum()
 
     def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
@@ -94,7 +94,7 @@ _GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
 def fingerprint(tensors: Sequence[Tensor | None], *, values: bool = True) -> int:
     """A number below 2^62 that almost surely differs where a shape or any element does.
 
-    Waits for the device; without `values`, it sees shapes alone and does not.
+    With `values` it waits for the device; without, it reads shapes only.
     """
     total = 0
     for tensor in tensors:

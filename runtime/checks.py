@@ -1,11 +1,11 @@
-"""What ranks check of what a model is given, and how all of them raise the same error before any waits for another.
+"""Agreement between ranks on their inputs: one rank's error is raised on every rank, before any waits for another.
 
-Checks that wait for the device are made in every pass, in the first of its kind, or never (`moec.launch(checks=…)`).
-What needs no device is always checked: the dtypes and shapes of a batch, and on CPU everything.
+Dtypes and shapes are always checked. Values, which wait for the device, are checked in every pass, in the first of its
+kind or never (`moec.launch(checks=…)`); on CPU, where nothing waits, "first" checks every pass.
 
-Ranks agree by one sum of a few numbers. Each rank multiplies the numbers that must be alike by a factor of its own, and
-all ranks' factors add up to 0: the sum is 0 if the numbers are alike, and almost surely not otherwise. Only where the
-sum says that something is wrong do ranks send each other words.
+Ranks agree by one all_reduce. Each rank sends a hash of what must match, times a factor of its own; all factors add up
+to 0 modulo 2^64, so the sum is 0 if the hashes match, and almost surely not otherwise. A second product does the same
+within each tp group. Only if a sum is not 0 do ranks exchange messages.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ MOST_COUNTS = 2
 MAX_WORDS = 1000
 """Characters of a complaint that travel to the other ranks."""
 MAX_BYTES = 8192
-"""What one rank tells the others of an error, as JSON."""
+"""Bytes of JSON that one rank sends about an error."""
 
 SITES = "ranks do not run the same: one is at the {least}, another at the {most}"
-OTHER_TOKENS = "ranks {one} and {other} share `job.data_rank`, and were given other tokens, labels or inputs"
+OTHER_TOKENS = "ranks {one} and {other} share `job.data_rank`, and were given different tokens, labels or inputs"
 
 
 class Complaint(NamedTuple):
@@ -43,11 +43,17 @@ class Complaint(NamedTuple):
     words: str
     help: str = ""
 
+    @staticmethod
+    def of(error: JobError) -> Complaint:
+        """The mistake that `error` names."""
+        first = error.diagnostics[0]
+        return Complaint(first.code, first.message, first.help or "")
 
-class Alike(NamedTuple):
-    """Numbers below 2^63 that must be the same on every rank, and what to say where they are not.
 
-    `{least}` and `{most}` in the words stand for the smallest and the largest.
+class MustMatch(NamedTuple):
+    """Numbers that must be the same on every rank, and what to say where they are not.
+
+    In the words, `{least}` and `{most}` stand for each number's own minimum and maximum over the ranks.
     """
 
     code: str
@@ -55,8 +61,8 @@ class Alike(NamedTuple):
     numbers: tuple[int, ...]
 
 
-class Shared(NamedTuple):
-    """What ranks that share sequences must have alike: tensors of the same shapes and, with `look`, values."""
+class TpInputs(NamedTuple):
+    """Tensors that the ranks of a tp group must be given alike: their shapes and, with `look`, their values."""
 
     tensors: tuple[Tensor | None, ...]
     look: bool
@@ -91,13 +97,13 @@ class Checks:
         self,
         site: str,
         complaint: Complaint | None,
-        *alike: Alike,
-        shared: Shared | None = None,
+        *matching: MustMatch,
+        inputs: TpInputs | None = None,
         counts: Sequence[int] = (),
     ) -> list[int]:
-        """Raises `JobError`, alike on every rank, if any complains or ranks differ; gives the sums of their `counts`.
+        """Raises `JobError`, the same on every rank, if one complains or if ranks differ; gives the sums of `counts`.
 
-        Every rank comes here, or none.
+        A collective: every rank calls it, or none.
         """
         if complaint is not None:
             raise JobError(*self._placed(complaint))
@@ -111,47 +117,47 @@ class Checks:
 class JobChecks(Checks):
     """How the ranks of a job check together, over its group for CPU tensors.
 
-    `sharing`: the ranks that have the same sequences as this one, itself among them.
+    `tp_ranks`: those of this rank's tp group, which are given the same sequences.
     """
 
     def __init__(
-        self, mode: str, job: str, rank: int, world_size: int, sharing: Sequence[int], place: Callable[[], str]
+        self, mode: str, job: str, rank: int, world_size: int, tp_ranks: Sequence[int], place: Callable[[], str]
     ) -> None:
         super().__init__(mode, place)
-        self._job, self._rank, self._world_size, self._sharing = job, rank, world_size, tuple(sharing)
-        self._factors = _factor(rank, range(world_size)), _factor(rank, self._sharing)
+        self._job, self._rank, self._world_size, self._tp_ranks = job, rank, world_size, tuple(tp_ranks)
+        self._factors = _factor(rank, range(world_size)), _factor(rank, self._tp_ranks)
         self.compares = world_size > 1
 
     def require(
         self,
         site: str,
         complaint: Complaint | None,
-        *alike: Alike,
-        shared: Shared | None = None,
+        *matching: MustMatch,
+        inputs: TpInputs | None = None,
         counts: Sequence[int] = (),
     ) -> list[int]:
         if not self.compares:
             return super().require(site, complaint, counts=counts)
         placed = None if complaint is None else self._placed(complaint)
-        own = _Report(site, placed, alike, self._sharing[0], self._fingerprint(shared, complaint))
-        of_all, of_sharing = self._factors
-        products = map(_signed, (of_all * own.digest(), of_sharing * own.shared))
+        own = _Report(site, placed, matching, self._tp_ranks[0], self._fingerprint(inputs, complaint))
+        among_all, in_group = self._factors
+        products = map(_signed, (among_all * own.digest(), in_group * own.inputs))
         room = [0] * (MOST_COUNTS - len(counts))  # ranks that come from different sites send as much
         sums = torch.tensor([complaint is not None, *products, *counts, *room], dtype=torch.int64)
         with collective("all_reduce", self._job + HOST, site) as peers:
             dist.all_reduce(sums, group=peers)
-        complaints, all_differ, sharing_differ, *totals = sums.tolist()
-        if complaints or all_differ or sharing_differ:
+        complaints, ranks_differ, group_differs, *totals = sums.tolist()
+        if complaints or ranks_differ or group_differs:
             raise self._explain(own)
-        return totals
+        return totals[: len(counts)]
 
-    def _fingerprint(self, shared: Shared | None, complaint: Complaint | None) -> int:
-        if shared is None or complaint is not None or len(self._sharing) == 1:
+    def _fingerprint(self, inputs: TpInputs | None, complaint: Complaint | None) -> int:
+        if inputs is None or complaint is not None or len(self._tp_ranks) == 1:
             return 0
-        return fingerprint(shared.tensors, values=shared.look)
+        return fingerprint(inputs.tensors, values=inputs.look)
 
     def _explain(self, own: _Report) -> JobError:
-        """What is wrong, now that something is: the complaint of the lowest rank, else what differs. A collective."""
+        """The complaint of the lowest rank that has one, else what differs between ranks. A collective."""
         encoded = own.encode()
         buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
         buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
@@ -165,43 +171,40 @@ class JobChecks(Checks):
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank brings to an agreement.
-
-    `shared`: a fingerprint of what it has alike with the ranks that share its sequences, of which `first` is the first.
-    """
+    """What one rank brings to an agreement. `inputs`: a fingerprint; `first`: the first rank of its tp group."""
 
     site: str
     complaint: Complaint | None
-    alike: Sequence[Alike]
+    matching: Sequence[MustMatch]
     first: int
-    shared: int
+    inputs: int
 
     def digest(self) -> int:
         """A number that almost surely differs where site or numbers do; the same in every process."""
-        return hash((zlib.crc32(self.site.encode()), *(each.numbers for each in self.alike)))
+        return hash((zlib.crc32(self.site.encode()), *(each.numbers for each in self.matching)))
 
     def encode(self) -> bytes:
         complaint = self.complaint and self.complaint._replace(words=self.complaint.words[:MAX_WORDS])
-        return json.dumps([self.site, complaint, self.alike, self.first, self.shared], ensure_ascii=False).encode()
+        return json.dumps([self.site, complaint, self.matching, self.first, self.inputs], ensure_ascii=False).encode()
 
     @staticmethod
     def decode(encoded: bytes) -> _Report:
-        site, complaint, alike, first, shared = json.loads(encoded)
-        alike = [Alike(code, words, tuple(numbers)) for code, words, numbers in alike]
-        return _Report(site, complaint and Complaint(*complaint), alike, first, shared)
+        site, complaint, matching, first, inputs = json.loads(encoded)
+        matching = [MustMatch(code, words, tuple(numbers)) for code, words, numbers in matching]
+        return _Report(site, complaint and Complaint(*complaint), matching, first, inputs)
 
 
 def _difference(reports: Sequence[_Report]) -> Complaint:
-    """What differs between ranks none of which complains: what they run, the first numbers, or shared sequences."""
+    """What differs between ranks none of which complains: what they run, a number, or the inputs of a tp group."""
     sites = sorted({report.site for report in reports})
     if len(sites) > 1:
         return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]))
-    for alike in zip(*(report.alike for report in reports), strict=True):
-        columns = list(zip(*(each.numbers for each in alike), strict=True))
+    for claims in zip(*(report.matching for report in reports), strict=True):
+        columns = list(zip(*(claim.numbers for claim in claims), strict=True))
         least, most = [min(column) for column in columns], [max(column) for column in columns]
         if least != most:
-            return Complaint(alike[0].code, alike[0].words.format(least=least, most=most))
-    rank, first = next((i, r.first) for i, r in enumerate(reports) if r.shared != reports[r.first].shared)
+            return Complaint(claims[0].code, claims[0].words.format(least=least, most=most))
+    rank, first = next((i, r.first) for i, r in enumerate(reports) if r.inputs != reports[r.first].inputs)
     return Complaint("MOE0702", OTHER_TOKENS.format(one=first, other=rank))
 
 
@@ -213,7 +216,7 @@ def _factor(rank: int, ranks: Sequence[int]) -> int:
 
 
 def _mixed(number: int) -> int:
-    """An odd number of 64 bits that looks random: SplitMix64 (Steele et al. 2014)."""
+    """SplitMix64 of a rank (Steele et al. 2014), made odd so that one rank's difference cannot vanish modulo 2^64."""
     number = (number + 1) * 0x9E3779B97F4A7C15
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         number = ((number ^ (number >> shift)) * factor) % (1 << 64)

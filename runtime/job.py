@@ -114,9 +114,8 @@ class Job:
         self._stack.__exit__(kind, error, trace)
 
     def _checks_of_ranks(self) -> Checks:
-        tensor_parallel = self.plan.meshes["dense"].groups("tp")
-        sharing = next(ranks for ranks in tensor_parallel if self.rank in ranks)
-        return JobChecks(self._checks.mode, self._number, self.rank, self.world_size, sharing, self._place)
+        tp_ranks = next(ranks for ranks in self.plan.meshes["dense"].groups("tp") if self.rank in ranks)
+        return JobChecks(self._checks.mode, self._number, self.rank, self.world_size, tp_ranks, self._place)
 
     def _require_world_size(self) -> None:
         ranks = self.plan.world_size

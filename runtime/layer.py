@@ -16,7 +16,7 @@ from moec.runtime import (
     operators,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
-from moec.runtime.checks import Alike, Complaint
+from moec.runtime.checks import Complaint, MustMatch
 from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
 from moec.runtime.layer_state import PREFIX, give_whole_experts, load_own_parts
@@ -146,9 +146,9 @@ class MoeLayer(nn.Module):
         if look or self._padded:
             # A capacity counts the tokens of one rank, and takes them to be as many on every other.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
-            kinds = (int(self.training), int(torch.is_grad_enabled()), hash(tuple(self._weights.needed())) >> 1)
-            alike = Alike("MOE0702", SHAPES, shape), Alike("MOE0702", KINDS, kinds)
-            checks.require("start of a layer", complaint, *alike)
+            kinds = (int(self.training), int(torch.is_grad_enabled()), hash(tuple(self._weights.needed())))
+            matching = MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kinds)
+            checks.require("start of a layer", complaint, *matching)
         elif complaint:
             raise JobError(*complaint)
         return look

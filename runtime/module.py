@@ -19,7 +19,8 @@ from moec.runtime import (
     unscored,
 )
 from moec.runtime.batches import IGNORED_LABEL, Limits
-from moec.runtime.checks import Alike, Complaint, Shared
+from moec.runtime.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
 from moec.runtime.state import refuse_foreign_state, sign_state
 from moec.runtime.top_level import TopLevel
@@ -29,7 +30,7 @@ from moec.runtime.wrappers import data_parallel_error, refuse_autocast, refuse_d
 SHAPES = "tokens have shapes from {least} to {most} on the ranks; experts with a capacity want one"
 KINDS = (
     "ranks differ in whether they train, have labels, want gradients, and for which parameters: "
-    "`train()`, `no_grad` and `requires_grad_` are for all of them"
+    "call `train()`, `no_grad` and `requires_grad_` on every rank or on none"
 )
 CAPACITY = ("moec.permute_padded.default", "moec.keep_choices.default")
 
@@ -55,10 +56,10 @@ class Counts:
 
     labels: Tensor | None = None
     tokens: Tensor | None = None
-    valid: int | Tensor = 0
-    """Those of them that are not ignored, on this rank."""
     given: int = 0
-    """Labels, ignored ones included, of the forward passes whose losses were divided by `labels`."""
+    """Labels, ignored ones included, of the forward passes on this rank whose losses were divided by `labels`."""
+    valid: int | Tensor = 0
+    """Valid labels of those passes, on this rank."""
 
 
 class Layer(nn.Module):
@@ -142,7 +143,7 @@ class PlanModule(nn.Module):
             if look and self._routers:
                 self._home.checks.require("end of a forward pass", unfit)
             return ModelOutput(logits, aux_loss=aux_loss)
-        if unfit is not None:  # every rank learns it from the loss, which is that of all
+        if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
             logits, labels = torch.full_like(logits, torch.nan), torch.zeros_like(labels)
         loss = self._loss(logits, labels, counts)
         if look and loss.isnan():
@@ -239,31 +240,34 @@ class PlanModule(nn.Module):
             return agreed[1]
         checks = self._home.checks
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), tokens.device)
-        complaint, alike = self.complaint(tokens, labels, look=look), self.alike(tokens, labels)
-        checks.require("start of a forward pass", complaint, *alike, shared=Shared((tokens, labels), look))
+        complaint, *matching = self.claims(tokens, labels, look=look)
+        checks.require("start of a forward pass", complaint, *matching, inputs=TpInputs((tokens, labels), look))
         return look
 
-    def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> Complaint | None:
-        """What is wrong with a batch of this rank; without `look` only what needs no value of a tensor."""
-        words = self.limits.complaint(tokens, labels, look=look)
-        return Complaint("MOE0702", words) if words else None
+    def claims(
+        self, tokens: Tensor, labels: Tensor | None, *, look: bool
+    ) -> tuple[Complaint | None, MustMatch, MustMatch]:
+        """What is wrong with this rank's batch or parameters, and what must match on ranks that begin a forward pass.
 
-    def alike(self, tokens: Tensor, labels: Tensor | None) -> tuple[Alike, ...]:
-        """What must be alike on all ranks that begin a forward pass."""
+        Without `look` it reads no tensor's values.
+        """
+        words = self.limits.complaint(tokens, labels, look=look)
+        complaint = Complaint("MOE0702", words) if words else None
+        needed: list[bool] = []
+        try:
+            if self._home.checks.compares:
+                needed = [each for weights in self.all_weights() for each in weights.needed()]
+        except JobError as error:
+            complaint = complaint or Complaint.of(error)
         # A capacity counts the tokens of one rank, and takes them to be as many on every other.
         shape = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
-        kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), self._frozen())
-        return Alike("MOE0702", SHAPES, shape), Alike("MOE0702", KINDS, kind)
+        # Ranks that differ in their frozen parameters would start different sums of gradients.
+        kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), hash(tuple(needed)))
+        return complaint, MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kind)
 
     def agreed(self, tokens: Tensor, look: bool) -> None:
-        """The next forward pass, if it is of these tokens, need not agree on its batch: a whole step has."""
+        """The next forward pass of these tokens skips its agreement: the step has agreed."""
         self._agreed = tokens, look
-
-    def _frozen(self) -> int:
-        """A hash of which parameters are frozen: ranks that differ would start different gradient sums."""
-        if not self._home.checks.compares:
-            return 0
-        return hash(tuple(needed for weights in self.all_weights() for needed in weights.needed())) >> 1
 
 
 def layer_calls(stage: StageGraphs) -> list[tuple[str, str]]:

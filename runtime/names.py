@@ -17,8 +17,8 @@ NEVER_CALLED = (
 )
 
 
-class Names(nn.Module):
-    """A step in parameters' names. Warns where it is given a hook of a forward or backward pass: it has neither."""
+class NamePart(nn.Module):
+    """A module on a parameter's dotted path. It is never called, so its hooks never run; registering one warns."""
 
     def __init__(self, path: str) -> None:
         super().__init__()
@@ -40,6 +40,10 @@ class Names(nn.Module):
         self._warn()
         return super().register_full_backward_pre_hook(*args, **kwargs)
 
+    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        self._warn()
+        return super().register_backward_hook(*args, **kwargs)
+
     def _warn(self) -> None:
         warnings.warn(NEVER_CALLED.format(path=self._path), stacklevel=3)
 
@@ -51,11 +55,11 @@ def split_name(path: str) -> tuple[tuple[str, ...], str]:
 
 
 def add_parameter(root: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    """Sets `parameter` at a dotted path under `root`, with `Names` on the way; where one is there already, it stays."""
+    """Sets `parameter` at a dotted path under `root`, with a `NamePart` for each step. An existing parameter stays."""
     steps, name = split_name(path)
     for i, step in enumerate(steps):
         if step not in root._modules:
-            root.add_module(step, Names(".".join(steps[: i + 1])))
+            root.add_module(step, NamePart(".".join(steps[: i + 1])))
         root = root.get_submodule(step)
     if name not in root._parameters:
         root.register_parameter(name, parameter)
@@ -67,17 +71,24 @@ def read_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
     Raises `JobError` where something stands there that is read but never called: a module of another kind, or a tensor
     that only a hook keeps up to date.
     """
+    parameter = registered_parameter(root, steps, name)
+    if parameter is not None:
+        return parameter
+    module = root.get_submodule(".".join(steps))
+    if parametrize.is_parametrized(module, name):
+        return getattr(module, name)  # type: ignore[no-any-return]
+    raise _replaced((*steps, name), f"{name} is no longer a parameter, and a hook that computes it would never run")
+
+
+def registered_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor | None:
+    """The same, None where no parameter is registered under that name. Raises `JobError` for modules of other kinds."""
     module = root
     for step in steps:
         module = module._modules[step]  # type: ignore[assignment]
-        if not isinstance(module, Names):
-            raise _replaced((*steps, name), f"{step} is a {type(module).__name__}, whose forward would never run")
-    parameter = module._parameters.get(name)
-    if parameter is not None:
-        return parameter
-    if parametrize.is_parametrized(module, name):
-        return getattr(module, name)  # type: ignore[no-any-return]
-    raise _replaced((*steps, name), f"{name} is no parameter any more, and what a hook makes of it would never be made")
+        if not isinstance(module, NamePart):
+            kind = type(module).__name__
+            raise _replaced((*steps, name), f"{step} is now of class {kind}, whose forward would never run")
+    return module._parameters.get(name)
 
 
 def _replaced(path: Sequence[str], how: str) -> JobError:

@@ -14,7 +14,7 @@ from moec.runtime.home import home_of
 from moec.runtime.state import KEY, require_own
 
 OTHER_STATE = (
-    "load each rank's own, under the plan that it was saved under; into another plan it goes by `get_state_dict` and "
+    "load each rank's own state under the plan that saved it; to change plans use `get_state_dict` and "
     "`set_state_dict` of `torch.distributed.checkpoint.state_dict`"
 )
 
@@ -45,9 +45,9 @@ def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
-                kind, wanted = type(value).__name__, f"{type(parameter.data).__name__} {list(parameter.shape)}"
-                message = f"this optimizer state has {name} {kind} {list(value.shape)} for a parameter {wanted}"
-                raise JobError("MOE0712", message, OTHER_STATE)
+                found = f"{name} of parameter {index} is a {type(value).__name__} {list(value.shape)}"
+                wanted = f"the parameter is a {type(parameter.data).__name__} {list(parameter.shape)}"
+                raise JobError("MOE0712", f"this optimizer state's {found}, and {wanted}", OTHER_STATE)
 
 
 def _sign(optimizer: Optimizer, model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir import Shard
-from moec.runtime.checks import Alike, Complaint, Shared
+from moec.runtime.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.conversions import all_reduce
 from moec.runtime.errors import JobError
 from moec.runtime.groups import HOST
@@ -56,11 +56,14 @@ class Step:
     def complaint(self) -> str | None:
         """What is wrong with the arguments, or None; reads no tensor's values."""
         if not torch.is_grad_enabled():
-            return "job.step computes gradients, and stands in torch.no_grad: `model.eval()(tokens, labels)` does not"
+            return (
+                "job.step computes gradients, and was called under torch.no_grad; for the loss alone there is "
+                "`model.eval()(tokens, labels)`"
+            )
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
-            return f"microbatches is a whole number from 1 on, not {self.microbatches!r}"
+            return f"microbatches must be an integer of at least 1, not {self.microbatches!r}"
         sequences = self.tokens.shape[0] if self.tokens.dim() else 0
         if self.microbatches > max(1, sequences):
             return f"{sequences} sequences cannot be cut into {self.microbatches} micro-batches"
@@ -77,12 +80,12 @@ class Step:
                 )
         return None
 
-    def alike(self) -> Alike:
-        """Arguments that must be the same on every rank."""
+    def must_match(self) -> MustMatch:
+        """What of the arguments must be the same on every rank."""
         given = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
-        return Alike(
+        return MustMatch(
             "MOE0713",
-            "ranks differ in the micro-batches of a step, or in whether its loss and count are their own",
+            "ranks differ in `microbatches`, or in which of loss, logprob_loss and count they pass",
             (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given)),
         )
 
@@ -95,21 +98,21 @@ class Step:
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; gives the global loss, detached."""
-    look, labels, num_tokens = _begin(job, model, step)
-    total = labels.float()
+    look, num_labels, num_tokens = _begin(job, model, step)
+    total = num_labels.float()
     if step.count is not None and not step.count_takes_logits:
         total = _count(job, step, None, step.inputs)
-    elif step.count is None and look and int(labels) == 0:
+    elif step.count is None and look and int(num_labels) == 0:
         raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
     sum_of_losses = torch.zeros((), device=step.tokens.device)
-    with model.one_step() as microbatches, model.counting(None if step.has_own_loss else labels, num_tokens):
-        for index, (tokens, some_labels, inputs) in enumerate(step.parts()):
+    with model.one_step() as microbatches, model.counting(None if step.has_own_loss else num_labels, num_tokens):
+        for index, (tokens, labels, inputs) in enumerate(step.parts()):
             microbatches.more = index < step.microbatches - 1
             model.agreed(tokens, look)
             if step.has_own_loss:
-                loss = _own_loss(job, model, step, tokens, some_labels, inputs, total)
+                loss = _own_loss(job, model, step, tokens, labels, inputs, total)
             else:
-                output = model(tokens, some_labels)
+                output = model(tokens, labels)
                 assert output.loss is not None
                 loss = output.loss
             if not loss.requires_grad:
@@ -121,27 +124,29 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
 
 
 def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, Tensor, Tensor | None]:
-    """Raises `JobError` on every rank where one cannot take the step: ranks agree once, on all micro-batches.
+    """Ranks agree once on all micro-batches; raises `JobError` on every rank if one cannot take the step.
 
-    Gives whether tensors' values are checked, and how many valid labels and real tokens there are on all ranks. Of CPU
-    tensors these are counted by the same sum; of others by the model's own, which the host does not wait for.
+    Gives whether values are checked, and the global numbers of valid labels and real tokens: on CPU summed by the
+    agreement, elsewhere by the model's collectives, for which the host does not wait.
     """
     look = job.checks.looks(model.seen, ("step", model.training, step.has_own_loss), step.labels.device)
-    complaint = model.complaint(step.tokens, step.labels, look=look)
+    complaint, *matching = model.claims(step.tokens, step.labels, look=look)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
     if complaint is None and step.microbatches > 1:
-        shapes = (model.complaint(tokens, labels, look=False) for tokens, labels, _ in step.parts())
-        complaint = next(filter(None, shapes), None)
-    alike = *model.alike(step.tokens, step.labels), step.alike()
-    shared = Shared((step.tokens, step.labels, *step.inputs.values()), look)
+        parts = (model.limits.complaint(tokens, labels, look=False) for tokens, labels, _ in step.parts())
+        if words := next(filter(None, parts), None):
+            complaint = Complaint("MOE0702", words)
+    inputs = TpInputs((step.tokens, step.labels, *step.inputs.values()), look)
     on_host = step.labels.device.type == "cpu"
     counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else ()
-    totals = job.checks.require("start of a step", complaint, *alike, shared=shared, counts=counts)
+    totals = job.checks.require(
+        "start of a step", complaint, *matching, step.must_match(), inputs=inputs, counts=counts
+    )
     if on_host:
-        copies = job.plan.meshes["dense"].size("tp") if job.world_size > 1 else 1  # which have the same sequences
-        labels, num_tokens = torch.tensor(totals) // copies
-        return look, labels, num_tokens
+        # The ranks of a tp group count the same sequences.
+        num_labels, num_tokens = torch.tensor(totals) // job.plan.meshes["dense"].size("tp")
+        return look, num_labels, num_tokens
     return look, model.count_labels(step.labels), model.count_tokens(step.tokens)
 
 
@@ -168,7 +173,7 @@ def _own_loss(
         summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
     job.checks.require("a loss of one's own", _scalar_complaint(summed))
     if not summed.requires_grad and output.logits.requires_grad:
-        # Other ranks' losses depend on their logits, and wait for this rank in backward.
+        # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
         summed = summed + output.logits[..., :0].sum()
     if job.data_size > 1:
         # Each rank's sum is part of the loss; its backward is the identity, so that no gradient is summed twice.

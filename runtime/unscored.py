@@ -39,7 +39,7 @@ def note_or_refuse(probabilities: Tensor, weights: Tensor) -> None:
     noted = _noted.get()
     if noted is None and probabilities.device.type != "cpu":
         return
-    # NaN is in the first of either: softmax spreads it, and it is the best.
+    # Softmax spreads NaN to every probability, and top-k ranks NaN first: element 0 of one of them is NaN.
     bad = (probabilities[..., 0] + weights[..., 0]).isnan()
     if noted is not None:
         noted.append(bad)
@@ -51,7 +51,9 @@ def complaint(noted: Sequence[Tensor], sites: Sequence[str]) -> Complaint | None
     """The first of the routers at `sites` that left tokens without scores. Waits for the device, once."""
     if not noted or not torch.cat([bad.flatten() for bad in noted]).any():
         return None
-    site, bad = next((site, bad) for site, bad in zip(sites, noted, strict=True) if bad.any())
+    # Where a layer was replaced by one that routes too, sites are not as many.
+    named = zip(sites if len(sites) == len(noted) else ["a layer"] * len(noted), noted, strict=True)
+    site, bad = next((site, bad) for site, bad in named if bad.any())
     return Complaint("MOE0708", f"the router logits of {site} {_which(bad)}", HELP)
 
 

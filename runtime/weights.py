@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from moec.runtime.errors import JobError
 from moec.runtime.gradients import Bucket, Summed, by_groups
-from moec.runtime.names import read_parameter, split_name
+from moec.runtime.names import read_parameter, registered_parameter, split_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ class Weights:
 
     def needed(self) -> list[bool]:
         """Which of the parameters want a gradient."""
-        return [read_parameter(self._owner, *path).requires_grad for path in self._paths]
+        return [parameter.requires_grad for parameter in self._parameters()]
 
     def begin(self) -> None:
         """Makes the `_Unwrap` node of the next call. Called before the layers run, so that its backward runs last."""
@@ -96,7 +96,7 @@ class Weights:
     def __call__(self) -> Sequence[Tensor]:
         """The parameters as plain tensors of the dtype in which the module computes, differentiable."""
         begun, self._begun = self._begun, None
-        # A hook may have put another parameter in its place meanwhile.
+        # A hook may have replaced a parameter since `begin`.
         if begun is not None and all(map(self._is_still, self._paths, begun[0])):
             _, one_pass, local = begun
         else:
@@ -111,7 +111,8 @@ class Weights:
         return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
 
     def _is_still(self, path: tuple[Sequence[str], str], parameter: Tensor) -> bool:
-        return read_parameter(self._owner, *path) is parameter
+        registered = registered_parameter(self._owner, *path)
+        return registered is parameter or registered is None  # None where a parametrization computes it
 
     def _parameters(self) -> list[Tensor]:
         return [self._parameter(i) for i in range(len(self.specs))]
@@ -177,11 +178,16 @@ class Weights:
         """Waits for sums that `begin_collected` started, and adds them to the parameters' gradients."""
         _finish(results, buckets)
         for index, gradient in enumerate(results):
-            parameter = self._parameter(index)
+            with torch.enable_grad():
+                parameter = self._parameter(index)
             layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
             added = _wrapped(gradient, self.specs[index], layout)
-            if added is not None:
-                added = added.to(parameter.dtype)
+            if added is None:
+                continue
+            added = added.to(parameter.dtype)
+            if parameter.grad_fn is not None:  # a parametrization computes it
+                torch.autograd.backward(parameter, added)
+            else:
                 parameter.grad = added if parameter.grad is None else parameter.grad + added
 
     def _start(

@@ -54,7 +54,7 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             "micro-batches": said(step(microbatches=100)),
             "accumulate": said(lambda: accumulate_too_little(job, model, tokens, labels)),
             "other labels": said(lambda: accumulate_others(job, model, tokens, labels)),
-            "another job's": said(lambda: another_jobs(job, model, tokens, labels)),
+            "another job's": said(lambda: another_jobs(job, model)),
             "layers": said(lambda: with_a_layer_more(job, tokens)),
             "without gradients": said(lambda: torch.no_grad()(step())()),
             "all frozen": said(lambda: job.step(job.build().requires_grad_(False), tokens, labels)),
@@ -66,6 +66,7 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
             found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
             model.train()
+            found["an adapter"] = said(lambda: with_an_adapter_on_one_rank(job, tokens))
             found["other calls"] = said(step() if job.rank else lambda: model(tokens, labels))
             found["steps"] = said(step(microbatches=1 + job.rank % 2))
             norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
@@ -96,11 +97,11 @@ def accumulate_too_little(job: Job, model: PlanModule, tokens: Tensor, labels: T
 
 def accumulate_others(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
     """As many labels as were promised, with others of them ignored."""
-    with job.accumulate(model, labels.roll(1, 1).fill_(3)):
+    with job.accumulate(model, torch.full_like(labels, 3)):
         plain(model, tokens, labels).backward()
 
 
-def another_jobs(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
+def another_jobs(job: Job, model: PlanModule) -> None:
     with moec.launch(job.plan, device="cpu") as other:
         other.clip_grad_norm_(model, 1.0)
 
@@ -147,6 +148,13 @@ def raised(act: Callable[[], object]) -> str:
     except NotImplementedError as error:
         return str(error)
     return "nothing"
+
+
+def with_an_adapter_on_one_rank(job: Job, tokens: Tensor) -> None:
+    model = job.build()
+    if job.rank == 2:
+        model.head = nn.Sequential(model.head)
+    model(tokens)
 
 
 def with_a_plain_parameter(job: Job, tokens: Tensor) -> None:

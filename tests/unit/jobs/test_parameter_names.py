@@ -23,7 +23,7 @@ def model() -> PlanModule:
 
 
 class Adapter(nn.Module):
-    """As adapters of low rank are: the old module inside of a new one, which has a `weight` too."""
+    """Like a LoRA adapter: wraps the module and has its own `weight`."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -59,14 +59,16 @@ def test_what_a_hook_would_keep_up_to_date_is_refused(
 ) -> None:
     with pytest.warns(UserWarning, match="never runs"):
         by_hook(model.layers[0].get_submodule("attention.q"))
-    with pytest.raises(JobError, match=r"MOE0710.*attention.q.weight was replaced: weight is no parameter any more"):
+    with pytest.raises(JobError, match=r"MOE0710.*attention.q.weight was replaced: weight is no longer a parameter"):
         model(TOKENS)
 
 
 def test_a_module_whose_forward_would_never_run_is_refused(model: PlanModule) -> None:
     attention = model.layers[0].get_submodule("attention")
     attention.q = Adapter(attention.q)
-    with pytest.raises(JobError, match=r"MOE0710.*attention.q.weight was replaced: q is a Adapter, whose forward"):
+    with pytest.raises(
+        JobError, match=r"MOE0710.*attention.q.weight was replaced: q is now of class Adapter"
+    ):
         model(TOKENS)
 
 
