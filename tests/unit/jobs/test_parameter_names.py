@@ -66,9 +66,7 @@ def test_what_a_hook_would_keep_up_to_date_is_refused(
 def test_a_module_whose_forward_would_never_run_is_refused(model: PlanModule) -> None:
     attention = model.layers[0].get_submodule("attention")
     attention.q = Adapter(attention.q)
-    with pytest.raises(
-        JobError, match=r"MOE0710.*attention.q.weight was replaced: q is now of class Adapter"
-    ):
+    with pytest.raises(JobError, match=r"MOE0710.*attention.q.weight was replaced: q is now of class Adapter"):
         model(TOKENS)
 
 
