@@ -35,14 +35,18 @@ class Limits:
     def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
         """What is wrong with a batch, or None. Without `look` only what needs no value of a tensor."""
         for name, ids in (("tokens", tokens), ("labels", labels)):
-            if ids is None:
+            if ids is None and name == "labels":
                 continue
-            found = self._shape_complaint(name, ids, tokens) or (self._range_complaint(name, ids) if look else None)
+            found = self._shape_complaint(name, ids, tokens)
+            if found is None and look and ids is not None:
+                found = self._range_complaint(name, ids)
             if found:
                 return found
         return None
 
-    def _shape_complaint(self, name: str, ids: Tensor, tokens: Tensor) -> str | None:
+    def _shape_complaint(self, name: str, ids: object, tokens: Tensor) -> str | None:
+        if not isinstance(ids, Tensor):
+            return f"{name} are of class {type(ids).__name__}, and must be a torch.Tensor"
         if ids.dtype != torch.int64:
             return f"{name} are {ids.dtype}, and must be torch.int64"
         if ids.dim() != 2:
@@ -70,7 +74,13 @@ class Limits:
         if low >= 0 and high < self.vocab:
             return None
         wrong = low if low < 0 else high
-        return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}"
+        ignored = f" (labels that are ignored are {IGNORED_LABEL})" if low < 0 and name == "labels" else ""
+        return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}{ignored}"
+
+
+def device_of(tokens: object) -> torch.device:
+    """Where a batch is; what is no tensor is a mistake that ranks must still meet to tell."""
+    return tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
 
 
 def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits:

@@ -26,13 +26,13 @@ from moec.runtime.groups import HOST
 from moec.runtime.watch import collective
 
 MODES = ("all", "first", "none")
-MOST_COUNTS = 2
+MOST_COUNTS = 3
 MAX_WORDS = 1000
 """Characters of a complaint that travel to the other ranks."""
 MAX_BYTES = 8192
 """Bytes of JSON that one rank sends about an error."""
 
-SITES = "ranks do not run the same: one is at the {least}, another at the {most}"
+SITES = "ranks do not run the same: one is at `{least}`, another at `{most}`"
 OTHER_TOKENS = "ranks {one} and {other} share `job.data_rank`, and were given different tokens, labels or inputs"
 
 

@@ -211,6 +211,7 @@ class Job:
                 "give job.accumulate(…, tokens=(…)) the tokens of every micro-batch to come too",
             )
         flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
+        model.has_accumulated = True
         with model.counting(model.count_labels(flat), model.count_tokens(ids)) as used:
             yield
         looks = self._checks.looks(model.seen, "accumulate", flat.device)

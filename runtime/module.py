@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from moec.codegen.checks import scalar_graphs
 from moec.codegen.fx import Function, build_function, operator_sites
@@ -18,7 +17,7 @@ from moec.runtime import (
     operators,  # noqa: F401  (registers torch.ops.moec.*)
     unscored,
 )
-from moec.runtime.batches import IGNORED_LABEL, Limits
+from moec.runtime.batches import IGNORED_LABEL, Limits, device_of
 from moec.runtime.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.errors import JobError
 from moec.runtime.home import Home, own_weights
@@ -97,7 +96,7 @@ class PlanModule(nn.Module):
         super().__init__()
         self._home, self.limits = home, limits
         self._microbatches, self._counts, self.seen = Microbatches(), Counts(), set[object]()
-        self._counted: MutableMapping[Tensor, Counts] = WeakTensorKeyDictionary()
+        self.has_accumulated = False
         self._agreed: tuple[Tensor, bool] | None = None
         evaluated = stage.in_evaluation()
         self.layers = nn.ModuleList()
@@ -128,7 +127,7 @@ class PlanModule(nn.Module):
         for router logits that are NaN or infinite, after those of the layers and before any gradient.
         """
         self._home.require_running()
-        refuse_autocast(tokens.device.type)
+        refuse_autocast(device_of(tokens).type)
         refuse_data_parallel(self)
         look = self._require_batch(tokens, labels)
         self.num_tokens = self.limits.real_tokens(tokens)
@@ -137,7 +136,7 @@ class PlanModule(nn.Module):
         unfit = unscored.complaint(noted, self._routers) if look else None
         logits, balance = results.pop("logits"), results.pop("balance", None)
         self.expert_counts = {int(name.removeprefix("counts_")): counts[0] for name, counts in results.items()}
-        counts = self._counts_of(tokens, labels)
+        counts = self._counts_of(labels)
         aux_loss = None if balance is None else self._aux_loss(balance, tokens, counts)
         if labels is None:
             if look and self._routers:
@@ -150,12 +149,18 @@ class PlanModule(nn.Module):
             self._home.checks.require("end of a forward pass", unfit)
         return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
 
-    def _counts_of(self, tokens: Tensor, labels: Tensor | None) -> Counts:
-        """What this pass's losses are divided by; noted, as `torch.utils.checkpoint` may run it again in backward."""
+    def _counts_of(self, labels: Tensor | None) -> Counts:
+        """What this pass's losses are divided by. Raises `JobError` where `torch.utils.checkpoint` runs it too late."""
+        counts = self._counts
         if torch._C._current_graph_task_id() != -1:
-            return self._counted.get(tokens, self._counts)
-        self._counted[tokens] = counts = self._counts
-        if counts.labels is not None and labels is not None:
+            if counts.labels is None and self.has_accumulated:
+                raise JobError(
+                    "MOE0713",
+                    "a forward pass of the whole model is computed again after `with job.accumulate(…)`, which says "
+                    "what its loss is divided by",
+                    "call `backward()` inside of the block, or checkpoint the layers and not the whole model",
+                )
+        elif counts.labels is not None and labels is not None:
             counts.given += labels.numel()
             counts.valid = counts.valid + (labels != IGNORED_LABEL).sum()
         return counts
@@ -185,6 +190,12 @@ class PlanModule(nn.Module):
     def local_counts(self, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
         """How many labels and tokens of this rank `count_labels` and `count_tokens` count. Waits for the device."""
         return int((labels != IGNORED_LABEL).sum()), int(self.limits.real_tokens(tokens))
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether code of the user's runs before its `forward`."""
+        hooks = self._forward_pre_hooks or nn.modules.module._global_forward_pre_hooks
+        return bool(hooks) or "forward" in self.__dict__
 
     @property
     def counts_padding(self) -> bool:
@@ -239,7 +250,7 @@ class PlanModule(nn.Module):
         if agreed is not None and agreed[0] is tokens:
             return agreed[1]
         checks = self._home.checks
-        look = checks.looks(self.seen, ("forward", self.training, labels is not None), tokens.device)
+        look = checks.looks(self.seen, ("forward", self.training, labels is not None), device_of(tokens))
         complaint, *matching = self.claims(tokens, labels, look=look)
         checks.require("start of a forward pass", complaint, *matching, inputs=TpInputs((tokens, labels), look))
         return look
@@ -260,7 +271,7 @@ class PlanModule(nn.Module):
         except JobError as error:
             complaint = complaint or Complaint.of(error)
         # A capacity counts the tokens of one rank, and takes them to be as many on every other.
-        shape = tuple(tokens.shape) if self._padded and tokens.dim() == 2 else (0, 0)
+        shape = tuple(tokens.shape) if self._padded and complaint is None else (0, 0)
         # Ranks that differ in their frozen parameters would start different sums of gradients.
         kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), hash(tuple(needed)))
         return complaint, MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kind)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,7 +79,14 @@ class RankHome:
             raise ended()
 
     def signature(self) -> dict[str, Any]:
-        return {"ranks": self.plan.world_size, "rank": self.rank}
+        return {"ranks": self.plan.world_size, "rank": self.rank, "parts": self._parts_digest}
+
+    @cached_property
+    def _parts_digest(self) -> str:
+        """The same for plans that cut every parameter alike."""
+        meshes = {name: mesh.axes for name, mesh in self.plan.meshes.items()}
+        cut = sorted((name, p.shape, p.layout, meshes[p.mesh]) for name, p in self.plan.parameters.items())
+        return hashlib.sha256(repr(cut).encode()).hexdigest()[:16]
 
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
         """Ranks with the same parts of every parameter may load each other's."""
@@ -86,6 +95,8 @@ class RankHome:
             return None  # its tensors are whole
         if ranks != self.plan.world_size:
             return f"it is of a plan for {ranks} ranks, and this one is for {self.plan.world_size}"
+        if signature.get("parts", self._parts_digest) != self._parts_digest:
+            return "it is of another plan, which shards parameters over as many ranks otherwise"
         for name, data in self.plan.parameters.items():
             mesh, layout = self.plan.meshes[data.mesh], Layout.parse(data.layout)
             theirs, ours = (local_slices(data.shape, layout, mesh, each) for each in (rank, self.rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir import Shard
+from moec.runtime.batches import device_of
 from moec.runtime.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.conversions import all_reduce
 from moec.runtime.errors import JobError
@@ -60,6 +62,9 @@ class Step:
                 "job.step computes gradients, and was called under torch.no_grad; for the loss alone there is "
                 "`model.eval()(tokens, labels)`"
             )
+        labels: object = self.labels
+        if labels is None:
+            return "job.step wants labels; without them there is `model(tokens)`"
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -83,10 +88,11 @@ class Step:
     def must_match(self) -> MustMatch:
         """What of the arguments must be the same on every rank."""
         given = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
+        names = zlib.crc32(" ".join(self.inputs).encode())
         return MustMatch(
             "MOE0713",
-            "ranks differ in `microbatches`, or in which of loss, logprob_loss and count they pass",
-            (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given)),
+            "ranks differ in `microbatches`, in which of loss, logprob_loss and count are given, or in names of inputs",
+            (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given), names),
         )
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
@@ -98,38 +104,48 @@ class Step:
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     """Forward and backward of every micro-batch; gives the global loss, detached."""
-    look, num_labels, num_tokens = _begin(job, model, step)
+    agreed, look, num_labels, num_tokens = _begin(job, model, step)
     total = num_labels.float()
     if step.count is not None and not step.count_takes_logits:
         total = _count(job, step, None, step.inputs)
     elif step.count is None and look and int(num_labels) == 0:
         raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
-    sum_of_losses = torch.zeros((), device=step.tokens.device)
+    sum_of_losses, graded = torch.zeros((), device=step.tokens.device), False
     with model.one_step() as microbatches, model.counting(None if step.has_own_loss else num_labels, num_tokens):
         for index, (tokens, labels, inputs) in enumerate(step.parts()):
             microbatches.more = index < step.microbatches - 1
-            model.agreed(tokens, look)
+            if agreed and index == 0:
+                model.agreed(tokens, look)
             if step.has_own_loss:
-                loss = _own_loss(job, model, step, tokens, labels, inputs, total)
+                loss, depends = _own_loss(job, model, step, tokens, labels, inputs, total)
+                graded |= depends
             else:
                 output = model(tokens, labels)
                 assert output.loss is not None
-                loss = output.loss
+                loss, graded = output.loss, True
             if not loss.requires_grad:
                 raise JobError("MOE0713", "no parameter of the model wants a gradient: all are frozen")
             loss.backward()  # type: ignore[no-untyped-call]
             sum_of_losses += loss.detach()
+        if not graded:
+            raise JobError(
+                "MOE0713",
+                "the loss depends on the model's logits on no rank, so that nothing but balance terms would train",
+                "compute it from `logits` or `logprobs` without `detach()`, `item()` or `no_grad`; zero the gradients",
+            )
         microbatches.finish()
     return sum_of_losses
 
 
-def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, Tensor, Tensor | None]:
+def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor, Tensor | None]:
     """Ranks agree once on all micro-batches; raises `JobError` on every rank if one cannot take the step.
 
-    Gives whether values are checked, and the global numbers of valid labels and real tokens: on CPU summed by the
-    agreement, elsewhere by the model's collectives, for which the host does not wait.
+    Gives whether the first forward pass needs no agreement of its own, as no code of the user's that could change what
+    ranks agreed on comes between; whether values are checked; and the global numbers of valid labels and real tokens:
+    on CPU summed by the agreement, elsewhere by the model's collectives, for which the host does not wait.
     """
-    look = job.checks.looks(model.seen, ("step", model.training, step.has_own_loss), step.labels.device)
+    device = device_of(step.tokens)
+    look = job.checks.looks(model.seen, ("step", model.training, step.has_own_loss), device)
     complaint, *matching = model.claims(step.tokens, step.labels, look=look)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
@@ -138,16 +154,18 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, Tensor, Tenso
         if words := next(filter(None, parts), None):
             complaint = Complaint("MOE0702", words)
     inputs = TpInputs((step.tokens, step.labels, *step.inputs.values()), look)
-    on_host = step.labels.device.type == "cpu"
-    counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else ()
+    on_host = device.type == "cpu"
+    counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else (0, 0)
+    users_code = step.has_own_loss or model.is_hooked
     totals = job.checks.require(
-        "start of a step", complaint, *matching, step.must_match(), inputs=inputs, counts=counts
+        "start of a step", complaint, *matching, step.must_match(), inputs=inputs, counts=(int(users_code), *counts)
     )
+    agreed = totals[0] == 0
     if on_host:
         # The ranks of a tp group count the same sequences.
-        num_labels, num_tokens = torch.tensor(totals) // job.plan.meshes["dense"].size("tp")
-        return look, num_labels, num_tokens
-    return look, model.count_labels(step.labels), model.count_tokens(step.tokens)
+        num_labels, num_tokens = torch.tensor(totals[1:]) // job.plan.meshes["dense"].size("tp")
+        return agreed, look, num_labels, num_tokens
+    return agreed, look, model.count_labels(step.labels), model.count_tokens(step.tokens)
 
 
 def _own_loss(
@@ -158,8 +176,11 @@ def _own_loss(
     labels: Tensor,
     inputs: Mapping[str, Tensor],
     total: Tensor,
-) -> Tensor:
-    """The loss of a micro-batch by the user's functions, divided by `total` or by the count that takes logits."""
+) -> tuple[Tensor, bool]:
+    """The loss of a micro-batch by the user's functions, divided by `total` or by the count that takes logits.
+
+    Also whether any rank's depends on the model.
+    """
     output: ModelOutput = model(tokens)
     if step.count_takes_logits:
         total = _count(job, step, job.whole_logits(output).detach(), inputs)
@@ -171,7 +192,8 @@ def _own_loss(
             output.logits, labels, tp.dim if isinstance(tp, Shard) else None, f"{job.number}tp"
         )
         summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
-    job.checks.require("a loss of one's own", _scalar_complaint(summed))
+    depends = isinstance(summed, Tensor) and summed.requires_grad
+    (graded,) = job.checks.require("a loss of one's own", _scalar_complaint(summed), counts=(int(depends),))
     if not summed.requires_grad and output.logits.requires_grad:
         # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
         summed = summed + output.logits[..., :0].sum()
@@ -179,7 +201,7 @@ def _own_loss(
         # Each rank's sum is part of the loss; its backward is the identity, so that no gradient is summed twice.
         summed = all_reduce(summed.float(), f"{job.number}dp", "a loss of one's own")
     loss: Tensor = summed / total
-    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss
+    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, graded > 0
 
 
 def _scalar_complaint(summed: object) -> Complaint | None:

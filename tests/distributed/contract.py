@@ -196,13 +196,13 @@ def checkpointed(job: Job, model: PlanModule) -> Gradients:
 
 
 def wholly_checkpointed(job: Job, model: PlanModule) -> Gradients:
-    """The whole model computed again, after the block that says what its losses are divided by."""
+    """The whole model computed again, inside of the block that says what its losses are divided by."""
     from torch.utils.checkpoint import checkpoint
 
     pairs = list(zip(*(part.tensor_split(2) for part in mine(job, *batch())), strict=True))
     with job.accumulate(model, *(labels for _, labels in pairs)):
         losses = [checkpoint(plain, model, tokens, labels, use_reentrant=False) for tokens, labels in pairs]
-    sum(losses).backward()
+        sum(losses).backward()
     return gradients_of(model)
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from contract import batch, forward_backward, mine, plain
 from models import moe_plan
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.runtime.job import Job, local_part
@@ -45,6 +47,10 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
         found = {
             "no scalar": said(step(loss=bad_on_last_rank)),
             "no tensor": said(step(loss=lambda logits, labels: 1.0)),
+            "a detached loss": said(step(loss=lambda logits, labels: logits.sum().detach())),
+            "no tokens": said(lambda: job.step(model, tokens if job.rank else None, labels)),
+            "no labels given": said(lambda: job.step(model, tokens, None)),
+            "a dict": said(lambda: model({"input_ids": tokens})),
             "zero count": said(step(count=lambda labels: 0)),
             "no count": said(step(count=lambda labels: "many")),
             "no labels": said(lambda: job.step(model, tokens, torch.full_like(labels, -100))),
@@ -53,6 +59,10 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             "inputs": said(step(loss=bad_on_last_rank, inputs={"mask": labels[:, 1:]})),
             "micro-batches": said(step(microbatches=100)),
             "accumulate": said(lambda: accumulate_too_little(job, model, tokens, labels)),
+            "backward too late": said(lambda: checkpointed_for_too_long(job, tokens, labels)),
+            "a hook's labels": said(
+                lambda: with_a_hook(job, lambda model, given: (given[0], given[1] + 64), tokens, labels)
+            ),
             "other labels": said(lambda: accumulate_others(job, model, tokens, labels)),
             "another job's": said(lambda: another_jobs(job, model)),
             "layers": said(lambda: with_a_layer_more(job, tokens)),
@@ -66,6 +76,14 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
             found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
             model.train()
+            spoils = lambda model, given: (given[0].fill_(job.rank), *given[1:])  # noqa: E731
+            found["a hook's tokens"] = said(lambda: with_a_hook(job, spoils, tokens.clone(), labels))
+            copies = lambda model, given: (given[0].clone(), *given[1:]) if job.data_rank else None  # noqa: E731
+            found["a hook on some"] = said(lambda: with_a_hook(job, copies, tokens, labels))
+            found["a change between micro-batches"] = said(lambda: frozen_between(job, tokens, labels))
+            found["names"] = said(
+                step(loss=lambda logits, labels, **_: logits.sum(), inputs={f"r{job.rank}": labels.float()})
+            )
             found["an adapter"] = said(lambda: with_an_adapter_on_one_rank(job, tokens))
             found["other calls"] = said(step() if job.rank else lambda: model(tokens, labels))
             found["steps"] = said(step(microbatches=1 + job.rank % 2))
@@ -150,6 +168,33 @@ def raised(act: Callable[[], object]) -> str:
     return "nothing"
 
 
+def checkpointed_for_too_long(job: Job, tokens: Tensor, labels: Tensor) -> None:
+    """The whole model computed again after the block that says what its loss is divided by."""
+    model = job.build()
+    with job.accumulate(model, labels):
+        loss = checkpoint(
+            lambda tokens, labels: plain(model, tokens.clone(), labels), tokens, labels, use_reentrant=False
+        )
+    loss.backward()
+
+
+def with_a_hook(job: Job, hook: Any, tokens: Tensor, labels: Tensor) -> None:
+    model = job.build()
+    model.register_forward_pre_hook(hook)
+    job.step(model, tokens, labels)
+
+
+def frozen_between(job: Job, tokens: Tensor, labels: Tensor) -> None:
+    """One rank freezes a parameter between two micro-batches."""
+    model = job.build()
+
+    def freezing(logits: Tensor, labels: Tensor) -> Tensor:
+        model.get_parameter("norm.weight").requires_grad_(job.rank != 1)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+
+    job.step(model, tokens, labels, loss=freezing, microbatches=2)
+
+
 def with_an_adapter_on_one_rank(job: Job, tokens: Tensor) -> None:
     model = job.build()
     if job.rank == 2:
@@ -188,11 +233,18 @@ def foreign_states(options: dict[str, Any], folder: str) -> dict[str, str]:
             "parts": said(lambda: model.load_state_dict(load("parts.pt"))),
             "items": said(lambda: model.load_state_dict(load("items.pt"))),
             "layers": said(lambda: model.layers.load_state_dict(load("layers.pt"))),
+            "another plan's": said(lambda: optimizer.load_state_dict(state_of_another_plan())),
             "whole optimizer": said(lambda: optimizer.load_state_dict(whole_optimizer_state(job))),
             "other optimizer": said(lambda: optimizer.load_state_dict({"state": {}, "param_groups": []})),
             "own": said(lambda: model.load_state_dict(reloaded(model.state_dict()))),
             "own optimizer": said(lambda: optimizer.load_state_dict(reloaded(optimizer.state_dict()))),
         }
+
+
+def state_of_another_plan() -> Any:
+    """Of an optimizer of the same model, sharded over as many ranks otherwise."""
+    with moec.launch(moe_plan(ranks=4, ep=4), device="cpu") as job:
+        return job.optimizer(job.build()).state_dict()
 
 
 def whole_optimizer_state(job: Job) -> Any:

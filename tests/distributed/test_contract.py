@@ -130,6 +130,10 @@ OTHERS = "MOE0702 ranks 0 and 1 share `job.data_rank`, and were given different 
 TOLD = {
     "no scalar": r"MOE0713 (rank 3, |)(step 1: |)the loss gave torch.float32 \[\d, 8, 32\], and must give a scalar",
     "no tensor": "MOE0713 .*the loss gave float, and must give a scalar tensor",
+    "a detached loss": "MOE0713 the loss depends on the model's logits on no rank",
+    "no tokens": "MOE0702 .*tokens are of class NoneType, and must be a torch.Tensor",
+    "no labels given": "MOE0713 .*job.step wants labels",
+    "a dict": "MOE0702 .*tokens are of class dict, and must be a torch.Tensor",
     "zero count": "MOE0713 the count is 0 on every rank",
     "no count": "MOE0713 .*the count gave 'many', and must give a number from 0 on",
     "no labels": "MOE0713 no label of the batch is valid, on any rank",
@@ -138,6 +142,12 @@ TOLD = {
     "inputs": r"MOE0713 .*inputs\['mask'\] is \[\d, 7\], and must be \[batch, sequence, …\] as tokens \[\d, 8\]",
     "micro-batches": "MOE0713 .* sequences cannot be cut into 100 micro-batches",
     "accumulate": "MOE0713 job.accumulate was given 64|MOE0713 job.accumulate was given 128 labels, and",
+    "backward too late": "MOE0713 a forward pass of the whole model is computed again after `with job.accumulate",
+    "a hook's labels": "MOE0702 .*labels contain the id",
+    "a hook's tokens": OTHERS,
+    "a hook on some": "nothing",
+    "a change between micro-batches": "MOE0702 ranks differ in whether they train",
+    "names": "MOE0713 ranks differ in .* names of inputs",
     "other labels": "MOE0713 job.accumulate was given .*, or others of them were ignored",
     "another job's": "MOE0714 a job of tiny was given a model that another job built",
     "layers": "MOE0710 the model has 4 layers, and its plan 3",
@@ -154,7 +164,7 @@ TOLD = {
     "other tokens": OTHERS,
     "modes": "MOE0702 ranks differ in whether they train, have labels, want gradients, and for which parameters",
     "an adapter": r"MOE0710 (rank 2: |)head.weight was replaced: head is now of class Sequential",
-    "other calls": "MOE0702 ranks do not run the same: one is at the start of a forward pass, another",
+    "other calls": "MOE0702 ranks do not run the same: one is at `start of a forward pass`, another",
     "steps": "MOE0713 ranks differ in `microbatches`",
     "frozen on one rank": "MOE0702 ranks differ in whether they train, have labels, want gradients, and for which",
     "replaced": r"MOE0710 (rank 0: |)head.weight .* was replaced: this rank's part has shape \[32, 16\], and the plan",
@@ -177,6 +187,7 @@ def test_another_ranks_state_is_refused_by_name(gloo: GlooPool, tmp_path: Path) 
     for found in (every[0], every[2]):  # which hold the same parts
         assert {found[name] for name in ("model", "optimizer", "layers", "own", "own optimizer")} == {"nothing"}
     for found in every:
+        assert found["another plan's"].startswith("MOE0712 this optimizer state is another rank's: it is of anot")
         assert found["other optimizer"].startswith("MOE0712 this optimizer state is of 0 parameters, and the model has")
         assert re.match(
             r"MOE0712 this optimizer state's exp_avg of parameter \d+ is a Tensor .*, and the parameter is a DTensor",
