@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -105,6 +106,6 @@ def own_weights(
     """Makes the parameters `names` of `owner`, which stands at `path` in the model."""
     specs = []
     for name in names:
-        add_parameter(owner, name, home.parameter(path + name))
+        add_parameter(owner, name, partial(home.parameter, path + name))
         specs.append(replace(home.weight(path + name, sites[name]), name=name))
     return Weights(owner, specs, microbatches)

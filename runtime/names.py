@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -54,15 +54,15 @@ def split_name(path: str) -> tuple[tuple[str, ...], str]:
     return tuple(steps), name
 
 
-def add_parameter(root: nn.Module, path: str, parameter: nn.Parameter) -> None:
-    """Sets `parameter` at a dotted path under `root`, with a `NamePart` for each step. An existing parameter stays."""
+def add_parameter(root: nn.Module, path: str, make: Callable[[], nn.Parameter]) -> None:
+    """Makes a parameter at a dotted path under `root`, with a `NamePart` for each step, unless there is one."""
     steps, name = split_name(path)
     for i, step in enumerate(steps):
         if step not in root._modules:
             root.add_module(step, NamePart(".".join(steps[: i + 1])))
         root = root.get_submodule(step)
     if name not in root._parameters:
-        root.register_parameter(name, parameter)
+        root.register_parameter(name, make())
 
 
 def read_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
