@@ -27,7 +27,7 @@ check: $(READY) .types ## ruff, format, types, import rules
 	$(BIN)/mypy
 	cd .types && ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache
 
-test: $(READY) ## the whole suite, 20 minutes on 2 busy cores
+test: $(READY) ## the whole suite, 13 minutes on 2 busy cores
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(READY) ## the slow matrices
