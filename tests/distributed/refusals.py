@@ -80,7 +80,12 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             found["a hook's tokens"] = said(lambda: with_a_hook(job, spoils, tokens.clone(), labels))
             copies = lambda model, given: (given[0].clone(), *given[1:]) if job.data_rank else None  # noqa: E731
             found["a hook on some"] = said(lambda: with_a_hook(job, copies, tokens, labels))
-            found["a change between micro-batches"] = said(lambda: frozen_between(job, tokens, labels))
+            calls = lambda model, given: nested(model, given[0]) if job.rank == 0 else None  # noqa: E731
+            found["a hook's call"] = said(lambda: with_a_hook(job, calls, tokens, labels))
+            freeze = lambda model: model.get_parameter("norm.weight").requires_grad_(job.rank != 1)  # noqa: E731
+            found["frozen between"] = said(lambda: changed_between(job, freeze, tokens, labels))
+            evaluate = lambda model: model.train(job.rank != 1)  # noqa: E731
+            found["evaluating between"] = said(lambda: changed_between(job, evaluate, tokens, labels))
             found["names"] = said(
                 step(loss=lambda logits, labels, **_: logits.sum(), inputs={f"r{job.rank}": labels.float()})
             )
@@ -184,15 +189,26 @@ def with_a_hook(job: Job, hook: Any, tokens: Tensor, labels: Tensor) -> None:
     job.step(model, tokens, labels)
 
 
-def frozen_between(job: Job, tokens: Tensor, labels: Tensor) -> None:
-    """One rank freezes a parameter between two micro-batches."""
+def nested(model: nn.Module, tokens: Tensor) -> None:
+    """A forward pass in a hook of another one."""
+    hooks = model._forward_pre_hooks.copy()
+    model._forward_pre_hooks.clear()
+    try:
+        with torch.no_grad():
+            model(tokens)
+    finally:
+        model._forward_pre_hooks.update(hooks)
+
+
+def changed_between(job: Job, change: Callable[[PlanModule], object], tokens: Tensor, labels: Tensor) -> None:
+    """One rank changes its model between two micro-batches."""
     model = job.build()
 
-    def freezing(logits: Tensor, labels: Tensor) -> Tensor:
-        model.get_parameter("norm.weight").requires_grad_(job.rank != 1)
+    def changing(logits: Tensor, labels: Tensor) -> Tensor:
+        change(model)
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
 
-    job.step(model, tokens, labels, loss=freezing, microbatches=2)
+    job.step(model, tokens, labels, loss=changing, microbatches=2)
 
 
 def with_an_adapter_on_one_rank(job: Job, tokens: Tensor) -> None:
