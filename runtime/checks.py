@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -105,13 +105,14 @@ class Checks:
 
         A collective: every rank calls it, or none.
         """
-        if complaint is not None:
-            raise JobError(*self._placed(complaint))
-        return list(counts)
+        if complaint is not None and (place := self.place()):
+            complaint = complaint._replace(words=f"{place}: {complaint.words}")
+        return self._agree(_Report(site, complaint, matching), inputs, counts)
 
-    def _placed(self, complaint: Complaint) -> Complaint:
-        place = self.place()
-        return complaint._replace(words=f"{place}: {complaint.words}") if place else complaint
+    def _agree(self, own: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
+        if own.complaint is not None:
+            raise JobError(*own.complaint)
+        return list(counts)
 
 
 class JobChecks(Checks):
@@ -124,27 +125,19 @@ class JobChecks(Checks):
         self, mode: str, job: str, rank: int, world_size: int, tp_ranks: Sequence[int], place: Callable[[], str]
     ) -> None:
         super().__init__(mode, place)
-        self._job, self._rank, self._world_size, self._tp_ranks = job, rank, world_size, tuple(tp_ranks)
+        self._job, self._world_size, self._tp_ranks = job, world_size, tuple(tp_ranks)
         self._factors = _factor(rank, range(world_size)), _factor(rank, self._tp_ranks)
         self.compares = world_size > 1
 
-    def require(
-        self,
-        site: str,
-        complaint: Complaint | None,
-        *matching: MustMatch,
-        inputs: TpInputs | None = None,
-        counts: Sequence[int] = (),
-    ) -> list[int]:
+    def _agree(self, own: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
         if not self.compares:
-            return super().require(site, complaint, counts=counts)
-        placed = None if complaint is None else self._placed(complaint)
-        own = _Report(site, placed, matching, self._tp_ranks[0], self._fingerprint(inputs, complaint))
+            return super()._agree(own, inputs, counts)
+        own = replace(own, first=self._tp_ranks[0], inputs=self._fingerprint(inputs, own.complaint))
         among_all, in_group = self._factors
         products = map(_signed, (among_all * own.digest(), in_group * own.inputs))
         room = [0] * (MOST_COUNTS - len(counts))  # ranks that come from different sites send as much
-        sums = torch.tensor([complaint is not None, *products, *counts, *room], dtype=torch.int64)
-        with collective("all_reduce", self._job + HOST, site) as peers:
+        sums = torch.tensor([own.complaint is not None, *products, *counts, *room], dtype=torch.int64)
+        with collective("all_reduce", self._job + HOST, own.site) as peers:
             dist.all_reduce(sums, group=peers)
         complaints, ranks_differ, group_differs, *totals = sums.tolist()
         if complaints or ranks_differ or group_differs:
@@ -176,8 +169,8 @@ class _Report:
     site: str
     complaint: Complaint | None
     matching: Sequence[MustMatch]
-    first: int
-    inputs: int
+    first: int = 0
+    inputs: int = 0
 
     def digest(self) -> int:
         """A number that almost surely differs where site or numbers do; the same in every process."""

@@ -73,43 +73,50 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
             "data parallel": said(lambda: nn.parallel.DistributedDataParallel(model)),
         }
         if job.world_size > 1:
-            found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
-            found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
-            model.train()
-            spoils = lambda model, given: (given[0].fill_(job.rank), *given[1:])  # noqa: E731
-            found["a hook's tokens"] = said(lambda: with_a_hook(job, spoils, tokens.clone(), labels))
-            copies = lambda model, given: (given[0].clone(), *given[1:]) if job.data_rank else None  # noqa: E731
-            found["a hook on some"] = said(lambda: with_a_hook(job, copies, tokens, labels))
-            calls = lambda model, given: nested(model, given[0]) if job.rank == 0 else None  # noqa: E731
-            found["a hook's call"] = said(lambda: with_a_hook(job, calls, tokens, labels))
-            freeze = lambda model: model.get_parameter("norm.weight").requires_grad_(job.rank != 1)  # noqa: E731
-            found["frozen between"] = said(lambda: changed_between(job, freeze, tokens, labels))
-            evaluate = lambda model: model.train(job.rank != 1)  # noqa: E731
-            found["evaluating between"] = said(lambda: changed_between(job, evaluate, tokens, labels))
-            found["names"] = said(
-                step(loss=lambda logits, labels, **_: logits.sum(), inputs={f"r{job.rank}": labels.float()})
-            )
-            found["an adapter"] = said(lambda: with_an_adapter_on_one_rank(job, tokens))
-            found["other calls"] = said(step() if job.rank else lambda: model(tokens, labels))
-            found["steps"] = said(step(microbatches=1 + job.rank % 2))
-            norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
-            found["frozen on one rank"] = said(lambda: model(tokens))
-            norm.requires_grad_(True)
-            # The same sequences in another order; then labels and inputs, which the model does not see.
-            swapped = tokens.flip(0) if job.rank % 2 else tokens
-            found["tokens in another order"] = said(lambda: model(swapped))
-            others = {"weights": torch.full(labels.shape, float(job.rank))}
-            found["other inputs"] = said(step(loss=lambda logits, labels, weights: logits.sum(), inputs=others))
-            found["other shapes"] = said(lambda: unchecked(job, tokens[: 1 + job.rank % 2]))
-            found["ids of one loss"] = said(
-                lambda: job.step(
-                    model, tokens, labels.clamp_min(0) + 40, logprob_loss=lambda logprobs, labels: -logprobs.sum()
-                )
-            )
-            found["replaced"] = said(lambda: with_a_plain_parameter(job, tokens))
-            found["inside another"] = raised(lambda: inside_another(job))
+            found |= refusals_of_several_ranks(job, model, tokens, labels)
         found["works"] = str(forward_backward(job, model).keys() == job.plan.parameters.keys())
     found["after the job"] = said(lambda: model(tokens))
+    return found
+
+
+def refusals_of_several_ranks(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> dict[str, str]:
+    """Of mistakes that one rank makes and another does not."""
+
+    def step(**given: Any) -> Callable[[], object]:
+        return lambda: job.step(model, tokens, labels, **given)
+
+    found = {}
+    found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
+    found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
+    model.train()
+    spoils = lambda model, given: (given[0].fill_(job.rank), *given[1:])  # noqa: E731
+    found["a hook's tokens"] = said(lambda: with_a_hook(job, spoils, tokens.clone(), labels))
+    copies = lambda model, given: (given[0].clone(), *given[1:]) if job.data_rank else None  # noqa: E731
+    found["a hook on some"] = said(lambda: with_a_hook(job, copies, tokens, labels))
+    calls = lambda model, given: nested(model, given[0]) if job.rank == 0 else None  # noqa: E731
+    found["a hook's call"] = said(lambda: with_a_hook(job, calls, tokens, labels))
+    freeze = lambda model: model.get_parameter("norm.weight").requires_grad_(job.rank != 1)  # noqa: E731
+    found["frozen between"] = said(lambda: changed_between(job, freeze, tokens, labels))
+    evaluate = lambda model: model.train(job.rank != 1)  # noqa: E731
+    found["evaluating between"] = said(lambda: changed_between(job, evaluate, tokens, labels))
+    found["names"] = said(step(loss=lambda logits, labels, **_: logits.sum(), inputs={f"r{job.rank}": labels.float()}))
+    found["an adapter"] = said(lambda: with_an_adapter_on_one_rank(job, tokens))
+    found["other calls"] = said(step() if job.rank else lambda: model(tokens, labels))
+    found["steps"] = said(step(microbatches=1 + job.rank % 2))
+    norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
+    found["frozen on one rank"] = said(lambda: model(tokens))
+    norm.requires_grad_(True)
+    # The same sequences in another order; then labels and inputs, which the model does not see.
+    swapped = tokens.flip(0) if job.rank % 2 else tokens
+    found["tokens in another order"] = said(lambda: model(swapped))
+    others = {"weights": torch.full(labels.shape, float(job.rank))}
+    found["other inputs"] = said(step(loss=lambda logits, labels, weights: logits.sum(), inputs=others))
+    found["other shapes"] = said(lambda: unchecked(job, tokens[: 1 + job.rank % 2]))
+    found["ids of one loss"] = said(
+        lambda: job.step(model, tokens, labels.clamp_min(0) + 40, logprob_loss=lambda logprobs, labels: -logprobs.sum())
+    )
+    found["replaced"] = said(lambda: with_a_plain_parameter(job, tokens))
+    found["inside another"] = raised(lambda: inside_another(job))
     return found
 
 
@@ -187,6 +194,13 @@ def with_a_hook(job: Job, hook: Any, tokens: Tensor, labels: Tensor) -> None:
     model = job.build()
     model.register_forward_pre_hook(hook)
     job.step(model, tokens, labels)
+
+
+def cropped_by_a_hook(options: dict[str, Any]) -> str:
+    """The diagnostic where a hook gives the model fewer sequences on one data rank, and experts have a capacity."""
+    with moec.launch(moe_plan(**options, beside="capacity = factor(1.25)"), device="cpu") as job:
+        crop = lambda model, given: tuple(ids[:2] for ids in given) if job.data_rank == 0 else None  # noqa: E731
+        return said(lambda: with_a_hook(job, crop, *mine(job, *batch())))
 
 
 def nested(model: nn.Module, tokens: Tensor) -> None:

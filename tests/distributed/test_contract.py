@@ -184,6 +184,11 @@ def test_a_mistake_is_one_clear_error_the_same_on_every_rank(gloo: GlooPool, ran
         assert re.match(TOLD[mistake], words), (mistake, words)
 
 
+def test_batches_that_a_hook_makes_unequal_are_refused_with_a_capacity(gloo: GlooPool) -> None:
+    told = set(gloo.run(4, refusals.cropped_by_a_hook, FOUR, initialize=False))
+    assert told == {"MOE0702 tokens have shapes from [2, 8] to [4, 8] on the ranks; experts with a capacity want one"}
+
+
 def test_another_ranks_state_is_refused_by_name(gloo: GlooPool, tmp_path: Path) -> None:
     every = gloo.run(4, refusals.foreign_states, FOUR, str(tmp_path), initialize=False)
     for found in (every[0], every[2]):  # which hold the same parts
