@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
 
-from moec.runtime.backends import torch_memory
+from moec.runtime.backends.torch import torch_memory
 
 
 def peak_bytes(work: Callable[[], object]) -> int:

@@ -10,7 +10,7 @@ from allocations import peak_bytes
 from report import Row, median, parser, report
 
 import moec
-from moec.runtime.backends import torch_memory
+from moec.runtime.backends.torch import torch_memory
 
 MODEL = """
 model "masters" {{

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import moec
 from moec.grammar.spec import Spec
-from moec.runtime.optimizer import make_optimizer
+from moec.runtime.job.optimizer import make_optimizer
 
 FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
 LIMIT = 1.05

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 import moec
 from moec.grammar.spec import Spec
-from moec.runtime.groups import resolve
-from moec.runtime.optimizer import make_optimizer
+from moec.runtime.job.groups import resolve
+from moec.runtime.job.optimizer import make_optimizer
 
 FILE = Path(__file__).parents[1] / "examples" / "folded.moe"
 LIMIT = 1.10
@@ -59,7 +59,7 @@ class Sent:
         self.depth = 0
         import plain_tensor_parallel
 
-        from moec.runtime import conversions
+        from moec.runtime.ops import conversions
 
         self.places = [(dist, name, name) for name in KINDS if hasattr(dist, name)]
         for module, prefix in ((conversions, "_all_gather_single"), (conversions, "_reduce_scatter_single")):

@@ -18,21 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moec.grammar.spec import (
+    Activated,
     Dynamic,
     Factor,
-    GeGLU,
-    Gelu,
     Gqa,
     Layer,
     LayerNorm,
     Mha,
     Model,
     Moe,
-    Relu,
-    Relu2,
     Rope,
     Spec,
-    SwiGLU,
     Switch,
     SwitchLoss,
     TopK,
@@ -179,18 +175,14 @@ class PlainUngated(nn.Module):
         return self.down(self.activation(self.up(x)))
 
 
-def feed_forward(dim: int, body: SwiGLU | GeGLU | Gelu | Relu | Relu2) -> nn.Module:
-    match body:
-        case SwiGLU():
-            return PlainGated(dim, body.hidden, F.silu, body.bias)
-        case GeGLU():
-            return PlainGated(dim, body.hidden, F.gelu, body.bias)
-        case Gelu():
-            return PlainUngated(dim, body.hidden, F.gelu, body.bias)
-        case Relu():
-            return PlainUngated(dim, body.hidden, F.relu, body.bias)
-        case Relu2():
-            return PlainUngated(dim, body.hidden, lambda x: F.relu(x) ** 2, body.bias)
+GATED: dict[str, Activation] = {"swiglu": F.silu, "geglu": F.gelu}
+UNGATED: dict[str, Activation] = {"gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x) ** 2, "silu": F.silu}
+
+
+def feed_forward(dim: int, body: Activated) -> nn.Module:
+    if body.word in GATED:
+        return PlainGated(dim, body.hidden, GATED[body.word], body.bias)
+    return PlainUngated(dim, body.hidden, UNGATED[body.word], body.bias)
 
 
 class PlainMoe(nn.Module):

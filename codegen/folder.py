@@ -1,10 +1,9 @@
 """The plan folder, written atomically and deterministically. `reading.py` reads it.
 
 tiny.plan/
-  plan.json      the manifest, the digest of every other file, and its own digest
-  stages/0.json  the graphs of a stage
-  stages/0.py    the same as readable Python, for people
-  kernels/*.py   Triton kernels for its layers, for people and profilers; none for processors
+  plan.json      format, version, the rank lists of the groups, the digest of every other file, and its own digest
+  spec.moe       the canonical text of what was compiled
+  program.ir     the placed Program, as text
   tiles.json     the tiles that `moec tune` measured, once it has
 """
 
@@ -18,13 +17,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from moec.codegen.plan import Plan
-from moec.codegen.plan_kernels import kernel_files
-from moec.codegen.python import python_text
-from moec.codegen.stored_tiles import FILE
+from moec.codegen.kernels.stored_tiles import FILE
+from moec.codegen.plan import FORMAT, Plan
 from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.passes.ir.text import print_program
 
-MANIFEST = "plan.json"
+MANIFEST, SPEC, PROGRAM = "plan.json", "spec.moe", "program.ir"
 
 
 class PlanError(DiagnosticError):
@@ -36,17 +34,16 @@ class PlanError(DiagnosticError):
 
 def plan_files(plan: Plan) -> dict[str, bytes]:
     """The files of a plan by their path in its folder. Equal plans give equal bytes."""
-    files: dict[str, bytes] = {}
-    for stage in plan.stages:
-        files[f"stages/{stage.index}.json"] = canonical(stage.to_json())
-        files[f"stages/{stage.index}.py"] = python_text(stage).encode()
+    files = {SPEC: plan.spec_text.encode(), PROGRAM: print_program(plan.program).encode()}
     if plan.tiles is not None:
         files[FILE] = canonical(plan.tiles.model_dump(mode="json"))
-    files |= {name: text.encode() for name, text in kernel_files(plan).items()}
-    digests = {name: digest(content) for name, content in files.items()}
-    manifest = plan.manifest.model_dump(mode="json") | {"files": digests}
-    files[MANIFEST] = canonical(manifest | {"digest": digest(canonical(manifest))})
-    return files
+    manifest = {
+        "format": FORMAT,
+        "moec": plan.moec,
+        "groups": plan.groups,
+        "files": {name: digest(content) for name, content in files.items()},
+    }
+    return {MANIFEST: canonical(manifest | {"digest": digest(canonical(manifest))}), **files}
 
 
 def write_plan(plan: Plan, target: Path) -> Path:
@@ -67,7 +64,6 @@ def write_plan(plan: Plan, target: Path) -> Path:
     try:
         for name, content in plan_files(plan).items():
             file = fresh / name
-            file.parent.mkdir(exist_ok=True)
             with file.open("wb") as stream:
                 stream.write(content)
                 stream.flush()

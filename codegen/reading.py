@@ -1,50 +1,105 @@
-"""Reads a plan folder: byte for byte what `folder.py` writes, or refused."""
+"""Reads a plan folder: byte for byte what `folder.py` writes, or refused. Nothing of it is executed or unpickled."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from moec.codegen.checks import refuse, require_consistent
-from moec.codegen.folder import MANIFEST, PlanError, canonical, digest, plan_files
-from moec.codegen.graph import Data, StageGraphs
-from moec.codegen.plan import FORMAT, Manifest, Plan
-from moec.codegen.stored_tiles import FILE as TILES
-from moec.codegen.stored_tiles import StoredTiles
+from moec.codegen.data import Data
+from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, PlanError, canonical, digest, plan_files
+from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.stored_tiles import FILE as TILES
+from moec.codegen.kernels.stored_tiles import StoredTiles
+from moec.codegen.plan import FORMAT, Plan, groups_of
+from moec.grammar import to_text
+from moec.grammar.diagnostics import DiagnosticError, InternalError
+from moec.passes.ir import IrError, Program
+from moec.passes.ir.interface import LAYER_RESULT, MODEL_RESULT, first_result
+from moec.passes.ir.parse import parse_program
+from moec.passes.ir.verifier import check_program
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
-"""A larger file is refused unread. The largest that moec writes, a stage of 1,000 distinct layers, has about 30 MB."""
+"""A larger file is refused unread. A Program of 1,000 distinct layers has about 20 MB."""
 
+Text = Annotated[str, Field(max_length=100)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 DataT = TypeVar("DataT", bound=Data)
 
 
+class Manifest(Data):
+    """What `plan.json` holds."""
+
+    format: int
+    moec: Text
+    groups: dict[str, tuple[tuple[int, ...], ...]]
+    files: dict[Text, Digest]
+    digest: Digest
+
+
 def read_plan(path: str | Path) -> Plan:
-    """Reads a plan folder. Nothing of it is executed, imported or unpickled.
+    """Reads a plan folder.
 
     Raises `PlanError` for anything that is not, byte for byte, what `write_plan` wrote: a truncated or edited file, a
-    digest that does not match, a name or operator that graphs may not have, a newer format.
+    digest that does not match, a Program that breaks a rule of its ops, a newer format.
     """
     root = Path(path)
-    content = _read(root / MANIFEST)
-    manifest, digests = _manifest(root / MANIFEST, content)
-    stages = []
-    for index in range(manifest.num_stages):
-        stages.append(_listed(StageGraphs, root, f"stages/{index}.json", digests))
+    manifest = _manifest(root / MANIFEST)
+    program = _program(root / PROGRAM, _listed(root, PROGRAM, manifest.files))
+    if manifest.groups != groups_of(program.meshes):
+        raise refuse(root / MANIFEST, "its groups are not those of the Program's meshes")
     # A file that plan.json does not list is none of the plan's: left unread, it would be taken for what is in force.
-    has_tiles = TILES in digests or (root / TILES).exists()
-    plan = Plan(manifest, tuple(stages), _listed(StoredTiles, root, TILES, digests) if has_tiles else None)
-    require_consistent(root, plan)
+    has_tiles = TILES in manifest.files or (root / TILES).exists()
+    tiles = _validated(StoredTiles, root / TILES, _listed(root, TILES, manifest.files)) if has_tiles else None
+    spec = _text(root / SPEC, _listed(root, SPEC, manifest.files))
+    plan = Plan(manifest.moec, spec, program, manifest.groups, tiles)
+    _require_consistent(root, plan)
     for name, expected in plan_files(plan).items():
-        if not (root / name).exists() or _read(root / name) != expected:
+        if _read(root / name) != expected:
             raise refuse(root / name, "it is not what moec writes for this plan")
     return plan
 
 
-def _manifest(path: Path, content: bytes) -> tuple[Manifest, Mapping[str, str]]:
+def refuse(path: Path, message: str) -> PlanError:
+    """The error for a file that moec did not write like this."""
+    return PlanError("MOE0601", path, message, "compile the .moe file again")
+
+
+def _program(path: Path, content: bytes) -> Program:
+    try:
+        program = parse_program(_text(path, content))
+    except IrError as error:
+        raise refuse(path, str(error)) from error
+    try:
+        check_program(program)
+    except InternalError as error:
+        raise refuse(path, str(error)) from error
+    return program
+
+
+def _require_consistent(root: Path, plan: Plan) -> None:
+    """The Spec inside compiles, is canonical, and is of the Program; tiles are for the plan's kernels."""
+    try:
+        spec = plan.spec
+    except DiagnosticError as error:
+        raise refuse(root / SPEC, f"it does not compile: {error}") from error
+    if to_text(spec) != plan.spec_text:
+        raise refuse(root / SPEC, "it is not the canonical text of a Spec")
+    if spec.subject.name != plan.name:
+        raise refuse(root / SPEC, "it is of another model than the Program")
+    if first_result(plan.program) != (MODEL_RESULT if spec.has_model else LAYER_RESULT):
+        raise refuse(root / PROGRAM, "forward does not give what the Spec says")
+    stored = plan.tiles.by_key() if plan.tiles is not None else {}
+    foreign = sorted(map(str, stored.keys() - {product.key for product in products_of(plan)})) if stored else []
+    if foreign:
+        raise refuse(root / TILES, f"it has tiles for {foreign[0]}, which the plan does not have")
+
+
+def _manifest(path: Path) -> Manifest:
+    content = _read(path)
     data = _strict_json(path, content)
     if not isinstance(data, dict):
         raise refuse(path, "it is not a JSON object")
@@ -58,21 +113,18 @@ def _manifest(path: Path, content: bytes) -> tuple[Manifest, Mapping[str, str]]:
     stated = data.pop("digest", None)
     if stated != digest(canonical(data)):
         raise refuse(path, "its digest does not match its content")
-    digests = data.pop("files", None)
-    if not isinstance(digests, dict):
-        raise refuse(path, "it lists no files")
-    return _validated(Manifest, path, json.dumps(data).encode()), digests
+    return _validated(Manifest, path, content)
 
 
-def _listed(model: type[DataT], root: Path, name: str, digests: Mapping[str, str]) -> DataT:
+def _listed(root: Path, name: str, digests: Mapping[str, str]) -> bytes:
     """The content of a file that plan.json vouches for."""
     file = root / name
     if not file.exists():
         raise refuse(file, "it is missing")
-    raw = _read(file)
-    if digest(raw) != digests.get(name):
+    content = _read(file)
+    if digest(content) != digests.get(name):
         raise refuse(file, "its digest does not match plan.json")
-    return _validated(model, file, raw)
+    return content
 
 
 def _read(path: Path) -> bytes:
@@ -84,6 +136,13 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise PlanError("MOE0600", path, str(error.strerror), "`moec compile FILE -o DIR` writes one") from error
+
+
+def _text(path: Path, content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise refuse(path, "it is not UTF-8") from error
 
 
 def _strict_json(path: Path, content: bytes) -> Any:

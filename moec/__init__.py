@@ -18,24 +18,24 @@ if TYPE_CHECKING:
     from moec.driver import compile, launch, layer, load, reference, verify
     from moec.grammar.diagnostics import Diagnostic, DiagnosticError
     from moec.grammar.spec import Spec
-    from moec.runtime.hosted import clip_grad_norm_, expert_parameters
-    from moec.runtime.job import Job
-    from moec.runtime.layer import MoeLayer
-    from moec.runtime.verify import Report
+    from moec.runtime.job.hosted import clip_grad_norm_, expert_parameters
+    from moec.runtime.job.job import Job
+    from moec.runtime.job.layer import MoeLayer
+    from moec.runtime.verify.verify import Report
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Diagnostic": "moec.grammar.diagnostics",
     "DiagnosticError": "moec.grammar.diagnostics",
-    "Job": "moec.runtime.job",
-    "MoeLayer": "moec.runtime.layer",
+    "Job": "moec.runtime.job.job",
+    "MoeLayer": "moec.runtime.job.layer",
     "Plan": "moec.codegen.plan",
-    "Report": "moec.runtime.verify",
+    "Report": "moec.runtime.verify.verify",
     "Spec": "moec.grammar.spec",
-    "clip_grad_norm_": "moec.runtime.hosted",
+    "clip_grad_norm_": "moec.runtime.job.hosted",
     "compile": "moec.driver",
-    "expert_parameters": "moec.runtime.hosted",
+    "expert_parameters": "moec.runtime.job.hosted",
     "launch": "moec.driver",
     "layer": "moec.driver",
     "load": "moec.driver",

@@ -78,26 +78,35 @@ def inspect(
     lets: Lets = None,
     format: Format = "full",
     rank: Annotated[int | None, typer.Option(help="Of a plan: what this rank holds, and whom it talks to.")] = None,
-    graph: Annotated[str | None, typer.Option(help="Of a plan: its graphs as `mermaid` or `dot`.")] = None,
+    graph: Annotated[str | None, typer.Option(help="Of a plan: its ops as `mermaid` or `dot`.")] = None,
     kernels: Annotated[
         bool, typer.Option("--kernels", help="Of a plan: its kernels, compiled for its device, and what bounds each.")
     ] = False,
+    source: Annotated[bool, typer.Option("--source", help="With --kernels: their source, not compiled.")] = False,
+    fx: Annotated[bool, typer.Option("--fx", help="Of a plan: its torch.fx graphs as readable Python.")] = False,
 ) -> None:
     """Show every value of a file and where it came from; or a plan's groups, collectives and shards."""
     _require("--format", format, STYLES)
     _require("--graph", graph, ("mermaid", "dot"))
+    if source and not kernels:
+        raise typer.BadParameter("--source goes with --kernels")
     if path.is_dir() and kernels:
-        from moec.commands.inspect_kernels import inspect_kernels
+        from moec.commands.inspect_kernels import inspect_kernels, inspect_sources
 
-        print(inspect_kernels(path))
+        print(inspect_sources(path) if source else inspect_kernels(path))
+        return
+    if path.is_dir() and fx:
+        from moec.commands.inspect_fx import inspect_fx
+
+        print(inspect_fx(path), end="")
         return
     if path.is_dir():
         from moec.commands.inspect_plan import inspect_plan
 
         print(inspect_plan(path, rank, graph))
         return
-    if rank is not None or graph is not None or kernels:
-        raise typer.BadParameter("--rank, --graph and --kernels are of a plan")
+    if rank is not None or graph is not None or kernels or fx:
+        raise typer.BadParameter("--rank, --graph, --kernels and --fx are of a plan")
     from moec.commands.inspect import run
 
     show(run(path, _lets(lets)), format)
@@ -111,14 +120,16 @@ def compile(
     ] = None,
     lets: Lets = None,
     format: Format = "full",
-    emit: Annotated[str | None, typer.Option(help="Print ast, spec, ir, placed or fx, and write no plan.")] = None,
+    emit: Annotated[
+        str | None, typer.Option(help="Print ast, spec, ir, placed, fx or kernels, and write no plan.")
+    ] = None,
     stop_after: Annotated[str | None, typer.Option(help="Run no pass after this one (with --emit=ir).")] = None,
     print_ir_after: Annotated[
         str | None, typer.Option(help="Print the Program after a pass: its name, `all`, or `changed`.")
     ] = None,
     time_passes: Annotated[bool, typer.Option("--time-passes", help="Print how long each pass took.")] = False,
 ) -> None:
-    """Turn a `.moe` file into a plan. Never imports torch."""
+    """Turn a `.moe` file into a plan. Never imports torch, except to print what is torch's (`--emit=fx`)."""
     from moec.commands.compile import PASS_CHOICES, STAGES, run
 
     _require("--format", format, STYLES)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from moec.codegen.plan import Plan
     from moec.passes.pipeline import Compilation
-    from moec.runtime.job import Job
-    from moec.runtime.layer import MoeLayer
-    from moec.runtime.layer_home import Reduction
-    from moec.runtime.module import PlanModule
-    from moec.runtime.verify import Report
+    from moec.runtime.job.job import Job
+    from moec.runtime.job.layer import MoeLayer
+    from moec.runtime.job.layer_home import Reduction
+    from moec.runtime.job.module import PlanModule
+    from moec.runtime.verify.verify import Report
 
 Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
@@ -67,8 +67,8 @@ def reference(source: Source | Plan, *, seed: int = 0) -> PlanModule | MoeLayer:
     In no process group, and unsharded in every one. `source` may be a plan too: the model that it shards.
     """
     from moec.codegen.plan import Plan as PlanClass
-    from moec.runtime.reference import layer_reference
-    from moec.runtime.reference import reference as build
+    from moec.runtime.job.reference import layer_reference
+    from moec.runtime.job.reference import reference as build
 
     spec = source.spec if isinstance(source, PlanClass) else to_spec(source)
     return build(spec, seed=seed) if spec.has_model else layer_reference(spec, seed=seed)
@@ -93,7 +93,7 @@ def layer(
     Raises `DiagnosticError`, alike on every rank, for degrees that do not divide the ranks.
     """
     from moec.codegen.plan import Plan as PlanClass
-    from moec.runtime.layer_home import make_layer, ranks_of, require_layer
+    from moec.runtime.job.layer_home import make_layer, ranks_of, require_layer
 
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
@@ -116,7 +116,7 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
 
     `scale` does so at toy widths, by default only for a plan too large for this machine.
     """
-    from moec.runtime.verify import verify as run
+    from moec.runtime.verify.verify import verify as run
 
     return run(_plan(plan), scale=scale)
 
@@ -139,7 +139,7 @@ def launch(
     not finite, a tp group given different tokens): all, the first of each kind (training, evaluation, with labels or
     without), or none. Dtypes and shapes are always checked, and on CPU, which is never waited for, "first" is "all".
     """
-    from moec.runtime.job import Job
+    from moec.runtime.job.job import Job
 
     found = _plan(plan)
     if not found.spec.has_model:
@@ -203,13 +203,9 @@ def _plan(plan: Plan | str | Path) -> Plan:
 
 def _require_same(plan: Plan, path: Path) -> None:
     """Spans apart, which point into the file the plan was made from, and tiles, which were measured."""
-    from dataclasses import replace
+    from moec.codegen.folder import PROGRAM
+    from moec.codegen.reading import refuse
 
-    from moec.codegen.checks import refuse
-    from moec.codegen.folder import plan_files
-    from moec.codegen.plan import without_spans
-
-    again = replace(compile(plan.spec), tiles=plan.tiles)
-    for name, content in plan_files(without_spans(again)).items():
-        if plan_files(without_spans(plan)).get(name) != content:
-            raise refuse(path / name, "compiling the Spec inside the plan gives something else")
+    again = compile(plan.spec)
+    if again.spec_text != plan.spec_text or again.program != plan.program:
+        raise refuse(path / PROGRAM, "compiling the Spec inside the plan gives another Program")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -48,6 +48,57 @@ class Communicate:
         return replace(program, blocks=blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One conversion: the placement that a value gets on `axis`, and whether ops sharded on the axis consume it."""
+
+    axis: str
+    target: Placement | None
+    summed: bool
+
+
+def steps_between(layout: Layout, wanted: Layout, summed: Iterable[str] = ()) -> Iterator[Step]:
+    """The conversions, one axis at a time, that take a value from `layout` to `wanted`.
+
+    A conversion undoes the last cut of a dim, and makes a new last cut. Each axis goes to its final placement in one
+    conversion as soon as that is possible, in the order of their names. Where every axis left over waits for a cut
+    that is in the way, one such cut is undone; the axis is replicated until its final cut can be made.
+    """
+    summed = frozenset(summed)
+    pending = {a for a in {*layout.axes, *wanted.axes} if not _is_placed(a, layout, wanted)} | summed
+    while pending:
+        axis = next((a for a in sorted(pending) if _can_be_placed(a, layout, wanted)), None)
+        if axis is not None:
+            step = Step(axis, wanted.get(axis), axis in summed)
+            pending.remove(axis)
+        else:
+            in_the_way = (a for a in sorted(pending) if isinstance(layout.get(a), Shard) and layout.can_undo(a))
+            # Sliced again later: until then the value is the same on every rank of the axis.
+            step = Step(next(in_the_way), None, summed=False)
+        yield step
+        layout = layout.replace(step.axis, step.target)
+
+
+def _is_placed(axis: str, layout: Layout, wanted: Layout) -> bool:
+    """Whether `axis` has its final placement: a cut also stands where it should among the cuts of its dim."""
+    placement = layout.get(axis)
+    if not isinstance(placement, Shard) or placement != wanted.get(axis):
+        return placement == wanted.get(axis)
+    cuts = layout.cuts(placement.dim)
+    upto = cuts.index(axis) + 1
+    return cuts[:upto] == wanted.cuts(placement.dim)[:upto]
+
+
+def _can_be_placed(axis: str, layout: Layout, wanted: Layout) -> bool:
+    """Whether one conversion gives `axis` its final placement: it undoes a last cut, and makes the next of a dim."""
+    target = wanted.get(axis)
+    if isinstance(target, Shard):
+        cuts = wanted.cuts(target.dim)
+        if layout.cuts(target.dim) != cuts[: cuts.index(axis)]:
+            return False
+    return layout.can_undo(axis)
+
+
 def _connect(program: Program, block: Block) -> Block:
     connector = _Connector(block, program.meshes_of(block), program.block_map)
     for op in block.ops:
@@ -67,12 +118,11 @@ class _Connector:
     ops: list[Op] = field(default_factory=list)
     scope: dict[str, Value] = field(default_factory=dict)
     sums: dict[str, set[str]] = field(default_factory=dict)
-    converted: dict[tuple[str, str, str, bool], str] = field(default_factory=dict)
+    converted: dict[tuple[str, Step], str] = field(default_factory=dict)
     exchanges: dict[str, ExchangeCounts] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.scope.update({v.name: v for v in self.block.inputs})
-        self.scope.update({f"@{p.name}": p for p in self.block.parameters})
+        self.scope.update(self.block.declared())
 
     def append(self, op: Op) -> None:
         """Appends `op` with its operands converted, and its results typed and laid out anew."""
@@ -107,23 +157,23 @@ class _Connector:
 
     def _convert(self, name: str, wanted: Layout, summed: frozenset[str], consumer: Op) -> str:
         """The name of `name` where it lies as `wanted`, its gradient a partial sum on the axes `summed`."""
-        layout, parameter = layout_of(self.scope[name]), isinstance(self.scope[name], Parameter)
-        for axis in sorted({*layout.axes, *wanted.axes, *(() if parameter else summed)}):
-            source, target = layout.get(axis), wanted.get(axis)
-            if source == target and axis not in summed:
-                continue
-            key = (name, axis, str(target), axis in summed)
+        layout = layout_of(self.scope[name])
+        if isinstance(self.scope[name], Parameter):
+            summed = summed.intersection((*layout.axes, *wanted.axes))
+        for step in steps_between(layout, wanted, summed):
+            key = (name, step)
             if key not in self.converted:
-                self.converted[key] = self._insert(name, axis, source, target, axis in summed, consumer)
+                self.converted[key] = self._insert(name, step, consumer)
             name = self.converted[key]
         return name
 
-    def _insert(
-        self, name: str, axis: str, source: Placement | None, target: Placement | None, summed: bool, consumer: Op
-    ) -> str:
+    def _insert(self, name: str, step: Step, consumer: Op) -> str:
         """The rule table: one row per (from, to) on one axis, and whether ops sharded on the axis consume it."""
-        value = self.scope[name]
+        value, axis, target, summed = self.scope[name], step.axis, step.target, step.summed
+        source = layout_of(value).get(axis)
         match source, target:
+            case _ if value.ragged is not None and not (isinstance(source, Shard) and isinstance(target, Shard)):
+                pass  # rows move by all_to_all alone
             case Partial(reduce=reduce), None:
                 return self._move(value, consumer, AllReduce, axis=axis, reduce=reduce)
             case Partial(reduce="sum"), Shard(dim=dim):
@@ -134,7 +184,7 @@ class _Connector:
                 return self._move(value, consumer, Slice, axis=axis, dim=dim)
             case Shard(dim=dim), None:
                 return self._move(value, consumer, AllGather if summed else AllGatherAlike, axis=axis, dim=dim)
-            case Shard(dim=0), Shard(dim=1) if value.ragged is None and value.dtype == "int64":
+            case Shard(dim=0), Shard(dim=1) if value.is_row_counts:
                 return self._exchange(value, axis, consumer)
             case (Shard(dim=1), Shard(dim=0)) | (Shard(dim=0), Shard(dim=1)) if value.ragged is not None:
                 return self._all_to_all(value, axis, reverse=target == Shard(1), consumer=consumer)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from moec.grammar.spec import FeedForward, GeGLU, Gelu, Moe, Relu, Relu2, Subject, SwiGLU
+from moec.grammar.spec import Activated, FeedForward, Moe, Subject
 from moec.passes.builder import Builder, normal, residual_init
 from moec.passes.ir import ops as o
-from moec.passes.ir.ops import ACTIVATION_PARTS
+from moec.passes.ir.activations import ACTIVATIONS, ActivationKind
 
-Activated = SwiGLU | GeGLU | Gelu | Relu | Relu2
-"""Feed-forwards that are two projections with an activation between, which is called as they are."""
+
+def activation_of(body: Activated) -> ActivationKind:
+    """The activation of a feed-forward."""
+    kind = ACTIVATIONS[body.word]
+    assert all(getattr(body, name) is None for name in kind.parameters)
+    return kind
 
 
 def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:
     """`down(activation(up(h)))`, its parameters named under `prefix`; gives the result's name."""
     assert isinstance(body, Activated)
-    parts, span = ACTIVATION_PARTS[body.word], body.span()
-    up = b.parameter(f"{prefix}.up.weight", (parts, body.hidden, subject.dim), subject.dtype, normal(), span)
+    activation, span = activation_of(body), body.span()
+    up = b.parameter(f"{prefix}.up.weight", (activation.parts, body.hidden, subject.dim), subject.dtype, normal(), span)
     down = b.parameter(
         f"{prefix}.down.weight", (subject.dim, body.hidden), subject.dtype, residual_init(subject.depth), span
     )
     hidden = b.one(o.Linear, h, up, to="hidden", span=span)
     if body.bias:
         hidden = b.biased(hidden, f"{prefix}.up.bias", body.span("bias"))
-    active = b.one(o.Activation, hidden, to="active", span=span, kind=body.word)
+    active = b.one(o.Activation, hidden, to="active", span=span, kind=activation.word)
     y = b.one(o.Linear, active, down, to="y", span=span)
     return b.biased(y, f"{prefix}.down.bias", body.span("bias")) if body.bias else y
 

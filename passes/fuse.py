@@ -112,13 +112,7 @@ def _kept(block: Block, permute: Op, names: _Names) -> tuple[str, tuple[Op, ...]
         operands=permute.operands[1:],
         results=(kept,),
         span=permute.span,
-        group=permute.group,
-        shares=permute.shares,
-        parts=permute.parts,
-        whole=permute.whole,
-        eval_parts=permute.eval_parts,
-        eval_whole=permute.eval_whole,
-        least=permute.least,
+        **permute.capacity(),
     )
     return kept.name, (keep,)
 

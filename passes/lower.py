@@ -15,7 +15,6 @@ from moec.passes.layers import layer_set_name
 from moec.passes.losses import TOKENS, balance_blocks_of_tokens, loss_blocks
 from moec.passes.lower_layer import layer_blocks
 from moec.passes.mixture import mixture
-from moec.passes.stated import data_shares
 
 REAL = "real"
 """Name of the value that marks tokens which are no padding, in models that have a padding id."""
@@ -24,21 +23,22 @@ REAL = "real"
 def lower(spec: Spec) -> Program:
     """The unsharded Program of `spec`: a block per distinct layer, `forward` that calls them, and those of the loss.
 
+    It depends on no degree of parallelism: on neither the ranks nor how they are factored.
+
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
     Raises `DiagnosticError` for words that no pass compiles yet; no later pass meets one.
     """
     if refused := unsupported(spec):
         raise DiagnosticError(refused)
-    shares = data_shares(spec)
-    blocks = _model_blocks(spec, shares) if spec.has_model else layer_blocks(spec.layer, shares)
+    blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer)
     return Program(name=spec.subject.name, blocks=tuple(blocks))
 
 
-def _model_blocks(spec: Spec, shares: int) -> list[Block]:
+def _model_blocks(spec: Spec) -> list[Block]:
     model = spec.model
     subject, layers = model.subject, distinct_layers(model.layers)
-    blocks = [_layer_block(model, subject, layer, numbers, shares) for layer, numbers in layers]
+    blocks = [_layer_block(model, subject, layer, numbers) for layer, numbers in layers]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     balance = balance_blocks_of_tokens(model) if "balance" in forward.outputs else []
@@ -62,7 +62,7 @@ def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
     return b.one(o.LayerNorm, *operands, to=to, span=span, eps=norm.eps)
 
 
-def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int], shares: int) -> Block:
+def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype)
     real = (REAL,) if layer.moe is not None and model.embedding.padding is not None else ()
     inputs = [x, *(Value(name=name, shape=TOKENS, dtype="int64") for name in real)]
@@ -73,7 +73,7 @@ def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence
     if layer.moe is None:
         assert layer.ffn is not None
         return b.block([b.one(o.Add, residual, feed_forward(b, subject, layer.ffn, "ffn", h), to="x")])
-    mixed, balance, counts = mixture(b, subject, layer.moe, h, shares, real)
+    mixed, balance, counts = mixture(b, subject, layer.moe, h, real)
     out = b.one(o.Add, residual, mixed, to="x")
     return b.block([out, counts, *balance])
 

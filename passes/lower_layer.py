@@ -11,16 +11,16 @@ from moec.passes.losses import TOKENS, balance_blocks_of_vectors
 from moec.passes.mixture import mixture
 
 
-def layer_blocks(layer: LayerModule, shares: int) -> list[Block]:
+def layer_blocks(layer: LayerModule) -> list[Block]:
     """The layer's body, `forward`, which calls it as layer 0, and the blocks of its balance terms where it has any.
 
     `forward` takes x `[batch, sequence, dim]` in the layer's dtype and gives y of the same type, balance terms and
-    counts. `shares` is the number of data-parallel ranks.
+    counts.
     """
     subject, span = layer.subject, layer.span()
     x = Value(name="x", shape=(*TOKENS, subject.dim), dtype=subject.dtype)
     b = Builder(f"layers{layer_set_name([0])}", [x], span)
-    mixed, balance, counts = mixture(b, subject, layer.moe, "x", shares)
+    mixed, balance, counts = mixture(b, subject, layer.moe, "x")
     body = b.block([mixed, counts, *balance])
     forward = _forward_block(x, body)
     return [body, forward, *(balance_blocks_of_vectors(x, span) if balance else ())]

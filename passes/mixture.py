@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from moec.grammar.source import Span
-from moec.grammar.spec import Dropless, Dynamic, Experts, Factor, Moe, Spec, Subject, Switch, SwitchLoss, TopK
+from moec.grammar.spec import (
+    Activated,
+    Dropless,
+    Dynamic,
+    Experts,
+    Factor,
+    Moe,
+    Spec,
+    Subject,
+    Switch,
+    SwitchLoss,
+    TopK,
+)
 from moec.passes.builder import Builder, normal, residual_init
-from moec.passes.feed_forward import Activated, beside_experts
-from moec.passes.ir import Init
+from moec.passes.feed_forward import activation_of, beside_experts
+from moec.passes.ir import TRAINING, Init
 from moec.passes.ir import ops as o
-from moec.passes.ir.ops import ACTIVATION_PARTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +40,16 @@ class _Routed:
     real: tuple[str, ...]
 
 
-def mixture(
-    b: Builder, subject: Subject, moe: Moe, h: str, shares: int, real: tuple[str, ...] = ()
-) -> tuple[str, list[str], str]:
+def mixture(b: Builder, subject: Subject, moe: Moe, h: str, real: tuple[str, ...] = ()) -> tuple[str, list[str], str]:
     """The mixed value, the layer's balance term where it has one, and the counts of rows per expert.
 
-    `shares` is the number of data-parallel ranks, into whose parts the routing group `rank` cuts a batch. `real` names
-    the value that marks real tokens; without it all are real.
+    `real` names the value that marks real tokens; without it all are real.
     """
     routed = _gate(b, subject, moe, h, real)
     run = _dropless if isinstance(moe.capacity, Dropless) else _padded
-    mixed, counts = run(b, subject, moe, h, routed, shares)
+    mixed, counts = run(b, subject, moe, h, routed)
     mixed = beside_experts(b, subject, moe, h, mixed)
-    return mixed, _balance(b, moe, routed, shares), counts
+    return mixed, _balance(b, moe, routed), counts
 
 
 def choices_per_token(spec: Spec, layer: int) -> int:
@@ -75,19 +82,20 @@ def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, 
     assert isinstance(declared, Experts)
     body, span = declared.body, declared.span()
     assert isinstance(body, Activated)
-    up_shape = (declared.count, ACTIVATION_PARTS[body.word], body.hidden, subject.dim)
+    activation = activation_of(body)
+    up_shape = (declared.count, activation.parts, body.hidden, subject.dim)
     up = b.parameter("moe.experts.up.weight", up_shape, subject.dtype, normal(), span)
     down_shape = (declared.count, subject.dim, body.hidden)
     down = b.parameter("moe.experts.down.weight", down_shape, subject.dtype, residual_init(subject.depth), span)
     if not body.bias:
-        return (up, down), body.word
+        return (up, down), activation.word
     zeros, span = Init(kind="zeros"), body.span("bias")
     up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], subject.dtype, zeros, span)
     down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], subject.dtype, zeros, span)
-    return (up, down, up_bias, down_bias), body.word
+    return (up, down, up_bias, down_bias), activation.word
 
 
-def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
+def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed) -> tuple[str, str]:
     span = moe.span("capacity")
     permute = o.PermuteReal if routed.real else o.Permute
     rows, counts, positions = b.add(
@@ -98,20 +106,20 @@ def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, s
     return b.one(o.Combine, y, positions, routed.w, to="mixed", span=span), counts
 
 
-def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, shares: int) -> tuple[str, str]:
+def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed) -> tuple[str, str]:
     """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
     capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
-    group: dict[str, Any] = {"group": moe.group, "shares": shares if moe.group == "rank" else 1}
 
     def starts() -> str:
         queues = b.one(o.CountQueues, routed.e, to="queues", span=span, num_experts=experts)
-        return b.one(o.QueueStarts, queues, to="starts", span=span, **group)
+        return b.one(o.QueueStarts, queues, to="starts", span=span, group=moe.group)
 
     if isinstance(capacity, Factor):
         factor, in_evaluation = capacity.factor, capacity.eval or capacity.factor
+        varying = (b.setting(TRAINING),) if factor != in_evaluation else ()
         rows, counts, positions = b.add(
-            o.PermutePadded, h, routed.e, starts(), to="rows counts positions", span=span, num_experts=experts, **group,
-            parts=factor.numerator, whole=factor.denominator,
+            o.PermutePadded, h, routed.e, starts(), *varying, to="rows counts positions", span=span,
+            num_experts=experts, group=moe.group, parts=factor.numerator, whole=factor.denominator,
             eval_parts=in_evaluation.numerator, eval_whole=in_evaluation.denominator, least=capacity.min,
         )  # fmt: skip
     else:
@@ -120,8 +128,8 @@ def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed, sha
         if capacity.max is not None:
             most = capacity.max
             chosen = b.one(
-                o.KeepChoices, chosen, starts(), to="kept", span=span, **group,
-                parts=most.numerator, whole=most.denominator,
+                o.KeepChoices, chosen, starts(), to="kept", span=span,
+                group=moe.group, parts=most.numerator, whole=most.denominator,
                 eval_parts=most.numerator, eval_whole=most.denominator, least=1,
             )  # fmt: skip
         places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=experts)
@@ -138,15 +146,14 @@ def _declared(moe: Moe) -> Span | None:
     return moe.experts.span()
 
 
-def _balance(b: Builder, moe: Moe, routed: _Routed, shares: int) -> list[str]:
+def _balance(b: Builder, moe: Moe, routed: _Routed) -> list[str]:
     if not moe.balance:
         return []
     terms = []
     for term in moe.balance:
         if isinstance(term, SwitchLoss):
             choices = b.one(
-                o.CountChoices, routed.e, to="choices", span=term.span(), num_experts=routed.experts,
-                group=moe.group, shares=shares if moe.group == "rank" else 1,
+                o.CountChoices, routed.e, to="choices", span=term.span(), num_experts=routed.experts, group=moe.group,
             )  # fmt: skip
             counted = (routed.p, choices, *routed.real)
             terms.append(b.one(o.SwitchLoss, *counted, to="switch_loss", span=term.span(), group=moe.group))

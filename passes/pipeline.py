@@ -11,7 +11,8 @@ from moec.grammar.spec import Spec
 from moec.passes.communicate import Communicate
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
-from moec.passes.ir.verifier import Invariant, connected, laid_out, placed, staged, well_typed
+from moec.passes.ir.interface import has_interface
+from moec.passes.ir.verifier import Invariant, called_once, connected, evenly_cut, laid_out, placed, staged, well_typed
 from moec.passes.lower import lower
 from moec.passes.partition import Partition
 from moec.passes.place import Place
@@ -62,10 +63,10 @@ def pipeline(spec: Spec) -> Sequence[Step]:
     return (
         Step("place", Place(spec).apply, (placed,)),
         Step("tensor_parallel", TensorParallel().apply, ()),
-        Step("shard", ShardLayouts().apply, (laid_out,)),
+        Step("shard", ShardLayouts().apply, (laid_out, evenly_cut)),
         Step("communicate", Communicate().apply, (connected,)),
         Step("fuse", Fuse().apply, ()),
-        Step("partition", Partition().apply, (staged,)),
+        Step("partition", Partition().apply, (staged, has_interface)),
     )
 
 
@@ -77,7 +78,7 @@ def compile_program(spec: Spec, stop_after: str | None = None) -> Compilation:
     started = time.perf_counter()
     program = lower(spec)
     records = [Record("lower", time.perf_counter() - started, None, program)]
-    invariants: list[Invariant] = [well_typed]
+    invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)
     for step in pipeline(spec):
         if records[-1].name == stop_after:

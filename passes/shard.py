@@ -31,15 +31,16 @@ def _shard_block(program: Program, block: Block) -> Block:
     meshes = program.meshes_of(block)
     parameters = tuple(_shard_parameter(p, meshes) for p in block.parameters)
     inputs = tuple(replace(v, layout=_input_layout(program, v, meshes)) for v in block.inputs)
-    scope: dict[str, Value] = {v.name: v for v in inputs} | {f"@{p.name}": p for p in parameters}
-    ops = []
+    settings = tuple(replace(s, layout=REPLICATED) for s in block.settings)
+    block = replace(block, inputs=inputs, parameters=parameters, settings=settings)
+    scope, ops = block.declared(), []
     for op in block.ops:
         operands = [scope[name] for name in op.operands]
         placing = op.place(operands, meshes, program.block_map)
         results = [replace(v, layout=layout) for v, layout in zip(op.results, placing.results, strict=True)]
         scope.update({v.name: v for v in results})
         ops.append(op.with_results(results))
-    return replace(block, inputs=inputs, parameters=parameters, ops=tuple(ops))
+    return replace(block, ops=tuple(ops))
 
 
 TENSOR_PARALLEL = {

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moec.grammar.spec import Spec, Zipf
-from moec.passes.ir import DTYPE_BYTES, Block, Mesh, Parameter, Program, Shard
+from moec.passes.ir import DTYPE_BYTES, Block, Mesh, Parameter, Program, local_shape
 from moec.passes.ir.mesh import group_name
-from moec.passes.ir.op import size_of
+from moec.passes.ir.op import layout_of, size_of
 from moec.passes.ir.ops import (
     AllToAll,
     AllToAllPadded,
@@ -82,7 +82,7 @@ def tally(program: Program, spec: Spec) -> Tally:
         sizes = _sizes(program, block, batch, sequence)
         for p in block.parameters:
             elements = size_of(p.shape, {})
-            held = elements // _shards(program, block, p)
+            held = _local_elements(program, block, p)
             total += count * elements
             active += count * int(elements * _used_share(block, p))
             local += count * held
@@ -129,7 +129,8 @@ def _sizes(program: Program, block: Block, batch: int, sequence: int) -> dict[st
     k = next((op.k for op in block.ops if isinstance(op, Route)), 1)
     dense = program.meshes_of(block).dense
     rows = batch * sequence * k
-    sizes = {"batch": batch, "sequence": sequence, "rows": rows, "pieces": dense.size("tp")}
+    sizes = {"batch": batch, "sequence": sequence, "rows": rows}
+    sizes |= {"pieces": dense.size("tp"), "shares": dense.size("dp")}
     for op in block.ops:
         match op:
             case PermutePadded():
@@ -152,7 +153,7 @@ def _capacity(
 ) -> tuple[int, int, int]:
     """In training: a rank's routing groups, an expert's capacity in one, and the rank's tokens of one."""
     dp, tp = dense.size("dp"), dense.size("tp")
-    groups = {"sequence": max(1, batch // dp), "batch": 1, "rank": max(1, op.shares // dp)}[op.group]
+    groups = max(1, batch // dp) if op.group == "sequence" else 1
     tokens = batch * sequence // (dp * tp * groups)
     whole = tokens * tp * (dp if op.group == "batch" else 1)
     return groups, max(op.least, -(-op.parts * k * whole // (op.whole * experts))), tokens
@@ -165,10 +166,8 @@ def _mesh_of(program: Program, block: Block, axis: str) -> Mesh:
     return meshes.dense
 
 
-def _shards(program: Program, block: Block, p: Parameter) -> int:
-    assert p.layout is not None
-    sharded = (axis for axis, placement in p.layout.placements if isinstance(placement, Shard))
-    return math.prod(_mesh_of(program, block, axis).size(axis) for axis in sharded)
+def _local_elements(program: Program, block: Block, p: Parameter) -> int:
+    return size_of(local_shape(p.shape, layout_of(p), program.meshes_of(block)), {})
 
 
 def _used_share(block: Block, p: Parameter) -> float:
@@ -200,7 +199,7 @@ def sent_bytes(program: Program, block: Block, op: Collective, batch: int, seque
     if moved.ragged:
         # Rows are counted over all experts and all ranks, and every rank has as many.
         volume = size_of(moved.shape[1:], sizes) / meshes.dense.ranks
-    elif "sources" in moved.shape:
+    elif moved.is_row_counts:
         volume = size_of(moved.shape, {"sources": 1})
     else:
         others = (axis for axis in moved.layout.sharded_axes() if axis != op.axis or isinstance(op, AllToAllPadded))
@@ -238,7 +237,7 @@ def _gradient_traffic(program: Program, runs: Mapping[str, int]) -> list[Traffic
     for name, count in runs.items():
         block = program.block(name)
         for p in block.parameters:
-            held = size_of(p.shape, {}) // _shards(program, block, p) * MASTER_BYTES
+            held = _local_elements(program, block, p) * MASTER_BYTES
             for axis in p.sum_over or ():
                 ranks = _mesh_of(program, block, axis).size(axis)
                 group = (group_name(axis, block.experts), ranks)

@@ -48,8 +48,7 @@ class _Rewriter:
     def __init__(self, program: Program, block: Block) -> None:
         self.program, self.block = program, block
         self.ops: list[Op] = []
-        self.scope: dict[str, Value] = {v.name: v for v in block.inputs}
-        self.scope.update({f"@{p.name}": p for p in block.parameters})
+        self.scope = block.declared()
         self.renamed: dict[str, str] = {}
 
     def run(self, rule: Callable[[_Rewriter, Op], None]) -> Block:

@@ -10,32 +10,34 @@ torch's functional collective, which stands in for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._C import DispatchKey
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moec.codegen.checks import scalar_graphs
-from moec.codegen.fx import build_module
-from moec.codegen.operators import CONVERSIONS
+from moec.codegen.emit import emit_graph, facts_of
 from moec.codegen.plan import Plan
-from moec.passes.ir import Layout
-from moec.runtime import groups
-from moec.runtime.gradients import Bucket, Summed
-from moec.runtime.inputs import Inputs, global_batch
-from moec.runtime.reference import reference
-from moec.runtime.shards import local_slices
-from moec.runtime.unsharded import training_loss
-from moec.runtime.virtual import VirtualCluster
+from moec.passes.ir import Setting, local_slices
+from moec.passes.ir.interface import BALANCE, FORWARD, MODEL_RESULT
+from moec.passes.ir.ops import Call
+from moec.runtime.job import groups
+from moec.runtime.job.gradients import Bucket, Summed
+from moec.runtime.job.reference import reference
+from moec.runtime.job.settings import setting_values
+from moec.runtime.verify.inputs import Inputs, global_batch
+from moec.runtime.verify.shuffles import SHUFFLES
+from moec.runtime.verify.unsharded import training_loss
+from moec.runtime.verify.virtual import VirtualCluster
 
-COLLECTIVES = CONVERSIONS.keys() - {"moec.slice.default"}
+COLLECTIVES = SHUFFLES.keys() - {"moec.embed_part.default", "moec.label_logit.default", "moec.slice.default"}
+"""The operators that communicate. The three others depend on a rank's place in a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,11 @@ class AllRanks(LocalTensorMode):
         return tuple(LocalTensor({r: result[i] for r, result in results.items()}) for i in range(len(results[0])))
 
     def _seats(self, rank: int) -> dict[str, Any]:
-        cliques = ((name, ranks) for name, every in self._plan.manifest.groups.items() for ranks in every)
+        cliques = ((name, ranks) for name, every in self._plan.groups.items() for ranks in every)
         return {name: Seat(tuple(ranks), list(ranks).index(rank)) for name, ranks in cliques if rank in ranks}
 
 
-def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, site: str = "") -> Tensor:
+def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, *_: object) -> Tensor:
     send, receive = splits.tolist()
     if reverse:
         send, receive = receive, send
@@ -100,7 +102,7 @@ def all_ranks(plan: Plan) -> Iterator[None]:
     try:
         own = {
             name: dist.new_group(next(list(ranks) for ranks in every if 0 in ranks))
-            for name, every in plan.manifest.groups.items()
+            for name, every in plan.groups.items()
         }
         with groups.use(own), AllRanks(plan):
             yield
@@ -109,29 +111,62 @@ def all_ranks(plan: Plan) -> Iterator[None]:
 
 
 def run_all_ranks(
-    plan: Plan, parts: dict[str, list[Tensor]], inputs: Inputs
+    plan: Plan, parts: dict[str, list[Tensor]], inputs: Inputs, *, training: bool
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
     """Logits, loss and summed gradients of every rank, of what parameters each holds (`VirtualCluster.parameters`)."""
-    found: dict[str, nn.Parameter] = {}
     with all_ranks(plan):
-
-        def make(name: str) -> nn.Parameter:
-            found[name] = nn.Parameter(LocalTensor({r: p.detach().clone() for r, p in enumerate(parts[name])}))
-            return found[name]
-
-        stage = plan.stages[0]
-        forward = build_module(stage, "forward", make, float64=True)
-        score = {graph: build_module(stage, graph, make, float64=True) for graph in scalar_graphs(stage)}
+        parameters = {
+            name: nn.Parameter(LocalTensor({r: p.detach().clone() for r, p in enumerate(of_ranks)}))
+            for name, of_ranks in parts.items()
+        }
+        run = _Blocks(plan, parameters, training)
         tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_given, inputs.rank_targets))
-        out = forward(tokens)
-        names = [arg.node for arg in stage.graph("forward").nodes[-1].args]
-        results = dict(zip(names, out if isinstance(out, tuple) else (out,), strict=True))
-        loss = score["loss"](results["logits"], labels, score["valid_labels"](labels))
-        if "balance" in results:
-            loss = loss + score["aux_loss"](results["balance"], score["num_tokens"](tokens))
+        results = run(FORWARD, "", [tokens])
+        logits = results[MODEL_RESULT]
+        (valid,) = run("valid_labels", "", [labels]).values()
+        (loss,) = run("loss", "", [logits, labels, valid]).values()
+        if BALANCE in results:
+            (num_tokens,) = run("num_tokens", "", [tokens]).values()
+            (aux_loss,) = run("aux_loss", "", [results[BALANCE], num_tokens]).values()
+            loss = loss + aux_loss
         loss.backward()
-        gradients = {name: _listed(_summed(p, plan.parameters[name].sum_over)) for name, p in found.items()}
-    return _listed(results["logits"].detach()), _listed(loss.detach()), gradients
+        gradients = {name: _listed(_summed(p, plan.parameters[name].sum_over)) for name, p in parameters.items()}
+    return _listed(logits.detach()), _listed(loss.detach()), gradients
+
+
+class _Blocks:
+    """Runs a plan's blocks in float64, node by node of the graphs that are emitted from them."""
+
+    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], training: bool) -> None:
+        self._program, self._parameters, self._training = plan.program, parameters, training
+
+    def __call__(self, block: str, path: str, given: Sequence[Tensor], number: int = -1) -> dict[str, Tensor]:
+        """A block's results by their names; its parameters are those whose names begin with `path`."""
+        found = self._program.block(block)
+        graph = emit_graph(self._program, found, float64=True)
+        inputs, values = dict(zip((v.name for v in found.inputs), given, strict=True)), dict[fx.Node, Any]()
+
+        def valued(argument: Any) -> Any:
+            return fx.map_arg(argument, lambda used: values[used])
+
+        for node in graph.nodes:
+            facts = facts_of(node)
+            if node.op == "placeholder" and facts.parameter:
+                values[node] = self._parameters[path + facts.parameter]
+            elif isinstance(facts.value, Setting):
+                (values[node],) = setting_values((facts.value.name,), training=self._training)
+            elif node.op == "placeholder":  # what is no value of the block is the number of the layer
+                values[node] = inputs[facts.key] if facts.value is not None else torch.tensor(number)
+            elif node.op == "call_module":
+                assert isinstance(facts.op, Call)
+                called = self(facts.op.block, f"layers.{facts.op.layer}.", valued(node.args), facts.op.layer)
+                values[node] = next(iter(called.values())) if len(called) == 1 else tuple(called.values())
+            elif node.op == "call_function":
+                values[node] = node.target(*valued(node.args), **valued(node.kwargs))
+            else:
+                (gives,) = valued(node.args)
+                return dict(zip(found.outputs, gives if isinstance(gives, tuple | list) else (gives,), strict=True))
+        raise AssertionError("a graph without an output")
 
 
 def _summed(parameter: nn.Parameter, over: tuple[str, ...]) -> LocalTensor:
@@ -153,12 +188,12 @@ def _listed(tensor: LocalTensor) -> list[Tensor]:
 # ---- three answers, and how far they are apart --------------------------------------------------------
 
 
-def run_both(plan: Plan) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
+def run_both(plan: Plan, *, training: bool = True) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
     """Every rank's logits, loss and gradients in float64: by torch's mode, and on the virtual cluster."""
     model = reference(plan.spec, seed=0, dtype=torch.float64)
-    cluster = VirtualCluster(plan, dict(model.named_parameters()))
+    cluster = VirtualCluster(plan, dict(model.named_parameters()), training=training)
     inputs = global_batch(plan, 0)
-    logits, loss, gradients = run_all_ranks(plan, cluster.parameters, inputs)
+    logits, loss, gradients = run_all_ranks(plan, cluster.parameters, inputs, training=training)
     virtual_logits, virtual_loss = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets)
     virtual = {"logits": virtual_logits, "loss": virtual_loss, **cluster.backward(virtual_loss)}
     return {"logits": logits, "loss": loss, **gradients}, virtual
@@ -176,9 +211,9 @@ def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
     found = {"logits": logits, "loss": [loss for _ in ranks]}
     for name, parameter in model.named_parameters():
         data = plan.parameters[name]
-        layout, mesh = Layout.parse(data.layout), plan.meshes[data.mesh]
+        mesh = plan.meshes[data.mesh]
         assert parameter.grad is not None
-        found[name] = [parameter.grad[local_slices(data.shape, layout, mesh, rank)] for rank in ranks]
+        found[name] = [parameter.grad[local_slices(data.shape, data.layout, mesh, rank)] for rank in ranks]
     return found
 
 

@@ -32,17 +32,13 @@ from moec.grammar.spec.balance import (
 from moec.grammar.spec.base import Doc, Form, Node, Reference, Unit
 from moec.grammar.spec.cluster import Cluster, ClusterText, Device, Level, Peak
 from moec.grammar.spec.experts import (
+    Activated,
     Conv,
     Experts,
     FeedForward,
-    GeGLU,
-    Gelu,
     LinearMap,
     Lora,
     Mixture,
-    Relu,
-    Relu2,
-    SwiGLU,
 )
 from moec.grammar.spec.gates import (
     AttentionRouter,
@@ -109,6 +105,7 @@ class Spec(Node):
 
 
 __all__ = [
+    "Activated",
     "AdamW",
     "Adapt",
     "Attention",
@@ -133,8 +130,6 @@ __all__ = [
     "GShard",
     "GShardLoss",
     "Gate",
-    "GeGLU",
-    "Gelu",
     "Gqa",
     "Greedy",
     "Hash",
@@ -163,8 +158,6 @@ __all__ = [
     "ParallelLayers",
     "Peak",
     "Reference",
-    "Relu",
-    "Relu2",
     "Replicate",
     "RmsNorm",
     "Rope",
@@ -175,7 +168,6 @@ __all__ = [
     "SparseMixer",
     "Spec",
     "Subject",
-    "SwiGLU",
     "Switch",
     "SwitchLoss",
     "TokenEmbedding",

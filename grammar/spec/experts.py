@@ -25,7 +25,11 @@ class _FeedForward(Node):
     gated: Annotated[bool, Doc("of `shared` only: scaled by a learned sigmoid per token (Qwen2)")] = False
 
 
-class SwiGLU(_FeedForward):
+class Activated(_FeedForward):
+    """Projections with an activation between. `passes/ir/activations.py` has a row for each."""
+
+
+class SwiGLU(Activated):
     """`down(silu(gate(x)) * up(x))`."""
 
     word = "swiglu"
@@ -36,32 +40,39 @@ class SwiGLU(_FeedForward):
     ] = None
 
 
-class GeGLU(_FeedForward):
+class GeGLU(Activated):
     """`down(gelu(gate(x)) * up(x))`."""
 
     word = "geglu"
     source = "Shazeer 2020, arXiv 2002.05202"
 
 
-class Gelu(_FeedForward):
+class Gelu(Activated):
     """`down(gelu(up(x)))` with the exact (erf) GELU."""
 
     word = "gelu"
     source = "Hendrycks & Gimpel 2016, arXiv 1606.08415"
 
 
-class Relu(_FeedForward):
+class Relu(Activated):
     """`down(relu(up(x)))`."""
 
     word = "relu"
     source = "Vaswani et al. 2017, arXiv 1706.03762, section 3.3"
 
 
-class Relu2(_FeedForward):
+class Relu2(Activated):
     """`down(relu(up(x)) ** 2)`."""
 
     word = "relu2"
     source = "Primer, So et al. 2021, arXiv 2109.08668"
+
+
+class Silu(Activated):
+    """`down(silu(up(x)))`, with `silu(x) = x * sigmoid(x)`."""
+
+    word = "silu"
+    source = "Elfwing et al. 2017, arXiv 1702.03118"
 
 
 class LinearMap(Node):
@@ -104,7 +115,7 @@ class Mixture(Node):
     name: Annotated[Text, Doc("label of the `layer` block")]
 
 
-FeedForward = SwiGLU | GeGLU | Gelu | Relu | Relu2 | LinearMap | Lora | Conv
+FeedForward = SwiGLU | GeGLU | Gelu | Relu | Relu2 | Silu | LinearMap | Lora | Conv
 
 
 class Experts(Node):

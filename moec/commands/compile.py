@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from moec.codegen.plan import Plan, make_plan
 from moec.commands.summary import summary
 from moec.driver import read, run_passes
 from moec.grammar import to_text
-from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.passes.ir import Program
 from moec.passes.ir.text import print_program
 from moec.passes.pipeline import PASS_NAMES, Record
@@ -45,9 +44,6 @@ def run(
     if emit == "spec":
         print(to_text(loaded.spec), end="")
         return loaded.diagnostics
-    if emit == "kernels":
-        message = "`--emit=kernels`: rendered kernels come in a later version"
-        raise DiagnosticError([diagnose("MOE0202", None, message)])
     if emit == "ir" and stop_after is None:
         stop_after = "lower"
     compilation = run_passes(loaded.spec, stop_after)
@@ -61,7 +57,14 @@ def run(
         return loaded.diagnostics
     plan = make_plan(loaded.spec, compilation.program, __version__)
     if emit == "fx":
-        print(json.dumps([stage.to_json() for stage in plan.stages], indent=1))
+        from moec.commands.inspect_fx import fx_of
+
+        print(fx_of(plan), end="")
+        return loaded.diagnostics
+    if emit == "kernels":
+        from moec.commands.inspect_kernels import sources_of_kernels
+
+        print(sources_of_kernels(plan))
         return loaded.diagnostics
     _write(plan, compilation.program, output or Path(f"{file.stem}.plan"), started)
     return loaded.diagnostics

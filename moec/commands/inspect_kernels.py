@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from moec.codegen.kernel_work import work_of
-from moec.codegen.kernels import ProductShape
+from moec.codegen.kernels.of_plan import (
+    PlanKernel,
+    kernel_sources,
+    kernels_of,
+    rows_per_rank,
+    tiles_of,
+    tokens_per_rank,
+)
+from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.work import work_of
 from moec.codegen.plan import Plan
-from moec.codegen.plan_kernels import PlanKernel, kernels_of, rows_per_rank, tiles_of, tokens_per_rank
 from moec.driver import load
 from moec.grammar.spec import Device
 
@@ -28,15 +35,32 @@ TARGETS: Mapping[str, str] = {
 HEAD = ("kernel", "tile", "from", "registers", "spilled", "shared", "bound by", "at least", "serves")
 
 
+def inspect_sources(path: Path) -> str:
+    """The source of every kernel of a plan."""
+    return sources_of_kernels(load(path))
+
+
+def sources_of_kernels(plan: Plan) -> str:
+    """The source of every kernel as it is rendered for the plan's device, each under its name."""
+    sources = kernel_sources(plan)
+    if not sources:
+        return _no_kernels(plan)
+    return "\n".join(f"# ---- {name}\n{source}" for name, source in sources.items())
+
+
+def _no_kernels(plan: Plan) -> str:
+    return f"{plan.name}: on {plan.spec.cluster.device.name} plain torch does the work; there are no kernels"
+
+
 def inspect_kernels(path: Path) -> str:
     """The text. Compiles every kernel, which takes some seconds for each; raises `BackendError` where Triton cannot."""
     plan = load(path)
     kernels = kernels_of(plan)
     device = plan.spec.cluster.device
     if not kernels:
-        return f"{plan.name}: on {device.name} plain torch does the work; there are no kernels"
+        return _no_kernels(plan)
     from moec.runtime.backends import BackendError
-    from moec.runtime.backends.triton_support import TRITONS, triton_complaint
+    from moec.runtime.backends.triton.triton_support import TRITONS, triton_complaint
 
     unfit = triton_complaint()
     if unfit is not None:
@@ -49,20 +73,20 @@ def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Itera
     yield f"{plan.name}: kernels of a rank, for {tokens_per_rank(plan):,} tokens, on {device.name} ({target})"
     if plan.tiles is not None:
         yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}"
-    by_body: dict[str, list[PlanKernel]] = {}
+    by_block: dict[str, list[PlanKernel]] = {}
     for kernel in kernels:
-        by_body.setdefault(kernel.body, []).append(kernel)
-    for body, own in by_body.items():
+        by_block.setdefault(kernel.block, []).append(kernel)
+    for block, own in by_block.items():
         rows = [row for kernel in own for row in _rows(plan, device, target, kernel)]
         yield ""
-        yield body
+        yield block
         widths = [max(len(row[column]) for row in (HEAD, *rows)) for column in range(len(HEAD))]
         for row in (HEAD, *rows):
             yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
 
 
 def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel) -> Iterator[tuple[str, ...]]:
-    from moec.runtime.backends.triton_compile import compile_kernels
+    from moec.runtime.backends.triton.triton_compile import compile_kernels
 
     for made in compile_kernels(kernel.shape, target, kernel.only):
         work = work_of(kernel.shape, made.kernel, tokens_per_rank(plan), rows_per_rank(plan, kernel.k))

@@ -1,4 +1,4 @@
-"""`moec inspect PLAN`: what is communicated, what a rank holds, and the graphs as pictures. Needs no torch."""
+"""`moec inspect PLAN`: what is communicated, what a rank holds, and the ops as pictures. Needs no torch."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from pathlib import Path
 
 import typer
 
-from moec.codegen.graph import Graph, Node
-from moec.codegen.operators import CONVERSIONS
-from moec.codegen.plan import Body, ParameterData, Plan
+from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.summary import amount_of_bytes, count
-from moec.driver import load, run_passes
-from moec.passes.ir import Layout, Program, Shard
+from moec.driver import load
+from moec.passes.ir import Block, Op, local_shape, local_slices
+from moec.passes.ir.interface import layers_by_block
+from moec.passes.ir.mesh import group_name
 from moec.passes.ir.ops import Collective
 from moec.passes.tally import MASTER_BYTES, sent_bytes, sequence_of
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One collective of a body: over which group, what a rank sends, forward and backward, and for which line."""
+    """One collective of a block: over which group, what a rank sends, forward and backward, and for which line."""
 
     what: str
     group: str
@@ -33,7 +33,7 @@ class Row:
 
 
 def inspect_plan(path: Path, rank: int | None, picture: str | None) -> str:
-    """The text for a whole plan, for one rank of it, or its graphs as `mermaid` or `dot`."""
+    """The text for a whole plan, for one rank of it, or its ops as `mermaid` or `dot`."""
     plan = load(path)
     if rank is not None and not 0 <= rank < plan.world_size:
         raise typer.BadParameter(f"--rank is from 0 to {plan.world_size - 1}, not {rank}")
@@ -52,50 +52,43 @@ def _plan(plan: Plan) -> Iterator[str]:
     yield ""
     for mesh in plan.meshes.values():
         yield f"  mesh {mesh.name}: {' × '.join(f'{axis} {size}' for axis, size in mesh.axes)}"
-    for name, lists in plan.manifest.groups.items():
+    for name, lists in plan.groups.items():
         shown = ", ".join(_ranks(ranks) for ranks in lists[:4])
         more = ", …" if len(lists) > 4 else ""
         yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
-    program = run_passes(plan.spec).program
-    for body in plan.manifest.bodies:
+    layers = layers_by_block(plan.program)
+    for block in plan.program.blocks:
+        runs = f", {count(len(layers[block.name]), 'layer')}" if layers[block.name] else ""
         yield ""
-        runs = f", {count(len(body.layers), 'layer')}" if body.layers else ""
-        yield f"{body.graph}{runs}"
-        yield from _table([*_collectives(plan, program, body), *_gradients(plan, body)])
+        yield f"{block.name}{runs}"
+        yield from _table([*_collectives(plan, block), *_gradients(plan, block)])
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, ranks))}]" if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
 
 
-def _collectives(plan: Plan, program: Program, body: Body) -> Iterator[Row]:
-    """Those of the plan's own graph; how much each moves, the Program of the same Spec knows."""
-    spec = plan.spec
-    sequence = sequence_of(spec)
-    batch = spec.train.batch if spec.train else plan.data_size
-    block = program.block(body.graph)
-    ops = {value.name: op for op in block.ops if isinstance(op, Collective) for value in op.results}
-    for node in plan.stages[0].graph(body.graph).nodes:
-        if node.target not in CONVERSIONS:
-            continue
-        group = next(arg for arg in node.args if isinstance(arg, str))
-        name = node.value or node.name.removesuffix("_all").replace("_", ".")
-        op = ops.get(name)
-        forward, backward = sent_bytes(program, block, op, batch, sequence) if op else (math.nan, math.nan)
-        ranks = len(plan.manifest.groups[group][0])
-        back = " back" if node.args[-1] is True else ""
-        what = f"{node.target.split('.')[1]}{back} %{name}"
-        yield Row(what, group, ranks, forward, op.backward if op else "?", backward, node.span or "")
+def _collectives(plan: Plan, block: Block) -> Iterator[Row]:
+    """The conversions of a block, with what a batch of the file makes them send."""
+    batch, sequence = plan.spec.train.batch if plan.spec.train else plan.data_size, sequence_of(plan.spec)
+    meshes = plan.program.meshes_of(block)
+    for op in block.ops:
+        if isinstance(op, Collective):
+            forward, backward = sent_bytes(plan.program, block, op, batch, sequence)
+            back = " back" if getattr(op, "reverse", False) else ""
+            what = f"{op.mnemonic}{back} %{op.results[0].name}"
+            group, span = group_name(op.axis, block.experts), str(op.span) if op.span else ""
+            yield Row(what, group, meshes.size(op.axis), forward, op.backward, backward, span)
 
 
-def _gradients(plan: Plan, body: Body) -> Iterator[Row]:
+def _gradients(plan: Plan, block: Block) -> Iterator[Row]:
     """The sums of gradients, by group."""
     sums: dict[str, float] = {}
-    for parameter in body.parameters:
+    for parameter in parameters_of_block(block):
         for group in parameter.sum_over:
             sums[group] = sums.get(group, 0.0) + _local_elements(plan, parameter) * MASTER_BYTES
     for group, size in sums.items():
-        ranks = len(plan.manifest.groups[group][0])
+        ranks = len(plan.groups[group][0])
         yield Row("gradients", group, ranks, 0, "all_reduce", 2 * size * (ranks - 1) / ranks, "")
 
 
@@ -125,70 +118,69 @@ def _rank(plan: Plan, rank: int) -> Iterator[str]:
     yield ""
     for mesh in plan.meshes.values():
         yield f"  mesh {mesh.name}: {', '.join(f'{axis} {mesh.coordinate(rank, axis)}' for axis, _ in mesh.axes)}"
-    for name, lists in plan.manifest.groups.items():
+    for name, lists in plan.groups.items():
         peers = next(ranks for ranks in lists if rank in ranks)
         yield f"  talks over {name} to {_ranks(tuple(peer for peer in peers if peer != rank))}"
     held = sum(_local_elements(plan, p) for p in plan.parameters.values())
     yield f"  holds {held:,} of {sum(math.prod(p.shape) for p in plan.parameters.values()):,} elements"
-    for body in plan.manifest.bodies:
-        if not body.parameters:
+    for block in plan.program.blocks:
+        if not block.parameters:
             continue
         yield ""
-        yield f"{body.graph}"
-        width = max(len(p.name) for p in body.parameters)
-        for p in body.parameters:
+        yield f"{block.name}"
+        width = max(len(p.name) for p in block.parameters)
+        for p in parameters_of_block(block):
             yield f"  {p.name.ljust(width)}  {p.dtype}{_held(plan, p, rank)}  of {list(p.shape)}  {p.layout}"
 
 
-def _held(plan: Plan, parameter: ParameterData, rank: int) -> str:
+def _held(plan: Plan, parameter: PlanParameter, rank: int) -> str:
     """`[4:8, 64]`: the part of each dim that the rank holds."""
-    parts = [str(size) for size in parameter.shape]
-    mesh = plan.meshes[parameter.mesh]
-    for axis, placement in Layout.parse(parameter.layout).placements:
-        assert isinstance(placement, Shard)
-        each = parameter.shape[placement.dim] // mesh.size(axis)
-        first = each * mesh.coordinate(rank, axis)
-        parts[placement.dim] = f"{first}:{first + each}"
-    return f"[{', '.join(parts)}]"
+    index = local_slices(parameter.shape, parameter.layout, plan.meshes[parameter.mesh], rank)
+    parts = zip(index, parameter.shape, strict=True)
+    return f"[{', '.join(str(n) if part == slice(0, n) else f'{part.start}:{part.stop}' for part, n in parts)}]"
 
 
-def _local_elements(plan: Plan, parameter: ParameterData) -> int:
-    mesh = plan.meshes[parameter.mesh]
-    axes = Layout.parse(parameter.layout).sharded_axes()
-    return math.prod(parameter.shape) // math.prod(mesh.size(axis) for axis in axes)
+def _local_elements(plan: Plan, parameter: PlanParameter) -> int:
+    return math.prod(local_shape(parameter.shape, parameter.layout, plan.meshes[parameter.mesh]))
 
 
 # ---- pictures --------------------------------------------------------------------------------------
 
 
 def _picture(plan: Plan, kind: str) -> Iterator[str]:
-    """Every graph of the plan, an arrow from each node to those that use it; collectives stand out."""
+    """Every block of the plan, an arrow from each op to those that use it; collectives stand out."""
     mermaid = kind == "mermaid"
     yield "flowchart TD" if mermaid else "digraph plan {\n  node [shape = box]"
-    for number, graph in enumerate(plan.stages[0].graphs):
-        title = graph.name.replace('"', "'")
+    for number, block in enumerate(plan.program.blocks):
+        title = block.name.replace('"', "'")
         yield f'  subgraph g{number}["{title}"]' if mermaid else f'  subgraph cluster_{number} {{\n  label = "{title}"'
-        yield from _nodes(graph, f"g{number}_", mermaid)
+        yield from _ops(block, f"g{number}_", mermaid)
         yield "  end" if mermaid else "  }"
     if not mermaid:
         yield "}"
 
 
-def _nodes(graph: Graph, prefix: str, mermaid: bool) -> Iterator[str]:
-    parameters = {node.name for node in graph.nodes if node.op == "get_attr"}
-    for node in graph.nodes:
-        if node.name in parameters:
-            continue
-        label, loud = _label(node), node.target in CONVERSIONS
-        name = f"{prefix}{node.name}"
-        if mermaid:
-            yield f'    {name}{"([" if loud else "["}"{label}"{"])" if loud else "]"}'
-        else:
-            yield f'    {name} [label = "{label}"{", style = filled, fillcolor = gold" if loud else ""}]'
-        arrow = "-->" if mermaid else "->"
-        yield from (f"    {prefix}{source} {arrow} {name}" for source in node.refs() if source not in parameters)
+def _ops(block: Block, prefix: str, mermaid: bool) -> Iterator[str]:
+    nodes = {value.name: f"{prefix}in{index}" for index, value in enumerate(block.inputs)}
+    for name, node in nodes.items():
+        yield _drawn(node, f"%{name}", False, mermaid)
+    for index, op in enumerate(block.ops):
+        node = f"{prefix}op{index}"
+        yield _drawn(node, _label(op), isinstance(op, Collective), mermaid)
+        sources = dict.fromkeys(nodes[name] for name in op.operands if name in nodes)
+        yield from (f"    {source} {'-->' if mermaid else '->'} {node}" for source in sources)
+        nodes.update({value.name: node for value in op.results})
+    yield _drawn(f"{prefix}out", "return", False, mermaid)
+    results = dict.fromkeys(nodes[name] for name in block.outputs)
+    yield from (f"    {source} {'-->' if mermaid else '->'} {prefix}out" for source in results)
 
 
-def _label(node: Node) -> str:
-    what = node.target if node.op == "call_function" else f"{node.op} {node.target}"
-    return f"{node.name}: {what}{f' ({node.span})' if node.span else ''}"
+def _drawn(node: str, label: str, loud: bool, mermaid: bool) -> str:
+    if mermaid:
+        return f'    {node}{"([" if loud else "["}"{label}"{"])" if loud else "]"}'
+    return f'    {node} [label = "{label}"{", style = filled, fillcolor = gold" if loud else ""}]'
+
+
+def _label(op: Op) -> str:
+    results = ", ".join(f"%{value.name}" for value in op.results)
+    return f"{results} = {op.mnemonic}{f' ({op.span})' if op.span else ''}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.commands.summary import count
-from moec.runtime.rounding import STEP_BOUND
-from moec.runtime.verify import BOUND, Report
+from moec.runtime.verify.rounding import STEP_BOUND
+from moec.runtime.verify.verify import BOUND, Report
 
 
 def print_report(path: Path, report: Report) -> None:

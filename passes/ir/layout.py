@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, overload
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +38,22 @@ _PLACED = re.compile(r"(?P<axis>[a-z]+):(shard\((?P<dim>[0-9])\)|partial\((?P<re
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A placement per mesh axis. Axes that are not named replicate; axes of size 1 are never named."""
+    """A placement per mesh axis. Axes that are not named replicate; axes of size 1 are never named.
+
+    Several axes may shard one dim: each cuts the pieces of the axis before it, as in DTensor. Only the order of the
+    cuts of one dim means anything. Placements are stored in one canonical order, which keeps the cuts of a dim in
+    their order and side by side, so that layouts are equal where they differ in nothing else.
+    """
 
     placements: tuple[tuple[str, Placement], ...] = ()
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placements", _canonical(self.placements))
+
     @classmethod
     def of(cls, placements: Mapping[str, Placement] | Iterable[tuple[str, Placement]]) -> Layout:
-        """The layout with these placements, in one canonical order."""
-        return cls(tuple(sorted(dict(placements).items())))
+        """The layout with these placements; axes that shard the same dim are given in the order of their cuts."""
+        return cls(tuple(dict(placements).items()))
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -65,11 +74,11 @@ class Layout:
         return dict(self.placements).get(axis)
 
     def replace(self, axis: str, placement: Placement | None) -> Layout:
-        """This layout with `axis` placed otherwise; None replicates."""
-        changed = {a: p for a, p in self.placements if a != axis}
-        if placement is not None:
-            changed[axis] = placement
-        return Layout.of(changed)
+        """This layout with another placement on `axis`; None replicates. A new cut is the last cut of its dim."""
+        if placement == self.get(axis):
+            return self
+        others = tuple((a, p) for a, p in self.placements if a != axis)
+        return Layout(others if placement is None else (*others, (axis, placement)))
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -80,8 +89,80 @@ class Layout:
         """The axes on which the value is sharded."""
         return tuple(axis for axis, placement in self.placements if isinstance(placement, Shard))
 
+    def cuts(self, dim: int) -> tuple[str, ...]:
+        """The axes that cut `dim`, the outermost cut first."""
+        return tuple(axis for axis, placement in self.placements if placement == Shard(dim))
+
+    def can_undo(self, axis: str) -> bool:
+        """Whether a collective over `axis` alone can undo its placement: of the cuts of a dim, the last."""
+        placement = self.get(axis)
+        return not isinstance(placement, Shard) or self.cuts(placement.dim)[-1] == axis
+
+    def in_order_of(self, axes: Iterable[str]) -> Layout:
+        """This layout, every dim cut in the order of `axes`: a mesh's order is the only one that DTensor knows."""
+        return Layout.of((axis, placement) for axis in axes if (placement := self.get(axis)) is not None)
+
     def __str__(self) -> str:
         return " ".join(f"{axis}:{placement}" for axis, placement in self.placements) or "replicate"
 
 
+def _canonical(placements: Sequence[tuple[str, Placement]]) -> tuple[tuple[str, Placement], ...]:
+    """Cuts of one dim in the order given and side by side; dims and partial sums sorted by their first axis."""
+    together: dict[object, list[tuple[str, Placement]]] = {}
+    for axis, placement in placements:
+        key = placement.dim if isinstance(placement, Shard) else axis
+        together.setdefault(key, []).append((axis, placement))
+    in_order = sorted(together.values(), key=lambda cuts: cuts[0][0])
+    return tuple(placed for cuts in in_order for placed in cuts)
+
+
 REPLICATED = Layout()
+
+
+# ---- what one rank holds -------------------------------------------------------------------------------
+
+
+class AxisSizes(Protocol):
+    """The sizes of mesh axes: a `Mesh`, or the `Meshes` of a block."""
+
+    def size(self, axis: str, /) -> int:
+        """Number of ranks along `axis`."""
+        ...
+
+
+class Coordinates(AxisSizes, Protocol):
+    """The sizes of mesh axes and the place of each rank on them: a `Mesh`."""
+
+    def coordinate(self, rank: int, axis: str, /) -> int:
+        """Position of `rank` along `axis`."""
+        ...
+
+
+@overload
+def local_shape(shape: Sequence[int], layout: Layout, mesh: AxisSizes) -> tuple[int, ...]: ...
+
+
+@overload
+def local_shape(shape: Sequence[int | str], layout: Layout, mesh: AxisSizes) -> tuple[int | str, ...]: ...
+
+
+def local_shape(shape: Sequence[int | str], layout: Layout, mesh: AxisSizes) -> tuple[int | str, ...]:
+    """The shape of one rank's part of a value of global `shape`. Symbols stay as they are.
+
+    Every cut must divide its dim; what is left over belongs to no rank (`degree_rules` and the verifier refuse it).
+    """
+    local = list(shape)
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard) and isinstance(size := local[placement.dim], int):
+            local[placement.dim] = size // mesh.size(axis)
+    return tuple(local)
+
+
+def local_slices(shape: Sequence[int], layout: Layout, mesh: Coordinates, rank: int) -> tuple[slice, ...]:
+    """The index of `rank`'s part, which has the `local_shape`, in a tensor of global `shape`."""
+    starts, sizes = [0] * len(shape), list(shape)
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard):
+            sizes[placement.dim] //= mesh.size(axis)
+            starts[placement.dim] += sizes[placement.dim] * mesh.coordinate(rank, axis)
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))

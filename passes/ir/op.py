@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
 
-from moec.grammar.source import Span
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.mesh import EXPERT_AXES, Mesh
+from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Attribute, Dim, Value
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Op(ABC):
 
     operands: tuple[str, ...]
     results: tuple[Value, ...] = ()
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceLine | None = field(default=None, compare=False, repr=False)
 
     @abstractmethod
     def infer(self, operands: Sequence[Value], blocks: Mapping[str, Block]) -> tuple[Type, ...]:
@@ -93,7 +94,12 @@ class Op(ABC):
 
     def attributes(self) -> dict[str, Attribute]:
         """The op's own fields, in order."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _BASE_FIELDS}
+        return {name: getattr(self, name) for name in self.attribute_names()}
+
+    @classmethod
+    def attribute_names(cls) -> tuple[str, ...]:
+        """The names of the op's own fields, in order."""
+        return _attribute_names(cls)
 
     def with_results(self, results: Sequence[Value]) -> Self:
         """This op with other results."""
@@ -101,6 +107,11 @@ class Op(ABC):
 
 
 _BASE_FIELDS = frozenset(f.name for f in fields(Op))
+
+
+@cache
+def _attribute_names(op: type[Op]) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(op) if f.name not in _BASE_FIELDS)
 
 
 T = TypeVar("T", bound=Op)

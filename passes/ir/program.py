@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from moec.grammar.source import Span
 from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
-from moec.passes.ir.value import Parameter, Value
+from moec.passes.ir.ops.control import Call
+from moec.passes.ir.source_line import SourceLine
+from moec.passes.ir.value import Parameter, Setting, Value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,17 +27,24 @@ class Block:
     parameters: tuple[Parameter, ...]
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
+    settings: tuple[Setting, ...] = ()
     experts: str | None = None
     final: bool = False
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceLine | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def scope(self) -> Mapping[str, Value]:
-        """Every value and (under `@name`) parameter by the name that operands use."""
-        names: dict[str, Value] = {v.name: v for v in self.inputs}
-        names.update({f"@{p.name}": p for p in self.parameters})
+        """Every value, parameter (`@name`) and setting (`$name`) by the name that operands use."""
+        names = self.declared()
         for op in self.ops:
             names.update({v.name: v for v in op.results})
+        return names
+
+    def declared(self) -> dict[str, Value]:
+        """The inputs, parameters and settings, which no op gives, by the same names."""
+        names: dict[str, Value] = {v.name: v for v in self.inputs}
+        names.update({f"@{p.name}": p for p in self.parameters})
+        names.update({f"${s.name}": s for s in self.settings})
         return names
 
     def operands(self, op: Op) -> tuple[Value, ...]:
@@ -60,7 +68,9 @@ class Stage:
 class Program:
     """Blocks over meshes; `stages` once partitioned. Passes return new Programs.
 
-    `tokens` is how the residual stream lies on the dense mesh (`Meshes.tokens`), once placed.
+    `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `shares` says how
+    many data-parallel ranks' sequences one process has, each a routing group where `group = rank`: more than one only
+    for the reference of a plan, whose Program has no mesh.
     """
 
     name: str
@@ -68,19 +78,35 @@ class Program:
     tokens: Layout = REPLICATED
     blocks: tuple[Block, ...]
     stages: tuple[Stage, ...] = ()
+    shares: int = 1
 
     @cached_property
     def block_map(self) -> Mapping[str, Block]:
         """The blocks by name."""
         return {block.name: block for block in self.blocks}
 
+    @cached_property
+    def settings(self) -> Mapping[str, Setting]:
+        """The settings of all blocks by name."""
+        return {setting.name: setting for block in self.blocks for setting in block.settings}
+
+    @cached_property
+    def layer_blocks(self) -> frozenset[str]:
+        """The names of the blocks that layers run."""
+        return frozenset(op.block for block in self.blocks for op in block.ops if isinstance(op, Call))
+
     def block(self, name: str) -> Block:
         """The block called `name`."""
         return self.block_map[name]
 
+    @cached_property
+    def mesh_map(self) -> Mapping[str, Mesh]:
+        """The meshes by name."""
+        return {mesh.name: mesh for mesh in self.meshes}
+
     def mesh(self, name: str) -> Mesh:
         """The mesh called `name`."""
-        return next(mesh for mesh in self.meshes if mesh.name == name)
+        return self.mesh_map[name]
 
     def meshes_of(self, block: Block) -> Meshes:
         """The dense mesh, and the expert mesh of this block."""

@@ -1,45 +1,76 @@
-"""The text form of a Program: what golden tests compare and `--emit=ir` prints. `parse.py` reads it back."""
+"""The text form of a Program: what a plan keeps, golden tests compare and `--emit=ir` prints. `parse.py` reads it back.
+
+A statement is a line. A line ends in ` at 14` where a line of the program's main source asked for it, and in
+` at "library:other.moe" 14` where another source did.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 
-from moec.grammar.source import Span
 from moec.passes.ir.op import Op
 from moec.passes.ir.program import Block, Program
+from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Attribute, Parameter, Value
 
 BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 """Strings that need no quotes."""
 
+Place = Callable[[SourceLine | None], str]
+"""Prints where a statement comes from."""
+
 
 def print_program(program: Program, spans: bool = True) -> str:
-    """The Program as text; `spans` adds the `.moe` line of each op as a comment."""
-    lines = [f"program {json.dumps(program.name)} {{"]
+    """The Program as text; `spans` adds the `.moe` line of each op."""
+    return "".join(f"{line}\n" for line in program_lines(program, spans))
+
+
+def program_lines(program: Program, spans: bool = True) -> Iterator[str]:
+    """The lines of `print_program`, one by one."""
+    main = main_source(program) if spans else None
+    source = "" if main is None else f" from {json.dumps(main)}"
+
+    def place(span: SourceLine | None) -> str:
+        if span is None or not spans:
+            return ""
+        return f" at {span.line}" if span.file == main else f" at {json.dumps(span.file)} {span.line}"
+
+    yield f"program {json.dumps(program.name)}{source} {{"
     for mesh in program.meshes:
         axes = ", ".join(f"{axis} = {size}" for axis, size in mesh.axes)
-        lines.append(f"  mesh {json.dumps(mesh.name)} {{{axes}}}")
+        yield f"  mesh {json.dumps(mesh.name)} {{{axes}}}"
     if program.tokens.placements:
-        lines.append(f"  tokens @ {program.tokens}")
+        yield f"  tokens @ {program.tokens}"
     for block in program.blocks:
-        lines += ["", *(f"  {line}" for line in _block(block, spans))]
-    lines += [f"  stage {s.index} {{{', '.join(json.dumps(name) for name in s.blocks)}}}" for s in program.stages]
-    return "\n".join([*lines, "}", ""])
+        yield ""
+        yield from _block(block, place)
+    for stage in program.stages:
+        yield f"  stage {stage.index} {{{', '.join(json.dumps(name) for name in stage.blocks)}}}"
+    yield "}"
 
 
-def _block(block: Block, spans: bool) -> Iterator[str]:
+def main_source(program: Program) -> str | None:
+    """The file that most ops name, the first of these; None where no op names one."""
+    files = Counter(op.span.file for block in program.blocks for op in block.ops if op.span)
+    return max(files, key=lambda file: files[file], default=None)
+
+
+def _block(block: Block, place: Place) -> Iterator[str]:
     inputs = ", ".join(f"%{v.name}: {print_type(v)}" for v in block.inputs)
     mesh = f" on {json.dumps(block.experts)}" if block.experts else ""
     final = " final" if block.final else ""
-    yield f"block {json.dumps(block.name)}{mesh}{final} ({inputs}) {{{_comment(block.span, spans)}"
+    yield f"  block {json.dumps(block.name)}{mesh}{final} ({inputs}){place(block.span)} {{"
+    for setting in block.settings:
+        yield f"    setting ${setting.name}: {print_type(setting)} = {setting.default} in {setting.low}..{setting.high}"
     for parameter in block.parameters:
-        yield f"  {_parameter(parameter)}{_comment(parameter.span, spans)}"
+        yield f"    {_parameter(parameter)}{place(parameter.span)}"
     for op in block.ops:
-        yield f"  {print_op(op)}{_comment(op.span, spans)}"
-    yield f"  return {_names(block.outputs)}"
-    yield "}"
+        yield f"    {print_op(op)}{place(op.span)}"
+    yield f"    return {_names(block.outputs)}"
+    yield "  }"
 
 
 def _parameter(p: Parameter) -> str:
@@ -66,7 +97,7 @@ def print_type(value: Value) -> str:
 
 
 def _names(operands: Sequence[str]) -> str:
-    return ", ".join(name if name.startswith("@") else f"%{name}" for name in operands)
+    return ", ".join(name if name[0] in "@$" else f"%{name}" for name in operands)
 
 
 def _attribute(value: Attribute) -> str:
@@ -78,7 +109,3 @@ def _attribute(value: Attribute) -> str:
         case tuple():
             return f"[{', '.join(_attribute(v) for v in value)}]"
     return repr(value)
-
-
-def _comment(span: Span | None, spans: bool) -> str:
-    return f"    # {span}" if spans and span else ""

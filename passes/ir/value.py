@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from moec.grammar.source import Span
 from moec.passes.ir.layout import Layout
+from moec.passes.ir.source_line import SourceLine
 
 Dim = int | str
-"""A constant, or a symbol: `batch`, `sequence`, `rows` (of a ragged value), `sources` (ranks that sent rows)."""
+"""A constant, or one of `SYMBOLS`."""
+
+SYMBOLS = frozenset({"batch", "sequence", "rows", "sources", "places", "pieces", "shares"})
+"""Sizes that a Program does not know: `rows` of a ragged value, `sources` (ranks that sent rows), `places` of an expert
+with a capacity, `pieces` of a sequence (one for each rank of tp), `shares` of a batch (one for each data-parallel
+rank)."""
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
 
@@ -32,6 +37,11 @@ class Value:
     dtype: str
     layout: Layout | None = None
     ragged: str | None = None
+
+    @property
+    def is_row_counts(self) -> bool:
+        """Whether it says how many rows each source has for each expert: `[sources, experts]`, as `ragged` names."""
+        return self.dtype == "int64" and len(self.shape) == 2 and self.shape[0] == "sources"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +66,23 @@ class Parameter(Value):
     init: Init
     decays: bool
     sum_over: tuple[str, ...] | None = None
-    span: Span | None = field(default=None, compare=False, repr=False)
+    span: SourceLine | None = field(default=None, compare=False, repr=False)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting(Value):
+    """A whole number that a job may change without compiling again, from `low` to `high`; it starts as `default`.
+
+    In a graph it is a 0-d int64 tensor on CPU, alike on every rank: an int would make a graph for each of its values.
+    """
+
+    default: int
+    low: int
+    high: int
+
+
+TRAINING = Setting(name="training", shape=(), dtype="int64", default=1, low=0, high=1)
+"""1 in training, 0 in evaluation."""
 
 Attribute = Any
 """What an op's attribute may be: int, float, bool, str or a tuple of them."""

@@ -1,39 +1,69 @@
-"""What must hold of a Program, and from which pass on. A failure is a bug in a pass, never a user's mistake."""
+"""What must hold of a Program, and from which pass on. A failure is a bug in a pass, or a file that no pass wrote."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from moec.grammar.diagnostics import InternalError
-from moec.passes.ir.op import LayoutError, Op, TypeRuleError, gradient_sums
-from moec.passes.ir.ops import AllGather, Call, CopyTo
+from moec.passes.ir.interface import has_interface
+from moec.passes.ir.layout import Layout, Partial, Shard
+from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, gradient_sums
+from moec.passes.ir.ops import AllGather, Call, Collective, CopyTo
 from moec.passes.ir.program import Block, Program
-from moec.passes.ir.value import Parameter
+from moec.passes.ir.value import Parameter, Value
 
 Invariant = Callable[[Program], None]
+
+
+def check_program(program: Program) -> None:
+    """All that holds of a finished Program: for one that was read from a file.
+
+    Raises `InternalError` that names the block, the op and its line.
+    """
+    for invariant in (well_typed, called_once, placed, laid_out, evenly_cut, connected, staged, has_interface):
+        invariant(program)
 
 
 def well_typed(program: Program) -> None:
     """Names are defined once and before use, and every result has the type that its op's rule gives."""
     for block in program.blocks:
-        defined = {v.name for v in block.inputs} | {f"@{p.name}" for p in block.parameters}
-        _check(len(defined) == len(block.inputs) + len(block.parameters), block, "an input or parameter twice")
+        defined = set(block.declared())
+        declared = (*block.inputs, *block.parameters, *block.settings)
+        _check(len(defined) == len(declared), block, "an input, parameter or setting twice")
         for op in block.ops:
-            for name in op.operands:
-                _check(name in defined, block, f"{op.mnemonic} uses {name} before it is defined")
-            results = [v.name for v in op.results]
-            _check(not defined.intersection(results), block, f"{op.mnemonic} redefines one of {results}")
-            defined.update(results)
-            try:
+            _names_defined(block, op, defined)
+            with _rule(block, op):
                 types = op.infer(block.operands(op), program.block_map)
-            except TypeRuleError as error:
-                raise InternalError(f"in {block.name}: {error}") from error
             _check(len(types) == len(op.results), block, f"{op.mnemonic} gives {len(types)} results")
             for value, type_ in zip(op.results, types, strict=True):
-                same = (value.shape, value.dtype, value.ragged) == (type_.shape, type_.dtype, type_.ragged)
-                _check(same, block, f"{op.mnemonic}: %{value.name} is {value}, the rule says {type_}")
+                if (value.shape, value.dtype, value.ragged) != (type_.shape, type_.dtype, type_.ragged):
+                    raise _failure(block, f"%{value.name} is {value}, the rule says {type_}", op)
         for name in block.outputs:
             _check(name in defined, block, f"gives {name}, which nothing defines")
+
+
+def _names_defined(block: Block, op: Op, defined: set[str]) -> None:
+    """Checks the names that `op` uses and adds those that it defines."""
+    for name in op.operands:
+        if name not in defined:
+            raise _failure(block, f"{name} is used before it is defined", op)
+    for value in op.results:
+        if value.name in defined:
+            raise _failure(block, f"redefines {value.name}", op)
+        defined.add(value.name)
+
+
+def called_once(program: Program) -> None:
+    """No two calls run a block with the parameters of one layer."""
+    layers: set[int] = set()
+    for block in program.blocks:
+        for op in block.ops:
+            if isinstance(op, Call):
+                if op.layer in layers:
+                    raise _failure(block, f"layer {op.layer} runs twice", op)
+                layers.add(op.layer)
 
 
 def placed(program: Program) -> None:
@@ -41,6 +71,10 @@ def placed(program: Program) -> None:
     _check_program(bool(program.meshes), "there is no mesh")
     _check_program(len({mesh.ranks for mesh in program.meshes}) == 1, "the meshes factor different rank counts")
     names = {mesh.name for mesh in program.meshes}
+    _check_program("dense" in names and len(names) == len(program.meshes), "a mesh stands twice, or none is dense")
+    for axis, placement in program.tokens.placements:
+        lies = placement == Shard(TOKEN_DIM_OF.get(axis, -1)) and program.mesh("dense").size(axis) > 1
+        _check_program(lies, f"tokens do not lie on {axis}:{placement}")
     for block in program.blocks:
         _check(block.experts is None or block.experts in names, block, f"there is no mesh {block.experts}")
 
@@ -48,18 +82,71 @@ def placed(program: Program) -> None:
 def laid_out(program: Program) -> None:
     """Every value and parameter has a layout, over axes of its block's meshes that have more than one rank."""
     for block in program.blocks:
-        axes = _wide_axes(program, block)
+        axes = wide_axes(program, block)
         for name, value in block.scope.items():
-            _check(value.layout is not None, block, f"{name} has no layout")
-            if value.layout is not None:
-                _check(axes.issuperset(value.layout.axes), block, f"{name} lies on {value.layout}, axes are {axes}")
+            if value.layout is None:
+                raise _failure(block, f"{name} has no layout")
+            if not axes.keys() >= set(value.layout.axes):
+                raise _failure(block, f"{name} lies on {value.layout}, axes are {set(axes)}")
+        for parameter in block.parameters:
+            over = parameter.sum_over or ()
+            if not axes.keys() >= set(over) or len(set(over)) < len(over):
+                raise _failure(block, f"@{parameter.name} is summed over {over}, axes are {set(axes)}")
+        for op in block.ops:
+            if isinstance(op, Collective) and op.axis not in axes:
+                raise _failure(block, f"there is no axis {op.axis}, axes are {set(axes)}", op)
 
 
-def _wide_axes(program: Program, block: Block) -> set[str]:
-    """The wide axes of a block's meshes, and of the blocks that it calls: it holds what they give."""
+def wide_axes(program: Program, block: Block) -> dict[str, int]:
+    """The wide axes of a block's meshes, and of the blocks that it calls: it holds what they give. With sizes.
+
+    An axis of several expert meshes has the size that all their sizes divide into: their greatest common divisor.
+    """
     called = {op.block for op in block.ops if isinstance(op, Call)} - {block.name}
     names = {"dense", block.experts, *(program.block(name).experts for name in called)} - {None}
-    return {axis for mesh in program.meshes if mesh.name in names for axis in mesh.wide_axes()}
+    axes: dict[str, int] = {}
+    for mesh in (program.mesh_map[name] for name in sorted(filter(None, names)) if name in program.mesh_map):
+        for axis in mesh.wide_axes():
+            axes[axis] = math.gcd(axes.get(axis, 0), mesh.size(axis))
+    return axes
+
+
+def evenly_cut(program: Program) -> None:
+    """A layout cuts dims that a value has into equal pieces; inputs and parameters are no partial sums.
+
+    Scalars that a `final` block is given, the balance terms, may be. What each rank has for itself about the ranks that
+    sent it rows (`sources`) is not cut: its layout says that ranks differ.
+    """
+    for block in program.blocks:
+        axes = wide_axes(program, block)
+        cut: dict[tuple[object, ...], str] = {}
+        for name, value in block.scope.items():
+            if value.layout is None or not value.layout.placements:
+                continue
+            key = (value.shape, value.layout)
+            if key not in cut:
+                cut[key] = _uneven(value, value.layout, axes)
+            if cut[key]:
+                raise _failure(block, f"{name} is {value.layout}: {cut[key]}")
+        for value in (*block.inputs, *block.parameters):
+            partial = any(isinstance(p, Partial) for _, p in value.layout.placements) if value.layout else False
+            given = block.final and not value.shape and not isinstance(value, Parameter)
+            _check(not partial or given, block, f"{value.name} is given as a partial sum")
+
+
+def _uneven(value: Value, layout: Layout, axes: Mapping[str, int]) -> str:
+    """What is wrong with how `layout` cuts `value`; empty where nothing is."""
+    pieces: dict[int, int] = {}
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard):
+            pieces[placement.dim] = pieces.get(placement.dim, 1) * axes[axis]
+    for dim, count in pieces.items():
+        if dim >= len(value.shape):
+            return f"there is no dim {dim}"
+        size = value.shape[dim]
+        if isinstance(size, int) and size % count and "sources" not in value.shape:
+            return f"dim {dim} of {size} is cut into {count} pieces"
+    return ""
 
 
 def connected(program: Program) -> None:
@@ -69,45 +156,71 @@ def connected(program: Program) -> None:
     that gave it.
     """
     for block in program.blocks:
+        used = {name for op in block.ops for name in op.operands}
         for parameter in block.parameters:
             _check(parameter.sum_over is not None, block, f"@{parameter.name}: no gradient rule")
-        given = {v.name: op for op in block.ops for v in op.results}
+            _check(f"@{parameter.name}" in used, block, f"no op uses @{parameter.name}")
+        meshes = program.meshes_of(block)
+        summed = {f"@{p.name}": frozenset(p.sum_over or ()) for p in block.parameters}
         for op in block.ops:
             operands = block.operands(op)
-            try:
-                placing = op.place(operands, program.meshes_of(block), program.block_map)
-            except LayoutError as error:
-                raise InternalError(f"in {block.name}: {error}") from error
-            for value, layout in zip(operands, placing.operands, strict=True):
-                _check(value.layout == layout, block, f"{op.mnemonic}: {value.name} is {value.layout}, not {layout}")
-            for value, layout in zip(op.results, placing.results, strict=True):
-                _check(value.layout == layout, block, f"{op.mnemonic}: {value.name} is {value.layout}, not {layout}")
-            for name, sums in zip(op.operands, gradient_sums(op, operands, placing), strict=True):
-                value = block.scope[name]
-                if not op.moves:
-                    summed = set(value.sum_over or ()) if isinstance(value, Parameter) else _summed(name, given)
-                    complaint = f"{op.mnemonic}: the gradient of {name} is summed over {summed}, not {set(sums)}"
-                    _check(sums == summed, block, complaint)
+            with _rule(block, op):
+                placing = op.place(operands, meshes, program.block_map)
+                sums = gradient_sums(op, operands, placing)
+            _lie_as(block, op, operands, placing.operands)
+            _lie_as(block, op, op.results, placing.results)
+            for name, over in zip(op.operands, sums, strict=True):
+                if not op.moves and over != summed.get(name, _NOTHING):
+                    given = set(summed.get(name, _NOTHING))
+                    raise _failure(block, f"the gradient of {name} is summed over {given}, not {set(over)}", op)
+            if isinstance(op, Collective):
+                before = _NOTHING if op.operands[0].startswith("@") else summed.get(op.operands[0], _NOTHING)
+                own = {op.axis} if isinstance(op, CopyTo | AllGather) else _NOTHING
+                summed[op.results[0].name] = before | own
 
 
-def _summed(name: str, given: Mapping[str, Op]) -> set[str]:
-    """The axes over which the conversions that gave a value sum its gradient."""
-    axes: set[str] = set()
-    while isinstance(op := given.get(name), CopyTo | AllGather):
-        axes.add(op.axis)
-        (name,) = op.operands
-    return axes
+_NOTHING: frozenset[str] = frozenset()
+
+
+def _lie_as(block: Block, op: Op, values: Sequence[Value], layouts: Sequence[Layout]) -> None:
+    if len(values) != len(layouts):
+        raise _failure(block, f"the rule says {len(layouts)} layouts for {len(values)} values", op)
+    for value, layout in zip(values, layouts, strict=True):
+        if value.layout != layout:
+            raise _failure(block, f"{value.name} is {value.layout}, not {layout}", op)
 
 
 def staged(program: Program) -> None:
     """Every block belongs to at least one stage."""
     held = {name for stage in program.stages for name in stage.blocks}
-    _check_program(held == set(program.block_map), f"the stages hold {sorted(held)}")
+    if held != set(program.block_map):
+        raise InternalError(f"the stages hold {sorted(held)}")
+
+
+@contextmanager
+def _rule(block: Block, op: Op) -> Iterator[None]:
+    """Runs one rule of `op`. A rule may unpack and index its operands as it likes: what it raises tells that they are
+    not what it wants.
+    """
+    try:
+        yield
+    except (TypeRuleError, LayoutError) as error:
+        raise _failure(block, str(error), op) from error
+    except (ValueError, TypeError, LookupError, AssertionError, AttributeError) as error:
+        raise _failure(block, f"{len(op.operands)} operands do not fit ({error})", op) from error
+
+
+def _failure(block: Block, complaint: str, op: Op | None = None) -> InternalError:
+    if op is None:
+        return InternalError(f"in {block.name}: {complaint}")
+    line = f" ({op.span})" if op.span else ""
+    results = ", ".join(f"%{value.name}" for value in op.results[:3])
+    return InternalError(f"in {block.name}: {results} = {op.mnemonic}{line}: {complaint}")
 
 
 def _check(condition: bool, block: Block, complaint: str) -> None:
     if not condition:
-        raise InternalError(f"in {block.name}: {complaint}")
+        raise _failure(block, complaint)
 
 
 def _check_program(condition: bool, complaint: str) -> None:

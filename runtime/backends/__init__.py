@@ -39,13 +39,9 @@ class Backend(Protocol):
 
     def rope_backward(self, grad: Tensor, theta: float) -> Tensor: ...
 
-    def swiglu(self, x: Tensor) -> Tensor: ...
+    def gated(self, x: Tensor, activation: str) -> Tensor: ...
 
-    def swiglu_backward(self, grad: Tensor, x: Tensor) -> Tensor: ...
-
-    def geglu(self, x: Tensor) -> Tensor: ...
-
-    def geglu_backward(self, grad: Tensor, x: Tensor) -> Tensor: ...
+    def gated_backward(self, grad: Tensor, x: Tensor, activation: str) -> Tensor: ...
 
     def route(
         self, logits: Tensor, k: int, score: str, after: bool, normalize: bool
@@ -188,7 +184,7 @@ def plain_torch() -> Iterator[None]:
 
 @lru_cache
 def _select(forced: str | None, device: str) -> Backend:
-    from moec.runtime.backends import torch_backend
+    from moec.runtime.backends.torch import torch_backend
 
     if forced not in (None, *NAMES):
         message = f"{VARIABLE} must be one of {', '.join(NAMES)}, not {forced!r}"
@@ -196,11 +192,11 @@ def _select(forced: str | None, device: str) -> Backend:
     if forced == "torch" or (forced is None and device == "cpu"):
         return torch_backend
 
-    from moec.runtime.backends.triton_support import complaint
+    from moec.runtime.backends.triton.triton_support import complaint
 
     unfit = complaint(device)
     if unfit is None:
-        from moec.runtime.backends import triton_backend
+        from moec.runtime.backends.triton import triton_backend
 
         return triton_backend
     if forced == "triton":

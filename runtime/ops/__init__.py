@@ -2,15 +2,15 @@
 
 Each has a fake (so that FX, `torch.compile` and export see through it), an autograd rule made of registered
 operators, and its arithmetic in a backend (`moec.runtime.backends`). None mutates or aliases its inputs. Letters in
-shapes: B sequences, S tokens each, D model dim, E experts, k choices, R rows, F hidden width, G 2 for swiglu and geglu,
-1 for other activations. The collectives, in `moec.runtime.collectives` and
-`moec.runtime.conversions`, are operators of the same kind.
+shapes: B sequences, S tokens each, D model dim, E experts, k choices, R rows, F hidden width, G 2 for gated
+activations, 1 for others. The collectives, in `collectives.py` and `conversions.py`, are operators of the same kind.
 """
 
 from __future__ import annotations
 
+from moec.runtime.ops import collectives, conversions, sharded_vocabulary
 from moec.runtime.ops.balance import count_choices, switch_loss
-from moec.runtime.ops.elementwise import geglu, rope, swiglu
+from moec.runtime.ops.elementwise import gated, rope
 from moec.runtime.ops.embedding import embed
 from moec.runtime.ops.experts import expert_mlp
 from moec.runtime.ops.layer_norm import layer_norm
@@ -29,13 +29,15 @@ from moec.runtime.ops.rows import combine, permute
 from moec.runtime.ops.weighted_rows import permute_weights, sum_rows
 
 __all__ = [
+    "collectives",
     "combine",
     "combine_padded",
+    "conversions",
     "count_choices",
     "count_queues",
     "embed",
     "expert_mlp",
-    "geglu",
+    "gated",
     "keep_choices",
     "largest_load",
     "layer_norm",
@@ -47,7 +49,7 @@ __all__ = [
     "queue_starts",
     "rope",
     "route",
+    "sharded_vocabulary",
     "sum_rows",
-    "swiglu",
     "switch_loss",
 ]

@@ -1,4 +1,4 @@
-"""`rope`, `swiglu` and `geglu`: the operators that attention and dense feed-forwards need."""
+"""`rope` and `gated`: the operators that attention and dense feed-forwards need."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- rope --------------------------------------------------------------------------------------------
@@ -39,45 +40,52 @@ def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 differentiate(rope, setup=_setup_rope, backward=_differentiate_rope)
 
-# ---- swiglu, geglu -----------------------------------------------------------------------------------
+# ---- gated -------------------------------------------------------------------------------------------
 
 
-def _define_gated(name: str) -> tuple[Any, Any]:
-    """The operator `moec::name`, x [..., 2, F] -> [..., F], and the one of its gradient."""
-
-    def check_forward(x: Tensor) -> None:
-        check(x.dim() >= 2 and x.shape[-2] == 2, lambda: f"moec::{name}: x must be [..., 2, F], not {list(x.shape)}")
-        check(x.is_floating_point(), lambda: f"moec::{name}: x must be floating point, not {x.dtype}")
-
-    def check_backward(grad: Tensor, x: Tensor) -> None:
-        check_forward(x)
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        grad_x: Tensor = gated_backward(grad, x)
-        return grad_x
-
-    gated = define(f"{name}(Tensor x) -> Tensor", fake=_fake_gated, check=check_forward)
-    gated_backward = define(
-        f"{name}_backward(Tensor grad, Tensor x) -> Tensor", fake=_fake_gated_backward, check=check_backward
+def _check_gated(x: Tensor, activation: str) -> None:
+    check(
+        activation in GATED,
+        lambda: f"moec::gated: activation must be one of {', '.join(GATED)}, not {activation!r}",
     )
-    differentiate(gated, setup=setup, backward=backward)
-    return gated, gated_backward
+    check(x.dim() >= 2 and x.shape[-2] == 2, lambda: f"moec::gated: x must be [..., 2, F], not {list(x.shape)}")
+    check(x.is_floating_point(), lambda: f"moec::gated: x must be floating point, not {x.dtype}")
 
 
-def _fake_gated(x: Tensor) -> Tensor:
+def _check_gated_backward(grad: Tensor, x: Tensor, activation: str) -> None:
+    _check_gated(x, activation)
+
+
+def _fake_gated(x: Tensor, activation: str) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
 
 
-def _fake_gated_backward(grad: Tensor, x: Tensor) -> Tensor:
+def _fake_gated_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     return x.new_empty(x.shape)
 
 
-swiglu, swiglu_backward = _define_gated("swiglu")
-"""`silu(x[..., 0, :]) * x[..., 1, :]` (Shazeer 2020): x [..., 2, F] -> [..., F], computed in at least float32."""
+GATED = tuple(kind.word for kind in ACTIVATIONS.values() if kind.gated)
 
-geglu, geglu_backward = _define_gated("geglu")
-"""`gelu(x[..., 0, :]) * x[..., 1, :]` (ibid.) with the exact gelu: x [..., 2, F] -> [..., F], in at least float32."""
+gated = define("gated(Tensor x, str activation) -> Tensor", fake=_fake_gated, check=_check_gated)
+gated_backward = define(
+    "gated_backward(Tensor grad, Tensor x, str activation) -> Tensor",
+    fake=_fake_gated_backward,
+    check=_check_gated_backward,
+)
+"""`gated`: `f(x[..., 0, :]) * x[..., 1, :]` (Shazeer 2020) with the function f of a gated activation.
+
+x [..., 2, F], any floating dtype -> [..., F]; f and the product are computed in at least float32.
+"""
+
+
+def _setup_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.activation = inputs
+    ctx.save_for_backward(x)
+
+
+def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    (x,) = ctx.saved_tensors
+    return gated_backward(grad, x, ctx.activation), None
+
+
+differentiate(gated, setup=_setup_gated, backward=_differentiate_gated)

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.ops.registry import check, define, differentiate
-
-FACTORS = {"swiglu": 2, "geglu": 2, "gelu": 1, "relu": 1, "relu2": 1}
-"""G, the factor of F by which the up projection is wider, for each activation."""
 
 
 def _check_expert_mlp(
@@ -25,8 +23,8 @@ def _check_expert_mlp(
     weights: Tensor | None = None,
 ) -> None:
     check(
-        activation in FACTORS,
-        lambda: f"moec::expert_mlp: activation must be one of {', '.join(FACTORS)}, not {activation!r}",
+        activation in ACTIVATIONS,
+        lambda: f"moec::expert_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
     )
     check(
         rows.dim() == 2 and counts.dim() == 2 and up.dim() == 4 and down.dim() == 3,
@@ -37,7 +35,7 @@ def _check_expert_mlp(
     )
     experts, factor, hidden, dim = up.shape
     check(
-        factor == FACTORS[activation]
+        factor == ACTIVATIONS[activation].parts
         and down.shape == (experts, dim, hidden)
         and counts.shape[1] == experts
         and rows.shape[1] == dim,
@@ -108,9 +106,8 @@ expert_mlp = define(
 
 rows [R, D], counts [sources, E] int64, up [E, G, F, D], down [E, D, F], up_bias [E, G, F] and down_bias [E, D], or
 neither of these; all of them but counts of one floating dtype; weights [R] float32 or float64, 1 where there are none;
-activation "swiglu" or "geglu" (gate first, G = 2), "gelu", "relu" or its square "relu2" (G = 1), gelu being the exact
-one, computed in at least float32. Rows lie source-major, then by expert, which is how an all-to-all delivers them;
-sources is 1 where there was none. Gives
+activation one of `ACTIVATIONS`, of G parts (the gate first), computed in at least float32. Rows lie source-major, then
+by expert, which is how an all-to-all delivers them; sources is 1 where there was none. Gives
   - out [R, D], in the rows' order;
   - hidden [R, G, F], the pre-activation, for backward: not differentiable, its rows in the backend's own order.
 Raises `RuntimeError` if the counts do not add up to R.

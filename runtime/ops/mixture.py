@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.runtime.ops.experts import FACTORS, check_biases, empty_biases, of_given
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.runtime.ops.experts import check_biases, empty_biases, of_given
 from moec.runtime.ops.registry import check, define, differentiate
 
 
@@ -22,8 +23,8 @@ def _check_mixture_mlp(
     activation: str,
 ) -> None:
     check(
-        activation in FACTORS,
-        lambda: f"moec::mixture_mlp: activation must be one of {', '.join(FACTORS)}, not {activation!r}",
+        activation in ACTIVATIONS,
+        lambda: f"moec::mixture_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
     )
     check(
         x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.shape == weights.shape,
@@ -34,7 +35,7 @@ def _check_mixture_mlp(
     )
     check(
         up.dim() == 4
-        and up.shape[1] == FACTORS[activation]
+        and up.shape[1] == ACTIVATIONS[activation].parts
         and down.shape == (up.shape[0], up.shape[3], up.shape[2])
         and x.shape[2] == up.shape[3],
         lambda: (

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch_padded import places_of
+from moec.runtime.backends import select
+from moec.runtime.backends.torch.torch_padded import places_of
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- queues ------------------------------------------------------------------------------------------
@@ -48,10 +49,27 @@ queue_starts = define(
 )
 """Where the choices of each of a sequence's P pieces start in the queues of its group: [B, P, k, E] int64 -> alike."""
 
+# ---- capacities ----------------------------------------------------------------------------------------
+
+How = tuple[int, int, int, int, int]
+"""Groups, spread, parts, whole and least, as `places_of` takes them."""
+
+
+def _in_force(training: Tensor | None, *how: int) -> How:
+    """What of a capacity's attributes is in force: in evaluation (`training` is 0) another factor is."""
+    groups, spread, parts, whole, eval_parts, eval_whole, least = how
+    if training is not None and not int(training):
+        parts, whole = eval_parts, eval_whole
+    return groups, spread, parts, whole, least
+
+
+CAPACITY = "Tensor? training, int groups, int spread, int parts, int whole, int eval_parts, int eval_whole, int least"
+"""`training`: 0-d int64 on CPU, 0 in evaluation; None where the capacity is the same there."""
+
 # ---- permute_padded ----------------------------------------------------------------------------------
 
 
-def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> None:
+def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *how: int) -> None:
     check(
         x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.dtype == torch.int64,
         lambda: (
@@ -66,23 +84,39 @@ def _check_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int)
     check(not how[0] or x.shape[0] % how[0] == 0, lambda: f"moec::permute_padded: {x.shape[0]} sequences")
 
 
-def _fake_permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_permute_padded(
+    x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *how: int
+) -> tuple[Tensor, Tensor, Tensor]:
     num_experts = starts.shape[3]
-    _, places = places_of(x.shape[0], x.shape[1], experts.shape[2], num_experts, *how)
+    places: int | torch.SymInt
+    if training is None:
+        _, places = places_of(x.shape[0], x.shape[1], experts.shape[2], num_experts, *_in_force(None, *how))
+    else:
+        places = torch.library.get_ctx().new_dynamic_size()  # a tensor's value decides it
     rows = x.new_empty((num_experts, places, x.shape[2]))
     return rows, experts.new_empty((1, num_experts)), experts.new_empty(experts.shape)
 
 
+def _permute_padded(
+    x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *how: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    permuted: tuple[Tensor, Tensor, Tensor] = select(x.device.type).permute_padded(
+        x, experts, starts, *_in_force(training, *how)
+    )
+    return permuted
+
+
 permute_padded = define(
-    "permute_padded(Tensor x, Tensor experts, Tensor starts, int groups, int spread, int parts, int whole, int least)"
+    f"permute_padded(Tensor x, Tensor experts, Tensor starts, {CAPACITY})"
     " -> (Tensor rows, Tensor counts, Tensor positions)",
     fake=_fake_permute_padded,
     check=_check_permute_padded,
+    kernel=_permute_padded,
 )
 """A copy of each token per choice that is not dropped, in the places of its expert.
 
 x [B, S, D], experts [B, S, k] int64 (−1 for none), starts [B, 1, k, E] int64 (`queue_starts`) ->
-  - rows [E, N, D]: each expert's rows side by side, in token order, then zeros; N follows from shapes (`places_of`);
+  - rows [E, N, D]: each expert's rows side by side, in token order, then zeros; N: see `places_of`;
   - counts [1, E] int64: how many of them are rows;
   - positions [B, S, k] int64: the row (of E·N) that choice j of token t became, −1 where it was dropped or was −1.
 """
@@ -99,7 +133,7 @@ permute_padded_backward = define(
 )
 
 
-def _check_keep_choices(experts: Tensor, starts: Tensor, *how: int) -> None:
+def _check_keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None, *how: int) -> None:
     check(
         experts.dim() == 3 and starts.dim() == 4 and starts.shape[:3] == (experts.shape[0], 1, experts.shape[2]),
         lambda: (
@@ -110,10 +144,16 @@ def _check_keep_choices(experts: Tensor, starts: Tensor, *how: int) -> None:
     check(not how[0] or experts.shape[0] % how[0] == 0, lambda: f"moec::keep_choices: {experts.shape[0]} sequences")
 
 
+def _keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None, *how: int) -> Tensor:
+    kept: Tensor = select(experts.device.type).keep_choices(experts, starts, *_in_force(training, *how))
+    return kept
+
+
 keep_choices = define(
-    "keep_choices(Tensor experts, Tensor starts, int groups, int spread, int parts, int whole, int least) -> Tensor",
-    fake=lambda experts, starts, *how: experts.new_empty(experts.shape),
+    f"keep_choices(Tensor experts, Tensor starts, {CAPACITY}) -> Tensor",
+    fake=lambda experts, starts, training, *how: experts.new_empty(experts.shape),
     check=_check_keep_choices,
+    kernel=_keep_choices,
 )
 """The choices that find a place, as `permute_padded` decides it: experts [B, S, k] int64 -> alike, −1 for no place."""
 
@@ -126,7 +166,7 @@ def _setup_permute(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _differentiate_permute(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     (positions,) = ctx.saved_tensors
-    return permute_padded_backward(grad, positions), *(None for _ in range(7))
+    return permute_padded_backward(grad, positions), *(None for _ in range(10))
 
 
 differentiate(permute_padded, setup=_setup_permute, backward=_differentiate_permute)

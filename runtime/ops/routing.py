@@ -47,7 +47,7 @@ logits [B, S, E], float32 or float64. Gives, in the logits' dtype,
   - experts [B, S, k], int64. Equal scores go to the lower index.
 Gradients flow from probabilities and weights. Where a token's scores are NaN (a logit is NaN, or infinite so that no
 score is left), its probabilities or weights are NaN and its k experts are in range all the same: a model's forward pass
-says so at its end (`moec.runtime.unscored`). Called by itself, raises `FloatingPointError` on CPU; on other devices
+says so at its end (`moec.runtime.job.unscored`). Called by itself, raises `FloatingPointError` on CPU; on other devices
 looking would cost a synchronisation.
 """
 

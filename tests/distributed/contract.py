@@ -14,11 +14,10 @@ from torch.nn.utils import parametrize
 from training import gradients_of
 
 import moec
-from moec.passes.ir import Layout
-from moec.runtime.job import Job, local_part
-from moec.runtime.module import PlanModule
-from moec.runtime.reference import reference
-from moec.runtime.shards import local_slices
+from moec.passes.ir import local_slices
+from moec.runtime.job.job import Job, local_part
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
 
 ONE = {"ranks": 1, "ep": 1}
 FOUR = {"ranks": 4, "tp": 2, "ep": 2}
@@ -45,7 +44,7 @@ def parts_of(whole: Gradients, job: Job) -> dict[str, Tensor]:
     found = {}
     for name, tensor in whole.items():
         data = job.plan.parameters[name]
-        layout = Layout.parse(data.layout)
+        layout = data.layout
         found[name] = tensor[local_slices(data.shape, layout, job.plan.meshes[data.mesh], job.rank)]
     return found
 

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import moec
-from moec.runtime.layer import MoeLayer
-from moec.runtime.shards import local_slices
+from moec.passes.ir import local_slices
+from moec.runtime.job.layer import MoeLayer
 
 DIM, SEQUENCE, SEQUENCES = 16, 6, 2
 """Sequences are those of one rank."""
@@ -140,7 +140,7 @@ def gradient_errors(model: Transformer, expected: dict[str, Tensor]) -> dict[str
         index: Any = ...
         if name in experts:
             data = plan.parameters["layers.0.moe." + name.partition(".ffn.")[2]]
-            index = local_slices(data.shape, _layout(data), plan.meshes[data.mesh], dist.get_rank())
+            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], dist.get_rank())
             assert parameter.shape == whole[index].shape
         errors[name] = float((got - whole[index]).abs().max() / whole.abs().max())
     return errors
@@ -160,9 +160,3 @@ def clipped(host: str, max_norm: float) -> dict[str, float]:
     scale = min(1.0, max_norm / float(whole))
     errors = gradient_errors(model, {name: gradient * scale for name, gradient in expected.items()})
     return {"norm": float(norm), "whole": float(whole), "error": max(errors.values())}
-
-
-def _layout(data: Any) -> Any:
-    from moec.passes.ir import Layout
-
-    return Layout.parse(data.layout)

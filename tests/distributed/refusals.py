@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import moec
-from moec.runtime.job import Job, local_part
-from moec.runtime.module import PlanModule
+from moec.runtime.job.job import Job, local_part
+from moec.runtime.job.module import PlanModule
 
 
 def said(act: Callable[[], object]) -> str:

@@ -11,7 +11,9 @@ from gloo_pool import GlooPool
 from torch import Tensor
 from torch.library import opcheck
 
-from moec.runtime import collectives, conversions, groups, ops
+from moec.runtime import ops
+from moec.runtime.job import groups
+from moec.runtime.ops import collectives, conversions
 
 NUM_EXPERTS, DIM = 8, 3
 WORLD_SIZES = [1, 2, 4]

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
-from torch import Tensor
+from torch import Tensor, fx
 from torch.library import opcheck
 
-from moec.codegen.graph import Node, Ref
-from moec.codegen.operators import CONVERSIONS, POSITIONED
-from moec.runtime import conversions, groups, vocabulary
-from moec.runtime.shuffles import SHUFFLES
+from moec.runtime.job import groups
+from moec.runtime.ops import conversions
+from moec.runtime.ops import sharded_vocabulary as vocabulary
+from moec.runtime.verify.shuffles import SHUFFLES
 
 VOCAB, RANKS = 12, (1, 2, 4)
 
@@ -38,12 +38,16 @@ def run_here(name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...],
 
 def run_virtually(name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...], grads: list[Tensor]) -> list[Any]:
     own = [[t.clone().requires_grad_(t.is_floating_point()) for t in tensors] for tensors in inputs]
-    refs = tuple(Ref(node=f"x{i}") for i in range(len(inputs)))
-    node = Node(name="y", op="call_function", target=f"moec.{name}.default", args=(*refs, *attributes, "tp"))
-    results = SHUFFLES[node.target](node, own)
+    results = SHUFFLES[f"moec.{name}.default"](node_args(len(own), attributes), own)
     if results[0].requires_grad:
         torch.autograd.backward(results, grads)
     return [[result.detach(), *(tensors[rank].grad for tensors in own)] for rank, result in enumerate(results)]
+
+
+def node_args(operands: int, attributes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of a node in a graph: as many nodes as operands, attributes, and the group."""
+    graph = fx.Graph()
+    return (*(graph.placeholder(f"x{i}") for i in range(operands)), *attributes, "tp")
 
 
 def drawn(ranks: int, shape: tuple[int, ...], seed: int = 0) -> list[Tensor]:
@@ -116,8 +120,7 @@ def test_an_input_that_is_not_contiguous_is_converted_and_not_a_copy_of_it(
     gloo: GlooPool, name: str, attributes: tuple[int, ...]
 ):
     inputs = drawn(2, (2, 6, 4))
-    node = Node(name="y", op="call_function", target=f"moec.{name}.default", args=(Ref(node="x"), *attributes, "tp"))
-    expected = SHUFFLES[node.target](node, [[x.mT.contiguous() for x in inputs]])
+    expected = SHUFFLES[f"moec.{name}.default"](node_args(1, attributes), [[x.mT.contiguous() for x in inputs]])
     for found, wanted in zip(gloo.run(2, run_transposed, name, inputs, attributes), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
@@ -136,8 +139,12 @@ def test_a_sharded_vocabulary_is_looked_up_in_parts(gloo: GlooPool, ranks: int):
     require_equal(gloo, "label_logit", [logits, [labels] * ranks], ())
 
 
-def test_every_conversion_has_a_rule_on_the_virtual_cluster():
-    assert set(SHUFFLES) == {*CONVERSIONS, *POSITIONED}
+def test_every_operator_that_takes_a_group_has_a_rule_on_the_virtual_cluster():
+    """But for those that the backward of another calls."""
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("moec::")]
+    operators = [getattr(torch.ops.moec, name.removeprefix("moec::").partition(".")[0]).default for name in names]
+    grouped = {str(op) for op in operators if "group" in [argument.name for argument in op._schema.arguments]}
+    assert grouped - {op for op in grouped if "_backward." in op} == set(SHUFFLES)
 
 
 def check_operators() -> None:

@@ -18,8 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import moec
-from moec.passes.ir import Layout
-from moec.runtime.shards import local_slices
+from moec.passes.ir import local_slices
 
 
 def refusal(act: Any, *arguments: Any) -> str:
@@ -32,7 +31,7 @@ def refusal(act: Any, *arguments: Any) -> str:
 def own_part(layer: moec.MoeLayer, name: str, whole: Tensor) -> Tensor:
     plan = layer._home.plan
     data = plan.parameters[f"layers.0.moe.{name}"]
-    return whole[local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], layer._home.rank)]
+    return whole[local_slices(data.shape, data.layout, plan.meshes[data.mesh], layer._home.rank)]
 
 
 # ---- as a rank -----------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from gloo_pool import GlooPool
 from models import moe_plan
 
 import moec
-from moec.runtime.job import local_part
-from moec.runtime.replicas import bit_hash, replicas
+from moec.runtime.job.job import local_part
+from moec.runtime.job.replicas import bit_hash, replicas
 
 FOLDED = {"ranks": 4, "tp": 2, "ep": 2}
 EXPERT, DENSE, SHARDED = "edp", "replicated on all", "tp"
@@ -21,7 +21,7 @@ def names(kind: str) -> list[str]:
     """Parameters that lie like this: on expert ranks, on all ranks, or cut over tp."""
     found = []
     for name, data in moe_plan(**FOLDED).parameters.items():
-        lies = EXPERT if data.mesh != "dense" else SHARDED if "tp:shard" in data.layout else DENSE
+        lies = EXPERT if data.mesh != "dense" else SHARDED if "tp:shard" in str(data.layout) else DENSE
         if lies == kind:
             found.append(name)
     return found

@@ -17,9 +17,8 @@ from torch import Tensor
 from training import accumulate, backward_twice, batches, complain, train_as_rank, train_unsharded
 
 import moec
-from moec.passes.ir import Layout
-from moec.runtime.reference import reference
-from moec.runtime.shards import local_slices
+from moec.passes.ir import local_slices
+from moec.runtime.job.reference import reference
 
 TOLERANCE = 1e-4
 # At larger rates AdamW makes whole steps of gradients that are rounding noise: with lr = 1e-2 curves part at step 10,
@@ -49,7 +48,7 @@ def test_any_ranks_and_ep_give_the_unsharded_loss_curve(gloo: GlooPool, ranks: i
     plan = moe_plan(**options, ranks=ranks, ep=ep)
     for name, data in plan.parameters.items():
         for rank, result in enumerate(results):
-            index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
             torch.testing.assert_close(
                 result["parameters"][name], expected["parameters"][name][index], rtol=1e-2, atol=1e-3
             )
@@ -96,7 +95,7 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
     for rank, result in enumerate(results):
         torch.testing.assert_close(result["logits"], logits[plan.data_rank(rank)], rtol=1e-2, atol=1e-3)
         for parameter, data in plan.parameters.items():
-            index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
             whole = expected["parameters"][parameter]
             torch.testing.assert_close(result["parameters"][parameter], whole[index], rtol=1e-2, atol=1e-3)
 
@@ -191,7 +190,7 @@ def test_sequences_drop_the_same_choices_on_any_ranks_and_in_micro_batches(
         assert found["loss"] == pytest.approx(alone["loss"], abs=1e-5)
         for name, gradient in found["gradients"].items():
             data = plan.parameters[name]
-            index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
             torch.testing.assert_close(gradient, alone["gradients"][name][index], rtol=1e-4, atol=1e-6)
 
 
@@ -280,7 +279,7 @@ def test_plain_backward_accumulates_as_it_does_without_ranks(gloo: GlooPool):
     for name, parameter in model.named_parameters():
         data = plan.parameters[name]
         for rank, gradients in enumerate(results):
-            index = local_slices(data.shape, Layout.parse(data.layout), plan.meshes[data.mesh], rank)
+            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
             torch.testing.assert_close(gradients[name], parameter.grad[index], rtol=1e-4, atol=1e-6)
 
 

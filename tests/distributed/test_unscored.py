@@ -15,8 +15,8 @@ from models import moe_plan, moe_spec
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job import local_part
-from moec.runtime.reference import reference
+from moec.runtime.job.job import local_part
+from moec.runtime.job.reference import reference
 
 UNSEEN = 31
 """An id that only the bad batch has."""

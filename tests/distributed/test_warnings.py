@@ -9,8 +9,9 @@ import torch
 import triton
 from gloo_pool import GlooPool
 
-from moec.runtime.backends import _select, select, torch_backend
-from moec.runtime.backends.triton_launch import no_fp64, too_many
+from moec.runtime.backends import _select, select
+from moec.runtime.backends.torch import torch_backend
+from moec.runtime.backends.triton.triton_launch import no_fp64, too_many
 
 
 def fall_back_as_rank(local_rank: int | None) -> list[str]:

@@ -10,10 +10,10 @@ from models import moe_plan, moe_spec
 from torch import Tensor, nn
 
 import moec
-from moec.runtime.gradients import clip_gradient_norm
-from moec.runtime.job import local_part
-from moec.runtime.optimizer import make_optimizer
-from moec.runtime.reference import reference
+from moec.runtime.job.gradients import clip_gradient_norm
+from moec.runtime.job.job import local_part
+from moec.runtime.job.optimizer import make_optimizer
+from moec.runtime.job.reference import reference
 
 STEPS = 12
 MAX_NORM = 0.5

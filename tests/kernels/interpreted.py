@@ -15,10 +15,10 @@ from torch import Tensor
 from triton.runtime.jit import KernelInterface
 
 import moec
-from moec.codegen.kernels import KernelShape
-from moec.codegen.plan_kernels import PlanKernel, kernels_of
-from moec.runtime.backends import (
-    BackendError,
+from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
+from moec.codegen.kernels.shapes import KernelShape
+from moec.runtime.backends import BackendError
+from moec.runtime.backends.triton import (
     triton_backend,
     triton_experts,
     triton_padded,
@@ -26,9 +26,9 @@ from moec.runtime.backends import (
     triton_routing,
     triton_rows,
 )
-from moec.runtime.backends.triton_launch import Kernels
-from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
-from moec.runtime.backends.triton_modules import module_of
+from moec.runtime.backends.triton.triton_launch import Kernels
+from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
+from moec.runtime.backends.triton.triton_modules import module_of
 from moec.runtime.ops import permute_weights
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,7 +95,7 @@ def test_verify_proves_the_kernels_of_experts_with_biases(ep: int, monkeypatch: 
     monkeypatch.setattr(Kernels, "launch", forgetful)
     found = moec.verify(plan, scale=True).first_difference
     assert found is not None
-    assert found.value == "@down.bias"
+    assert found.value == "@moe.experts.down.bias"
 
 
 @pytest.mark.parametrize("capacity", ["", "; capacity = factor(0.75)", "; capacity = dynamic()"])

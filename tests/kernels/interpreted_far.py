@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
-from moec.codegen.kernels import DownShape, GatedShape, KernelShape, RouteShape, UpShape
-from moec.codegen.kernels_rows import PlacesShape
-from moec.codegen.tiles import Tile
-from moec.runtime.backends.triton_launch import Kernels
-from moec.runtime.backends.triton_modules import module_of
+from moec.codegen.kernels.row_shapes import PlacesShape
+from moec.codegen.kernels.shapes import DownShape, GatedShape, KernelShape, RouteShape, UpShape
+from moec.codegen.kernels.tiles import Tile
+from moec.runtime.backends.triton.triton_launch import Kernels
+from moec.runtime.backends.triton.triton_modules import module_of
 
 ROWS, DIM, HIDDEN, CHOICES, EXPERTS = 5, 16, 16, 4, 8
 FAR_ROW, FAR_EXPERT = 2**28 + 24, 2**24 + 3

@@ -10,8 +10,9 @@ from interpreted import GPU, TINY, noting
 from torch import Tensor
 
 import moec
-from moec.codegen.plan_kernels import kernels_of
-from moec.runtime.backends import torch_backend, triton_backend
+from moec.codegen.kernels.of_plan import kernels_of
+from moec.runtime.backends.torch import torch_backend
+from moec.runtime.backends.triton import triton_backend
 from moec.runtime.ops import permute_weights
 
 
@@ -179,7 +180,7 @@ def test_verify_proves_the_kernels_of_a_capacity(monkeypatch: pytest.MonkeyPatch
     report = moec.verify(plan, scale=True)
     assert not report.ok
     assert report.first_difference is not None
-    assert report.first_difference.op == "moec.permute_padded.default"
+    assert report.first_difference.op == "permute_padded"
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES.values(), ids=CAPACITIES)

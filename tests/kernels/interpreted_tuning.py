@@ -17,18 +17,18 @@ from typer.testing import CliRunner
 
 import moec
 from moec.cli import app
-from moec.codegen.kernels import KernelShape, ProductShape
+from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.shapes import KernelShape, ProductShape
+from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
+from moec.codegen.kernels.tiles import Tile, Tiles
 from moec.codegen.plan import Plan
-from moec.codegen.plan_kernels import products_of
-from moec.codegen.stored_tiles import Entry, StoredTiles
-from moec.codegen.tiles import Tile, Tiles
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime import tune_search
-from moec.runtime.backends import triton_experts
-from moec.runtime.backends.triton_launch import Kernels
-from moec.runtime.backends.triton_launch import kernels_of as kernels_of_shape
-from moec.runtime.tune import tune
-from moec.runtime.tune_layer import TunedLayer, agree, even_counts
+from moec.runtime.backends.triton import triton_experts
+from moec.runtime.backends.triton.triton_launch import Kernels
+from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
+from moec.runtime.tune import tune_search
+from moec.runtime.tune.tune import tune
+from moec.runtime.tune.tune_layer import TunedLayer, agree, even_counts
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 

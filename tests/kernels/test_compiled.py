@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moec.codegen.kernels import (
+from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
+from moec.codegen.kernels.shapes import (
     DownShape,
     GatedShape,
     KernelShape,
@@ -16,12 +17,12 @@ from moec.codegen.kernels import (
     TilesShape,
     UpShape,
 )
-from moec.codegen.kernels_rows import PlacesShape, QueuesShape
-from moec.codegen.stored_tiles import SHIPPED, TileKey, shipped
-from moec.codegen.tile_candidates import around
-from moec.codegen.tiles import Tile, Tiles, tiles_for
-from moec.runtime.backends.triton_compile import TARGETS, compile_kernels
-from moec.runtime.tune_search import Bench, fits
+from moec.codegen.kernels.stored_tiles import SHIPPED, TileKey, shipped
+from moec.codegen.kernels.tile_candidates import around
+from moec.codegen.kernels.tiles import Tile, Tiles, tiles_for
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.runtime.backends.triton.triton_compile import TARGETS, compile_kernels
+from moec.runtime.tune.tune_search import Bench, fits
 
 FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": "cdna"}
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
@@ -39,7 +40,6 @@ LAYERS = {
     "gpt-oss 120b": (2880, 2880, 128, 4),
     "odd": (100, 75, 6, 3),
 }
-ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu", "relu2")
 GATES = [("softmax", False, True), ("softmax", True, False), ("sigmoid", False, False), ("sigmoid", True, True)]
 
 

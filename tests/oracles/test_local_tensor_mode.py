@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from faults import bypass, change_node, change_sums, swap_groups
+from faults import bypass, change_kind, change_sums, swap_groups
 from models import moe_plan
 
-from moec.codegen.operators import CONVERSIONS, POSITIONED
+from moec.codegen.emit import emit_graph, target_name
 from moec.codegen.plan import Plan
+from moec.passes.ir import Op
+from moec.passes.ir.ops import AllGather, AllGatherAlike, CopyTo
+from moec.runtime.verify.shuffles import SHUFFLES
 
 pytest.importorskip("torch.distributed._local_tensor", reason="this torch has no LocalTensorMode (2.10 and later do)")
 
@@ -44,7 +47,7 @@ def test_torchs_own_ranks_give_what_the_virtual_cluster_and_the_unsharded_model_
 
 def test_evaluation_has_its_own_capacity_there_too():
     plan = moe_plan(ranks=4, ep=2, tp=2, batch=8, beside="capacity = factor(0.5, eval = 1.5); group = batch")
-    torchs, virtual = run_both(plan.in_evaluation())
+    torchs, virtual = run_both(plan, training=False)
     assert distance(torchs, virtual) < BOUND
     assert distance(torchs, unsharded(plan, training=False)) < BOUND
     assert distance(torchs, unsharded(plan)) > WRONG
@@ -52,34 +55,37 @@ def test_evaluation_has_its_own_capacity_there_too():
 
 def test_every_conversion_is_among_these_plans():
     plans = [moe_plan(**options, batch=8) for options in PLANS.values()]
-    used = {node.target for plan in plans for graph in plan.stages[0].graphs for node in graph.nodes}
-    assert {*CONVERSIONS, *POSITIONED} <= used
+    graphs = (emit_graph(plan.program, block) for plan in plans for block in plan.program.blocks)
+    used = {target_name(node) for graph in graphs for node in graph.nodes}
+    assert SHUFFLES.keys() <= used
 
 
-def without(plan: Plan, target: str) -> Plan:
-    """`plan` without the first node of that operator."""
-    return bypass(plan, *first(plan, target))
+def without(plan: Plan, kind: type[Op]) -> Plan:
+    """`plan` without the first op of that kind."""
+    block, op = first(plan, kind)
+    return bypass(plan, block, op.results[0].name)
 
 
-def instead(plan: Plan, target: str, other: str) -> Plan:
-    """`plan` with another operator at the first node of that one."""
-    return change_node(plan, *first(plan, target), target=other)
+def instead(plan: Plan, kind: type[Op], other: type[Op]) -> Plan:
+    """`plan` with an op of another kind, and the same attributes, at the first of that one."""
+    block, op = first(plan, kind)
+    return change_kind(plan, block, op.results[0].name, other, **op.attributes())
 
 
-def first(plan: Plan, target: str) -> tuple[str, str]:
-    return next((g.name, n.name) for g in plan.stages[0].graphs for n in g.nodes if n.target == target)
+def first(plan: Plan, kind: type[Op]) -> tuple[str, Op]:
+    return next((block.name, op) for block in plan.program.blocks for op in block.ops if isinstance(op, kind))
 
 
 FAULTS: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "expert gradients are not summed": ("ep 2", lambda p: change_sums(p, "experts.up.weight", ())),
     "ep and edp are swapped": ("ep 2", swap_groups),
-    "the loss is not reduced": ("ep 2", lambda p: bypass(p, "loss", "loss_1")),
-    "no copy_to": ("tp 4, tokens whole", lambda p: without(p, "moec.copy_to.default")),
+    "the loss is not reduced": ("ep 2", lambda p: bypass(p, "loss", "loss.1")),
+    "no copy_to": ("tp 4, tokens whole", lambda p: without(p, CopyTo)),
     "gathered for sharded ops as if they were alike": (
-        "tp 2, ep 1", lambda p: instead(p, "moec.all_gather.default", "moec.all_gather_alike.default")
+        "tp 2, ep 1", lambda p: instead(p, AllGather, AllGatherAlike)
     ),
     "gathered to be alike as if for sharded ops": (
-        "tp 4, tokens whole", lambda p: instead(p, "moec.all_gather_alike.default", "moec.all_gather.default")
+        "tp 4, tokens whole", lambda p: instead(p, AllGatherAlike, AllGather)
     ),
 }  # fmt: skip
 

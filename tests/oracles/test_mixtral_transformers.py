@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from moec.runtime.module import PlanModule
-from moec.runtime.reference import reference
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
 
 DIM, HIDDEN, EXPERTS, LAYERS = 32, 20, 6, 3
 LAYER = """

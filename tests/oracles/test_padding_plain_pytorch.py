@@ -12,7 +12,7 @@ from plain_weights import plain_state_dict
 from torch import Tensor
 
 from moec.grammar.spec import SwitchLoss
-from moec.runtime.reference import reference
+from moec.runtime.job.reference import reference
 
 PADDING = 7
 LAYERS = """

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import moec
 from moec.grammar.spec import Spec
-from moec.runtime.module import PlanModule
-from moec.runtime.reference import reference
-from moec.runtime.unsharded import training_loss
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
+from moec.runtime.verify.unsharded import training_loss
 
 MHA = "attention = mha(heads = 3)"
 GQA = "attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())"
@@ -89,10 +89,10 @@ SPECS["capacity-eval"] = layers(
     GQA, moe("topk(2)", experts=4, balance=BOTH, beside="capacity = factor(0.5, eval = 1.5)")
 )
 SPECS["capacity-dynamic"] = layers(GQA, moe("topk(2)", balance=BOTH, beside="capacity = dynamic()"))
-SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2")}
+SPECS |= {f"{word}-ffn": layers(GQA, f"ffn = {word}(32)") for word in ("geglu", "relu", "relu2", "silu")}
 SPECS |= {
     f"{word}-experts": layers(GQA, moe("topk(2)", body=f"{word}(20)", balance=BOTH))
-    for word in ("geglu", "relu", "relu2")
+    for word in ("geglu", "relu", "relu2", "silu")
 }
 SPECS |= {
     f"topk-{k}-{score}-{order}-{'normalized' if normalize == 'true' else 'raw'}": layers(

@@ -1,19 +1,54 @@
-"""Wrong plans: one random change to a right one, and `moec verify` finds it and names an op."""
+"""Wrong plans: one random change to a right one; the rules refuse it, or `moec verify` finds it and names an op."""
 
 import random
 
 import pytest
 from models import moe_plan
-from mutations import mutate
+from mutations import RUN, Change, broken_rule, mutate
 
-from moec.runtime.verify import verify
+from moec.codegen.emit import emit_graph
+from moec.codegen.plan import Plan
+from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime.verify.verify import verify
 
-DEGREES = ({}, {"ranks": 8, "tp": 2, "ep": 4})
+PLANS = ({"gate": "topk(2)"}, {"gate": "topk(2)", "ranks": 8, "tp": 2, "ep": 4})
+"""Where weights are normalized, it is the same whether they are scored before the choice or after it."""
+
+
+def require_found(change: Change) -> None:
+    report = verify(change.plan, float32=False)
+    assert not report.ok, change.words
+    assert report.first_difference is not None, change.words
 
 
 @pytest.mark.parametrize("number", range(60))
-def test_a_random_change_is_found_and_an_op_named(number: int):
-    words, plan = mutate(moe_plan(**DEGREES[number % 2]), random.Random(f"test/{number}"))
-    report = verify(plan, float32=False)
-    assert not report.ok, words
-    assert report.first_difference is not None, words
+def test_a_random_change_is_refused_or_found_and_an_op_named(number: int):
+    change = mutate(moe_plan(**PLANS[number % 2]), random.Random(f"test/{number}"))
+    if broken_rule(change.plan) is None:
+        require_found(change)
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_what_breaks_no_rule_is_found_and_an_op_named(number: int):
+    draw = random.Random(f"within the rules/{number}")
+    change = mutate(moe_plan(**PLANS[number % 2]), draw)
+    while broken_rule(change.plan) is not None:
+        change = mutate(moe_plan(**PLANS[number % 2]), draw)
+    require_found(change)
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_what_changes_a_graph_is_found_without_the_rules(number: int):
+    draw = random.Random(f"without the rules/{number}")
+    change = mutate(moe_plan(**PLANS[number % 2]), draw, RUN)
+    while not has_graphs(change.plan):
+        change = mutate(moe_plan(**PLANS[number % 2]), draw, RUN)
+    require_found(change)
+
+
+def has_graphs(plan: Plan) -> bool:
+    """Whether every op is emitted: some that break the rules of their ops are not."""
+    try:
+        return all(emit_graph(plan.program, block).nodes for block in plan.program.blocks)
+    except (ValueError, KeyError):
+        return False

@@ -15,11 +15,12 @@ from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
+from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
-from moec.runtime.blame import first_difference
-from moec.runtime.inputs import global_batch
-from moec.runtime.reference import reference
-from moec.runtime.verify import verify
+from moec.runtime.job.reference import reference
+from moec.runtime.verify.blame import first_difference
+from moec.runtime.verify.inputs import global_batch
+from moec.runtime.verify.verify import verify
 
 SLOW_EXAMPLES = 2000
 
@@ -48,10 +49,10 @@ CAPACITIES = [
 ]
 
 EXPERTS = [
-    *("swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)"),
+    *("swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)", "silu(7)"),
     *("swiglu(8, bias = true)", "gelu(7, bias = true)"),
 ]
-FFNS = ["gelu({2})", "geglu({0})", "relu({1})", "relu2({0})", "swiglu({1}, bias = true)"]
+FFNS = ["gelu({2})", "geglu({0})", "relu({1})", "relu2({0})", "silu({1})", "swiglu({1}, bias = true)"]
 
 MODELS = [
     "",
@@ -149,7 +150,9 @@ def test_every_plan_equals_the_unsharded_model_at_length(spec: Spec):
 @given(specs(max_ranks=64))
 def test_text_and_bytes_are_functions_of_the_spec(spec: Spec):
     program = compile_program(spec).program
-    assert parse_program(print_program(program)) == program
+    read = parse_program(print_program(program))
+    assert read == program
+    check_program(read)
     assert plan_files(compile_source(spec)) == plan_files(compile_source(spec))
 
 
@@ -161,8 +164,8 @@ def test_every_plan_gives_the_same_on_torchs_own_ranks(spec: Spec):
     from all_ranks import distance, run_both, unsharded
 
     plan = compile_source(spec)
-    for form, training in ((plan, True), (plan.in_evaluation(), False)):
-        if training or form is not plan:
-            torchs, virtual = run_both(form)
+    for training in (True, False):
+        if training or plan.program.settings:
+            torchs, virtual = run_both(plan, training=training)
             assert distance(torchs, virtual) < 1e-11
             assert distance(torchs, unsharded(plan, training=training)) < 1e-11

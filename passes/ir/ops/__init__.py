@@ -2,6 +2,7 @@
 
 from moec.passes.ir.ops.attention import Attention, RepeatHeads, Rope
 from moec.passes.ir.ops.capacity import (
+    Capacity,
     CombinePadded,
     CountQueues,
     ExpertMlpPadded,
@@ -27,7 +28,7 @@ from moec.passes.ir.ops.collective import (
 from moec.passes.ir.ops.control import Call
 from moec.passes.ir.ops.embedding import Embed, EmbedPositions, LayerNorm, RmsNorm
 from moec.passes.ir.ops.fused import MixtureMlp, PermuteWeights, SumRows
-from moec.passes.ir.ops.linear import ACTIVATION_PARTS, Activation, Add, AddBias, Linear, Router
+from moec.passes.ir.ops.linear import Activation, Add, AddBias, Linear, Router
 from moec.passes.ir.ops.loss import CountLabels, CountTokens, CrossEntropy, Mean
 from moec.passes.ir.ops.moe import (
     Combine,
@@ -45,7 +46,6 @@ from moec.passes.ir.ops.paths import Mix, SigmoidGate
 from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 
 __all__ = [
-    "ACTIVATION_PARTS",
     "Activation",
     "Add",
     "AddBias",
@@ -56,6 +56,7 @@ __all__ = [
     "AllToAllPadded",
     "Attention",
     "Call",
+    "Capacity",
     "Collective",
     "Combine",
     "CombinePadded",

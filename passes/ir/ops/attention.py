@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require, size_of
 from moec.passes.ir.ops.tokens import Blocks, settled
@@ -27,7 +28,7 @@ class Rope(Op):
     """Rotary positions on `[batch, sequence, heads, head_dim]`, half-split convention (Su et al. 2021)."""
 
     mnemonic: ClassVar[str] = "rope"
-    theta: float
+    theta: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
@@ -69,7 +70,7 @@ class RepeatHeads(Op):
     """
 
     mnemonic: ClassVar[str] = "repeat_heads"
-    copies: int
+    copies: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands

@@ -2,16 +2,17 @@
 
 A group's choices stand in its experts' queues, all first choices before all second ones, tokens in order (GShard,
 Lepikhin et al. 2020, section 3.1 and algorithm 1); who stands beyond the capacity is dropped. Groups are `sequence`,
-`batch` (of all ranks) or `rank` (one data-parallel rank's sequences, of which there are `shares`). A choice of −1, a
-padding token's, stands in no queue and takes no place.
+`batch` (of all ranks) or `rank` (one data-parallel rank's sequences). A choice of −1, a padding token's, stands in no
+queue and takes no place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from moec.passes.ir.attribute_types import ActivationName, Count, RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require, size_of
 from moec.passes.ir.ops.moe import (
@@ -23,7 +24,7 @@ from moec.passes.ir.ops.moe import (
     require_weights,
 )
 from moec.passes.ir.ops.tokens import Blocks, own_tokens
-from moec.passes.ir.value import Value
+from moec.passes.ir.value import TRAINING, Setting, Value
 
 
 @register
@@ -35,7 +36,7 @@ class CountQueues(Op):
     """
 
     mnemonic: ClassVar[str] = "count_queues"
-    num_experts: int
+    num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
@@ -52,40 +53,64 @@ class QueueStarts(Op):
     """Where each piece's choices start in the queues of its group: counts `[batch, pieces, k, experts]` → alike."""
 
     mnemonic: ClassVar[str] = "queue_starts"
-    group: str
-    shares: int
+    group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        return (Type(shape=operands[0].shape, dtype="int64"),)
+        (counts,) = operands
+        require(counts.dtype == "int64" and len(counts.shape) == 4, self, "wants counts of each piece")
+        return (Type(shape=counts.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         whole = grouped(self.group, meshes)
         return Placing((whole,), (whole,))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity(Op):
+    """What takes choices up to a capacity: at most `max(least, ⌈factor · k · tokens / experts⌉)` of a group and expert.
+
+    `factor` is the fraction `parts / whole`, in evaluation `eval_parts / eval_whole`; where the two differ, the last
+    operand is the setting `$training`.
+    """
+
+    group: RoutingGroup
+    parts: WideCount
+    whole: WideCount
+    eval_parts: WideCount
+    eval_whole: WideCount
+    least: Count
+
+    @property
+    def varies(self) -> bool:
+        """Whether the capacity of evaluation is another than that of training."""
+        return self.parts * self.eval_whole != self.eval_parts * self.whole
+
+    def capacity(self) -> dict[str, Any]:
+        """The attributes that say the capacity."""
+        return {name: getattr(self, name) for name in Capacity.__annotations__}
+
+    def require_setting(self, settings: Sequence[Value]) -> None:
+        """Requires `$training` exactly where the capacity depends on it."""
+        scalar = all(isinstance(v, Setting) and v.name == TRAINING.name for v in settings)
+        require(len(settings) == int(self.varies) and scalar, self, "wants $training where its capacity varies")
+
+
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PermutePadded(Op):
+class PermutePadded(Capacity):
     """Rows in their places: x, experts, starts → rows `[experts, places, dim]`, counts `[sources, experts]`, positions.
 
-    Each expert takes at most `max(least, ⌈factor · k · tokens / experts⌉)` choices of a group; `factor` is the fraction
-    `parts / whole`, in evaluation `eval_parts / eval_whole`. How many places a rank has follows from shapes alone;
-    empty ones are zeros. The position of a choice that was dropped is −1.
+    How many places a rank has follows from shapes and `$training` alone; empty ones are zeros. The position of a choice
+    that was dropped is −1.
     """
 
     mnemonic: ClassVar[str] = "permute_padded"
     moves: ClassVar[bool] = True
-    num_experts: int
-    group: str
-    shares: int
-    parts: int
-    whole: int
-    eval_parts: int
-    eval_whole: int
-    least: int
+    num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        x, experts, starts = operands
+        x, experts, starts, *settings = operands
+        self.require_setting(settings)
         require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
         require(starts.shape[2:] == (experts.shape[2], self.num_experts), self, "wants starts in each queue")
         return (
@@ -98,33 +123,29 @@ class PermutePadded(Op):
         tokens = meshes.own_tokens
         rows = experts_layout(meshes, {}, Shard(1))
         counts = experts_layout(meshes, {}, Shard(0))
-        return Placing((tokens,) * 3, (rows, counts, tokens))
+        settings = (REPLICATED,) * len(operands[3:])
+        return Placing(((tokens,) * 3 + settings), (rows, counts, tokens))
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeepChoices(Op):
+class KeepChoices(Capacity):
     """The choices that an expert takes, −1 in the place of the others: experts `[batch, sequence, k]`, starts → alike.
 
     What `permute_padded` drops with the same attributes.
     """
 
     mnemonic: ClassVar[str] = "keep_choices"
-    group: str
-    shares: int
-    parts: int
-    whole: int
-    eval_parts: int
-    eval_whole: int
-    least: int
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        experts, starts = operands
+        experts, starts, *settings = operands
+        self.require_setting(settings)
         require(experts.dtype == "int64" and starts.shape[2] == experts.shape[2], self, "wants starts in each queue")
         return (Type(shape=experts.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return Placing((meshes.own_tokens,) * 2, (meshes.own_tokens,))
+        settings = (REPLICATED,) * len(operands[2:])
+        return Placing(((meshes.own_tokens,) * 2 + settings), (meshes.own_tokens,))
 
 
 @register
@@ -136,9 +157,11 @@ class LargestLoad(Op):
     """
 
     mnemonic: ClassVar[str] = "largest_load"
-    num_experts: int
+    num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
         return (Type(shape=(), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -156,7 +179,7 @@ class PermuteDynamic(Op):
 
     mnemonic: ClassVar[str] = "permute_dynamic"
     moves: ClassVar[bool] = True
-    num_experts: int
+    num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, experts, places = operands
@@ -184,12 +207,12 @@ class ExpertMlpPadded(Op):
     """
 
     mnemonic: ClassVar[str] = "expert_mlp_padded"
-    activation: str
+    activation: ActivationName
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (rows, *weights), experts = apart(operands)
         require_weights(self, rows, weights)
-        require_experts(self, self.activation, rows.shape[2], experts)
+        require_experts(self, self.activation, rows, experts)
         return (Type(shape=rows.shape, dtype=rows.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

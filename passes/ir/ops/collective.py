@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from moec.passes.ir.layout import Partial, Placement, Shard
+from moec.passes.ir.attribute_types import AxisName, DimNumber, Reduction
+from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.tokens import Blocks
 from moec.passes.ir.value import Value
@@ -29,7 +30,14 @@ class Collective(Op):
     moves: ClassVar[bool] = True
     backward: ClassVar[str] = "none"
     sends: ClassVar[tuple[int, int]] = (1, 1)
-    axis: str
+    axis: AxisName
+
+    def require_source(self, value: Value, source: Placement | None) -> Layout:
+        """The layout of `value`, which is `source` on the axis, and no other axis cuts its pieces further."""
+        layout = layout_of(value)
+        if layout.get(self.axis) != source or not layout.can_undo(self.axis):
+            raise LayoutError(f"{self.mnemonic} over {self.axis} of %{value.name}, which is {layout}")
+        return layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +58,7 @@ class Conversion(Collective):
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        layout = layout_of(operands[0])
-        if layout.get(self.axis) != self.source():
-            raise LayoutError(f"{self.mnemonic} over {self.axis} of a value that is {layout}")
+        layout = self.require_source(operands[0], self.source())
         return Placing((layout,), (layout.replace(self.axis, self.target()),))
 
 
@@ -67,7 +73,7 @@ class AllReduce(Conversion):
     mnemonic: ClassVar[str] = "all_reduce"
     backward: ClassVar[str] = "identity"
     sends: ClassVar[tuple[int, int]] = (2, 0)
-    reduce: str = "sum"
+    reduce: Reduction = "sum"
 
     def source(self) -> Placement | None:
         return Partial(self.reduce)
@@ -84,7 +90,7 @@ class ReduceScatter(Conversion):
     mnemonic: ClassVar[str] = "reduce_scatter"
     backward: ClassVar[str] = "all_gather"
     sends: ClassVar[tuple[int, int]] = (1, 1)
-    dim: int
+    dim: DimNumber
 
     def source(self) -> Placement | None:
         return Partial()
@@ -120,7 +126,7 @@ class Slice(Conversion):
     mnemonic: ClassVar[str] = "slice"
     backward: ClassVar[str] = "all_gather"
     sends: ClassVar[tuple[int, int]] = (0, 1)
-    dim: int
+    dim: DimNumber
 
     def source(self) -> Placement | None:
         return None
@@ -137,7 +143,7 @@ class AllGather(Conversion):
     mnemonic: ClassVar[str] = "all_gather"
     backward: ClassVar[str] = "reduce_scatter"
     sends: ClassVar[tuple[int, int]] = (1, 1)
-    dim: int
+    dim: DimNumber
 
     def source(self) -> Placement | None:
         return Shard(self.dim)
@@ -154,7 +160,7 @@ class AllGatherAlike(Conversion):
     mnemonic: ClassVar[str] = "all_gather_alike"
     backward: ClassVar[str] = "slice"
     sends: ClassVar[tuple[int, int]] = (1, 0)
-    dim: int
+    dim: DimNumber
 
     def source(self) -> Placement | None:
         return Shard(self.dim)
@@ -177,13 +183,11 @@ class ExchangeCounts(Collective):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (counts,) = operands
-        require(counts.dtype == "int64" and len(counts.shape) == 2, self, "wants counts [sources, experts]")
+        require(counts.is_row_counts, self, "wants counts [sources, experts]")
         return (Type(shape=counts.shape, dtype="int64"), Type(shape=(2, "sources"), dtype="int64"))
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        layout = layout_of(operands[0])
-        if layout.get(self.axis) != Shard(0):
-            raise LayoutError(f"exchange_counts over {self.axis} of counts that are {layout}")
+        layout = self.require_source(operands[0], Shard(0))
         # Every rank has its own splits: what it sends and receives.
         return Placing((layout,), (layout.replace(self.axis, Shard(1)), layout))
 
@@ -202,16 +206,16 @@ class AllToAll(Collective):
     reverse: bool
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        rows, _, counts = operands
+        rows, splits, counts = operands
         require(rows.ragged is not None, self, "wants ragged rows")
+        require(splits.dtype == "int64" and splits.shape == (2, "sources"), self, "wants splits [2, sources]")
+        require(counts.dtype == "int64" and len(counts.shape) == 2, self, "wants counts [sources, experts]")
         return (Type(shape=rows.shape, dtype=rows.dtype, ragged=counts.name),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         rows, splits, counts = operands
-        layout = layout_of(rows)
         source, target = (Shard(0), Shard(1)) if self.reverse else (Shard(1), Shard(0))
-        if layout.get(self.axis) != source:
-            raise LayoutError(f"all_to_all over {self.axis} of rows that are {layout}")
+        layout = self.require_source(rows, source)
         return Placing((layout, layout_of(splits), layout_of(counts)), (layout.replace(self.axis, target),))
 
 
@@ -223,8 +227,8 @@ class AllToAllPadded(Conversion):
     mnemonic: ClassVar[str] = "all_to_all_padded"
     backward: ClassVar[str] = "all_to_all_padded"
     sends: ClassVar[tuple[int, int]] = (1, 1)
-    given: int
-    wanted: int
+    given: DimNumber
+    wanted: DimNumber
 
     def source(self) -> Placement | None:
         return Shard(self.given)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.passes.ir.attribute_types import BlockName, LayerNumber
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.tokens import Blocks
 from moec.passes.ir.value import Value
@@ -18,8 +19,8 @@ class Call(Op):
 
     mnemonic: ClassVar[str] = "call"
     moves: ClassVar[bool] = True
-    block: str
-    layer: int
+    block: BlockName
+    layer: LayerNumber
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         callee = blocks[self.block]

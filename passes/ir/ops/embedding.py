@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.passes.ir.attribute_types import Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.tokens import Blocks, follow_tokens
@@ -60,11 +61,12 @@ class RmsNorm(Op):
     """`x / sqrt(mean(x²) + eps) * weight` over the last dim, in at least fp32 (Zhang & Sennrich 2019)."""
 
     mnemonic: ClassVar[str] = "rms_norm"
-    eps: float
+    eps: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight = operands
         require(weight.shape == x.shape[-1:], self, "wants a weight as wide as the last dim")
+        require(weight.dtype == x.dtype, self, "wants one dtype")
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -80,12 +82,13 @@ class LayerNorm(Op):
     """
 
     mnemonic: ClassVar[str] = "layer_norm"
-    eps: float
+    eps: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, *vectors = operands
         require(len(vectors) in (1, 2), self, "wants a weight, and at most a bias")
         require(all(v.shape == x.shape[-1:] for v in vectors), self, "wants vectors as wide as the last dim")
+        require(all(v.dtype == x.dtype for v in vectors), self, "wants one dtype")
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require, size_of
 from moec.passes.ir.ops.moe import experts_layout, require_experts
@@ -27,13 +28,13 @@ class MixtureMlp(Op):
 
     mnemonic: ClassVar[str] = "mixture_mlp"
     moves: ClassVar[bool] = True
-    activation: str
+    activation: ActivationName
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, experts, weights, *of_experts = operands
         require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
         require(experts.shape == weights.shape, self, "wants a weight for each choice")
-        require_experts(self, self.activation, x.shape[-1], of_experts)
+        require_experts(self, self.activation, x, of_experts)
         return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", of_experts[0].shape[0]), dtype="int64"))
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -55,6 +56,7 @@ class PermuteWeights(Op):
     """
 
     mnemonic: ClassVar[str] = "permute_weights"
+    constants: ClassVar[frozenset[int]] = frozenset({2})
     moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from pydantic import Field
+
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
+from moec.passes.ir.limits import MAX_RANK
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
 from moec.passes.ir.ops.tokens import TOKEN_DIMS, Blocks, own_tokens, settled
 from moec.passes.ir.value import Value, promoted
@@ -18,7 +23,7 @@ class Linear(Op):
     """Contracts the last `contract` dims of x and weight: `[…, in]`, `[out…, in]` → `[…, out…]`."""
 
     mnemonic: ClassVar[str] = "linear"
-    contract: int = 1
+    contract: Annotated[int, Field(ge=1, le=MAX_RANK)] = 1
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight = operands
@@ -34,7 +39,8 @@ class Linear(Op):
         given = settled(x, meshes)
         wanted: dict[str, Placement] = {}
         result: dict[str, Placement] = {}
-        for axis in {*given.axes, *held.axes}:
+        # Contracted dims and outputs are cut in the order of the weight's cuts, all other dims in that of x's.
+        for axis in dict.fromkeys((*held.axes, *given.axes)):
             match held.get(axis), given.get(axis):
                 case Shard(dim=dim), _ if dim < out:  # by columns: each rank its outputs
                     result[axis] = Shard(kept + dim)
@@ -73,18 +79,14 @@ class AddBias(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation(Op):
-    """`[…, parts, hidden]` → `[…, hidden]`.
-
-    Of two parts, `swiglu` is silu(first) · second, `geglu` gelu(first) · second; `gelu` (erf), `relu` and its square
-    `relu2` have one.
-    """
+    """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`."""
 
     mnemonic: ClassVar[str] = "activation"
-    kind: str
+    kind: ActivationName
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
-        require(x.shape[-2] == ACTIVATION_PARTS[self.kind], self, f"{x.shape[-2]} parts")
+        require(x.shape[-2] == ACTIVATIONS[self.kind].parts, self, f"{x.shape[-2]} parts")
         return (Type(shape=(*x.shape[:-2], x.shape[-1]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -94,10 +96,6 @@ class Activation(Op):
             raise LayoutError("activation has no rule for parts on different ranks")
         moved = ((axis, Shard(last - 1) if placement == Shard(last) else placement) for axis, placement in x.placements)
         return Placing((x,), (Layout.of(moved),))
-
-
-ACTIVATION_PARTS = {"swiglu": 2, "geglu": 2, "gelu": 1, "relu": 1, "relu2": 1}
-"""How many projections of the input an activation takes. Named as the language names the feed-forwards."""
 
 
 @register
@@ -115,8 +113,9 @@ class Add(Op):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Linear, so partial sums add to a partial sum; what lies in different ways meets where the tokens lie.
         given = [layout_of(v) for v in operands]
+        # In the order of the tokens' cuts: each that is new to the first value is made last.
         layout = given[0]
-        for axis in {axis for other in given for axis in other.axes}:
+        for axis in dict.fromkeys(axis for other in (meshes.tokens, *given) for axis in other.axes):
             if len({other.get(axis) for other in given}) > 1:
                 layout = layout.replace(axis, meshes.tokens.get(axis) if operands[0].shape else None)
         return Placing((layout,) * len(operands), (layout,))
@@ -132,6 +131,7 @@ class Router(Op):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight = operands
         require(x.shape[-1] == weight.shape[-1], self, "widths differ")
+        require(x.dtype == weight.dtype, self, "wants one dtype")
         return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(x.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

@@ -37,6 +37,8 @@ class CountLabels(Op):
     valid_only: bool
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (labels,) = operands
+        require(labels.dtype == "int64", self, "wants labels")
         return (Type(shape=(), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -52,7 +54,8 @@ class CountTokens(Op):
     constants: ClassVar[frozenset[int]] = frozenset({0})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        require(len(operands[0].shape) == 3, self, "wants a vector for each token")
+        (x,) = operands
+        require(len(x.shape) == 3, self, "wants a vector for each token")
         return (Type(shape=(), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.attribute_types import ActivationName, Count, RoutingGroup
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require, size_of
-from moec.passes.ir.ops.linear import ACTIVATION_PARTS
 from moec.passes.ir.ops.padding import require_real
 from moec.passes.ir.ops.tokens import Blocks, own_tokens, sum_tokens
 from moec.passes.ir.value import Dim, Parameter, Value
@@ -25,9 +26,9 @@ class Route(Op):
     """
 
     mnemonic: ClassVar[str] = "route"
-    k: int
-    score: str
-    order: str
+    k: Count
+    score: Literal["softmax", "sigmoid"]
+    order: Literal["before", "after"]
     normalize: bool
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -46,9 +47,12 @@ class Route(Op):
 
 
 def experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise: Placement) -> Layout:
-    """The layout on the expert mesh that is `by_expert` on the axes that it names, and `otherwise` on the others."""
+    """The layout on the expert mesh that is `by_expert` on the axes that it names, and `otherwise` on the others.
+
+    A dim is cut in the order of `by_expert`, then in that of the mesh.
+    """
     assert meshes.experts is not None, "an op of a mixture stands in a block without an expert mesh"
-    return Layout.of({axis: by_expert.get(axis, otherwise) for axis in meshes.experts.wide_axes()})
+    return Layout.of({**by_expert, **{axis: otherwise for axis in meshes.experts.wide_axes() if axis not in by_expert}})
 
 
 def grouped(group: str, meshes: Meshes) -> Layout:
@@ -66,7 +70,7 @@ class Permute(Op):
 
     mnemonic: ClassVar[str] = "permute"
     moves: ClassVar[bool] = True
-    num_experts: int
+    num_experts: Count
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, experts = operands
@@ -93,15 +97,17 @@ class PermuteReal(Permute):
     mnemonic: ClassVar[str] = "permute_real"
 
 
-def require_experts(op: Op, activation: str, dim: Dim, weights: Sequence[Value]) -> None:
-    """Experts' `weights` are up `[experts, parts, hidden, dim]`, down `[experts, dim, hidden]`, and maybe both biases.
+def require_experts(op: Op, activation: str, x: Value, weights: Sequence[Value]) -> None:
+    """Experts of x `[…, dim]`: up `[experts, parts, hidden, dim]`, down `[experts, dim, hidden]`, maybe both biases.
 
-    A bias is `[experts, parts, hidden]` or `[experts, dim]`: one number for each output.
+    All have the dtype of x. A bias is `[experts, parts, hidden]` or `[experts, dim]`: one number for each output.
     """
     up, down, *biases = weights
     experts, parts, hidden, _ = up.shape
-    require(parts == ACTIVATION_PARTS[activation], op, f"{parts} parts")
+    require(parts == ACTIVATIONS[activation].parts, op, f"{parts} parts")
+    dim = x.shape[-1]
     require(up.shape[3] == dim and down.shape == (experts, dim, hidden), op, "widths differ")
+    require(all(weight.dtype == x.dtype for weight in weights), op, "wants one dtype")
     wanted = [up.shape[:-1], down.shape[:-1]]
     require(not biases or [bias.shape for bias in biases] == wanted, op, "wants a bias for each output, or none")
 
@@ -134,13 +140,13 @@ class ExpertMlp(Op):
     """Each row through its expert: rows, counts, weights of rows or none, and experts as `require_experts` says."""
 
     mnemonic: ClassVar[str] = "expert_mlp"
-    activation: str
+    activation: ActivationName
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (rows, counts, *weights), experts = apart(operands)
         require(rows.ragged == counts.name, self, f"rows are counted by {rows.ragged}, not {counts.name}")
         require_weights(self, rows, weights)
-        require_experts(self, self.activation, rows.shape[2], experts)
+        require_experts(self, self.activation, rows, experts)
         return (Type(shape=rows.shape, dtype=rows.dtype, ragged=rows.ragged),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -178,19 +184,18 @@ class Combine(Op):
 class CountChoices(Op):
     """How often the tokens of a routing group chose each expert: experts `[batch, sequence, k]` → `[groups, experts]`.
 
-    A choice of −1 counts for none. A group is a `sequence`, the `batch` of all ranks, or one of `shares` equal shares
-    of it (`rank`). Not differentiated.
+    A choice of −1 counts for none. A group is a `sequence`, the `batch` of all ranks, or the sequences of one
+    data-parallel rank (`rank`). Not differentiated.
     """
 
     mnemonic: ClassVar[str] = "count_choices"
-    num_experts: int
-    group: str
-    shares: int
+    num_experts: Count
+    group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
         require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
-        groups = experts.shape[0] if self.group == "sequence" else self.shares
+        groups: Dim = {"sequence": experts.shape[0], "batch": 1, "rank": "shares"}[self.group]
         return (Type(shape=(groups, self.num_experts), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -209,7 +214,7 @@ class SwitchLoss(Op):
     """
 
     mnemonic: ClassVar[str] = "switch_loss"
-    group: str
+    group: RoutingGroup
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         probabilities, choices, *real = operands

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from moec.passes.ir.attribute_types import TokenId
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.tokens import Blocks, follow_tokens, own_tokens, sum_tokens
 from moec.passes.ir.value import Value
@@ -17,7 +18,7 @@ class RealTokens(Op):
     """1 for each token that is not padding, 0 for each that is: ids `[batch, sequence]` → int64 of the same shape."""
 
     mnemonic: ClassVar[str] = "real_tokens"
-    padding: int
+    padding: TokenId
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (ids,) = operands
@@ -34,9 +35,11 @@ class CountRealTokens(Op):
     """Number of ids that are not padding: the divisor of the balance terms."""
 
     mnemonic: ClassVar[str] = "count_real_tokens"
-    padding: int
+    padding: TokenId
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (ids,) = operands
+        require(ids.dtype == "int64" and len(ids.shape) == 2, self, "wants ids")
         return (Type(shape=(), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

@@ -19,8 +19,8 @@ TOKEN_DIMS = 2
 def settled(value: Value, meshes: Meshes) -> Layout:
     """The layout of `value` with its partial sums reduced: to where the residual stream's tokens lie."""
     layout = layout_of(value)
-    for axis, placement in layout.placements:
-        if isinstance(placement, Partial):
+    for axis in dict.fromkeys((*meshes.tokens.axes, *layout.axes)):
+        if isinstance(layout.get(axis), Partial):
             layout = layout.replace(axis, meshes.tokens.get(axis) if value.shape else None)
     return layout
 

@@ -111,8 +111,9 @@ class CrossEntropyOfSums(Op):
     constants: ClassVar[frozenset[int]] = frozenset({1})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        sums, *others = operands
-        require(all(v.shape == sums.shape for v in others), self, "wants one of each for each token")
+        sums, largest, label_logit, labels = operands
+        alike = sums.shape == largest.shape == label_logit.shape == labels.shape
+        require(alike and labels.dtype == "int64", self, "wants one of each for each token")
         return (Type(shape=(), dtype=sums.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

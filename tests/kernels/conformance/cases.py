@@ -15,6 +15,7 @@ import torch
 from places import Numbers
 from torch import Tensor
 
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends import Backend
 
 Case = Callable[[Backend, Numbers], Sequence[Tensor]]
@@ -130,7 +131,6 @@ COUNTS = {
 }
 # dim, hidden: below a tile, multiples of it, and beyond it by a little.
 WIDTHS = [(6, 5), (64, 32), (70, 40)]
-ACTIVATIONS = ("swiglu", "geglu", "gelu", "relu", "relu2")
 
 
 def new_biases(numbers: Numbers, up: Tensor, down: Tensor, bias: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -149,7 +149,7 @@ def experts(
 ) -> list[Tensor]:
     """Random numbers of unit variance throughout."""
     of_experts = numbers.whole(torch.tensor(counts))
-    num_experts, parts = of_experts.shape[1], 2 if activation in ("swiglu", "geglu") else 1
+    num_experts, parts = of_experts.shape[1], ACTIVATIONS[activation].parts
     dim, hidden = widths
     given = numbers.normal(int(of_experts.sum()), dim)
     up = numbers.normal(num_experts, parts, hidden, dim, scale=dim**-0.5)
@@ -166,7 +166,7 @@ def random_experts() -> Iterator[tuple[str, Case]]:
     for number in range(6):
         num_experts, sources, most = draw.randint(1, 9), draw.choice([1, 1, 3]), draw.choice([1, 5, 90])
         counts = [[draw.randint(0, most) for _ in range(num_experts)] for _ in range(sources)]
-        widths, activation = (draw.randint(1, 80), draw.randint(1, 80)), draw.choice(ACTIVATIONS)
+        widths, activation = (draw.randint(1, 80), draw.randint(1, 80)), draw.choice(list(ACTIVATIONS))
         case = partial(experts, counts=counts, widths=widths, activation=activation, bias=number % 2 == 1)
         yield f"experts, random {number}", case
 
@@ -190,7 +190,7 @@ def mixture(
     lost = torch.rand(choices.shape, generator=numbers.draw) < dropped
     choices = choices.masked_fill(lost.to(choices.device), -1)
     weights = numbers.of_router(*choices.shape)
-    up = numbers.normal(num_experts, 2 if activation in ("swiglu", "geglu") else 1, hidden, dim, scale=dim**-0.5)
+    up = numbers.normal(num_experts, ACTIVATIONS[activation].parts, hidden, dim, scale=dim**-0.5)
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
     mixed, counts, saved, positions = backend.mixture_mlp(x, choices, weights, up, down, *biases, activation)
@@ -214,12 +214,12 @@ MIXTURES = {
 # ---- the rest ----------------------------------------------------------------------------------------
 
 
-def gated(backend: Backend, numbers: Numbers, name: str) -> list[Tensor]:
+def gated(backend: Backend, numbers: Numbers, activation: str) -> list[Tensor]:
     results = []
     for shape in ((2, 3, 2, 5), (1, 1, 2, 1100), (0, 4, 2, 8), (7, 2, 64)):
         x = numbers.normal(*shape, scale=3.0)
-        results.append(getattr(backend, name)(x))
-        results.append(getattr(backend, f"{name}_backward")(numbers.normal(*results[-1].shape), x))
+        results.append(backend.gated(x, activation))
+        results.append(backend.gated_backward(numbers.normal(*results[-1].shape), x, activation))
     return results
 
 
@@ -344,8 +344,7 @@ CASES: dict[str, Case] = {
     "mixture with biases, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0, bias=True),
     "mixture, one expert takes nearly all": partial(mixture, shape=(1, 140, 6, 1), skew=20.0),
     "mixture, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0),
-    "swiglu": partial(gated, name="swiglu"),
-    "geglu": partial(gated, name="geglu"),
+    **{word: partial(gated, activation=word) for word, kind in ACTIVATIONS.items() if kind.gated},
     "rope": rope,
     "padded, sequences": partial(padded, groups=0, least=1),
     "padded, groups": partial(padded, groups=2, least=1),

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moec.runtime.backends import Backend, torch_backend
+from moec.runtime.backends import Backend
+from moec.runtime.backends.torch import torch_backend
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROUTER = (torch.float64, torch.float32)
@@ -27,10 +28,10 @@ class Place:
 
 def places() -> list[Place]:
     """All that are present, in this process: Triton is either interpreted or not, from its import on."""
-    from moec.runtime.backends.triton_support import complaint
+    from moec.runtime.backends.triton.triton_support import complaint
 
     if INTERPRETED:
-        from moec.runtime.backends import triton_backend
+        from moec.runtime.backends.triton import triton_backend
 
         # No bf16, which the interpreter computes wrongly (`triton_launch.dtype_name`).
         return [Place("triton interpreted", triton_backend, "cpu", (*ROUTER, torch.float16))]
@@ -39,7 +40,7 @@ def places() -> list[Place]:
     if torch.cuda.is_available():
         found.append(Place("torch on cuda", torch_backend, "cuda", (*ROUTER, *LOW)))
         if complaint("cuda") is None:
-            from moec.runtime.backends import triton_backend
+            from moec.runtime.backends.triton import triton_backend
 
             found.append(Place("triton on cuda", triton_backend, "cuda", (*ROUTER, *LOW)))
     return found

@@ -10,8 +10,9 @@ import torch
 from cases import HOW
 from places import INTERPRETED, Numbers, Place
 
-from moec.runtime.backends import Backend, BackendError, torch_backend
-from moec.runtime.backends.triton_launch import too_many
+from moec.runtime.backends import Backend, BackendError
+from moec.runtime.backends.torch import torch_backend
+from moec.runtime.backends.triton.triton_launch import too_many
 
 # Logits of one token, and whether softmax and sigmoid make numbers of them.
 LOGITS = {
@@ -86,7 +87,7 @@ def test_an_expert_that_is_none_is_refused_or_leads_nowhere(
     if place.backend is torch_backend:
         return
     # On a device nobody looks: the choice gets no row, and every other place lies among the rows.
-    monkeypatch.setattr("moec.runtime.backends.triton_rows.refuse_out_of_range", lambda *_: None)
+    monkeypatch.setattr("moec.runtime.backends.triton.triton_rows.refuse_out_of_range", lambda *_: None)
     rows, counts, positions = place.backend.permute(x, experts, 4)
     assert rows.shape == (140, 3)
     assert int(counts.sum()) == 139

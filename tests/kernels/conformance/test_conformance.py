@@ -12,7 +12,7 @@ import torch
 from cases import CASES, OF_ROUTER
 from places import INTERPRETED, NO_CUDA, PLACES, ROUTER, TOLERANCE, Numbers, Place
 
-from moec.runtime.backends import torch_backend
+from moec.runtime.backends.torch import torch_backend
 
 ROUNDINGS = {"mixture": 5, "experts with weights": 6, "experts": 4}
 """Of 16-bit results, beside three for all others: experts round their gate too, a whole mixture its rows, and weighted

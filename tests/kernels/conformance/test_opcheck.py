@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from moec.runtime import ops
-from moec.runtime.backends import torch_backend
+from moec.runtime.backends.torch import torch_backend
+from moec.runtime.ops.elementwise import GATED
 
 Call = tuple[str, tuple[Any, ...]]
 """An operator's name and arguments."""
@@ -77,7 +78,7 @@ def experts(numbers: Numbers) -> Iterator[Call]:
     for activation in ACTIVATIONS:
         for name in ("uneven", "four sources", "no rows") if activation == "swiglu" else ("four sources",):
             counts = numbers.whole(torch.tensor(COUNTS[name]))
-            parts, num_experts = 2 if activation in ("swiglu", "geglu") else 1, counts.shape[1]
+            parts, num_experts = ACTIVATIONS[activation].parts, counts.shape[1]
             given = numbers.normal(int(counts.sum()), 4)
             up, down = numbers.normal(num_experts, parts, 3, 4), numbers.normal(num_experts, 4, 3)
             for bias in (False, True) if (activation, name) == ("swiglu", "four sources") else (False,):
@@ -96,7 +97,7 @@ def mixture(numbers: Numbers) -> Iterator[Call]:
             choices, x = numbers.choices(2, 3, 5, 2), numbers.normal(2, 3, 4)
             if dropped:
                 choices[0, 1], choices[1, 0, 1] = -1, -1
-            weights, parts = numbers.of_router(2, 3, 2), 2 if activation in ("swiglu", "geglu") else 1
+            weights, parts = numbers.of_router(2, 3, 2), ACTIVATIONS[activation].parts
             up, down = numbers.normal(5, parts, 3, 4), numbers.normal(5, 4, 3)
             for bias in (False, True) if not dropped else (False,):
                 matrices = weights, up, down, *new_biases(numbers, up, down, bias)
@@ -109,9 +110,9 @@ def elementwise(numbers: Numbers) -> Iterator[Call]:
     x = numbers.normal(2, 3, 2, 4)
     yield "rope", (x.clone().requires_grad_(), 1e4)
     yield "rope_backward", (x, 1e4)
-    for name in ("swiglu", "geglu"):
-        yield name, (x.clone().requires_grad_(),)
-        yield f"{name}_backward", (x[..., 0, :], x)
+    for activation in GATED:
+        yield "gated", (x.clone().requires_grad_(), activation)
+        yield "gated_backward", (x[..., 0, :], x, activation)
 
 
 def embedding(numbers: Numbers) -> Iterator[Call]:
@@ -133,9 +134,12 @@ def padded(numbers: Numbers) -> Iterator[Call]:
     queues = ops.count_queues(choices, 6)
     for groups in (2,) if INTERPRETED else (0, 2):
         yield "queue_starts", (queues, groups)
-        starts, how = ops.queue_starts(queues, groups), (groups, 1, 5, 4, 1)
+        starts, how = ops.queue_starts(queues, groups), (None, groups, 1, 5, 4, 5, 4, 1)
         yield "keep_choices", (choices, starts, *how)
         yield "permute_padded", (x.clone().requires_grad_(), choices, starts, *how)
+        varying = (torch.tensor(0), groups, 1, 5, 4, 3, 4, 1)
+        yield "keep_choices", (choices, starts, *varying)
+        yield "permute_padded", (x.clone().requires_grad_(), choices, starts, *varying)
         kept = ops.keep_choices(choices, starts, *how)
         yield "largest_load", (kept, 6)
         yield "permute_dynamic", (x.clone().requires_grad_(), kept, ops.largest_load(kept, 6), 6)
@@ -179,7 +183,7 @@ def test_operators_are_well_formed(place: Place, family: str, which: str, monkey
 
 
 def test_every_operator_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    import moec.runtime.operators  # noqa: F401 - registers all there are
+    import moec.runtime.ops  # noqa: F401 - registers all there are
 
     monkeypatch.setenv("MOEC_BACKEND", "torch")
     checked = {name for family in TABLE.values() for name, _ in family(Numbers(torch.float64))}

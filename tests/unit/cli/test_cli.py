@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -110,7 +111,7 @@ def test_a_let_is_overridden_from_the_command_line(run):
     assert "MOE0213" in err
 
 
-@pytest.mark.parametrize("stage", ["ast", "spec", "ir", "placed", "fx"])
+@pytest.mark.parametrize("stage", ["ast", "spec", "ir", "placed", "fx", "kernels"])
 def test_emit_prints_the_artifact_alone_and_writes_no_plan(run, stage: str):
     code, out, err = run("compile", "tiny.moe", f"--emit={stage}")
     assert (code, err) == (0, "")
@@ -124,13 +125,23 @@ def test_emitted_stages_are_what_they_say(run):
     assert run("compile", "again.moe", "--emit=spec")[1] == spec
     assert not parse_program(run("compile", "tiny.moe", "--emit=ir")[1]).meshes
     assert parse_program(run("compile", "tiny.moe", "--emit=placed")[1]).stages
-    assert json.loads(run("compile", "tiny.moe", "--emit=fx")[1])[0]["graphs"]
+    graphs = run("compile", "tiny.moe", "--emit=fx")[1]
+    assert "torch.ops.moec.route.default(" in graphs
+    ast.parse(graphs)
+    assert "plain torch does the work" in run("compile", "tiny.moe", "--emit=kernels")[1]
 
 
-def test_emit_kernels_is_not_supported_yet(run):
-    code, out, err = run("compile", "tiny.moe", "--emit=kernels")
-    assert (code, out) == (1, "")
-    assert "not supported yet" in err
+def test_inspect_shows_the_graphs_of_a_plan_and_the_source_of_its_kernels(run):
+    assert run("compile", "tiny.moe", "-o", "tiny.plan")[0] == 0
+    assert run("inspect", "tiny.plan", "--fx")[1] == run("compile", "tiny.moe", "--emit=fx")[1]
+    on_gpus = Path("tiny.moe").read_text().replace("device = cpu", 'device = "h100"')
+    Path("gpu.moe").write_text('use "devices/h100"\n' + on_gpus)
+    assert run("compile", "gpu.moe")[0] == 0
+    sources = run("inspect", "gpu.plan", "--kernels", "--source")[1]
+    ast.parse(sources)
+    assert sources == run("compile", "gpu.moe", "--emit=kernels")[1]
+    assert "# ---- route_" in sources
+    assert run("inspect", "gpu.plan", "--source")[0] == 2
 
 
 def test_stop_after_shows_the_program_so_far(run):
@@ -180,8 +191,8 @@ def test_verify_as_json_has_exactly_the_promised_keys(run):
 @pytest.mark.parametrize("command", ["verify", "load"])
 def test_a_plan_that_cannot_be_trusted_is_refused(run, command: str):
     run("compile", "tiny.moe")
-    stage = Path("tiny.plan/stages/0.json")
-    stage.write_text(stage.read_text().replace("softmax", "sigmoid"))
+    program = Path("tiny.plan/program.ir")
+    program.write_text(program.read_text().replace("softmax", "sigmoid"))
     code, out, err = run(command, "tiny.plan")
     assert (code, out) == (1, "")
     assert "error[MOE0601]" in err
@@ -279,7 +290,7 @@ def test_commands_that_need_no_torch_work_without_it(run, command: list[str]):
 def test_a_closed_pipe_is_no_bug(run):
     command = f"{sys.executable} -m moec compile tiny.moe --emit=placed | head -1"
     finished = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
-    assert finished.stdout == 'program "tiny" {\n'
+    assert finished.stdout == 'program "tiny" from "tiny.moe" {\n'
     assert finished.stderr == ""
 
 

@@ -12,12 +12,12 @@ from models import moe_plan
 from typer.testing import CliRunner
 
 from moec.cli import app
-from moec.codegen.kernel_work import work_of
-from moec.codegen.kernels import DownShape, UpShape
-from moec.codegen.kernels_rows import PlacesShape, QueuesShape
-from moec.codegen.plan_kernels import products_of
-from moec.codegen.stored_tiles import Entry, StoredTiles
-from moec.codegen.tiles import Tile, Tiles
+from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
+from moec.codegen.kernels.shapes import DownShape, UpShape
+from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
+from moec.codegen.kernels.tiles import Tile, Tiles
+from moec.codegen.kernels.work import work_of
 from moec.commands.inspect_kernels import inspect_kernels
 from moec.driver import compile as compile_source
 from moec.runtime.backends import BackendError

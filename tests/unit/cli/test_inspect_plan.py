@@ -9,8 +9,8 @@ import pytest
 import typer
 from models import moe_plan
 
-from moec.codegen.operators import CONVERSIONS
 from moec.commands.inspect_plan import inspect_plan
+from moec.passes.ir.ops import Collective
 
 
 @pytest.fixture
@@ -66,14 +66,18 @@ def test_a_rank_there_is_not_is_a_wrong_usage(plan: Path, rank: int):
 
 
 @pytest.mark.parametrize(("kind", "arrow", "loud"), [("mermaid", "-->", "(["), ("dot", "->", "fillcolor = gold")])
-def test_pictures_have_every_node_once_and_show_collectives(plan: Path, kind: str, arrow: str, loud: str):
-    stage = moe_plan(ranks=4, ep=2, batch=8, sequence=8).stages[0]
+def test_pictures_have_every_op_once_and_show_collectives(plan: Path, kind: str, arrow: str, loud: str):
+    program = moe_plan(ranks=4, ep=2, batch=8, sequence=8).program
     text = inspect_plan(plan, None, kind)
-    drawn = [node for graph in stage.graphs for node in graph.nodes if node.op != "get_attr"]
-    parameters = {(graph.name, node.name) for graph in stage.graphs for node in graph.nodes if node.op == "get_attr"}
-    edges = sum((g.name, ref) not in parameters for g in stage.graphs for node in g.nodes for ref in node.refs())
+    drawn = edges = 0
+    for block in program.blocks:
+        makers = {v.name: f"in {v.name}" for v in block.inputs}
+        makers.update({v.name: op.results[0].name for op in block.ops for v in op.results})
+        drawn += len(block.inputs) + len(block.ops) + 1
+        edges += sum(len({makers[name] for name in op.operands if name in makers}) for op in block.ops)
+        edges += len({makers[name] for name in block.outputs})
     assert text.count(f" {arrow} ") == edges
-    assert text.count(loud) == sum(node.target in CONVERSIONS for node in drawn)
-    assert len(text.splitlines()) == edges + len(drawn) + len(stage.graphs) * (2 if kind == "mermaid" else 3) + (
-        1 if kind == "mermaid" else 3
-    )
+    collectives = sum(isinstance(op, Collective) for block in program.blocks for op in block.ops)
+    assert text.count(loud) == collectives > 0
+    blocks = len(program.blocks)
+    assert len(text.splitlines()) == edges + drawn + (2 * blocks + 1 if kind == "mermaid" else 3 * blocks + 3)

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from models import layer_plan, layer_text, moe_plan
 
 import moec
-from moec.codegen.checks import require_consistent, scalar_graphs
 from moec.codegen.folder import PlanError
-from moec.codegen.plan import Plan
+from moec.passes.ir.interface import scalar_blocks
 
 
 def test_a_plan_of_a_layer_reads_back_as_it_was_written(tmp_path: Path):
     plan = layer_plan(ep=2, beside="capacity = factor(1.25); group = batch")
     plan.save(tmp_path / "ffn.plan")
     again = moec.load(tmp_path / "ffn.plan", trust_nothing=True)
-    assert (again.manifest, again.stages) == (plan.manifest, plan.stages)
+    assert again == plan
     assert not again.spec.has_model
 
 
 def test_its_scalars_are_those_of_the_balance_alone():
-    assert scalar_graphs(layer_plan().stages[0]) == ("num_tokens", "aux_loss")
-    assert scalar_graphs(layer_plan(balance="[]").stages[0]) == ()
+    assert scalar_blocks(layer_plan().program) == ("num_tokens", "aux_loss")
+    assert scalar_blocks(layer_plan(balance="[]").program) == ()
 
 
-def test_a_layers_graphs_under_a_models_spec_are_refused(tmp_path: Path):
-    layer = layer_plan(ranks=2, ep=2)
-    text = layer.manifest.spec.replace('"ffn"', '"tiny"')
-    layer = Plan(layer.manifest.model_copy(update={"name": "tiny", "spec": text}), layer.stages)
-    require_consistent(tmp_path, layer)
-    model_spec = moe_plan(ranks=2, ep=2).manifest.spec
-    forged = Plan(layer.manifest.model_copy(update={"spec": model_spec}), layer.stages)
-    with pytest.raises(PlanError, match="forward graph does not give what the Spec inside it says"):
-        require_consistent(tmp_path, forged)
+def test_a_layers_program_under_a_models_spec_is_refused(tmp_path: Path):
+    layer, model = layer_plan(ranks=2, ep=2), moe_plan(ranks=2, ep=2)
+    renamed = replace(layer, program=replace(layer.program, name="tiny"))
+    fitting = replace(renamed, spec_text=layer.spec_text.replace('"ffn"', '"tiny"'))
+    assert moec.load(fitting.save(tmp_path / "fitting.plan")).name == "tiny"
+    forged = replace(renamed, spec_text=model.spec_text)
+    with pytest.raises(PlanError, match="forward does not give what the Spec says"):
+        moec.load(forged.save(tmp_path / "forged.plan"))
 
 
 def test_ranks_override_the_cluster_and_stand_in_the_plan(tmp_path: Path):

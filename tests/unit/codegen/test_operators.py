@@ -1,48 +1,163 @@
-"""The signatures of the operators that plans may name, against those that torch has for them."""
+"""The operators that emitted graphs name: every op is emitted, and only pure operators of `aten` and `moec` are used.
+
+A plan holds no graph and names no operator. What it can make a job run is what the emission functions name.
+"""
 
 from __future__ import annotations
 
+import operator
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from models import layer_plan, moe_plan
+from torch import fx
 
-from moec.codegen.fx import resolve
-from moec.codegen.operators import GETITEM, SIGNATURES
-from moec.runtime import operators  # noqa: F401  (registers torch.ops.moec.*)
+import moec
+from moec.codegen.emit import emit_graph, facts_of, target_name
+from moec.codegen.emit.functions import EMISSIONS
+from moec.codegen.plan import Plan
+from moec.grammar.spec import Spec
+from moec.passes.ir import Op
+from moec.passes.lower import lower
+from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 
-KINDS = {
-    "tensor": {"Tensor", "Optional[Tensor]"},
-    "tensor_or_none": {"Optional[Tensor]"},
-    "none": {"Optional[Tensor]"},
-    "int": {"int", "number", "Optional[int]"},
-    "ints": {"List[int]", "Optional[List[int]]"},
-    "float": {"float", "number", "Optional[float]"},
-    "bool": {"bool"},
-    "dtype": {"int"},
-    "group": {"str"},
-    "score": {"str"},
-    "activation": {"str"},
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.moe"))
+
+FORMS: dict[str, dict[str, Any]] = {
+    "ep": {},
+    "tp": {"tp": 2, "ep": 4},
+    "tp, tokens whole": {"tp": 4, "ep": 2, "sequence_parallel": False},
+    "one rank": {"ranks": 1, "ep": 1, "dtype": "bf16"},
+    "one rank, fp32": {"ranks": 1, "ep": 1},
+    "more ranks than heads of k": {"ranks": 4, "tp": 4, "ep": 1},
+    "padding": {"model": "embedding = tokens(padding = 3)"},
+    "padding, tp": {"model": "embedding = tokens(padding = 3)", "tp": 2, "ep": 4},
+    "padding, one rank": {"model": "embedding = tokens(padding = 3)", "ranks": 1, "ep": 1},
+    "positions": {"model": "embedding = tokens(tied = true, positions = learned); norm = layer_norm(bias = true)"},
+    "bf16": {"dtype": "bf16", "model": "norm = layer_norm(bias = false)"},
+    "bf16, tp": {"dtype": "bf16", "tp": 2, "ep": 4, "bias": "all"},
+    "capacity of a sequence": {"beside": "capacity = factor(1.0); group = sequence"},
+    "capacity of a batch": {"beside": "capacity = factor(0.5, eval = 1.5); group = batch", "tp": 2, "ep": 4},
+    "capacity of a rank": {"beside": "capacity = factor(0.75); group = rank"},
+    "capacity, one rank": {"beside": "capacity = factor(1.0)", "ranks": 1, "ep": 1},
+    "capacity of the busiest": {"beside": "capacity = dynamic()", "ep": 4},
+    "capacity of the busiest, up to one": {"beside": "capacity = dynamic(max = 1.0)", "ep": 4},
+    "dense paths beside": {"beside": "shared = swiglu(8, gated = true); residual = gelu(8)"},
+    "geglu": {"expert": "geglu(8)", "ffn": "geglu(8)"},
+    "relu": {"expert": "relu(8)", "ffn": "relu(8)"},
+    "relu2": {"expert": "relu2(8)", "ffn": "relu2(8)", "gate": "topk(1, score = sigmoid)"},
+    "expert biases": {"expert": "swiglu(8, bias = true)", "ffn": "swiglu(8, bias = true)"},
+    "no balance": {"balance": "[]"},
+    "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
-"""What a kind of argument may be in torch's own schema, which writes a dtype as an int."""
+"""Options of `moe_plan` that between them make every op (`test_every_op_is_in_one_of_these_plans`)."""
 
 
-@pytest.mark.parametrize("target", sorted(SIGNATURES.keys() - {GETITEM}))
-def test_a_signature_is_torchs_own(target: str):
-    schema = resolve(target)._schema
-    given = SIGNATURES[target]
-    arguments = [argument for argument in schema.arguments if not argument.kwarg_only]
-    for kind, argument in zip(given.positional, arguments, strict=False):
-        assert str(argument.type) in KINDS[kind], (argument.name, kind)
-    assert len(given.positional) <= len(arguments)
-    assert all(argument.has_default_value() for argument in arguments[len(given.positional) :])
-    by_name = {argument.name: argument for argument in schema.arguments}
-    for name, kind in given.keywords.items():
-        assert str(by_name[name].type) in KINDS[kind], name
-    required = {a.name for a in schema.arguments if a.kwarg_only and not a.has_default_value()}
-    assert required <= given.keywords.keys()
+def emitted(program: Any) -> list[fx.Node]:
+    return [node for block in program.blocks for node in emit_graph(program, block).nodes]
 
 
-@pytest.mark.parametrize("target", sorted(SIGNATURES.keys() - {GETITEM}))
-def test_no_operator_writes_its_inputs(target: str):
-    schema = resolve(target)._schema
-    assert not schema.is_mutable
-    assert isinstance(resolve(target), torch._ops.OpOverload)
+def plans() -> dict[str, Plan]:
+    made = {name: moe_plan(**options) for name, options in FORMS.items()}
+    made |= {path.name: moec.compile(path) for path in EXAMPLES}
+    return made | {"a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> list[fx.Node]:
+    """Every node of these plans, in training and in evaluation, sharded and as the reference runs them."""
+    found = []
+    for plan in plans().values():
+        spec: Spec = plan.spec
+        found += emitted(plan.program)
+        found += emitted(lower(spec))
+    return found
+
+
+def test_every_op_has_an_emission():
+    assert {kind for kind in EMISSIONS if kind in Op.registry.values()} == set(Op.registry.values())
+
+
+def test_every_op_is_in_one_of_these_plans(nodes: list[fx.Node]):
+    """Else the tests here would say nothing of it."""
+    assert set(Op.registry.values()) - {type(facts_of(node).op) for node in nodes} == set()
+
+
+def test_graphs_name_operators_of_torch_and_moec_only(nodes: list[fx.Node]):
+    for node in nodes:
+        match node.op:
+            case "call_function":
+                target = node.target
+                assert target is operator.getitem or isinstance(target, torch._ops.OpOverload), node
+                assert target is operator.getitem or target.namespace in ("aten", "moec"), target  # type: ignore[union-attr]
+            case "call_module":
+                assert facts_of(node).op is not None
+                assert target_name(node) == f"layers.{facts_of(node).op.layer}"  # type: ignore[union-attr]
+            case _:
+                assert node.op in ("placeholder", "output"), node
+
+
+def overloads(nodes: list[fx.Node]) -> set[torch._ops.OpOverload]:
+    return {node.target for node in nodes if isinstance(node.target, torch._ops.OpOverload)}
+
+
+def test_no_operator_writes_its_inputs_or_draws_numbers(nodes: list[fx.Node]):
+    found = overloads(nodes)
+    assert len(found) > 60
+    for target in found:
+        assert not target._schema.is_mutable, target
+        assert torch.Tag.nondeterministic_seeded not in target.tags or target in SEEDED, target
+        assert "generator" not in {argument.name for argument in target._schema.arguments}, target
+
+
+SEEDED = {torch.ops.aten.scaled_dot_product_attention.default}
+"""It draws numbers for dropout alone, and is given 0.0."""
+
+
+def test_attention_drops_nothing(nodes: list[fx.Node]):
+    attention = [node for node in nodes if node.target in SEEDED]
+    assert attention
+    assert all(node.args[3:6] == (None, 0.0, True) for node in attention)
+
+
+def test_arguments_are_what_the_schemas_take(nodes: list[fx.Node]):
+    """As many as there are, of the types that torch's own schema says; none is an object of the plan's."""
+    for node in nodes:
+        if isinstance(node.target, torch._ops.OpOverload):
+            schema = node.target._schema
+            by_name = {argument.name: argument for argument in schema.arguments}
+            positional = [argument for argument in schema.arguments if not argument.kwarg_only]
+            assert len(node.args) <= len(positional), node
+            assert node.kwargs.keys() <= by_name.keys(), node
+            given = [*zip(positional, node.args, strict=False), *((by_name[k], v) for k, v in node.kwargs.items())]
+            for argument, value in given:
+                assert any(fits(value) for fits in KINDS[str(argument.type)]), (node.target, argument, value)
+            missing = {a.name for a in schema.arguments if not a.has_default_value()} - {a.name for a, _ in given}
+            assert not missing, (node.target, missing)
+
+
+def _of(*types: type) -> Any:
+    return lambda value: type(value) in types
+
+
+def _list_of(kind: type) -> Any:
+    return lambda value: isinstance(value, list | tuple) and all(type(item) is kind for item in value)
+
+
+_NODE, _NONE = _of(fx.Node), _of(type(None))
+KINDS: dict[str, tuple[Any, ...]] = {
+    "Tensor": (_NODE,),
+    "Optional[Tensor]": (_NODE, _NONE),
+    "int": (_of(int, torch.dtype),),
+    "Optional[int]": (_of(int, torch.dtype), _NONE),
+    "number": (_of(int, float),),
+    "float": (_of(float),),
+    "Optional[float]": (_of(float), _NONE),
+    "bool": (_of(bool),),
+    "str": (_of(str),),
+    "List[int]": (_list_of(int),),
+    "Optional[List[int]]": (_list_of(int), _NONE),
+}
+"""What an argument may be, by its type in a schema, which writes a dtype as an int."""

@@ -18,7 +18,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 def test_a_plan_reads_back_as_itself(tmp_path):
     plan = moe_plan()
     loaded = read_plan(plan.save(tmp_path / "tiny.plan"))
-    assert (loaded.manifest, loaded.stages) == (plan.manifest, plan.stages)
+    assert loaded == plan
     assert loaded.spec == plan.spec
 
 
@@ -27,9 +27,9 @@ def test_equal_layers_in_blocks_of_their_own_survive_being_printed(tmp_path):
     body = text[text.index("  layers 1..2 {") : text.index('}\ncluster "here"')]
     apart = text.replace(body, body.replace("1..2", "1") + body.replace("1..2", "2"))
     plan = compile_source(apart)
-    assert [b.graph for b in plan.manifest.bodies][1:3] == ["layers[1]", "layers[2]"]
+    assert [block.name for block in plan.program.blocks][1:3] == ["layers[1]", "layers[2]"]
     assert load(plan.save(tmp_path / "apart.plan"), trust_nothing=True) == plan
-    assert compile_source(plan.spec).manifest == plan.manifest
+    assert compile_source(plan.spec) == plan
 
 
 def test_two_compilations_of_one_file_give_identical_bytes_wherever_it_lies(tmp_path):
@@ -44,19 +44,21 @@ def test_two_compilations_of_one_file_give_identical_bytes_wherever_it_lies(tmp_
 
 def test_files_hold_neither_a_time_nor_a_path(tmp_path):
     files = plan_files(moe_plan())
-    assert set(files) == {"plan.json", "stages/0.json", "stages/0.py"}
+    assert set(files) == {"plan.json", "spec.moe", "program.ir"}
     assert not [name for name, content in files.items() if str(tmp_path).encode() in content]
 
 
 def test_every_layer_and_op_cites_its_line():
-    text = plan_files(moe_plan())["stages/0.py"].decode()
-    assert "moec.route.default(logits, 2, 'softmax', False, True)  # tiny.moe:11" in text
+    lines = plan_files(moe_plan())["program.ir"].decode().splitlines()
+    (route,) = (line for line in lines if "= route " in line)
+    assert route.endswith(" at 11")
+    assert lines[0] == 'program "tiny" from "tiny.moe" {'
 
 
-def test_identical_layers_share_one_body():
-    small, large = (moe_plan(depth=depth).stages[0].graphs for depth in (3, 40))
-    assert len(small) == len(large) == 8
-    assert len(large[2].nodes) == len(small[2].nodes)
+def test_identical_layers_share_one_block():
+    small, large = (moe_plan(depth=depth).program.blocks for depth in (3, 40))
+    assert len(small) == len(large) == 7
+    assert len(large[1].ops) == len(small[1].ops)
 
 
 def test_a_new_plan_replaces_an_old_one(tmp_path):

@@ -1,4 +1,7 @@
-"""A plan is data: whatever is planted in one, it is refused, and nothing of it runs."""
+"""A plan is data: whatever is planted in one, it is refused, and nothing of it runs.
+
+`tests/unit/passes/test_hostile_text.py` plants more in the text of a Program alone.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,15 @@ from typing import Any
 import pytest
 from models import moe_plan
 
+import moec
 from moec.codegen.folder import PlanError, canonical, digest
-from moec.codegen.fx import GraphError, build_module
-from moec.codegen.graph import Node
 from moec.codegen.plan import FORMAT
-from moec.codegen.python import python_text
 from moec.codegen.reading import read_plan
 
 CODE = "__import__('pathlib').Path('planted').touch()"
-Json = Any
+FILES = ("plan.json", "spec.moe", "program.ir")
+Change = Callable[[dict[str, str], dict[str, Any]], None]
+"""Edits the texts `spec.moe` and `program.ir`, and what `plan.json` holds beside digests."""
 
 
 @pytest.fixture
@@ -29,108 +32,146 @@ def folder(tmp_path, monkeypatch) -> Path:
     return moe_plan().save(tmp_path / "tiny.plan")
 
 
-def forge(folder: Path, change: Callable[[Json, Json], None]) -> None:
+def forge(folder: Path, change: Change) -> None:
     """Edits a plan as an attacker would: the digests are made to fit again."""
-    from moec.codegen.graph import StageGraphs
-
-    manifest = json.loads((folder / "plan.json").read_bytes())
-    stage = json.loads((folder / "stages/0.json").read_bytes())
-    change(manifest, stage)
-    files = {"stages/0.json": canonical(stage)}
-    try:
-        files["stages/0.py"] = python_text(StageGraphs.model_validate_json(files["stages/0.json"])).encode()
-    except ValueError:
-        files["stages/0.py"] = (folder / "stages/0.py").read_bytes()
-    manifest.pop("digest")
+    texts = {name: (folder / name).read_text() for name in FILES[1:]}
+    manifest = json.loads((folder / "plan.json").read_text())
+    change(texts, manifest)
+    manifest.pop("digest", None)
+    files = {name: text.encode() for name, text in texts.items()}
     manifest["files"] = {name: digest(content) for name, content in files.items()}
     files["plan.json"] = canonical(manifest | {"digest": digest(canonical(manifest))})
     for name, content in files.items():
         (folder / name).write_bytes(content)
 
 
-def nodes(stage: Json, graph: str = "layers[1..2]") -> list[Json]:
-    return next(g for g in stage["graphs"] if g["name"] == graph)["nodes"]
+def program(old: str, new: str, count: int = 1) -> Change:
+    """Replaces `old` in the Program, the first time that it stands there."""
+
+    def change(texts: dict[str, str], manifest: dict[str, Any]) -> None:
+        assert old in texts["program.ir"], old
+        texts["program.ir"] = texts["program.ir"].replace(old, new, count)
+
+    return change
 
 
-def node(stage: Json, name: str, graph: str = "layers[1..2]") -> Json:
-    return next(n for n in nodes(stage, graph) if n["name"] == name)
+def spec(old: str, new: str) -> Change:
+    """The same in the Spec."""
+
+    def change(texts: dict[str, str], manifest: dict[str, Any]) -> None:
+        assert old in texts["spec.moe"], old
+        texts["spec.moe"] = texts["spec.moe"].replace(old, new, 1)
+
+    return change
 
 
-def send_over(stage: Json, group: str) -> None:
-    """Rows, over another group."""
-    node(stage, "rows_1").update(args=[{"node": "rows"}, {"node": "splits"}, group, False])
+def manifest(**fields: Any) -> Change:
+    """Replaces fields of `plan.json`."""
+    return lambda texts, manifest: manifest.update(fields)
 
 
 def test_the_forger_itself_is_believed_when_he_changes_nothing(folder):
-    forge(folder, lambda manifest, stage: None)
+    forge(folder, lambda texts, manifest: None)
     read_plan(folder)
 
 
-PLANTED: dict[str, Callable[[Json, Json], Any]] = {
-    "a node's name": lambda m, s: node(s, "h").update(name=CODE),
-    "a node's name on a new line": lambda m, s: node(s, "h").update(name=f"h\n{CODE}"),
-    "a placeholder's name": lambda m, s: nodes(s)[0].update(name=f"x={CODE}", target=f"x={CODE}"),
-    "a placeholder's target": lambda m, s: nodes(s)[0].update(target=f"x, y={CODE}"),
-    "a placeholder's default": lambda m, s: nodes(s)[0].update(args=[CODE]),
-    "a keyword as a name": lambda m, s: node(s, "h").update(name="import"),
-    "a dunder as a name": lambda m, s: node(s, "h").update(name="__builtins__"),
-    "a keyword argument's name": lambda m, s: node(s, "attended_heads").update(kwargs={f"scale={CODE}, x": True}),
-    "a keyword argument nobody takes": lambda m, s: node(s, "attended_heads").update(kwargs={"dropout": 0.5}),
-    "a keyword argument twice": lambda m, s: node(s, "attended_heads").update(kwargs={"query": {"node": "q"}}),
-    "an operator of another kind": lambda m, s: node(s, "h").update(target="aten.from_file.default"),
-    "an operator that prints": lambda m, s: node(s, "h").update(target="aten._print.default"),
-    "a random operator": lambda m, s: node(s, "h").update(target="aten.bernoulli_.float"),
-    "a Python function": lambda m, s: node(s, "h").update(target="os.system"),
-    "a builtin": lambda m, s: node(s, "h").update(target="eval"),
-    "a dunder operator": lambda m, s: node(s, "h").update(target="aten.__class__.default"),
-    "an overload that is a method": lambda m, s: node(s, "h").update(target="aten.linear.__init__"),
-    "a method call": lambda m, s: node(s, "h").update(op="call_method", target="backward"),
-    "a parameter's path": lambda m, s: node(s, "attention_norm_weight").update(target=f"weight\n{CODE}"),
-    "a parameter's path with a dunder": lambda m, s: node(s, "attention_norm_weight").update(target="__class__.mro"),
-    "a module's path": lambda m, s: node(s, "weighted").update(target=f"moe.experts();{CODE};self.moe"),
-    "a module's graph": lambda m, s: node(s, "weighted").update(graph="forward"),
-    "a graph that calls itself": lambda m, s: node(s, "weighted").update(graph="layers[1..2]"),
-    "a constant that is code": lambda m, s: node(s, "p_all")["args"].__setitem__(2, CODE),
-    "a number that is code": lambda m, s: node(s, "p_all")["args"].__setitem__(1, CODE),
-    "a constant string of quotes": lambda m, s: node(s, "splits").update(args=[f"'+{CODE}+'", 1]),
-    "a constant that is an object": lambda m, s: node(s, "h").update(args=[{"eval": CODE}]),
-    "a constant that is infinite": lambda m, s: node(s, "q_1").update(args=[{"node": "q"}, "inf"]),
-    "a dtype that is code": lambda m, s: node(s, "h").update(args=[{"dtype": CODE}]),
-    "an item that is no number": lambda m, s: node(s, "w").update(args=[{"node": "p_all"}, CODE]),
-    "an item with a keyword": lambda m, s: node(s, "w").update(kwargs={"key": 1}),
-    "a missing argument": lambda m, s: node(s, "h").update(args=[{"node": "x"}]),
-    "too many arguments": lambda m, s: node(s, "q_1").update(args=[{"node": "q"}, 1.0, 2.0]),
-    "an unknown field": lambda m, s: node(s, "h").update(meta=CODE),
-    "a group that is code": lambda m, s: send_over(s, CODE),
-    "a group there is not": lambda m, s: send_over(s, "ep[9]"),
-    "a layout that is code": lambda m, s: node(s, "h").update(layout=CODE),
-    "a layout over no axis": lambda m, s: node(s, "h").update(layout="tp:shard(0)"),
-    "a value that is code": lambda m, s: node(s, "h").update(value=CODE),
-    "a graph's name": lambda m, s: s["graphs"][0].update(name=f"x\n{CODE}"),
-    "two nodes of one name": lambda m, s: node(s, "k").update(name="q"),
-    "a use before the definition": lambda m, s: node(s, "h").update(args=[{"node": "q"}]),
-    "a graph without an output": lambda m, s: nodes(s).pop(),
-    "an output in the middle": lambda m, s: nodes(s).insert(1, nodes(s).pop()),
-    "an empty graph": lambda m, s: nodes(s).clear(),
-    "a stage that is a list": lambda m, s: s.update(graphs=[[]]),
-    "a parameter's name": lambda m, s: m["bodies"][0]["parameters"][0].update(name=CODE),
-    "a parameter that no graph uses": lambda m, s: m["bodies"][0]["parameters"][0].update(name="other.weight"),
-    "a parameter's shape": lambda m, s: m["bodies"][0]["parameters"][0].update(shape=[-1]),
-    "a parameter's size": lambda m, s: m["bodies"][0]["parameters"][0].update(shape=[2**62, 2**62]),
-    "a parameter's initialiser": lambda m, s: m["bodies"][0]["parameters"][0].update(init=CODE),
-    "a parameter's dtype": lambda m, s: m["bodies"][0]["parameters"][0].update(dtype=CODE),
-    "a parameter in fp16": lambda m, s: m["bodies"][0]["parameters"][0].update(dtype="fp16"),
-    "a parameter's mesh": lambda m, s: m["bodies"][0]["parameters"][0].update(mesh="nowhere"),
-    "a gradient's group": lambda m, s: m["bodies"][0]["parameters"][0].update(sum_over=["pp"]),
-    "layers of one number": lambda m, s: m["bodies"][2].update(layers=[0, 1]),
-    "another group": lambda m, s: m["groups"].update(dp=[[3, 2, 1, 0]]),
-    "a mesh of another size": lambda m, s: m["meshes"][0]["axes"].append(["cp", 2]),
-    "a mesh's name": lambda m, s: m["meshes"][0].update(name=CODE),
-    "a spec that is code": lambda m, s: m.update(spec=CODE),
-    "a stage there is not": lambda m, s: m.update(num_stages=2),
-    "a field too many": lambda m, s: m.update(hook=CODE),
-    "a field too few": lambda m, s: m.pop("spec"),
-    "a version of another type": lambda m, s: m.update(num_stages=True),
+THETA = "%q.1 = rope %q {theta = 10000.0}"
+ROUTE = "{k = 2, score = softmax, order = before, normalize = true}"
+ROWS = "%rows.1 = all_to_all %rows, %splits, %counts.1 {axis = ep, reverse = false}"
+NORM = "parameter @attention_norm.weight: fp32[16] @ replicate = ones sum_over(dp)"
+QUERY = "parameter @attention.q.weight: fp32[4, 4, 16] @ replicate = normal(0.02) decays sum_over(dp)"
+EXPERTS = "parameter @moe.experts.up.weight: fp32[8, 2, 16, 16] @ ep:shard(0) = normal(0.02) decays sum_over(edp)"
+SECOND_CALL = '%x.3, %counts_2, %balance_2 = call %x.2 {block = "layers[1..2]", layer = 2}'
+
+PLANTED: dict[str, Change] = {
+    "a value's name": program("%h = rms_norm", f"%{CODE} = rms_norm"),
+    "a value's name on a new line": program("%h = rms_norm", f"%h\n{CODE} = rms_norm"),
+    "an input's name": program("(%x: fp32", f"(%x={CODE}: fp32"),
+    "an input's default": program("(%x: fp32[", f"(%x = {CODE}: fp32["),
+    "a keyword as a name": program("%h = rms_norm", "%import = rms_norm"),
+    "a dunder as a name": program("%h = rms_norm", "%__builtins__ = rms_norm"),
+    "an attribute nobody takes": program(THETA, THETA[:-1] + ", dropout = 0.5}"),
+    "an attribute twice": program(THETA, THETA[:-1] + ", theta = 10000.0}"),
+    "an attribute that is missing": program(" {theta = 10000.0}", ""),
+    "an op of torch": program("= rms_norm", "= aten.from_file.default"),
+    "an op that prints": program("= rms_norm", "= print"),
+    "a Python function": program("= rms_norm", "= os.system"),
+    "a builtin": program("= rms_norm", "= eval"),
+    "a dunder op": program("= rms_norm", "= __class__"),
+    "a parameter's path": program("@attention_norm.weight", f"@weight\n{CODE}", 2),
+    "a parameter's path with a dunder": program("@attention_norm.weight", "@__class__.mro", 2),
+    "a block that is called": program(SECOND_CALL, SECOND_CALL.replace("layers[1..2]", CODE)),
+    "a block that calls itself": program(SECOND_CALL, SECOND_CALL.replace("layers[1..2]", "forward")),
+    "a block that comes later": program(SECOND_CALL, SECOND_CALL.replace("layers[1..2]", "loss")),
+    "a layer that another call runs": program("layer = 2}", "layer = 1}"),
+    "a layer out of order": program("layer = 2}", "layer = 3}"),
+    "a word that is code": program("score = softmax", f'score = "{CODE}"'),
+    "a word of another op": program("score = softmax", "score = swiglu"),
+    "a number that is code": program("{k = 2,", f'{{k = "{CODE}",'),
+    "a number below 1": program("{k = 2,", "{k = 0,"),
+    "a number of another type": program("{k = 2,", "{k = 2.0,"),
+    "a truth value for a number": program("{k = 2,", "{k = true,"),
+    "an infinite number": program("theta = 10000.0", "theta = inf"),
+    "a number that is none": program("theta = 10000.0", "theta = nan"),
+    "a missing operand": program("rms_norm %x, @attention_norm.weight", "rms_norm %x"),
+    "an operand too many": program("%q.1 = rope %q {", "%q.1 = rope %q, %k {"),
+    "an operand of another shape": program("%q.1 = rope %q {", "%q.1 = rope %h {"),
+    "a use before the definition": program("%h = rms_norm %x,", "%h = rms_norm %q,"),
+    "two values of one name": program("%k = linear", "%q = linear"),
+    "a result of another type": program(f"{THETA} : fp32", f"{THETA} : bf16"),
+    "a result of another layout": program(
+        f"{THETA} : fp32[batch, sequence, 4, 4] @ dp:shard(0)", f"{THETA} : fp32[batch, sequence, 4, 4] @ replicate"
+    ),
+    "an axis that is code": program(ROWS, ROWS.replace("axis = ep", f'axis = "{CODE}"')),
+    "an axis there is not": program(ROWS, ROWS.replace("axis = ep", "axis = tp")),
+    "another axis of the same size": program(ROWS, ROWS.replace("axis = ep", "axis = edp")),
+    "rows that go back": program(ROWS, ROWS.replace("reverse = false", "reverse = true")),
+    "a layout that is code": program("@ dp:shard(0)) at", f"@ {CODE}) at"),
+    "a layout over no axis": program("@ dp:shard(0)) at", "@ tp:shard(0)) at"),
+    "a span that is code": program(" at 6", f" at {CODE}"),
+    "a block's name": program('block "layers[0]"', f'block "x\\n{CODE}"'),
+    "a block without its return": program("    return %x.2\n", ""),
+    "a return in the middle": program("    %h = rms_norm", "    return %x\n    %h = rms_norm"),
+    "a block that nothing runs": program('block "num_tokens"', 'block "other"'),
+    "a block that is gone": program('block "aux_loss"', 'block "other"'),
+    "a loss that is not reduced": program("return %loss.1", "return %loss"),
+    "a parameter's name": program(NORM, NORM.replace("attention_norm.weight", CODE)),
+    "a parameter that no op uses": program(NORM, NORM + "\n    " + NORM.replace("attention_norm", "other_norm")),
+    "a parameter twice": program(NORM, f"{NORM}\n    {NORM}"),
+    "a parameter's shape": program(NORM, NORM.replace("[16]", "[-1]")),
+    "a parameter of no elements": program(NORM, NORM.replace("[16]", "[0]")),
+    "a parameter's size": program(NORM, NORM.replace("[16]", f"[{2**62}, {2**62}]")),
+    "a parameter's initialiser": program(NORM, NORM.replace("= ones", f"= {CODE}")),
+    "a parameter that starts as infinity": program(QUERY, QUERY.replace("normal(0.02)", "normal(1e999)")),
+    "a parameter's dtype": program(NORM, NORM.replace("fp32", CODE)),
+    "a parameter in int64": program(NORM, NORM.replace("fp32", "int64")),
+    "a parameter's order of cuts": program(EXPERTS, EXPERTS.replace("ep:shard(0)", "ep:shard(0) edp:shard(0)")),
+    "a parameter that does not divide": program(EXPERTS, EXPERTS.replace("fp32[8", "fp32[7")),
+    "a gradient summed over no axis": program(QUERY, QUERY.replace("sum_over(dp)", "sum_over()")),
+    "a gradient summed over another axis": program(QUERY, QUERY.replace("sum_over(dp)", "sum_over(pp)")),
+    "a gradient summed twice": program(QUERY, QUERY.replace("sum_over(dp)", "sum_over(dp, dp)")),
+    "experts' gradients summed over dp": program(EXPERTS, EXPERTS.replace("sum_over(edp)", "sum_over(dp)")),
+    "a mesh of another size": program("tp = 1}", "tp = 2}"),
+    "a mesh's name": program('mesh "dense"', f'mesh "{CODE}"'),
+    "a mesh twice": program('  mesh "experts', '  mesh "dense" {dp = 4}\n  mesh "experts'),
+    "a stage there is not": program("  stage 0", "  stage 1"),
+    "a stage twice": program("  stage 0", '  stage 0 {"forward"}\n  stage 0'),
+    "the tokens' layout": program("tokens @ dp:shard(0)", "tokens @ replicate"),
+    "another group": lambda texts, manifest: manifest["groups"].update(dp=[[3, 2, 1, 0]]),
+    "a group too many": lambda texts, manifest: manifest["groups"].update(tp=[[0], [1], [2], [3]]),
+    "a Spec that is code": lambda texts, manifest: texts.update({"spec.moe": CODE}),
+    "a Spec of another model": spec('model "tiny"', 'model "other"'),
+    "a Spec that is not canonical": spec("vocab", " vocab"),
+    "a Spec that uses a file": lambda texts, manifest: texts.update(
+        {"spec.moe": 'use "/etc/passwd.moe"\n' + texts["spec.moe"]}
+    ),
+    "a Spec that uses the library": lambda texts, manifest: texts.update(
+        {"spec.moe": 'use "devices/h100"\n' + texts["spec.moe"]}
+    ),
+    "a field too many": manifest(hook=CODE),
+    "a field too few": lambda texts, manifest: manifest.pop("groups"),
+    "a version that is no text": manifest(moec=1),
+    "a file that is not the plan's": lambda texts, manifest: texts.update({"stages.py": CODE}),
 }  # fmt: skip
 
 
@@ -143,54 +184,52 @@ def test_code_or_nonsense_planted_there_is_refused_and_not_run(folder, place: st
     assert not Path("planted").exists()
 
 
-def body(manifest: Json, layer: int) -> Json:
-    return next(b for b in manifest["bodies"] if b["layers"] == [layer])
+@pytest.mark.parametrize(
+    ("old", "new", "line", "words"),
+    [
+        ("= rope %q {theta", "= ropes %q {theta", 44, "ropes"),
+        ("{theta = 10000.0}", "{thetas = 10000.0}", 44, "thetas"),
+        ("{theta = 10000.0}", "{theta = -1.0}", 44, "theta"),
+    ],
+)
+def test_a_wrong_op_or_attribute_is_named_with_its_line(folder, old: str, new: str, line: int, words: str):
+    forge(folder, program(old, new))
+    with pytest.raises(PlanError) as refused:
+        read_plan(folder)
+    message = refused.value.diagnostics[0].message
+    assert f"line {line}" in message
+    assert words in message
 
 
-def weight(manifest: Json, layer: int) -> Json:
-    return next(p for p in body(manifest, layer)["parameters"] if p["name"] == "moe.experts.up.weight")
+WIDE = ((8, 2), (8, 4), (8, 1))
+"""Experts and `ep` of layers 1 to 3 on four ranks: each has a mesh of its own."""
 
-
-OF_ANOTHER_LAYER: dict[str, Callable[[Json, Json], Any]] = {
-    "a collective's group": lambda m, s: node(s, "rows_1", "layers[1]").update(
-        args=[{"node": "rows"}, {"node": "splits"}, "ep[2]", False]
+OF_ANOTHER_LAYER: dict[str, tuple[str, str]] = {
+    "a block's mesh": ('block "layers[1]" on "experts[1]"', 'block "layers[1]" on "experts[2]"'),
+    "no mesh": ('block "layers[1]" on "experts[1]"', 'block "layers[1]"'),
+    "a gradient's axis": (
+        "@ ep:shard(0) = normal(0.02) decays sum_over(edp)",
+        "@ ep:shard(0) = normal(0.02) decays sum_over()",
     ),
-    "a gradient's group": lambda m, s: weight(m, 1).update(sum_over=["edp[3]"]),
-    "a parameter's mesh": lambda m, s: weight(m, 1).update(mesh="experts[2]"),
-    "a body's mesh": lambda m, s: body(m, 1).update(experts="experts[2]"),
-    "a parameter's axis": lambda m, s: weight(m, 3).update(layout="ep:shard(0)"),
+    "a parameter's axis": (
+        "@ ep:shard(0) = normal(0.02) decays sum_over(edp)",
+        "@ replicate = normal(0.02) decays sum_over(edp)",
+    ),
 }
 
 
 @pytest.mark.parametrize("place", OF_ANOTHER_LAYER)
-def test_a_body_has_nothing_to_do_with_the_mesh_of_another(tmp_path, place: str):
-    folder = moe_plan(ranks=4, ep=4, mixtures=((8, 2), (8, 4), (8, 1))).save(tmp_path / "tiny.plan")
-    forge(folder, lambda manifest, stage: None)
+def test_a_block_has_nothing_to_do_with_the_mesh_of_another(tmp_path, place: str):
+    folder = moe_plan(ranks=4, ep=4, mixtures=WIDE).save(tmp_path / "tiny.plan")
+    forge(folder, lambda texts, manifest: None)
     read_plan(folder)
-    forge(folder, OF_ANOTHER_LAYER[place])
+    forge(folder, program(*OF_ANOTHER_LAYER[place]))
     with pytest.raises(PlanError) as refused:
         read_plan(folder)
     assert refused.value.diagnostics[0].code == "MOE0601"
 
 
-def test_operators_are_resolved_from_the_allow_list_alone():
-    stage = moe_plan().stages[0]
-    planted = stage.model_copy(
-        update={
-            "graphs": (
-                stage.graphs[0].model_copy(
-                    update={
-                        "nodes": (Node(name="h", op="call_function", target="aten.from_file.default", args=(CODE,)),)
-                    }
-                ),
-            )
-        }
-    )
-    with pytest.raises(GraphError, match="which plans may not"):
-        build_module(planted, stage.graphs[0].name, lambda name: pytest.fail("no parameter is made"))
-
-
-@pytest.mark.parametrize("name", ["plan.json", "stages/0.json", "stages/0.py"])
+@pytest.mark.parametrize("name", FILES)
 def test_any_flipped_bit_is_refused(folder, name: str):
     file = folder / name
     content = bytearray(file.read_bytes())
@@ -206,7 +245,7 @@ def test_any_flipped_bit_is_refused(folder, name: str):
     read_plan(folder)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "stages/0.json", "stages/0.py"])
+@pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.999])
 def test_a_truncated_file_is_refused(folder, name: str, share: float):
     content = (folder / name).read_bytes()
@@ -215,7 +254,7 @@ def test_a_truncated_file_is_refused(folder, name: str, share: float):
         read_plan(folder)
 
 
-@pytest.mark.parametrize("name", ["plan.json", "stages/0.json", "stages/0.py"])
+@pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_refused(folder, name: str):
     (folder / name).unlink()
     with pytest.raises(PlanError, match="MOE0600" if name == "plan.json" else "MOE0601"):
@@ -230,14 +269,25 @@ def test_a_manifest_that_is_something_else_is_refused(folder, content: bytes):
 
 
 def test_a_newer_format_is_refused_by_its_name(folder):
-    forge(folder, lambda manifest, stage: manifest.update(format=FORMAT + 1))
-    with pytest.raises(PlanError, match=r"MOE0602.*format 2, this moec reads 1"):
+    forge(folder, manifest(format=FORMAT + 1))
+    with pytest.raises(PlanError, match=r"MOE0602.*format 3, this moec reads 2"):
         read_plan(folder)
 
 
+def test_a_plan_of_the_former_format_says_to_compile_again(folder):
+    """Format 1 kept FX graphs in `stages/0.json`, and the Spec in `plan.json`."""
+    old = {"format": 1, "moec": "0.1.0", "name": "tiny", "spec": "", "meshes": [], "num_stages": 1, "files": {}}
+    (folder / "plan.json").write_bytes(canonical(old | {"digest": digest(canonical(old))}))
+    with pytest.raises(PlanError) as refused:
+        read_plan(folder)
+    (diagnostic,) = refused.value.diagnostics
+    assert (diagnostic.code, "format 1, this moec reads 2" in diagnostic.message) == ("MOE0602", True)
+    assert "compile the .moe file again" in str(diagnostic.help)
+
+
 def test_a_linked_file_is_refused(folder, tmp_path):
-    (folder / "stages/0.py").rename(tmp_path / "elsewhere.py")
-    (folder / "stages/0.py").symlink_to(tmp_path / "elsewhere.py")
+    (folder / "program.ir").rename(tmp_path / "elsewhere.ir")
+    (folder / "program.ir").symlink_to(tmp_path / "elsewhere.ir")
     with pytest.raises(PlanError, match="link"):
         read_plan(folder)
 
@@ -248,17 +298,9 @@ def test_a_huge_file_is_refused_unread(folder, monkeypatch):
         read_plan(folder)
 
 
-def test_a_graph_that_multiplies_itself_is_refused(folder, monkeypatch):
-    monkeypatch.setattr("moec.codegen.checks.MAX_EXPANDED_NODES", 100)
-    with pytest.raises(PlanError, match="runs more than 100 nodes"):
-        read_plan(folder)
-
-
 def test_trust_nothing_compares_with_a_fresh_compilation(folder):
-    import moec
-
     assert moec.load(folder, trust_nothing=True).name == "tiny"
-    forge(folder, lambda m, s: node(s, "q_1").update(args=[{"node": "q"}, 20000.0]))
+    forge(folder, program(THETA, THETA.replace("10000.0", "20000.0")))
     moec.load(folder)
-    with pytest.raises(PlanError, match=r"stages/0.json: compiling the Spec inside the plan gives something else"):
+    with pytest.raises(PlanError, match=r"program.ir: compiling the Spec inside the plan gives another Program"):
         moec.load(folder, trust_nothing=True)

@@ -33,8 +33,8 @@ def edited_plan() -> Sequence[Diagnostic]:
     from moec.codegen.reading import read_plan
 
     moe_plan().save(PLAN)
-    graphs = PLAN / "stages" / "0.json"
-    graphs.write_bytes(graphs.read_bytes().replace(b"linear", b"system"))
+    program = PLAN / "program.ir"
+    program.write_bytes(program.read_bytes().replace(b"linear", b"system"))
     return raised(lambda: read_plan(PLAN))
 
 
@@ -43,7 +43,7 @@ def plan_of_another_format() -> Sequence[Diagnostic]:
 
     moe_plan().save(PLAN)
     manifest = PLAN / "plan.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"format": 1', b'"format": 2'))
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format": 2', b'"format": 3'))
     return raised(lambda: read_plan(PLAN))
 
 
@@ -59,13 +59,13 @@ def output_below_a_file() -> Sequence[Diagnostic]:
 
 
 def saving() -> Sequence[Diagnostic]:
-    from moec.runtime.job import Job
+    from moec.runtime.job.job import Job
 
     return raised(lambda: Job(moe_plan()).save("checkpoint", None, None))  # type: ignore[arg-type]
 
 
 def too_few_processes() -> Sequence[Diagnostic]:
-    from moec.runtime.job import Job
+    from moec.runtime.job.job import Job
 
     hook = sys.excepthook
     try:
@@ -85,20 +85,20 @@ def token_out_of_range() -> Sequence[Diagnostic]:
 
 
 def too_large_to_verify() -> Sequence[Diagnostic]:
-    from moec.runtime.verify import verify
+    from moec.runtime.verify.verify import verify
 
     return raised(lambda: verify(moe_plan(dim=8192, expert="swiglu(65_536)"), scale=False))
 
 
 def drifted() -> Sequence[Diagnostic]:
-    from moec.runtime.replicas import require_alike
+    from moec.runtime.job.replicas import require_alike
 
     return raised(lambda: require_alike(moe_plan(), {"layers.0.attention.q.weight": [(1, 1), (1, 1), (1, 1), (2, 1)]}))
 
 
 def killed() -> Sequence[Diagnostic]:
     from moec.runtime.errors import RankError
-    from moec.runtime.verdict import Place, Position, judge
+    from moec.runtime.job.verdict import Place, Position, judge
 
     rows = Place("all_to_all", "ep[0..1]", (0, 2), "layer 1 (tiny.moe:14:5)")
     loss = Place("all_reduce", "dp", (0, 1), "the model's loss (tiny.moe:3:3)")
@@ -110,7 +110,7 @@ def killed() -> Sequence[Diagnostic]:
 
 
 def unknown_backend() -> Sequence[Diagnostic]:
-    from moec.runtime.verify import verify
+    from moec.runtime.verify.verify import verify
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEC_BACKEND", "tritn")
@@ -129,7 +129,7 @@ def router_without_scores() -> Sequence[Diagnostic]:
 
 
 def model_after_its_job() -> Sequence[Diagnostic]:
-    from moec.runtime.groups import resolve
+    from moec.runtime.job.groups import resolve
 
     return raised(lambda: resolve("0/ep"))
 
@@ -187,7 +187,7 @@ def model_of_another_job() -> Sequence[Diagnostic]:
 
 def another_device() -> Sequence[Diagnostic]:
     from moec.driver import compile as compile_source
-    from moec.runtime.tune import require_fit
+    from moec.runtime.tune.tune import require_fit
 
     file = Path(__file__).parents[3] / "examples" / "mixtral_8x7b.moe"
     device = compile_source(file).spec.cluster.device
@@ -214,7 +214,7 @@ def unknown_subject() -> Sequence[Diagnostic]:
 
 
 def other_layers() -> Sequence[Diagnostic]:
-    from moec.runtime.layer_home import require_alike
+    from moec.runtime.job.layer_home import require_alike
 
     return raised(lambda: require_alike([7, 8], [0, 1]))
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moec.grammar import load_text
-from moec.grammar.spec import Gelu, Gqa, Layer, Mha, SwiGLU
+from moec.grammar.spec import Gqa, Layer, Mha
+from moec.grammar.spec.experts import Gelu, SwiGLU
 
 BASE = "layers { attention = mha(heads = 4); ffn = gelu(8) }\n"
 

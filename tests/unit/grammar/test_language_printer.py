@@ -18,7 +18,6 @@ from moec.grammar.spec import (
     DType,
     Experts,
     Factor,
-    Gelu,
     Layer,
     Level,
     Mha,
@@ -26,11 +25,11 @@ from moec.grammar.spec import (
     Moe,
     Parallel,
     RmsNorm,
-    SwiGLU,
     SwitchLoss,
     TopK,
     Train,
 )
+from moec.grammar.spec.experts import Gelu, SwiGLU
 from moec.grammar.units import UNITS, exact, written
 
 CASES = sorted(Path(__file__).parents[2].glob("cases/*.moe"))

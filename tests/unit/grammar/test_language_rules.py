@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from moec.grammar import Spec, check, load_text
-from moec.grammar.spec import Gelu, Layer, Model
+from moec.grammar.spec import Layer, Model
 from moec.grammar.spec.base import field_names
+from moec.grammar.spec.experts import Gelu
 
 FILE = """
 model "m" {{

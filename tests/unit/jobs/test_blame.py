@@ -6,36 +6,36 @@ from typing import Any
 
 import pytest
 import torch
+from faults import op_giving
 from models import moe_plan
 from torch import fx
 
-from moec.codegen.graph import Node
-from moec.runtime import shuffles
-from moec.runtime.lockstep import Lockstep
-from moec.runtime.verify import BOUND, verify
+from moec.codegen.emit import facts_of
+from moec.runtime.verify.lockstep import Lockstep
+from moec.runtime.verify.verify import BOUND, verify
 
 WHOLE_TOKENS = {"tp": 2, "ep": 4, "sequence_parallel": False}
 STOPS = {
-    "moec.all_gather.default": ({"tp": 2, "ep": 4}, "forward"),
-    "moec.all_gather_alike.default": (WHOLE_TOKENS, "layers.2"),
-    "moec.all_reduce.default": ({"ep": 4}, "aux_loss"),
-    "moec.all_to_all.default": ({"ep": 4}, "layers.2"),
-    "moec.all_to_all_padded.default": ({"ep": 4, "beside": "capacity = factor(1.0)"}, "layers.2"),
-    "moec.copy_to.default": (WHOLE_TOKENS, "forward"),
-    "moec.embed_part.default": ({"tp": 2}, "forward"),
-    "moec.label_logit.default": ({"tp": 2}, "loss"),
-    "moec.reduce_scatter.default": ({"tp": 2, "ep": 4}, "layers.2"),
-    "moec.slice.default": (WHOLE_TOKENS, "layers.2"),
+    "all_gather": ({"tp": 2, "ep": 4}, "forward"),
+    "all_gather_alike": (WHOLE_TOKENS, "layers.2"),
+    "all_reduce": ({"ep": 4}, "aux_loss"),
+    "all_to_all": ({"ep": 4}, "layers.2"),
+    "all_to_all_padded": ({"ep": 4, "beside": "capacity = factor(1.0)"}, "layers.2"),
+    "copy_to": (WHOLE_TOKENS, "forward"),
+    "embed": ({"tp": 2}, "forward"),
+    "label_logit": ({"tp": 2}, "loss"),
+    "reduce_scatter": ({"tp": 2, "ep": 4}, "layers.2"),
+    "slice": (WHOLE_TOKENS, "layers.2"),
 }
-"""A plan that has the operator, and where backward comes to it first."""
+"""A plan that has an op whose ranks depend on each other, and where backward comes to it first."""
 
 
-@pytest.mark.parametrize("target", STOPS)
-def test_an_operator_whose_backward_cannot_run_is_named(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, layer = STOPS[target]
-    shuffle, reached = shuffles.SHUFFLES[target], []
+@pytest.mark.parametrize("mnemonic", STOPS)
+def test_an_op_whose_backward_cannot_run_is_named(mnemonic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, layer = STOPS[mnemonic]
+    call, reached = Lockstep._call, []
 
-    def refusing(data: Node, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    def refusing(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
         class Refusing(torch.autograd.Function):
             @staticmethod
             def forward(ctx, value):
@@ -43,12 +43,16 @@ def test_an_operator_whose_backward_cannot_run_is_named(target: str, monkeypatch
 
             @staticmethod
             def backward(ctx, gradient):
-                reached.append((data.value or data.name, data.span))
+                facts = facts_of(node)
+                reached.append((facts.value.name, str(facts.op.span)))
                 raise RuntimeError("shape '[3]' is invalid")
 
-        return [Refusing.apply(result) for result in shuffle(data, inputs)]
+        results = call(self, node, values)
+        if facts_of(node).op.mnemonic != mnemonic or len(self.ranks) == 1:
+            return results
+        return [Refusing.apply(result) for result in results]
 
-    monkeypatch.setitem(shuffles.SHUFFLES, target, refusing)
+    monkeypatch.setattr(Lockstep, "_call", refusing)
     report = verify(moe_plan(**options), float32=False)
     assert not report.ok
     assert report.max_output_error < BOUND
@@ -56,7 +60,7 @@ def test_an_operator_whose_backward_cannot_run_is_named(target: str, monkeypatch
     found = report.first_difference
     assert found is not None
     assert found.gradient
-    assert (found.op, found.layer, (found.value, found.span)) == (target, layer, reached[0])
+    assert (found.op, found.layer, (found.value, found.span)) == (mnemonic, layer, reached[0])
 
 
 class Doubled(torch.autograd.Function):
@@ -81,29 +85,29 @@ def doubled(result: Any) -> Any:
 BODY = "layers[1..2]"
 SHARED = {"beside": "shared = swiglu(8, gated = true)"}
 SIBLINGS = [
-    ("rows_all", {"ep": 4}),
-    ("rows_all", {"ep": 4, "beside": "capacity = factor(1.0)"}),
-    ("z_loss_lse", {"ep": 4}),
-    ("hidden_flat", {"tp": 2, "ep": 4, **SHARED}),
+    ("rows#1", {"ep": 4}),
+    ("rows#1", {"ep": 4, "beside": "capacity = factor(1.0)"}),
+    ("z_loss#1", {"ep": 4}),
+    ("hidden#2", {"tp": 2, "ep": 4, **SHARED}),
     ("shares", {"tp": 2, "ep": 4, **SHARED}),
-    ("h_3", {"tp": 2, "ep": 4, **SHARED}),
+    ("h.3", {"tp": 2, "ep": 4, **SHARED}),
     ("logits", {**WHOLE_TOKENS, **SHARED}),
-    ("h_4", {**WHOLE_TOKENS, **SHARED}),
+    ("h.4", {**WHOLE_TOKENS, **SHARED}),
 ]
-"""Ops of which others use the same value: permute beside the router, the router beside its z-loss, shared experts."""
+"""Nodes of which others use the same value: permute beside the router, the router beside its z-loss, shared experts."""
 
 
-@pytest.mark.parametrize(("name", "options"), SIBLINGS, ids=str)
+@pytest.mark.parametrize(("key", "options"), SIBLINGS, ids=str)
 def test_an_op_and_none_beside_it_is_blamed_for_a_wrong_gradient(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    key: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = moe_plan(**options)
-    node = next(node for node in plan.stages[0].graph(BODY).nodes if node.name == name)
+    op = op_giving(plan, BODY, key.split("#")[0])
     call = Lockstep._call
 
-    def wrong(self: Lockstep, fx_node: fx.Node, data: Node, values: Any) -> list[Any]:
-        results = call(self, fx_node, data, values)
-        return list(map(doubled, results)) if data == node and len(self.ranks) > 1 else results
+    def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
+        results, facts = call(self, node, values), facts_of(node)
+        return list(map(doubled, results)) if facts.key == key and facts.op is op else results
 
     monkeypatch.setattr(Lockstep, "_call", wrong)
     report = verify(plan, float32=False)
@@ -111,4 +115,4 @@ def test_an_op_and_none_beside_it_is_blamed_for_a_wrong_gradient(
     found = report.first_difference
     assert found is not None
     assert found.gradient
-    assert (found.layer, found.op, found.span) == ("layers.2", node.target, node.span)
+    assert (found.layer, found.op, found.span) == ("layers.2", op.mnemonic, str(op.span))

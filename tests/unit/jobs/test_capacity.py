@@ -5,20 +5,17 @@ What a routing group promises of them is in test_routing_groups.py.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 import pytest
-from faults import change_node
+from faults import change_op, op_giving, with_program
 from models import moe_plan
 
-from moec.codegen.checks import require_consistent
-from moec.codegen.folder import PlanError
-from moec.codegen.graph import Ref
-from moec.codegen.plan import Plan
-from moec.runtime.verify import verify
+from moec.passes.ir.ops import Capacity, PermutePadded
+from moec.runtime.verify.verify import verify
 
 EVALUATED = "capacity = factor(0.5, eval = 1.5); group = {}"
-PERMUTE = ("layers[1..2]", "rows_all")
+BODY = "layers[1..2]"
 
 
 @pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
@@ -29,26 +26,46 @@ def test_plans_equal_the_unsharded_model(capacity: str, group: str, degrees: dic
     assert report.ok, report
 
 
-def change_evaluation(plan: Plan, **changed: Any) -> Plan:
-    """Other arguments of permute_padded in evaluation, by name."""
-    names = ["x", "experts", "starts", "groups", "spread", "parts", "whole", "least"]
-    node = next(n for n in plan.stages[0].graph(PERMUTE[0]).nodes if n.name == PERMUTE[1])
-    assert node.evaluation is not None
-    given = dict(zip(names, node.evaluation, strict=True)) | changed
-    return change_node(plan, *PERMUTE, evaluation=tuple(given.values()))
-
-
-def test_a_plan_that_is_wrong_in_evaluation_alone_is_refused():
+@pytest.mark.parametrize("wrong", [{"eval_whole": 4}, {"eval_parts": 1, "eval_whole": 1}, {"eval_parts": 1}], ids=str)
+def test_a_plan_that_is_wrong_in_evaluation_alone_is_refused(wrong: dict[str, int]):
     plan = moe_plan(beside=EVALUATED.format("batch"))
-    report = verify(change_evaluation(plan, spread=1), float32=False)
+    report = verify(change_op(plan, BODY, "rows", **wrong), float32=False)
     assert not report.ok
     assert report.worst.endswith("in evaluation")
     assert report.first_difference is not None
-    assert "permute_padded" in report.first_difference.op
+    assert report.first_difference.op == "permute_padded"
 
 
-@pytest.mark.parametrize("changed", [{"experts": Ref(node="h")}, {"least": "__import__('os')"}, {"least": None}])
-def test_evaluation_may_differ_in_numbers_only(changed: dict[str, Any], tmp_path):
-    plan = change_evaluation(moe_plan(beside=EVALUATED.format("sequence")), **changed)
-    with pytest.raises(PlanError):
-        require_consistent(tmp_path, plan)
+def test_a_plan_that_is_wrong_in_training_alone_is_refused():
+    plan = moe_plan(beside=EVALUATED.format("batch"))
+    permuted = op_giving(plan, BODY, "rows")
+    assert isinstance(permuted, PermutePadded)
+    report = verify(change_op(plan, BODY, "rows", parts=permuted.eval_parts, whole=permuted.eval_whole), float32=False)
+    assert not report.ok
+    assert not report.worst.endswith("in evaluation")
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_a_plan_that_has_lost_its_setting_is_refused(setting: bool):
+    """Evaluation is compared where the file says that it differs, whatever the plan says."""
+    plan = moe_plan(beside=EVALUATED.format("batch"))
+    permuted = op_giving(plan, BODY, "rows")
+    assert permuted.operands[-1] == "$training"
+    wrong = change_op(plan, BODY, "rows", operands=permuted.operands[:-1])
+    if not setting:
+        blocks = tuple(replace(block, settings=()) for block in wrong.program.blocks)
+        wrong = with_program(wrong, replace(wrong.program, blocks=blocks))
+    report = verify(wrong, float32=False)
+    assert not report.ok
+    assert report.worst.endswith("in evaluation")
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+@pytest.mark.parametrize(("capacity", "settings"), [("factor(0.5, eval = 1.5)", 1), ("dynamic(max = 0.7)", 0)])
+def test_one_setting_says_which_capacity_is_in_force(capacity: str, settings: int, group: str):
+    plan = moe_plan(beside=f"capacity = {capacity}; group = {group}")
+    assert list(plan.program.settings) == ["training"] * settings
+    assert [str(s.layout) for s in plan.program.settings.values()] == ["replicate"] * settings
+    ops = [op for block in plan.program.blocks for op in block.ops if isinstance(op, Capacity)]
+    assert len(ops) == 1
+    assert ops[0].varies == bool(settings)

@@ -10,8 +10,8 @@ import torch
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
-from moec.runtime.module import PlanModule
-from moec.runtime.reference import reference
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
 
 MODEL = """
 model "m" {{

@@ -4,21 +4,21 @@ import pytest
 import torch
 from models import moe_plan, moe_spec
 
-from moec.passes.ir import Layout, Mesh, Shard
-from moec.runtime.reference import reference
-from moec.runtime.shards import initial_shard, local_slices
+from moec.passes.ir import Layout, Mesh, Shard, local_slices
+from moec.runtime.job.reference import reference
+from moec.runtime.job.shards import initial_shard
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(4, 1), (4, 2), (4, 4), (8, 2)])
 def test_every_rank_starts_with_its_part_of_the_unsharded_start(ranks: int, ep: int, monkeypatch):
     # Blocks that do not align with shards.
-    monkeypatch.setattr("moec.runtime.shards.CHUNK", 3 * 2 * 16 * 16)
+    monkeypatch.setattr("moec.runtime.job.shards.CHUNK", 3 * 2 * 16 * 16)
     plan = moe_plan(ranks=ranks, ep=ep)
     whole = dict(reference(plan.spec, seed=5).named_parameters())
     assert whole.keys() == plan.parameters.keys()
     for name, data in plan.parameters.items():
         mesh = plan.meshes[data.mesh]
-        index = [local_slices(data.shape, Layout.parse(data.layout), mesh, rank) for rank in range(ranks)]
+        index = [local_slices(data.shape, data.layout, mesh, rank) for rank in range(ranks)]
         for rank in range(ranks):
             shard = initial_shard(name, data, mesh, rank, seed=5)
             torch.testing.assert_close(shard, whole[name].detach()[index[rank]], rtol=0, atol=0)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.reference import reference
+from moec.runtime.job.reference import reference
 
 
 @pytest.fixture(scope="module")

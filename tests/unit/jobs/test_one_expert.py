@@ -7,10 +7,10 @@ import torch
 from models import moe_plan
 
 from moec.grammar.spec import Spec
-from moec.runtime import inputs, unsharded
-from moec.runtime.module import PlanModule
-from moec.runtime.reference import reference
-from moec.runtime.verify import verify
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
+from moec.runtime.verify import inputs, unsharded
+from moec.runtime.verify.verify import verify
 
 CAPACITIES = {
     "dropless": "",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from faults import bypass, change_node
+from faults import bypass, change_kind, change_op
 from models import moe_plan, moe_spec
 from torch import Tensor
 
 import moec
-from moec.runtime.module import PlanModule
-from moec.runtime.reference import reference
-from moec.runtime.verify import verify
+from moec.codegen.plan import Plan
+from moec.passes.ir.ops import CountLabels
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
+from moec.runtime.verify.verify import verify
 
 PADDING, VOCAB, CHOICES, IGNORED_LABEL = 3, 32, 2, -100
 EMBEDDING = f"embedding = tokens(padding = {PADDING})"
@@ -128,21 +132,44 @@ def test_a_plan_with_padding_is_verified_at_toy_widths_too() -> None:
 BODY = "layers[1..2]"
 
 
-@pytest.mark.parametrize("node", ["e_1", "switch_loss_p", "z_loss_real"])
-def test_a_plan_that_lets_padding_through_in_one_place_is_refused(node: str) -> None:
+THROUGH: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
+    "to an expert": ("mask_choices", lambda p: bypass(p, BODY, "e.1")),
+    "into the Switch loss": ("switch_loss", lambda p: without_mask(p, "switch_loss")),
+    "into the z-loss": ("z_loss", lambda p: without_mask(p, "z_loss")),
+    "as another id": ("real_tokens", lambda p: change_op(p, "forward", "real", padding=PADDING - 1)),
+}
+"""Where padding gets through, the op that should keep it out, and the change that lets it."""
+
+
+def without_mask(plan: Plan, value: str) -> Plan:
+    """The op that gives `value` without its last operand, which says which tokens are real."""
+    (op,) = [op for op in plan.program.block(BODY).ops if op.results[0].name == value]
+    assert op.operands[-1].startswith("real")
+    return change_op(plan, BODY, value, operands=op.operands[:-1])
+
+
+@pytest.mark.parametrize("place", THROUGH)
+def test_a_plan_that_lets_padding_through_in_one_place_is_refused(place: str) -> None:
+    mnemonic, let_through = THROUGH[place]
     plan = moe_plan(model=EMBEDDING, ep=4)
-    (masked,) = [n for n in plan.stages[0].graph(BODY).nodes if n.name == node]
-    mask, selected, _ = masked.args
-    report = verify(change_node(plan, BODY, node, args=(mask, selected, 2)), float32=False)
+    assert any(op.mnemonic == mnemonic for block in plan.program.blocks for op in block.ops)
+    report = verify(let_through(plan), float32=False)
     assert not report.ok
     assert report.first_difference is not None
 
 
-def test_a_plan_that_counts_other_tokens_is_refused() -> None:
-    plan = moe_plan(model=EMBEDDING)
-    wrong = bypass(plan, "num_tokens", "count_mask")
-    report = verify(wrong, float32=False)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda p: change_kind(p, "num_tokens", "count", CountLabels, valid_only=False),
+        lambda p: change_op(p, "num_tokens", "count", padding=PADDING - 1),
+    ],
+    ids=["all tokens", "all but another id"],
+)
+def test_a_plan_that_counts_other_tokens_is_refused(wrong: Callable[[Plan], Plan]) -> None:
+    report = verify(wrong(moe_plan(model=EMBEDDING)), float32=False)
     assert not report.ok
+    assert report.first_difference is not None
 
 
 @pytest.mark.parametrize("capacity", ["capacity = dropless", "capacity = factor(8.0)"])

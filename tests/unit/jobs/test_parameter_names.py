@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.module import PlanModule
+from moec.runtime.job.module import PlanModule
 
 TOKENS = torch.arange(16).view(2, 8)
 

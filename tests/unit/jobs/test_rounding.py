@@ -7,16 +7,27 @@ from itertools import pairwise
 
 import pytest
 import torch
-from faults import change_graph, change_sums, rounded_to_bf16, to
+from faults import (
+    EMITTED,
+    Planted,
+    change_kind,
+    change_ops,
+    change_result,
+    change_sums,
+    op_giving,
+    rounded_to_bf16,
+)
 from models import moe_plan, moe_text
 from torch import Tensor
 
-from moec.codegen.graph import DTypeLiteral, Node, Ref
+from moec.codegen.emit.emitter import Emitter
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
-from moec.runtime.rounding import FACTOR, STEP_BOUND, measure_rounding
-from moec.runtime.verify import verify
-from moec.runtime.virtual import VirtualCluster
+from moec.passes.ir import Op, Value
+from moec.passes.ir.ops import LabelLogit, Widen
+from moec.runtime.verify.rounding import FACTOR, STEP_BOUND, measure_rounding
+from moec.runtime.verify.verify import verify
+from moec.runtime.verify.virtual import VirtualCluster
 
 BODY = "layers[1..2]"
 SHARDED = {"ranks": 4, "tp": 2, "ep": 2}
@@ -47,7 +58,7 @@ def test_only_a_plan_that_loses_too_much_on_every_draw_is_refused(unkind: int, m
         seeds.append(inputs.given)
         return replace(measure_rounding(plan, model, inputs, **options), ok=len(seeds) > unkind)
 
-    monkeypatch.setattr("moec.runtime.verify.measure_rounding", measured)
+    monkeypatch.setattr("moec.runtime.verify.verify.measure_rounding", measured)
     report = verify(moe_plan(dtype="bf16", ranks=1, ep=1), float32=False)
     assert report.ok == (unkind < 3)
     assert len(seeds) == min(unkind + 1, 3)
@@ -59,30 +70,55 @@ def test_only_a_plan_that_loses_too_much_on_every_draw_is_refused(unkind: int, m
 
 def label_logits_of_narrow_logits(plan: Plan) -> Plan:
     """The loss as it was: the gradients of its two parts are rounded before they are added."""
+    right = op_giving(plan, "loss", "label_logit")
+    (wide,) = right.results
+    narrow = replace(wide, name="picked", dtype="bf16")
+    picked = LabelLogit(operands=("logits", *right.operands[1:]), results=(narrow,), span=right.span)
+    widened = Widen(operands=("picked",), results=(wide,), span=right.span)
+    return _instead(plan, "loss", right, [picked, widened])
 
-    def change(nodes: list[Node]) -> list[Node]:
-        changed: list[Node] = []
-        for node in nodes:
-            if node.name == "label_logit":
-                picked = node.model_copy(update={"name": "picked", "args": (Ref(node="logits"), *node.args[1:])})
-                changed += [picked, to("label_logit", "picked", "fp32")]
-            else:
-                changed.append(node)
-        return changed
 
-    return change_graph(plan, "loss", change)
+def rounded_exponentials(plan: Plan) -> Plan:
+    """The sharded loss sums exponentials that were rounded."""
+    return change_kind(plan, "loss", "sums", Planted, emitted="sum of rounded exponentials")
+
+
+def _sum_of_rounded_exponentials(e: Emitter, op: Op) -> None:
+    """What `sum_exp` is emitted as, with its exponentials in bf16 and in fp32 again."""
+    aten = torch.ops.aten
+    logits, largest = e.refs(op)
+    below = e.call(op, aten.sub.Tensor, logits, e.call(op, aten.unsqueeze.default, largest, -1))
+    rounded = e.call(op, aten.to.dtype, e.call(op, aten.exp.default, below), e.dtype("bf16"))
+    e.result(op, aten.sum.dim_IntList, e.call(op, aten.to.dtype, rounded, e.dtype("fp32")), [-1])
+
+
+EMITTED["sum of rounded exponentials"] = _sum_of_rounded_exponentials
+
+
+def router_input_rounded_again(plan: Plan) -> Plan:
+    """The router's input, which is bf16, rounded to bf16 before the router widens it."""
+    router = op_giving(plan, BODY, "logits")
+    x, weight = router.operands
+    given: Value = plan.program.block(BODY).scope[x]
+    rounded = Planted(operands=(x,), results=(replace(given, name="planted"),), emitted="rounded to bf16")
+    return _instead(plan, BODY, router, [rounded, replace(router, operands=("planted", weight))])
+
+
+def _instead(plan: Plan, block: str, right: Op, wrong: list[Op]) -> Plan:
+    return change_ops(plan, block, lambda ops: [each for op in ops for each in (wrong if op is right else [op])])
 
 
 @pytest.mark.parametrize(
     ("plant", "worst"),
     [
         (label_logits_of_narrow_logits, "the gradient of confident logits"),
-        (lambda p: rounded_to_bf16(p, "loss", "sums_exp"), "the gradient of confident logits"),
-        (lambda p: rounded_to_bf16(p, "loss", "label_logit_1"), "the gradient of confident logits"),
+        (rounded_exponentials, "the gradient of confident logits"),
+        (lambda p: rounded_to_bf16(p, "loss", "label_logit.1"), "the gradient of confident logits"),
         (lambda p: rounded_to_bf16(p, BODY, "logits"), "the router logits of layers.1, rounded to bf16"),
-        (lambda p: rounded_to_bf16(p, BODY, "logits_in"), None),
+        (router_input_rounded_again, None),
+        (lambda p: rounded_to_bf16(p, "loss", "wide_logits"), None),
     ],
-    ids=["label's logit", "exponentials", "sums", "router logits", "neutral"],
+    ids=["label's logit", "exponentials", "sums", "router logits", "router's input is bf16", "logits are bf16"],
 )
 def test_what_rounds_where_the_model_does_not_is_refused(plant, worst: str | None):
     report = verify(plant(moe_plan(dtype="bf16", **SHARDED)), float32=False)
@@ -94,16 +130,9 @@ def test_what_rounds_where_the_model_does_not_is_refused(plant, worst: str | Non
 
 
 def test_an_operator_that_refuses_the_narrow_dtype_is_named():
-    def change(nodes: list[Node]) -> list[Node]:
-        narrow = DTypeLiteral.model_validate({"dtype": "bf16"})
-        return [
-            node.model_copy(update={"args": (node.args[0], narrow)}) if node.name in ("logits_in", "logits_w") else node
-            for node in nodes
-        ]
-
-    report = verify(change_graph(moe_plan(dtype="bf16"), BODY, change), float32=False)
+    report = verify(change_result(moe_plan(dtype="bf16"), BODY, "logits", dtype="bf16"), float32=False)
     assert not report.ok
-    assert report.worst == "layers.1.p_all: moec::route: logits must be float32 or float64, not torch.bfloat16"
+    assert report.worst == "layers.1.p: moec::route: logits must be float32 or float64, not torch.bfloat16"
 
 
 def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.MonkeyPatch):
@@ -114,7 +143,7 @@ def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.M
             return summed(self, name, parts)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parts]
         for group in self.plan.parameters[name].sum_over:
-            for ranks in self.plan.manifest.groups[group]:
+            for ranks in self.plan.groups[group]:
                 total = gradients[ranks[0]]
                 for rank in ranks[1:]:
                     total = total + gradients[rank]
@@ -132,7 +161,7 @@ def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.M
 
 
 def test_masters_in_bf16_lose_the_step(monkeypatch: pytest.MonkeyPatch):
-    from moec.runtime import rounding
+    from moec.runtime.verify import rounding
 
     make = rounding.make_optimizer
 

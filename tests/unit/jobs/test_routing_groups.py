@@ -11,12 +11,11 @@ import torch
 from models import moe_plan, moe_spec
 from torch import Tensor
 
-from moec.passes.ir import Layout, Mesh
-from moec.runtime.batches import IGNORED_LABEL
+from moec.passes.ir import Layout, Mesh, local_slices
 from moec.runtime.errors import JobError
-from moec.runtime.reference import reference
-from moec.runtime.shards import local_slices
-from moec.runtime.virtual import VirtualCluster
+from moec.runtime.job.batches import IGNORED_LABEL
+from moec.runtime.job.reference import reference
+from moec.runtime.verify.virtual import VirtualCluster
 
 BATCH, SEQUENCE, CHOICES = 8, 8, 2
 BOUND = 1e-12
@@ -70,7 +69,7 @@ def outcome(
             kept[layer] += int(torch.cat(counts).sum())
         for name, found in cluster.backward(losses).items():
             data = plan.parameters[name]
-            gradient = whole(data.shape, found, Layout.parse(data.layout), plan.meshes[data.mesh])
+            gradient = whole(data.shape, found, data.layout, plan.meshes[data.mesh])
             gradients[name] += gradient / micro_batches
     drops = {layer: 1 - rows / (CHOICES * BATCH * SEQUENCE) for layer, rows in kept.items()}
     return Outcome(loss, gradients, torch.cat(logits), drops)

@@ -7,8 +7,8 @@ import torch
 from models import moe_plan
 from torch import Tensor
 
-from moec.runtime.reference import reference
-from moec.runtime.virtual import VirtualCluster
+from moec.runtime.job.reference import reference
+from moec.runtime.verify.virtual import VirtualCluster
 
 ROWS = ("rows", "rows.1", "y", "y.1", "weighted", "weighted.1")
 """Values of a mixture that are as large as a token for each of its choices."""
@@ -31,7 +31,7 @@ def test_experts_outputs_are_not_kept(capacity: str, degrees: dict[str, int]) ->
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         cluster.lockstep.run(shares, shares, record=True)
     steps = cluster.lockstep.steps or []
-    of_rows = [(step.node.value, value) for step in steps if step.node.value in ROWS for value in step.values]
+    of_rows = [(step.key, value) for step in steps if step.key in ROWS for value in step.values]
     kept = {name for name, value in of_rows if value.data_ptr() in saved}
     assert kept == ({"rows.1"} if degrees["ep"] > 1 else set())
     assert ("weighted.1" in dict(of_rows)) == (degrees["ep"] > 1)

@@ -6,14 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import bypass, change_node, change_sums, swap_groups
+from faults import Planted, bypass, change_groups, change_kind, change_op, change_sums, swap_groups
 from models import moe_plan
 
-from moec.codegen.graph import Node, Ref
+from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.functions import EMISSIONS
 from moec.codegen.plan import Plan
-from moec.runtime import shuffles
-from moec.runtime.backends import torch_backend
-from moec.runtime.verify import BOUND, relative_error, verify
+from moec.passes.ir import Op
+from moec.passes.ir.ops import AllToAll
+from moec.runtime.backends.torch import torch_backend
+from moec.runtime.verify import shuffles
+from moec.runtime.verify.verify import BOUND, relative_error, verify
 
 BODY = "layers[1..2]"
 
@@ -49,70 +52,44 @@ def test_bf16_models_are_verified_in_float64_to_the_last_literal():
 # ---- planted faults --------------------------------------------------------------------------------
 
 
-FAULTS: dict[str, tuple[Callable[[Plan], Plan], str]] = {
-    "the loss is not reduced": (lambda p: bypass(p, "loss", "loss_1"), "logits and loss"),
-    "labels are counted on one rank only": (lambda p: bypass(p, "valid_labels", "count_1"), "mean"),
-    "tokens are counted on one rank only": (lambda p: bypass(p, "num_tokens", "count_1"), "mean"),
-    "the balance is not reduced": (lambda p: bypass(p, "aux_loss", "aux_loss_1"), "balance"),
-    "expert gradients are not summed": (lambda p: change_sums(p, "experts.up.weight", ()), "up.weight"),
-    "expert gradients are summed over dp": (lambda p: change_sums(p, "experts.down.weight", ("dp",)), "down.weight"),
-    "dense gradients are not summed": (lambda p: change_sums(p, "attention.q.weight", ()), "q.weight"),
-    "the router's gradient is summed over edp": (lambda p: change_sums(p, "gate.weight", ("edp[1..2]",)), "gate"),
-    "ep and edp are swapped": (swap_groups, "rows"),
-    "rows come back the way they went": (
-        lambda p: change_node(
-            p, BODY, "weighted_1", args=(Ref(node="weighted"), Ref(node="splits"), "ep[1..2]", False)
-        ),
-        "weighted_1",
+def shared_layer(plan: Plan) -> Plan:
+    """Layer 2 runs with the parameters of layer 1. The plan still has its own."""
+    wrong = change_op(plan, "forward", "x.3", layer=1)
+    vars(wrong)["parameters"] = plan.parameters  # they follow from the calls, so those of layer 2 would be gone
+    return wrong
+
+
+FAULTS: dict[str, Callable[[Plan], Plan]] = {
+    "the loss is not reduced": lambda p: bypass(p, "loss", "loss.1"),
+    "labels are counted on one rank only": lambda p: bypass(p, "valid_labels", "count.1"),
+    "tokens are counted on one rank only": lambda p: bypass(p, "num_tokens", "count.1"),
+    "the balance is not reduced": lambda p: bypass(p, "aux_loss", "aux_loss.1"),
+    "expert gradients are not summed": lambda p: change_sums(p, "experts.up.weight", ()),
+    "expert gradients are summed over dp": lambda p: change_sums(p, "experts.down.weight", ("dp",)),
+    "dense gradients are not summed": lambda p: change_sums(p, "attention.q.weight", ()),
+    "the router's gradient is summed over edp": lambda p: change_sums(p, "gate.weight", ("edp",)),
+    "ep and edp are swapped": swap_groups,
+    "rows come back the way they went": lambda p: change_op(p, BODY, "weighted.1", reverse=False),
+    "rows go over the wrong group": lambda p: change_op(p, BODY, "rows.1", axis="edp"),
+    "the residual is dropped": lambda p: bypass(p, BODY, "x.2"),
+    "a neighbour's weight": lambda p: change_op(p, BODY, "k", operands=("h", "@attention.v.weight")),
+    "another theta": lambda p: change_op(p, BODY, "q.1", theta=20_000.0),
+    "positions are forgotten": lambda p: bypass(p, BODY, "k.1"),
+    "weights are not normalised": lambda p: change_op(p, BODY, "w", normalize=False),
+    "attention sees the future": lambda p: change_kind(p, BODY, "attended", Planted, emitted="attention to all"),
+    "another eps": lambda p: change_op(p, "forward", "h", eps=1e-3),
+    "ignored labels count": lambda p: change_op(p, "valid_labels", "count", valid_only=False),
+    "a balance term of another weight": lambda p: change_op(p, BODY, "balance", weights=(0.01, 2e-3)),
+    "two layers share the first one's experts": lambda p: shared_layer(p),
+    "two layers have each other's parameters": lambda p: change_op(
+        change_op(p, "forward", "x.2", layer=2), "forward", "x.3", layer=1
     ),
-    "rows go over the wrong group": (
-        lambda p: change_node(
-            p, BODY, "rows_1", args=(Ref(node="rows"), Ref(node="splits"), "edp[1..2]", False)
-        ),
-        "rows_1",
-    ),
-    "the residual is dropped": (lambda p: bypass(p, BODY, "x_2"), "x_2"),
-    "a neighbour's weight": (lambda p: change_node(p, BODY, "attention_k_weight", target="attention.v.weight"), "k"),
-    "another theta": (lambda p: change_node(p, BODY, "q_1", args=(Ref(node="q"), 20_000.0)), "q.1"),
-    "positions are forgotten": (lambda p: bypass(p, BODY, "k_1"), "k.1"),
-    "weights are not normalised": (
-        lambda p: change_node(p, BODY, "p_all", args=(Ref(node="logits"), 2, "softmax", False, False)),
-        "w",
-    ),
-    "attention sees the future": (
-        lambda p: change_node(
-            p,
-            BODY,
-            "attended_heads",
-            args=(*(Ref(node=f"attended_{n}") for n in "qkv"), None, 0.0, False),
-        ),
-        "attended",
-    ),
-    "another eps": (
-        lambda p: change_node(
-            p, "forward", "h", args=(Ref(node="x_3"), (16,), Ref(node="norm_weight"), 1e-3)
-        ),
-        "h",
-    ),
-    "ignored labels count": (
-        lambda p: change_node(p, "valid_labels", "count_mask", args=(Ref(node="labels"), -1)),
-        "valid",
-    ),
-    "a balance term of another weight": (
-        lambda p: change_node(p, BODY, "balance_term_1", args=(Ref(node="z_loss"), 2e-3)),
-        "balance",
-    ),
-    "two layers share the first one's experts": (
-        lambda p: change_node(p, "forward", "x_3_all", target="layers.1"),
-        "layers.1",
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str):
-    plant, _ = FAULTS[fault]
-    report = verify(plant(moe_plan()))
+    report = verify(FAULTS[fault](moe_plan()))
     assert not report.ok
     assert max(report.max_output_error, report.max_gradient_error) > 1e-6
     assert report.first_difference is not None
@@ -126,8 +103,8 @@ def test_a_planted_fault_is_found(fault: str):
         ("weights are not normalised", "layers.1", "w", 11, False),
         ("the residual is dropped", "forward", "x.2", 7, False),
         ("dense gradients are not summed", "layers.0", "@attention.q.weight", 6, True),
-        ("expert gradients are not summed", "layers.1.moe.experts", "@up.weight", 10, True),
-        ("expert gradients are summed over dp", "layers.1.moe.experts", "@down.weight", 10, True),
+        ("expert gradients are not summed", "layers.1", "@moe.experts.up.weight", 10, True),
+        ("expert gradients are summed over dp", "layers.1", "@moe.experts.down.weight", 10, True),
         ("the router's gradient is summed over edp", "layers.1", "@moe.gate.weight", 11, True),
         ("a balance term of another weight", "layers.1", "balance", 12, False),
         ("rows go over the wrong group", "layers.1", "rows.1", 10, False),
@@ -136,7 +113,7 @@ def test_a_planted_fault_is_found(fault: str):
 def test_the_first_difference_names_layer_value_and_line(
     fault: str, layer: str, value: str, line: int | None, gradient: bool
 ):
-    found = verify(FAULTS[fault][0](moe_plan())).first_difference
+    found = verify(FAULTS[fault](moe_plan())).first_difference
     assert found is not None
     assert (found.layer, found.value, found.gradient) == (layer, value, gradient)
     assert found.span == f"tiny.moe:{line}"
@@ -147,10 +124,18 @@ def pyramid() -> Plan:
 
 
 @pytest.mark.parametrize(("layer", "group"), [(1, "ep[2]"), (2, "ep[1]"), (3, "ep[2]")])
-def test_rows_over_the_group_of_another_layer_are_found_where_they_leave(layer: int, group: str):
-    body = f"layers[{layer}]"
-    plan = change_node(pyramid(), body, "rows_1", args=(Ref(node="rows"), Ref(node="splits"), group, False))
-    report = verify(plan)
+def test_rows_over_the_group_of_another_layer_are_found_where_they_leave(
+    layer: int, group: str, monkeypatch: pytest.MonkeyPatch
+):
+    def emitted(e: Emitter, op: Op) -> None:
+        if (e.block.name, op.results[0].name) != (f"layers[{layer}]", "rows.1"):
+            return exact(e, op)
+        rows, splits, _ = e.refs(op)
+        return e.result(op, torch.ops.moec.all_to_all.default, rows, splits, group, False, site=e.site(op))
+
+    exact = EMISSIONS[AllToAll]
+    monkeypatch.setitem(EMISSIONS, AllToAll, emitted)
+    report = verify(pyramid())
     assert not report.ok
     found = report.first_difference
     assert found is not None
@@ -158,44 +143,40 @@ def test_rows_over_the_group_of_another_layer_are_found_where_they_leave(layer: 
 
 
 def test_no_layer_of_any_mesh_is_blamed_for_what_the_loss_does():
-    found = verify(bypass(pyramid(), "loss", "loss_1")).first_difference
+    found = verify(bypass(pyramid(), "loss", "loss.1")).first_difference
     assert found is not None
     assert found.layer == "loss"
 
 
 def test_a_gradient_summed_over_another_layers_replicas_is_named():
-    plan = change_sums(pyramid(), "experts.up.weight", ("edp[1]",))  # right for layer 1 alone
+    plan = pyramid()
+    for group in ("edp[2]", "edp[4]"):
+        plan = change_groups(plan, group, plan.groups["edp[1]"])  # right for layer 1 alone
     found = verify(plan).first_difference
     assert found is not None
-    assert (found.layer, found.value) == ("layers.2.moe.experts", "@up.weight")
+    assert (found.layer, found.value) == ("layers.2", "@moe.experts.up.weight")
 
 
 def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
-    def deaf(data: Node, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        return [rows * 0.5 + rows.detach() * 0.5 for rows in shuffles._all_to_all(data, inputs)]
+    def deaf(args: shuffles.Args, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        return [rows * 0.5 + rows.detach() * 0.5 for rows in shuffles._all_to_all(args, inputs)]
 
     monkeypatch.setitem(shuffles.SHUFFLES, "moec.all_to_all.default", deaf)
     report = verify(moe_plan())
     assert report.max_output_error < BOUND < report.max_gradient_error
     found = report.first_difference
     assert found is not None
-    assert (found.layer, found.op, found.value, found.gradient) == (
-        "layers.2",
-        "moec.all_to_all.default",
-        "weighted",
-        True,
-    )
+    assert (found.layer, found.op, found.value, found.gradient) == ("layers.2", "all_to_all", "weighted", True)
 
 
 @pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)", "dynamic"])
 def test_weights_that_stay_where_rows_travel_are_found(capacity: str):
     """With a capacity there are as many as there should be, those of other experts; else experts refuse them."""
-    report = verify(bypass(moe_plan(beside=f"capacity = {capacity}"), BODY, "row_weights_1"))
+    report = verify(bypass(moe_plan(beside=f"capacity = {capacity}"), BODY, "row_weights.1"))
     assert not report.ok
     found = report.first_difference
     assert found is not None
-    refused = "y_all" if capacity == "dropless" else "weighted"
-    assert (found.layer, found.value, found.gradient) == ("layers.1.moe.experts", refused, False)
+    assert (found.layer, found.value, found.gradient) == ("layers.1", "weighted", False)
 
 
 @pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)"])
@@ -209,7 +190,7 @@ def test_a_gradient_of_weights_that_is_wrong_is_found_where_it_is_made(capacity:
     found = verify(moe_plan(beside=f"capacity = {capacity}")).first_difference
     assert found is not None
     assert (found.layer, found.value, found.gradient) == ("layers.2", "row_weights.1", True)
-    assert found.op == "moe.experts"
+    assert found.op == ("expert_mlp" if capacity == "dropless" else "expert_mlp_padded")
 
 
 @pytest.mark.parametrize(
@@ -237,11 +218,15 @@ POSITIONS = "embedding = tokens(positions = learned)"
 @pytest.mark.parametrize(
     ("plant", "layer", "value"),
     [
-        (lambda p: bypass(p, BODY, "x_2"), "forward", "x.3"),
-        (lambda p: bypass(p, BODY, "weighted_1"), "layers.1", "mixed"),
+        (lambda p: bypass(p, BODY, "x.2"), "forward", "x.3"),
+        (lambda p: bypass(p, BODY, "weighted.1"), "layers.1", "mixed"),
         (lambda p: change_sums(p, "positions.weight", ()), "forward", "@positions.weight"),
-        (lambda p: change_sums(p, "experts.up.weight", ()), "layers.1.moe.experts", "@up.weight"),
-        (lambda p: bypass(p, "forward", "positions_positions"), "forward", "positions"),
+        (lambda p: change_sums(p, "experts.up.weight", ()), "layers.1", "@moe.experts.up.weight"),
+        (
+            lambda p: change_kind(p, "forward", "positions", Planted, emitted="positions from one"),
+            "forward",
+            "positions",
+        ),
     ],
 )
 def test_wrong_plans_of_models_with_learned_positions_are_refused_and_the_op_named(plant, layer: str, value: str):

@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from faults import bypass, change_graph, change_node, change_sums, insert_after, rounded_to_bf16, swap_groups
+from faults import (
+    Planted,
+    bypass,
+    change_block,
+    change_kind,
+    change_op,
+    change_sums,
+    insert_after,
+    rounded_to_bf16,
+    swap_groups,
+    with_program,
+)
 from models import layer_plan, moe_plan
 
-from moec.codegen.graph import Node, Ref
 from moec.codegen.plan import Plan
-from moec.runtime.blame import first_difference
-from moec.runtime.inputs import global_batch
-from moec.runtime.unsharded import outcome, unsharded
-from moec.runtime.verify import BOUND, verify
+from moec.passes.ir.ops import AllReduce, CopyTo
+from moec.runtime.verify.blame import first_difference
+from moec.runtime.verify.inputs import global_batch
+from moec.runtime.verify.unsharded import outcome, unsharded
+from moec.runtime.verify.verify import BOUND, verify
 
 BODY = "layers[0]"
 KINDS: dict[str, dict[str, object]] = {
@@ -74,65 +86,60 @@ def test_a_layer_is_differentiated_by_a_cotangent_and_its_balance_and_neither_dr
 # ---- planted faults --------------------------------------------------------------------------------
 
 
-def insert(plan: Plan, graph: str, name: str, target: str) -> Plan:
-    """Puts a collective over dp after a value that lies on dp in shards."""
-    return change_node(insert_after(plan, graph, name, target, "dp"), graph, "planted", layout="dp:shard(0)")
-
-
 FAULTS: dict[str, tuple[Callable[[Plan], Plan], tuple[str, str, int | None, bool]]] = {
     "expert gradients are not summed": (
         lambda p: change_sums(p, "experts.up.weight", ()),
-        ("layers.0.moe.experts", "@up.weight", 5, True),
+        ("layers.0", "@moe.experts.up.weight", 5, True),
     ),
     "expert gradients are summed over dp": (
         lambda p: change_sums(p, "experts.down.weight", ("dp",)),
-        ("layers.0.moe.experts", "@down.weight", 5, True),
+        ("layers.0", "@moe.experts.down.weight", 5, True),
     ),
     "the gate's gradient is not summed": (
         lambda p: change_sums(p, "gate.weight", ()),
         ("layers.0", "@moe.gate.weight", 6, True),
     ),
     "the gate's gradient is summed over edp": (
-        lambda p: change_sums(p, "gate.weight", ("edp[0]",)),
+        lambda p: change_sums(p, "gate.weight", ("edp",)),
         ("layers.0", "@moe.gate.weight", 6, True),
     ),
     "the gradient of x is summed over ranks": (
-        lambda p: insert(p, BODY, "x", "moec.copy_to.default"),
+        lambda p: insert_after(p, BODY, "x", CopyTo, axis="dp"),
         ("layers.0", "x", None, True),
     ),
     "y is summed over ranks": (
-        lambda p: insert(p, "forward", "y", "moec.all_reduce.default"),
-        ("forward", "planted", 1, False),
+        lambda p: insert_after(p, "forward", "y", AllReduce, axis="dp"),
+        ("forward", "y", 1, False),
     ),
-    "the shared path is dropped": (lambda p: bypass(p, BODY, "mixed_1"), ("forward", "y", 1, False)),
+    "the shared path is dropped": (lambda p: bypass(p, BODY, "mixed.1"), ("forward", "y", 1, False)),
     "tokens are counted on one rank only": (
-        lambda p: bypass(p, "num_tokens", "count_1"),
+        lambda p: bypass(p, "num_tokens", "count.1"),
         ("aux_loss", "aux_loss", 1, False),
     ),
-    "the balance is not reduced": (lambda p: bypass(p, "aux_loss", "aux_loss_1"), ("aux_loss", "aux_loss", 1, False)),
+    "the balance is not reduced": (lambda p: bypass(p, "aux_loss", "aux_loss.1"), ("aux_loss", "aux_loss", 1, False)),
     "the balance is reduced over ep": (
-        lambda p: change_node(p, "aux_loss", "aux_loss_1", args=(Ref(node="aux_loss"), "ep[0]")),
+        lambda p: change_op(change_block(p, "aux_loss", experts="experts[0]"), "aux_loss", "aux_loss.1", axis="ep"),
         ("aux_loss", "aux_loss.1", 1, False),
     ),
     "a balance term of another weight": (
-        lambda p: change_node(p, BODY, "balance_term_1", args=(Ref(node="z_loss"), 2e-3)),
+        lambda p: change_op(p, BODY, "balance", weights=(0.01, 2e-3)),
         ("layers.0", "balance", 7, False),
     ),
     "weights are not normalised": (
-        lambda p: change_node(p, BODY, "p_all", args=(Ref(node="logits"), 2, "softmax", False, False)),
+        lambda p: change_op(p, BODY, "w", normalize=False),
         ("layers.0", "w", 6, False),
     ),
     "ep and edp are swapped": (lambda p: swap_groups(p, "[0]"), ("layers.0", "rows.1", 5, False)),
     "rows go over the wrong group": (
-        lambda p: change_node(p, BODY, "rows_1", args=(Ref(node="rows"), Ref(node="splits"), "edp[0]", False)),
+        lambda p: change_op(p, BODY, "rows.1", axis="edp"),
         ("layers.0", "rows.1", 5, False),
     ),
     "rows come back the way they went": (
-        lambda p: change_node(p, BODY, "weighted_1", args=(Ref(node="weighted"), Ref(node="splits"), "ep[0]", False)),
+        lambda p: change_op(p, BODY, "weighted.1", reverse=False),
         ("layers.0", "weighted.1", 4, False),
     ),
     "another activation": (
-        lambda p: change_node(p, BODY, "active", target="moec.geglu.default"),
+        lambda p: change_op(p, BODY, "active", kind="geglu"),
         ("layers.0", "active", 7, False),
     ),
 }
@@ -151,42 +158,33 @@ def test_a_planted_fault_of_a_layer_is_refused_and_named(fault: str):
     assert (first.layer, first.value, first.span, first.gradient) == (layer, value, span, gradient)
 
 
-def without(plan: Plan, graph: str, *names: str) -> Plan:
-    """The graph no longer gives some of its results."""
-
-    def change(nodes: list[Node]) -> list[Node]:
-        *others, output = nodes
-        kept = tuple(arg for arg in output.args if arg not in [Ref(node=name) for name in names])
-        return [*others, output.model_copy(update={"args": kept})]
-
-    return change_graph(plan, graph, change)
-
-
 @pytest.mark.parametrize("name", ["y", "balance", "counts_0"])
 def test_a_layer_that_lacks_a_result_is_refused(name: str):
-    report = verify(without(layer_plan(), "forward", name))
+    plan = layer_plan()
+    kept = tuple(output for output in plan.program.block("forward").outputs if output != name)
+    report = verify(change_block(plan, "forward", outputs=kept))
     assert not report.ok
     assert report.first_difference is not None
 
 
-def test_a_layer_without_the_graph_of_its_balance_is_refused():
+def test_a_layer_without_the_block_of_its_balance_is_refused():
     plan = layer_plan()
-    stage = plan.stages[0]
-    graphs = tuple(graph for graph in stage.graphs if graph.name != "aux_loss")
-    first = verify(Plan(plan.manifest, (stage.model_copy(update={"graphs": graphs}),))).first_difference
+    blocks = tuple(block for block in plan.program.blocks if block.name != "aux_loss")
+    first = verify(with_program(plan, replace(plan.program, blocks=blocks))).first_difference
     assert first is not None
     assert (first.layer, first.op) == ("aux_loss", "graph")
 
 
 def test_y_of_another_shape_is_refused_where_it_leaves_the_layer():
-    report = verify(insert_after(layer_plan(), "forward", "y", "aten.flatten.using_ints", 0, 1))
+    report = verify(insert_after(layer_plan(), "forward", "y", Planted, emitted="flattened"))
     assert not report.ok
+    assert "another shape than x" in report.worst
     assert report.first_difference is not None
     assert report.first_difference.layer == "forward"
 
 
 def test_a_capacity_without_its_exchange_is_refused():
-    report = verify(bypass(layer_plan(ep=4, beside="capacity = factor(1.0)"), BODY, "rows_1"))
+    report = verify(bypass(layer_plan(ep=4, beside="capacity = factor(1.0)"), BODY, "rows.1"))
     assert not report.ok
     assert report.first_difference is not None
     assert report.first_difference.layer.startswith("layers.0")
@@ -196,7 +194,7 @@ def test_a_capacity_without_its_exchange_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "graph", "name", "worst"),
+    ("dtype", "block", "name", "worst"),
     [
         ("bf16", BODY, "logits", "the router logits of layers.0, rounded to bf16"),
         ("bf16", "aux_loss", "aux_loss", "the aux_loss"),
@@ -205,16 +203,17 @@ def test_a_capacity_without_its_exchange_is_refused():
         ("fp32", BODY, "hidden", ""),
     ],
 )
-def test_what_rounds_where_the_layer_does_not_is_refused(dtype: str, graph: str, name: str, worst: str):
+def test_what_rounds_where_the_layer_does_not_is_refused(dtype: str, block: str, name: str, worst: str):
     plan = layer_plan(dtype=dtype, ep=2, beside="shared = swiglu(8)")
-    report = verify(rounded_to_bf16(plan, graph, name), float32=False)
+    report = verify(rounded_to_bf16(plan, block, name), float32=False)
     assert report.max_gradient_error < 1e-12
     assert not report.ok
     assert worst in report.worst
 
 
 def test_rounding_what_has_that_dtype_already_is_no_fault():
-    assert verify(rounded_to_bf16(layer_plan(dtype="bf16"), BODY, "logits_in"), float32=False).ok
+    plan = change_kind(layer_plan(dtype="bf16"), BODY, "logits", Planted, emitted="router of bf16")
+    assert verify(plan, float32=False).ok
 
 
 # ---- at toy widths ---------------------------------------------------------------------------------
@@ -232,11 +231,11 @@ def test_a_layer_too_large_is_verified_at_toy_widths(beside: str):
 
 
 def test_a_large_layer_that_moec_would_not_compile_so_is_refused():
-    report = verify(change_node(layer_plan(**LARGE), BODY, "balance_term_1", args=(Ref(node="z_loss"), 2e-3)))
+    report = verify(change_op(layer_plan(**LARGE), BODY, "balance", weights=(0.01, 2e-3)))
     assert not report.ok
     assert report.scaled
     assert report.first_difference is not None
-    assert (report.first_difference.value, report.first_difference.unlike) == ("balance_term_1", True)
+    assert (report.first_difference.value, report.first_difference.unlike) == ("balance", True)
 
 
 def test_scaling_a_small_layer_can_be_asked_for():

@@ -1,17 +1,16 @@
-"""moec verify at toy widths: the plan's own graphs, only smaller, and nothing else in them may differ."""
+"""moec verify at toy widths: the plan's own ops, only smaller, and nothing else in them may differ."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from faults import bypass, change_graph, change_node, change_sums
+from faults import bypass, change_op, change_parameter, change_result, change_sums, op_giving
 from models import moe_plan
 
-from moec.codegen.graph import Node
-from moec.codegen.plan import Plan
+from moec.passes.ir.ops import Rope
 from moec.runtime.errors import JobError
-from moec.runtime.toy import at_toy_widths
-from moec.runtime.verify import BOUND, Report, verify
+from moec.runtime.verify.toy import at_toy_widths
+from moec.runtime.verify.verify import BOUND, Report, verify
 
 LARGE = {"dim": 4096, "expert": "swiglu(14336)", "experts": 16, "ffn": "swiglu(8192)"}
 BODY = "layers[1..2]"
@@ -65,7 +64,7 @@ def test_experts_become_fewer_only_where_memory_wants_it():
 @pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
 @pytest.mark.parametrize("capacity", ["factor(0.5, eval = 1.5, min = 2)", "dynamic(max = 0.7)"])
 def test_capacities_of_fewer_experts_are_those_of_their_number(capacity: str, group: str):
-    """A graph says the factor, and how many experts there are is seen from its rows: no literal depends on it."""
+    """An op says the factor, and how many experts there are is seen from its operands: no number depends on it."""
     plan = moe_plan(experts=64, ep=2, beside=f"capacity = {capacity}; group = {group}")
     few = at_toy_widths(plan, fewer_experts=True)
     assert "experts 64 -> 2" in map(str, few.widths)
@@ -74,58 +73,49 @@ def test_capacities_of_fewer_experts_are_those_of_their_number(capacity: str, gr
     assert report.ok, report
 
 
-def test_the_toy_plan_runs_the_graphs_that_were_given():
-    plan = change_node(moe_plan(**LARGE), BODY, "q_1", args=(*refs(moe_plan(**LARGE), "q_1"), 20_000.0))
-    toy = at_toy_widths(plan)
-    (q,) = (node for node in toy.plan.stages[0].graph(BODY).nodes if node.name == "q_1")
-    assert q.args[1] == 20_000.0
-    assert (toy.unlike.layer, toy.unlike.value) == (BODY, "q.1")
-
-
-def refs(plan: Plan, name: str) -> tuple[object, ...]:
-    (node,) = (node for node in plan.stages[0].graph(BODY).nodes if node.name == name)
-    return node.args[:1]
-
-
-def width_of_norm(plan: Plan, width: int) -> Plan:
-    def change(nodes: list[Node]) -> list[Node]:
-        return [
-            node.model_copy(update={"args": (node.args[0], (width,), *node.args[2:])})
-            if node.target == "aten.rms_norm.default"
-            else node
-            for node in nodes
-        ]
-
-    return change_graph(plan, "forward", change)
+def test_the_toy_plan_runs_the_ops_that_were_given():
+    toy = at_toy_widths(change_op(moe_plan(**LARGE), BODY, "q.1", theta=20_000.0))
+    rope = op_giving(toy.plan, BODY, "q.1")
+    assert isinstance(rope, Rope)
+    assert rope.theta == 20_000.0
+    assert (toy.unlike.layer, toy.unlike.op, toy.unlike.value) == (BODY, "rope", "q.1")
 
 
 @pytest.mark.parametrize("width", [16, 17, 4097])
 def test_a_width_that_somebody_changed_is_found_even_where_it_is_the_toy_one(width: int):
-    report = verify(width_of_norm(moe_plan(**LARGE), width))
+    report = verify(change_parameter(moe_plan(**LARGE), "forward", "norm.weight", shape=(width,)))
     assert not report.ok
     assert report.scaled
-    assert report.first_difference.op == "aten.rms_norm.default"
+    assert (report.first_difference.op, report.first_difference.value) == ("parameter", "@norm.weight")
     assert report.first_difference.unlike
     assert "is not what moec compiles" in str(report.first_difference)
 
 
+@pytest.mark.parametrize("width", [16, 17, 4097])
+def test_so_is_a_width_that_an_op_gives(width: int):
+    report = verify(change_result(moe_plan(**LARGE), "forward", "h", shape=("batch", "sequence", width)))
+    assert not report.ok
+    assert report.scaled
+    assert (report.first_difference.op, report.first_difference.unlike) == ("rms_norm", True)
+
+
 @pytest.mark.parametrize(
-    ("plant", "value"),
+    ("plant", "value", "line"),
     [
-        (lambda p: bypass(p, BODY, "x_2"), "x.2"),
-        (lambda p: change_sums(p, "experts.up.weight", ()), "@moe.experts.up.weight"),
-        (lambda p: bypass(p, "loss", "loss_1"), "loss.1"),
+        (lambda p: bypass(p, BODY, "x.2"), "x.2", 7),
+        (lambda p: change_sums(p, "experts.up.weight", ()), "@moe.experts.up.weight", 10),
+        (lambda p: bypass(p, "loss", "loss.1"), "loss.1", 1),
     ],
 )
-def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(plant, value: str):
+def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(plant, value: str, line: int):
     report = verify(plant(moe_plan(**LARGE)))
     assert max(report.max_output_error, report.max_gradient_error) > 1e-6
     assert not report.ok
-    assert report.first_difference.value == value
+    assert (report.first_difference.value, report.first_difference.span) == (value, f"tiny.moe:{line}")
 
 
 def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatch):
-    monkeypatch.setattr("moec.runtime.verify.MANY_LAYERS", 1)
+    monkeypatch.setattr("moec.runtime.verify.verify.MANY_LAYERS", 1)
     report = verify(moe_plan(ranks=4, ep=2))
     assert report.ok, report
 
@@ -133,7 +123,7 @@ def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatc
 @pytest.mark.parametrize(("dim", "threads"), [(16, 1), (256, 3)])
 def test_small_models_run_on_one_thread_and_the_number_is_restored(dim: int, threads: int, monkeypatch):
     seen: list[int] = []
-    from moec.runtime import verify as module
+    from moec.runtime.verify import verify as module
 
     compare = module._compare
     monkeypatch.setattr(module, "SMALL", 100_000)

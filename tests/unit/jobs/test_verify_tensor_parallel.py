@@ -6,22 +6,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from faults import bypass, change_groups, change_node, change_sums, insert_after
+from faults import Planted, bypass, change_groups, change_kind, change_op, change_sums, insert_after
 from models import moe_plan
 
-from moec.codegen.graph import Ref
 from moec.codegen.plan import Plan
-from moec.runtime.verify import BOUND, verify
+from moec.passes.ir.ops import AllGatherAlike, AllReduce, Slice
+from moec.runtime.verify.verify import BOUND, verify
 
 BODY = "layers[1..2]"
 TP = {"ranks": 8, "tp": 2, "ep": 4, "beside": "shared = swiglu(8)"}
 COPIED = {**TP, "sequence_parallel": False}
 REPEATED = {"ranks": 8, "tp": 4, "ep": 4}
 """Two kv heads on four ranks: each is there twice."""
-
-
-def ref(name: str) -> Ref:
-    return Ref(node=name)
 
 
 class Fault(NamedTuple):
@@ -38,91 +34,91 @@ class Fault(NamedTuple):
 
 FAULTS: dict[str, Fault] = {
     "the attention's output is not reduced": Fault(
-        COPIED, lambda p: bypass(p, BODY, "o_1"), "layers.1", "aten.add.Tensor", "x.1", 7, gradient=False
+        COPIED, lambda p: bypass(p, BODY, "o.1"), "layers.1", "add", "x.1", 7, gradient=False
     ),
     "copy_to is missing before attention": Fault(
-        COPIED, lambda p: bypass(p, BODY, "h_2"), "layers.2", "aten.linear.default", "h", 8, gradient=True
+        COPIED, lambda p: bypass(p, BODY, "h.2"), "layers.2", "linear", "h", 8, gradient=True
     ),
     "a sum of what is whole already": Fault(
         COPIED,
-        lambda p: insert_after(p, BODY, "x_1", "moec.all_reduce.default", "tp"),
+        lambda p: insert_after(p, BODY, "x.1", AllReduce, axis="tp"),
         "layers.1",
-        "moec.all_reduce.default",
+        "all_reduce",
         "planted",
         7,
         gradient=False,
     ),
     "a slice without its gather": Fault(
         TP,
-        lambda p: insert_after(p, BODY, "x_1", "moec.slice.default", 1, "tp"),
+        lambda p: insert_after(p, BODY, "x.1", Slice, axis="tp", dim=1),
         "layers.1",
-        "moec.slice.default",
+        "slice",
         "planted",
         7,
         gradient=False,
     ),
     "gathered alike for ops that are sharded": Fault(
         TP,
-        lambda p: change_node(p, BODY, "h_2", target="moec.all_gather_alike.default"),
+        lambda p: change_kind(p, BODY, "h.2", AllGatherAlike, axis="tp", dim=1),
         "layers.2",
-        "aten.linear.default",
+        "linear",
         "h.2",
         8,
         gradient=True,
     ),
     "gathered along the batch": Fault(
         TP,
-        lambda p: change_node(p, BODY, "h_2", args=(ref("h"), 0, "tp")),
+        lambda p: change_op(p, BODY, "h.2", dim=0),
         "layers.1",
-        "moec.all_gather.default",
+        "all_gather",
         "h.2",
         8,
         gradient=False,
     ),
     "gathered over dp": Fault(
         TP,
-        lambda p: change_node(p, BODY, "h_2", args=(ref("h"), 1, "dp")),
+        lambda p: change_op(p, BODY, "h.2", axis="dp"),
         "layers.1",
-        "moec.all_gather.default",
+        "all_gather",
         "h.2",
         8,
         gradient=False,
     ),
     "a reduction by mean": Fault(
         TP,
-        lambda p: insert_after(p, BODY, "o_1", "aten.mul.Scalar", 0.5),
+        lambda p: insert_after(p, BODY, "o.1", Planted, emitted="halved"),
         "layers.1",
-        "aten.add.Tensor",
+        "add",
         "x.1",
         7,
         gradient=False,
     ),
     "scattered along the batch": Fault(
         TP,
-        lambda p: change_node(p, BODY, "o_1", args=(ref("o"), 0, "tp")),
+        lambda p: change_op(p, BODY, "o.1", dim=0),
         "layers.1",
-        "moec.reduce_scatter.default",
+        "reduce_scatter",
         "o.1",
         7,
         gradient=False,
     ),
     "choices are those of a part of the sequence": Fault(
         TP,
-        lambda p: bypass(p, BODY, "choices_1"),
+        lambda p: bypass(p, BODY, "choices.1"),
         "layers.1",
-        "moec.switch_loss.default",
+        "switch_loss",
         "switch_loss",
         12,
         gradient=False,
     ),
     "the shared expert is not gathered": Fault(
-        TP, lambda p: bypass(p, BODY, "h_3"), "layers.1", "aten.unflatten.int", "hidden", 12, gradient=False
+        TP, lambda p: bypass(p, BODY, "h.3"), "layers.1", "linear", "hidden", 12, gradient=False
     ),
     "norm gradients are not summed over tp": Fault(
         TP,
         lambda p: change_sums(p, "attention_norm.weight", ("dp",)),
         "layers.0",
-        "aten.rms_norm.default",
+        "rms_norm",
         "@attention_norm.weight",
         6,
         gradient=True,
@@ -131,7 +127,7 @@ FAULTS: dict[str, Fault] = {
         TP,
         lambda p: change_sums(p, "moe.gate.weight", ("dp",)),
         "layers.1",
-        "aten.linear.default",
+        "router",
         "@moe.gate.weight",
         11,
         gradient=True,
@@ -140,7 +136,7 @@ FAULTS: dict[str, Fault] = {
         TP,
         lambda p: change_sums(p, "attention.q.weight", ("dp", "tp")),
         "layers.0",
-        "aten.flatten.using_ints",
+        "linear",
         "@attention.q.weight",
         6,
         gradient=True,
@@ -149,7 +145,7 @@ FAULTS: dict[str, Fault] = {
         TP,
         lambda p: change_groups(p, "tp", ((0, 2), (1, 3), (4, 6), (5, 7))),
         "forward",
-        "moec.embed_part.default",
+        "embed",
         "x",
         1,
         gradient=False,
@@ -158,55 +154,55 @@ FAULTS: dict[str, Fault] = {
         TP,
         lambda p: change_groups(p, "tp", ((1, 0), (3, 2), (5, 4), (7, 6))),
         "forward",
-        "moec.embed_part.default",
+        "embed",
         "x",
         1,
         gradient=False,
     ),
     "the embedding of another's ids": Fault(
         TP,
-        lambda p: change_node(p, "forward", "x", args=(ref("tokens"), ref("embedding_weight"), "dp")),
+        lambda p: change_kind(p, "forward", "x", Planted, emitted="embedded over dp"),
         "forward",
-        "moec.embed_part.default",
+        "planted",
         "x",
         1,
         gradient=False,
     ),
     "the embedding's parts are not summed": Fault(
-        COPIED, lambda p: bypass(p, "forward", "x_4"), "layers.0", "x", "x", 6, gradient=False
+        COPIED, lambda p: bypass(p, "forward", "x.4"), "layers.0", "placeholder", "x", 6, gradient=False
     ),
     "the largest logit is a rank's own": Fault(
-        TP, lambda p: bypass(p, "loss", "largest_1"), "loss", "aten.sum.default", "nll", 1, gradient=False
+        TP, lambda p: bypass(p, "loss", "largest.1"), "loss", "cross_entropy_of_sums", "nll", 1, gradient=False
     ),
     "sums of exponentials are a rank's own": Fault(
-        TP, lambda p: bypass(p, "loss", "sums_1"), "loss", "aten.sum.default", "nll", 1, gradient=False
+        TP, lambda p: bypass(p, "loss", "sums.1"), "loss", "cross_entropy_of_sums", "nll", 1, gradient=False
     ),
     "label logits are a rank's own": Fault(
-        TP, lambda p: bypass(p, "loss", "label_logit_1"), "loss", "aten.sum.default", "nll", 1, gradient=False
+        TP, lambda p: bypass(p, "loss", "label_logit.1"), "loss", "cross_entropy_of_sums", "nll", 1, gradient=False
     ),
     "the balance is a rank's own": Fault(
         TP,
-        lambda p: bypass(p, "aux_loss", "aux_loss_1"),
+        lambda p: bypass(p, "aux_loss", "aux_loss.1"),
         "aux_loss",
-        "moec.all_reduce.default",
+        "all_reduce",
         "aux_loss.2",
         1,
         gradient=False,
     ),
     "labels are counted over tp too": Fault(
         TP,
-        lambda p: insert_after(p, "valid_labels", "count", "moec.all_reduce.default", "tp"),
+        lambda p: insert_after(p, "valid_labels", "count", AllReduce, axis="tp"),
         "loss",
-        "aten.div.Tensor",
+        "mean",
         "loss",
         1,
         gradient=False,
     ),
     "an offset by one": Fault(
         TP,
-        lambda p: insert_after(p, BODY, "w", "aten.narrow.default", 1, 1, 1),
+        lambda p: insert_after(p, BODY, "w", Planted, emitted="second token"),
         "layers.1",
-        "moec.permute_weights.default",
+        "permute_weights",
         "row_weights",
         9,
         gradient=False,
@@ -215,16 +211,16 @@ FAULTS: dict[str, Fault] = {
         REPEATED,
         lambda p: change_groups(p, "tp", ((0, 2, 1, 3), (4, 6, 5, 7))),
         "forward",
-        "moec.embed_part.default",
+        "embed",
         "x",
         1,
         gradient=False,
     ),
     "kv heads are copied along another dim": Fault(
         REPEATED,
-        lambda p: change_node(p, BODY, "k_weight_copy", args=(ref("k_weight_copies"), 1, "tp")),
+        lambda p: change_op(p, BODY, "k_weight_copy", dim=1),
         "layers.1",
-        "aten.transpose.int",
+        "attention",
         "attended",
         8,
         gradient=False,
@@ -233,7 +229,7 @@ FAULTS: dict[str, Fault] = {
         REPEATED,
         lambda p: change_sums(p, "attention.k.weight", ("dp",)),
         "layers.1",
-        "aten.repeat_interleave.self_int",
+        "repeat_heads",
         "@attention.k.weight",
         8,
         gradient=True,

@@ -1,13 +1,17 @@
 """lower: the reference semantics."""
 
 import pytest
-from models import moe_plan, moe_spec, moe_text
+from models import layer_spec, moe_plan, moe_spec, moe_text
 
+from moec.codegen.emit import emit_graph, target_name
 from moec.driver import compile as compile_source
 from moec.driver import load
 from moec.grammar import load_text, to_text
 from moec.passes.ir.ops import PermutePadded
+from moec.passes.ir.text import print_program
 from moec.passes.lower import lower
+from moec.passes.pipeline import compile_program
+from moec.runtime.job.reference import reference_program
 
 GRAPHS = ("forward", "valid_labels", "loss", "num_tokens", "aux_loss")
 
@@ -88,6 +92,39 @@ def test_a_model_of_width_one_compiles():
     text = moe_text(dim=1, depth=2).replace("heads = 4", "heads = 1").replace("kv_heads = 2", "kv_heads = 1")
     plan = compile_source(text.replace("rope = rope(theta = 1e4), ", ""))
     assert (32, 1) in {parameter.shape for parameter in plan.parameters.values()}  # the embedding
+
+
+DEGREES = [{"ranks": 1, "ep": 1}, {"ranks": 8, "ep": 4}, {"ranks": 8, "ep": 2, "tp": 2}, {"ranks": 8, "ep": 8, "tp": 4}]
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+@pytest.mark.parametrize("capacity", ["dropless", "factor(1.25, eval = 2.0)", "dynamic()", "dynamic(max = 1.5)"])
+def test_the_lowered_program_depends_on_no_degree(capacity: str, group: str):
+    beside = f"capacity = {capacity}; group = {group}; shared = swiglu(8)"
+    programs = [lower(moe_spec(beside=beside, **degrees)) for degrees in DEGREES]
+    assert {print_program(program, spans=False) for program in programs} == {print_program(programs[0], spans=False)}
+    assert all(program == programs[0] for program in programs)
+    layers = [lower(layer_spec(beside=beside, ranks=ranks, ep=ep)) for ranks, ep in ((1, 1), (4, 2), (8, 8))]
+    assert all(program == layers[0] for program in layers)
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
+def test_choices_are_counted_by_group_and_shares_are_those_of_the_mesh(group: str):
+    dims = {"sequence": "batch", "batch": 1, "rank": "shares"}
+    program = compile_program(moe_spec(ranks=8, tp=2, ep=2, beside=f"group = {group}")).program
+    choices = program.block("layers[1..2]").scope["choices"]
+    assert choices.shape == (dims[group], 8)
+    assert str(choices.layout) == ("dp:partial(sum)" if group == "batch" else "dp:shard(0)") + " tp:partial(sum)"
+
+
+def test_the_reference_is_told_how_many_shares_a_batch_has():
+    def groups(ranks: int, tp: int) -> int:
+        program = reference_program(moe_spec(ranks=ranks, tp=tp, ep=1, beside="group = rank"))
+        graph = emit_graph(program, program.block("layers[1..2]"))
+        (node,) = (n for n in graph.nodes if target_name(n) == "moec.count_choices.default")
+        return node.args[-1]
+
+    assert [groups(1, 1), groups(4, 1), groups(8, 2)] == [1, 4, 4]
 
 
 PADDED = "embedding = tokens(padding = 3)"

@@ -6,7 +6,7 @@ from models import moe_spec, moe_text
 from moec.grammar import load_text
 from moec.passes.pipeline import compile_program
 from moec.passes.tally import tally
-from moec.runtime.backends.torch_padded import places_of
+from moec.runtime.backends.torch.torch_padded import places_of
 
 
 def test_counts_agree_with_arithmetic_by_hand():

@@ -12,7 +12,7 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.degrees import choose_degrees
 from moec.passes.ir import Layout, Shard
 from moec.passes.pipeline import compile_program
-from moec.runtime.verify import verify
+from moec.runtime.verify.verify import verify
 
 
 def program(**options):

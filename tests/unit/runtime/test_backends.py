@@ -12,8 +12,10 @@ import torch
 import triton
 
 from moec.runtime import ops
-from moec.runtime.backends import BackendError, _select, select, torch_backend, triton_backend
-from moec.runtime.backends.triton_support import complaint
+from moec.runtime.backends import BackendError, _select, select
+from moec.runtime.backends.torch import torch_backend
+from moec.runtime.backends.triton import triton_backend
+from moec.runtime.backends.triton.triton_support import complaint
 
 
 def test_plain_torch_serves_cpu_and_kernels_serve_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,13 +50,13 @@ def test_triton_is_refused_on_cpu_without_its_interpreter(monkeypatch: pytest.Mo
     monkeypatch.setenv("MOEC_BACKEND", "triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendError, match="on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"):
-        ops.swiglu(torch.randn(2, 2, 3))
+        ops.gated(torch.randn(2, 2, 3), "swiglu")
 
 
 def test_an_unknown_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOEC_BACKEND", "tritn")
     with pytest.raises(BackendError, match="must be one of torch, triton, not 'tritn'"):
-        ops.swiglu(torch.randn(2, 2, 3))
+        ops.gated(torch.randn(2, 2, 3), "swiglu")
 
 
 def test_a_backend_that_cannot_be_had_is_a_diagnostic(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,8 @@ WITHOUT_TRITON = """
 import sys, warnings
 sys.modules["triton"] = None  # importing it fails
 import moec, torch
-from moec.runtime.backends import select, torch_backend
+from moec.runtime.backends import select
+from moec.runtime.backends.torch import torch_backend
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     assert select("cpu") is torch_backend and not caught

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec.runtime.backends import torch_backend, torch_blocks
+from moec.runtime.backends.torch import torch_backend, torch_blocks
+from moec.runtime.ops.elementwise import GATED
 
 
 def layer_results(dtype: torch.dtype) -> list[Tensor]:
@@ -24,10 +25,8 @@ def layer_results(dtype: torch.dtype) -> list[Tensor]:
         torch_backend.permute_backward(rows, positions),
         torch_backend.combine(rows, positions, weights),
         *torch_backend.combine_backward(random(1, 11, 6), rows, positions, weights),
-        torch_backend.swiglu(pairs),
-        torch_backend.swiglu_backward(random(33, 5), pairs),
-        torch_backend.geglu(pairs),
-        torch_backend.geglu_backward(random(33, 5), pairs),
+        *(torch_backend.gated(pairs, activation) for activation in GATED),
+        *(torch_backend.gated_backward(random(33, 5), pairs, activation) for activation in GATED),
     ]
 
 

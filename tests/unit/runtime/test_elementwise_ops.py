@@ -1,4 +1,4 @@
-"""`rope`, `swiglu` and `geglu` against their definitions, written out."""
+"""`rope` and `gated` against their definitions, written out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from moec.runtime import ops
-from moec.runtime.backends import torch_rope
+from moec.runtime.backends.torch import torch_rope
+from moec.runtime.ops.elementwise import GATED
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 DTYPES = list(TOLERANCE)
@@ -41,7 +42,7 @@ def naive_geglu(x: Tensor) -> Tensor:
 
 
 NAIVE = {"swiglu": naive_swiglu, "geglu": naive_geglu}
-gated = pytest.mark.parametrize("name", NAIVE)
+every_gated = pytest.mark.parametrize("activation", GATED)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -109,13 +110,13 @@ def test_rope_refuses_an_odd_head_dim() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(5, 2, 8), (2, 3, 2, 5), (2, 1), (0, 2, 4), (700, 2, 300)], ids=str)
-@gated
+@every_gated
 def test_gated_activations_and_their_gradients_agree_with_the_definition(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype
+    activation: str, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
     exact = x.detach().double().requires_grad_()
-    out, expected = getattr(ops, name)(x), NAIVE[name](exact)
+    out, expected = ops.gated(x, activation), NAIVE[activation](exact)
     grad = torch.randn_like(out)
     out.backward(grad)
     expected.backward(grad.double())
@@ -125,22 +126,27 @@ def test_gated_activations_and_their_gradients_agree_with_the_definition(
     torch.testing.assert_close(x.grad.double(), exact.grad, **tolerance)
 
 
-@gated
-def test_gated_activations_round_bfloat16_twice_at_most(name: str) -> None:
-    x, operator = torch.randn(64, 2, 32, dtype=torch.bfloat16), getattr(ops, name)
-    exact = operator(x.double())
-    assert bool(((operator(x) - exact).abs() <= 2.02 * 2**-8 * exact.abs()).all())
+@every_gated
+def test_gated_activations_round_bfloat16_twice_at_most(activation: str) -> None:
+    x = torch.randn(64, 2, 32, dtype=torch.bfloat16)
+    exact = ops.gated(x.double(), activation)
+    assert bool(((ops.gated(x, activation) - exact).abs() <= 2.02 * 2**-8 * exact.abs()).all())
 
 
-@gated
-def test_gradients_of_gated_activations(name: str) -> None:
-    operator = getattr(ops, name)
+@every_gated
+def test_gradients_of_gated_activations(activation: str) -> None:
     x = torch.randn(3, 2, 4, dtype=torch.float64, requires_grad=True)
-    assert gradcheck(operator, (x,))
-    assert gradcheck(operator, (torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True).mT[..., :2, :],))
+    strided = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True).mT[..., :2, :]
+    assert gradcheck(ops.gated, (x, activation))
+    assert gradcheck(ops.gated, (strided, activation))
 
 
-@gated
-def test_gated_activations_refuse_a_shape_without_two_halves(name: str) -> None:
-    with pytest.raises(RuntimeError, match=name + r": x must be \[\.\.\., 2, F\], not \[4, 3, 8\]"):
-        getattr(ops, name)(torch.randn(4, 3, 8))
+@every_gated
+def test_gated_activations_refuse_a_shape_without_two_halves(activation: str) -> None:
+    with pytest.raises(RuntimeError, match=r"moec::gated: x must be \[\.\.\., 2, F\], not \[4, 3, 8\]"):
+        ops.gated(torch.randn(4, 3, 8), activation)
+
+
+def test_gated_refuses_an_activation_without_a_gate() -> None:
+    with pytest.raises(RuntimeError, match="moec::gated: activation must be one of swiglu, geglu, not 'relu'"):
+        ops.gated(torch.randn(4, 2, 8), "relu")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moec.runtime import ops
-from moec.runtime.backends import torch_memory
-from moec.runtime.backends.torch_memory import POOL, Pool, new_empty
+from moec.runtime.backends.torch import torch_memory
+from moec.runtime.backends.torch.torch_memory import POOL, Pool, new_empty
 
 
 def address(x: Tensor) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime import ops
 
 # float32 rounds weights even where all else is float64's; bf16's are three roundings of a result.
@@ -20,6 +21,7 @@ ACTIVE = {
     "gelu": lambda x: x * 0.5 * (1 + torch.erf(x / math.sqrt(2))),
     "relu": lambda x: x * (x > 0),
     "relu2": lambda x: x * x * (x > 0),
+    "silu": lambda x: x / (1 + torch.exp(-x)),
 }
 
 # batch, tokens, experts, k, share of choices dropped
@@ -45,7 +47,7 @@ def inputs(
     batch, tokens, num_experts, k, dropped = shape
     experts = torch.rand(batch, tokens, num_experts).argsort(-1)[..., :k]
     experts = experts.masked_fill(torch.rand(experts.shape) < dropped, -1)
-    factor = 2 if activation.endswith("glu") else 1
+    factor = ACTIVATIONS[activation].parts
     x, up, down = (
         torch.randn(size, dtype=dtype, requires_grad=True)
         for size in ((batch, tokens, 6), (num_experts, factor, 5, 6), (num_experts, 6, 5))

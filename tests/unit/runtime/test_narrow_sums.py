@@ -7,12 +7,13 @@ import torch
 from models import moe_spec
 from torch import Tensor, fx
 
-from moec.codegen.emit import emit
-from moec.codegen.fx import build_module
+from moec.codegen.emit import emit_graph, facts_of
+from moec.passes.ir import Program
+from moec.passes.ir.interface import FORWARD
 from moec.passes.lower import lower
 from moec.runtime import ops
 from moec.runtime.ops.embedding import embed
-from moec.runtime.shuffles import SHUFFLES
+from moec.runtime.verify.shuffles import SHUFFLES
 
 TOKENS, DIM, VOCAB = 4096, 16, 32
 ONE_ROUNDING = 2**-8
@@ -49,7 +50,7 @@ def test_the_embedding_of_a_frequent_id_keeps_its_gradient():
 
 def test_so_does_the_embedding_of_a_sharded_vocabulary():
     tables = [part.clone().requires_grad_() for part in torch.randn(VOCAB, DIM).bfloat16().chunk(2)]
-    found = SHUFFLES["moec.embed_part.default"](None, [[ids(), ids()], tables])
+    found = SHUFFLES["moec.embed_part.default"]((), [[ids(), ids()], tables])
     torch.autograd.backward(found, [gradient(*ids().shape, DIM)] * 2)
     for rank, table in enumerate(tables):
         assert error(table.grad, summed_by_id(VOCAB // 2, rank * VOCAB // 2)) < ONE_ROUNDING
@@ -62,34 +63,33 @@ def test_an_id_out_of_range_is_an_index_error():
 
 @pytest.mark.parametrize("kind", ["layer_norm(bias = true)", "layer_norm(bias = false)", "rms"])
 def test_vectors_of_norms_keep_their_gradients(kind: str):
-    (stage,) = emit(lower(moe_spec(dtype="bf16", model=f"norm = {kind}")))
+    program = lower(moe_spec(dtype="bf16", model=f"norm = {kind}"))
     x, expected = torch.randn(2, TOKENS // 2, DIM).bfloat16(), {}
     for dtype in (torch.float64, torch.bfloat16):
-        vectors: dict[str, torch.nn.Parameter] = {}
-
-        def make(name: str, dtype: torch.dtype = dtype, made: dict[str, torch.nn.Parameter] = vectors):
-            return made.setdefault(name, torch.nn.Parameter(torch.ones(DIM, dtype=dtype)))
-
-        module = build_module(stage, "forward", make, float64=dtype == torch.float64)
-        last_norm(module, x.to(dtype)).backward(gradient(*x.shape).to(dtype))
-        gradients = {name: p.grad for name, p in vectors.items() if p.grad is not None}
+        y, vectors = last_norm(program, x.to(dtype))
+        y.backward(gradient(*x.shape).to(dtype))
+        gradients = {name: p.grad for name, p in vectors.items()}
         expected = expected or gradients
         assert gradients.keys() == expected.keys() == {"norm.weight", *(["norm.bias"] if "true" in kind else [])}
         for name, wanted in expected.items():
             assert error(gradients[name], wanted) < ONE_ROUNDING, name
 
 
-def last_norm(module: fx.GraphModule, x: Tensor) -> Tensor:
-    """The norm before a model's head, of x."""
-    values: dict[str, Tensor] = {}
-    nodes = iter(module.graph.nodes)
-    for node in nodes:
-        if node.name.startswith("norm_"):
-            values[node.name] = module.get_parameter(node.target)
-        elif node.name.split("_")[0] == "h":
-            args = fx.map_arg(node.args, lambda used: values.get(used.name, x))
-            values[node.name] = node.target(*args)
-    return values["h"]
+def last_norm(program: Program, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The norm before a model's head, of x, and its parameters, which are ones."""
+    graph = emit_graph(program, program.block(FORWARD), float64=x.dtype == torch.float64)
+    (norm,) = (op for op in program.block(FORWARD).ops if op.mnemonic.endswith("_norm"))
+    vectors = {name[1:]: torch.ones(DIM, dtype=x.dtype, requires_grad=True) for name in norm.operands[1:]}
+    values: dict[fx.Node, Tensor] = {}
+    for node in graph.nodes:
+        facts = facts_of(node)
+        if facts.parameter in vectors:
+            values[node] = vectors[facts.parameter]
+        elif facts.op is norm:
+            values[node] = node.target(*fx.map_arg(node.args, lambda used: values.get(used, x)))
+            if facts.value is not None:
+                return values[node], vectors
+    raise AssertionError("the model has no norm before its head")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -103,7 +103,7 @@ def test_counts_of_choices_are_exact_integers_in_any_dtype(dtype: torch.dtype):
     for counts in (
         ops.permute(x, experts, 3)[1],
         ops.count_choices(experts, 3, 0),
-        ops.permute_padded(x, experts, starts, 0, 1, 3, 1, 1)[1],
+        ops.permute_padded(x, experts, starts, None, 0, 1, 3, 1, 3, 1, 1)[1],
         ops.mixture_mlp(x, experts, weights, up, down, None, None, "gelu")[1],
     ):
         assert counts.dtype == torch.int64

@@ -5,17 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moec.codegen.plan import ParameterData
-from moec.passes.ir import Mesh
-from moec.runtime import philox
-from moec.runtime.shards import initial_shard
+from moec.codegen.plan import PlanParameter
+from moec.passes.ir import Init, Layout, Mesh
+from moec.runtime.job import philox
+from moec.runtime.job.shards import initial_shard
 
 ALONE = Mesh("dense", (("tp", 1),))
 
 
-def data(shape: tuple[int, ...], layout: str = "replicate", init: str = "normal") -> ParameterData:
-    return ParameterData(
-        name="w", mesh="dense", shape=shape, dtype="bf16", layout=layout, init=init, std=0.5, decays=True, sum_over=()
+def data(shape: tuple[int, ...], layout: str = "replicate", init: str = "normal") -> PlanParameter:
+    return PlanParameter(
+        name="w",
+        mesh="dense",
+        shape=shape,
+        dtype="bf16",
+        layout=Layout.parse(layout),
+        init=Init(kind=init, std=0.5),
+        decays=True,
+        sum_over=(),
     )
 
 

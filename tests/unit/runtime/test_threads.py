@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from moec.runtime.backends import torch_backend, torch_threads
-from moec.runtime.backends.torch_threads import InTurn, each_expert
+from moec.runtime.backends.torch import torch_backend, torch_threads
+from moec.runtime.backends.torch.torch_threads import InTurn, each_expert
 
 CPU = torch.device("cpu")
 

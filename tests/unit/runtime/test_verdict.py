@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moec.runtime.verdict import Left, Place, Position, Word, from_json, judge, to_json
+from moec.runtime.job.verdict import Left, Place, Position, Word, from_json, judge, to_json
 
 ROWS = Place("all_to_all", "ep[0..1]", (0, 1), "layer 1 (tiny.moe:14:5)")
 OTHER_ROWS = Place("all_to_all", "ep[0..1]", (2, 3), "layer 1 (tiny.moe:14:5)")

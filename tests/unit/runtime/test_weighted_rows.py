@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 from moec.runtime import ops
 
-CAPACITY = (0, 1, 3, 4, 1)
+CAPACITY = (None, 0, 1, 3, 4, 3, 4, 1)
 
 
 def weights_of(rows: Tensor) -> Tensor:

@@ -1,0 +1,172 @@
+"""Builds the torch.fx graph of one block, node by node.
+
+torch.fx prints a graph as Python and runs the text. Nothing of a plan's text enters it: nodes are named by fx, inputs
+by number, and targets are the operator objects that an op's emission function names. Attributes reach a node as the
+numbers, words and lists that the op's class declares.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from moec.codegen.emit.dtypes import DTYPES
+from moec.passes.ir import Block, Dim, Op, Program, Value, local_shape
+from moec.passes.ir.mesh import group_name
+
+FACTS = "moec"
+
+LAYER = "layer"
+"""The input of a layer's graph that is the layer's number."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node stands for: an op, the value that it gives, or a parameter (`attention.q.weight`).
+
+    `key` names the node in its block: a value by its name, a parameter with `@` before it, and what lies on the way to
+    an op's results by the first of these and a number. An op that two Programs share has the same keys in both.
+    """
+
+    key: str
+    op: Op | None = None
+    value: Value | None = None
+    parameter: str | None = None
+
+
+def facts_of(node: fx.Node) -> NodeFacts:
+    """What a node of an emitted graph stands for."""
+    facts: NodeFacts = node.meta[FACTS]
+    return facts
+
+
+def target_name(node: fx.Node) -> str:
+    """`moec.all_to_all.default`, `getitem`, or the path of a layer that is called."""
+    return node.target.__name__ if node.target is operator.getitem else str(node.target)
+
+
+def site_of(op: Op, layer: int | str | None) -> str:
+    """Which part of the model an op serves, for the end of a message: "layer 3 (mixtral.moe:14)".
+
+    `layer` may be "{layer}", which the runtime replaces by a layer's number.
+    """
+    what = f"layer {layer}" if layer is not None else f"the model's {op.results[0].name}"
+    return f"{what} ({op.span})" if op.span else what
+
+
+class Emitter:
+    """The graph of one block: its inputs, a layer's number, settings and parameters as the block declares them.
+
+    The number is a 0-d int64 tensor: identical layers share a graph, so that no graph holds it.
+    """
+
+    def __init__(self, program: Program, block: Block, groups: str, float64: bool) -> None:
+        self.program, self.block = program, block
+        self.meshes = program.meshes_of(block) if program.meshes else None
+        self.graph = fx.Graph()
+        self._groups, self._float64 = groups, float64
+        self._nodes: dict[str, fx.Node] = {}
+        self._steps: dict[str, int] = {}
+        for index, value in enumerate(block.inputs):
+            self._nodes[value.name] = self._placeholder(f"input_{index}", NodeFacts(value.name, value=value))
+        self._layer = self._placeholder(LAYER, NodeFacts(LAYER)) if block.name in program.layer_blocks else None
+        for setting in block.settings:
+            key = f"${setting.name}"
+            self._nodes[key] = self._placeholder(f"setting_{setting.name}", NodeFacts(key, value=setting))
+        for index, parameter in enumerate(block.parameters):
+            key = f"@{parameter.name}"
+            facts = NodeFacts(key, value=parameter, parameter=parameter.name)
+            self._nodes[key] = self._placeholder(f"weight_{index}", facts)
+
+    def _placeholder(self, name: str, facts: NodeFacts) -> fx.Node:
+        node = self.graph.placeholder(name)
+        node.meta[FACTS] = facts
+        return node
+
+    def finish(self) -> fx.Graph:
+        """The graph with its output: one value bare, several as a tuple."""
+        results = tuple(self._nodes[name] for name in self.block.outputs)
+        output = self.graph.output(results[0] if len(results) == 1 else results)
+        output.meta[FACTS] = NodeFacts("output")
+        return self.graph
+
+    def refs(self, op: Op) -> list[fx.Node]:
+        """The nodes of an op's operands."""
+        return [self._nodes[name] for name in op.operands]
+
+    def ref(self, operand: str) -> fx.Node:
+        """The node of one operand."""
+        return self._nodes[operand]
+
+    def value(self, operand: str) -> Value:
+        """What an operand is in the Program."""
+        return self.block.scope[operand]
+
+    def shape(self, operand: str) -> tuple[Dim, ...]:
+        """An operand's shape on one rank."""
+        value = self.block.scope[operand]
+        if self.meshes is None or value.layout is None:
+            return value.shape
+        return local_shape(value.shape, value.layout, self.meshes)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """torch's dtype of this name; float64 for every floating one where `moec verify` wants it."""
+        dtype = DTYPES[name]
+        return torch.float64 if self._float64 and dtype.is_floating_point else dtype
+
+    def group(self, axis: str) -> str:
+        """The name of the process groups along `axis`, that of the job in front."""
+        return self._groups + group_name(axis, self.block.experts)
+
+    def site(self, op: Op) -> dict[str, Any]:
+        """Which part of the model the op serves, as a conversion takes it for its messages."""
+        if self._layer is None:
+            return {"site": site_of(op, None)}
+        return {"site": site_of(op, "{layer}"), "layer": self._layer}
+
+    def call(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node on the way to an op's results."""
+        return self._note(self.graph.call_function(target, args, kwargs), op)
+
+    def result(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> None:
+        """The node that gives an op's one result."""
+        (value,) = op.results
+        self._give(self.call(op, target, *args, **kwargs), op, value)
+
+    def results(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> None:
+        """The nodes that give an op's several results."""
+        self._give_each(self.call(op, target, *args, **kwargs), op)
+
+    def item(self, op: Op, whole: fx.Node, index: int) -> fx.Node:
+        """One of several tensors that a node gives, on the way to an op's results."""
+        return self.call(op, operator.getitem, whole, index)
+
+    def first_of(self, op: Op, whole: fx.Node) -> None:
+        """An op's one result is the first of the tensors that a node gives."""
+        self._give(self.item(op, whole, 0), op, op.results[0])
+
+    def call_layer(self, op: Op, layer: int, num_results: int) -> None:
+        """The node that runs a layer, and its results; a layer with one result gives it bare."""
+        node = self._note(self.graph.create_node("call_module", f"layers.{layer}", tuple(self.refs(op))), op)
+        if num_results == 1:
+            self._give(node, op, op.results[0])
+        else:
+            self._give_each(node, op)
+
+    def _note(self, node: fx.Node, op: Op) -> fx.Node:
+        name = op.results[0].name
+        self._steps[name] = number = self._steps.get(name, 0) + 1
+        node.meta[FACTS] = NodeFacts(f"{name}#{number}", op)
+        return node
+
+    def _give(self, node: fx.Node, op: Op, value: Value) -> None:
+        node.meta[FACTS] = NodeFacts(value.name, op, value)
+        self._nodes[value.name] = node
+
+    def _give_each(self, whole: fx.Node, op: Op) -> None:
+        for index, value in enumerate(op.results):
+            self._give(self.item(op, whole, index), op, value)

@@ -1,0 +1,84 @@
+"""A block as a pure function: `module(*inputs, *settings, *weights)`, a layer's number after its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from moec.codegen.emit.conversions import CONVERSIONS
+from moec.codegen.emit.dense import DENSE
+from moec.codegen.emit.emitter import Emitter, site_of
+from moec.codegen.emit.mixtures import MIXTURES
+from moec.codegen.emit.padding import PADDING
+from moec.codegen.emit.vocabulary import VOCABULARY
+from moec.passes.ir import Block, Op, Program
+from moec.passes.ir.ops import Route
+
+EMISSIONS = {**CONVERSIONS, **DENSE, **MIXTURES, **PADDING, **VOCABULARY}
+"""How each op is emitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A block as a function of its inputs, settings and weights, in the order of their names; it gives `results`.
+
+    `users` are the first ops that use each weight, `routers` the ops that choose experts.
+    """
+
+    module: fx.GraphModule
+    settings: tuple[str, ...]
+    weights: tuple[str, ...]
+    results: tuple[str, ...]
+    users: Mapping[str, Op]
+    routers: tuple[Op, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Function:
+        return self  # a function has no state
+
+    def sites(self, layer: int | None = None) -> dict[str, str]:
+        """Which part of the model is the first to use each weight, by the weight's name."""
+        return {name: site_of(self.users[name], layer) if name in self.users else name for name in self.weights}
+
+
+def emit_function(program: Program, block: str, *, groups: str = "", float64: bool = False) -> Function:
+    """The block called `block` as a function.
+
+    `groups` is what the names of its process groups begin with. `float64` replaces every floating dtype inside by
+    float64.
+    """
+    found = program.block(block)
+    graph = emit_graph(program, found, groups=groups, float64=float64)
+    return Function(
+        fx.GraphModule(nn.Module(), graph, class_name="Block"),
+        tuple(s.name for s in found.settings),
+        tuple(p.name for p in found.parameters),
+        found.outputs,
+        weight_users(found),
+        tuple(op for op in found.ops if isinstance(op, Route)),
+    )
+
+
+def emit_graph(program: Program, block: Block, *, groups: str = "", float64: bool = False) -> fx.Graph:
+    """The nodes of a block; layers that it calls are `call_module` nodes, for a caller that runs them."""
+    emitter = Emitter(program, block, groups, float64)
+    for op in block.ops:
+        emit_op(emitter, op)
+    return emitter.finish()
+
+
+def weight_users(block: Block) -> dict[str, Op]:
+    """The first op that uses each parameter, by the parameter's name."""
+    users: dict[str, Op] = {}
+    for op in block.ops:
+        for operand in op.operands:
+            if operand.startswith("@"):
+                users.setdefault(operand[1:], op)
+    return users
+
+
+def emit_op(emitter: Emitter, op: Op) -> None:
+    """Emits one op."""
+    EMISSIONS[type(op)](emitter, op)

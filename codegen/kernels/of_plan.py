@@ -1,0 +1,222 @@
+"""The kernels of a plan: which shapes its ops ask for, and their source, for people and profilers.
+
+No kernel is stored. What runs is rendered from shapes, at the first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
+from moec.codegen.kernels.shapes import (
+    DownShape,
+    GatedShape,
+    KernelShape,
+    RouteShape,
+    TilesShape,
+    UpShape,
+    complaint,
+    render,
+)
+from moec.codegen.kernels.stored_tiles import Choice, TileKey, choose, key_of
+from moec.codegen.plan import Plan
+from moec.passes.ir import Block, Op, Program, local_shape
+from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.tally import sequence_of
+
+FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
+"""Whose tiles a device takes, by its kind or name; Hopper's otherwise."""
+
+Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
+
+
+@dataclass(frozen=True, slots=True)
+class PlanKernel:
+    """A shape, the block that asks for it, its choices a token, the `.moe` line, and which of its kernels are launched.
+
+    All of them where `only` names none.
+    """
+
+    shape: KernelShape
+    block: str
+    k: int
+    span: str | None
+    only: tuple[str, ...] = ()
+
+
+def kernel_sources(plan: Plan) -> dict[str, str]:
+    """The source of every kernel by its file name, with the blocks that use it."""
+    cited: dict[KernelShape, list[str]] = {}
+    for kernel in kernels_of(plan):
+        where = f"{kernel.block} ({kernel.span})" if kernel.span else kernel.block
+        users = cited.setdefault(kernel.shape, [])
+        if where not in users:
+            users.append(where)
+    return {f"{shape.name}.py": f"{_head(users)}{render(shape)}" for shape, users in cited.items()}
+
+
+def _head(users: list[str]) -> str:
+    return "".join(f"# {user}\n" for user in users) + "\n"
+
+
+def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
+    """What a rank of the plan launches. Nothing on processors, where plain torch does the work."""
+    if plan.spec.cluster.device.kind == "cpu":
+        return ()
+    return tuple(
+        kernel
+        for block in plan.program.blocks
+        for kernel in (*_of_mixture(plan, block), *_of_dense(plan, block))
+        if complaint(kernel.shape) is None
+    )
+
+
+def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
+    route = next((op for op in block.ops if isinstance(op, o.Route)), None)
+    experts = next((op for op in block.ops if isinstance(op, Experts)), None)
+    if route is None or experts is None:
+        return
+    up = next(block.scope[name] for name in experts.operands if name.startswith("@"))
+    (count, *_, dim), dtype, k = up.shape, up.dtype, route.k
+    assert isinstance(count, int)
+    assert isinstance(dim, int)
+
+    def kernel(shape: KernelShape, op: Op, *only: str) -> PlanKernel:
+        return PlanKernel(shape, block.name, k, str(op.span) if op.span else None, only)
+
+    # Logits and weights are float32 whatever the model's dtype is.
+    after = route.order == "after"
+    yield kernel(
+        RouteShape(experts=count, k=k, score=route.score, after=after, normalize=route.normalize, dtype="fp32"), route
+    )
+    asked: dict[KernelShape, tuple[Op, list[str]]] = {}
+    for op in block.ops:
+        for shape, names in _of_rows(op, count, k, dim, dtype):
+            asked.setdefault(shape, (op, []))[1].extend(names)
+    for shape, (op, launched) in asked.items():
+        yield kernel(shape, op, *dict.fromkeys(launched))
+    sources = sources_of(plan.program, block)
+    tiles, *products = _products(plan, block, experts, k, sources)
+    yield kernel(tiles, experts, *(("table",) if sources == 1 else ()))
+    for shape in products:
+        yield kernel(shape, experts)
+
+
+def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
+    """The kernels with which an op and its backward count choices and move rows."""
+    own, every = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
+    places = PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
+    counting = ("count", "scan")
+    match op:
+        case o.Permute():
+            yield every, (*counting, "rank")
+            yield places, ("fill", "add_rows")
+        case o.PermutePadded():
+            yield own, (*counting, "keep")
+            yield every, (*counting, "place")
+            yield places, ("fill", "add_rows")
+        case o.PermuteDynamic():
+            yield every, (*counting, "place")
+            yield places, ("fill", "add_rows")
+        case o.MixtureMlp():
+            yield every, (*counting, "rank")
+            yield places, ("invert", "combine", "add_parts", "add_rows")
+        case o.Combine():
+            yield places, ("combine", "combine_backward")
+        case o.CombinePadded():
+            yield places, ("combine", "mark", "combine_backward")
+        case o.SumRows():
+            yield places, ("add_rows", "fill")
+        case o.CountQueues():
+            yield own, counting
+        case o.QueueStarts():
+            yield own, ("start",)
+        case o.KeepChoices():
+            yield own, (*counting, "keep")
+        case o.LargestLoad():
+            yield every, counting
+
+
+def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:
+    """The gated activations between two dense projections, as wide as they are on one rank."""
+    for op in block.ops:
+        if isinstance(op, o.Activation) and ACTIVATIONS[op.kind].gated:
+            width = _local_shape(plan.program, block, op.operands[0])[-1]
+            shape = GatedShape(hidden=width, activation=op.kind, dtype=op.results[0].dtype)
+            yield PlanKernel(shape, block.name, 1, str(op.span) if op.span else None)
+
+
+def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int) -> Iterator[KernelShape]:
+    (up, _, *biases), dtype = [name for name in op.operands if name.startswith("@")], block.scope[op.operands[-1]].dtype
+    experts, _, hidden, dim = _local_shape(plan.program, block, up)
+    given = len(op.operands) - 2 - len(biases)
+    of_tokens = k if isinstance(op, o.MixtureMlp) else 0
+    weighted = given == (2 if isinstance(op, o.ExpertMlpPadded) else 3) and not of_tokens
+    rows = rows_per_rank(plan, k)
+    tiles = tiles_of(plan, dtype, rows, experts, (dim, hidden), op.activation).tiles
+    known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, bool(biases))
+    yield TilesShape(experts=experts, rows=tiles.up.rows)
+    yield UpShape.of(*known, tiles.up)
+    yield DownShape.of(*known, tiles.down, weighted=weighted)
+
+
+def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:
+    """The tiles of a product on the plan's device, and where they are from."""
+    device = plan.spec.cluster.device
+    family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
+    own = plan.tiles.by_key() if plan.tiles is not None else {}
+    return choose(
+        dtype, rows, experts, widths, ACTIVATIONS[activation].gated, device=device.name, family=family, tuned=own
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanProducts:
+    """The grouped products of a layer's experts as a rank runs them: `rows` rows, which come from `sources` ranks."""
+
+    key: TileKey
+    up: UpShape
+    down: DownShape
+    rows: int
+    sources: int
+
+
+def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
+    """What tiles can be stored for, once for each key."""
+    kernels = kernels_of(plan)
+    ups = [(kernel, kernel.shape) for kernel in kernels if isinstance(kernel.shape, UpShape)]
+    downs = [kernel.shape for kernel in kernels if isinstance(kernel.shape, DownShape)]
+    found: dict[TileKey, PlanProducts] = {}
+    for (kernel, up), down in zip(ups, downs, strict=True):
+        rows = rows_per_rank(plan, kernel.k)
+        key = key_of(up.dtype, rows, up.experts, (up.dim, up.hidden), ACTIVATIONS[up.activation].gated)
+        mesh = plan.meshes[plan.program.block(kernel.block).experts or "dense"]
+        found.setdefault(key, PlanProducts(key, up, down, rows, dict(mesh.axes).get("ep", 1)))
+    return tuple(found.values())
+
+
+def tokens_per_rank(plan: Plan) -> int:
+    """Of a batch, or of one sequence for each of its shares where the file trains nothing; at least 1."""
+    train = plan.spec.train
+    tokens = (train.batch if train else plan.data_size) * sequence_of(plan.spec)
+    return max(1, tokens // plan.world_size)
+
+
+def rows_per_rank(plan: Plan, k: int) -> int:
+    """Rows that a rank's experts get of so many tokens, were all of them equally busy."""
+    return tokens_per_rank(plan) * k
+
+
+def sources_of(program: Program, block: Block) -> int:
+    """From how many ranks rows come: ragged ones lie by rank, those in places of a capacity by expert."""
+    exchange = next((op for op in block.ops if isinstance(op, o.ExchangeCounts)), None)
+    return program.meshes_of(block).size(exchange.axis) if exchange is not None else 1
+
+
+def _local_shape(program: Program, block: Block, operand: str) -> tuple[int, ...]:
+    value = block.scope[operand]
+    assert value.layout is not None
+    shape = local_shape(value.shape, value.layout, program.meshes_of(block))
+    return tuple(dim for dim in shape if isinstance(dim, int))

@@ -1,0 +1,65 @@
+"""Shapes of the kernels that count choices and move rows: queues of experts, and places of rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moec.codegen.kernels.shapes import KernelShape, accumulator, power_of_two
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueuesShape(KernelShape):
+    """Who stands where in which queue: of the j-th choices of each sequence, or with k 1 of all choices alike.
+
+    By counting: this is where choices become an order of rows, with a capacity or without.
+    """
+
+    template: ClassVar[str] = "queues"
+    experts: int
+    k: int
+
+    def constants(self) -> dict[str, Any]:
+        """Blocks of about 8,192 comparisons; about 2,048 counts summed at a time."""
+        width = power_of_two(self.experts)
+        few, some = min(4, width), min(32, width)
+        return {
+            "EP": width,
+            "BLOCK": max(1, min(256, 8192 // width)),
+            "BLOCK_E": few,
+            "SCAN": 2048 // few,
+            "WIDE_E": some,
+            "STEP": min(128, 2048 // some),
+        }
+
+    def pointers(self) -> dict[str, str]:
+        """Counts within blocks are 32 bits wide; choices, places and what operators give, 64."""
+        wide = ("experts_ptr", "queues_ptr", "totals_ptr", "starts_ptr", "kept_ptr", "positions_ptr")
+        return {"counts_ptr": "i32", **dict.fromkeys(wide, "i64")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacesShape(KernelShape):
+    """Rows copied to places, and each token's weighted sum of its rows, with their gradients."""
+
+    template: ClassVar[str] = "places"
+    k: int
+    dim: int
+    dtype: str
+    weights: str
+
+    def constants(self) -> dict[str, Any]:
+        """At most 2,048 columns at a time, and about 4,096 zeros."""
+        width = min(2048, power_of_two(self.dim))
+        return {"BLOCK_D": width, "ROWS": max(1, min(64, 4096 // width)), "BLOCK": 1024}
+
+    def pointers(self) -> dict[str, str]:
+        """Places, counts of rows, which places are taken, and weights as the router gives them."""
+        return {
+            "positions_ptr": "i64",
+            "counts_ptr": "i64",
+            "order_ptr": "i32",
+            "taken_ptr": "i8",
+            "parts_ptr": accumulator(self.dtype),
+            **dict.fromkeys(("weights_ptr", "grad_weights_ptr"), self.weights),
+        }

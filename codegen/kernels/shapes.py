@@ -1,0 +1,255 @@
+"""Layer shapes → Triton source: one template per family of kernels, every number of the layer a constant in it.
+
+Pure text: nothing here imports torch or triton. The text of a shape is a function of the shape alone, so that what a
+plan stores can be rendered again and compared, and what runs is only ever what this moec rendered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from functools import cache, lru_cache
+from typing import Any, ClassVar, Self
+
+from moec.codegen.kernels.tiles import Tile
+from moec.passes.ir.activations import ACTIVATIONS
+
+DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""What Triton calls the dtypes that kernels compute in."""
+
+SCORES = ("softmax", "sigmoid")
+
+MOST_EXPERTS = 2048
+"""A row of logits, or of a histogram, is held by one program."""
+
+MOST_ELEMENTS = 2**31
+"""Offsets inside one expert's matrix are 32 bits wide; those of experts and rows are 64 bits wide, once a tile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelShape:
+    """What a family of kernels is rendered for."""
+
+    template: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """An identifier that says all of the shape: `route_experts8_k2_scoresoftmax_…`."""
+        said = (f"{field.name}{_short(getattr(self, field.name))}" for field in fields(self))
+        return "_".join((self.template, *said))
+
+    def constants(self) -> dict[str, Any]:
+        """What the template needs beside the fields."""
+        return {}
+
+    def pointers(self) -> dict[str, str]:
+        """The dtypes of tensors, by the names of their arguments, that are not of the shape's own dtype."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteShape(KernelShape):
+    """`route` and its backward: logits [T, E] of fp32 or fp64."""
+
+    template: ClassVar[str] = "route"
+    experts: int
+    k: int
+    score: str
+    after: bool
+    normalize: bool
+    dtype: str
+
+    def constants(self) -> dict[str, Any]:
+        """Blocks of about 2,048 scores: with twice as many, backward spills from 64 experts on (sm_90)."""
+        width = power_of_two(self.experts)
+        lowest = "-1.7976931348623157e308" if self.dtype == "fp64" else "-3.4028234663852886e38"
+        return {"EP": width, "KP": power_of_two(self.k), "BLOCK": max(1, min(64, 2048 // width)), "lowest": lowest}
+
+    def pointers(self) -> dict[str, str]:
+        """Choices."""
+        return {"experts_ptr": "i64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatedShape(KernelShape):
+    """The gated activation of a dense feed-forward, and its gradient."""
+
+    template: ClassVar[str] = "gated"
+    hidden: int
+    activation: str
+    dtype: str
+
+    def constants(self) -> dict[str, Any]:
+        """At most 1,024 columns of a program."""
+        return {"BLOCK": min(1024, power_of_two(self.hidden)), "function": ACTIVATIONS[self.activation].function}
+
+
+TABLES = ("offsets_ptr", "experts_ptr", "starts_ptr", "order_ptr")
+"""Arguments that hold which rows and tiles are of which expert."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TilesShape(KernelShape):
+    """Which expert each tile of a grouped product is of."""
+
+    template: ClassVar[str] = "tiles"
+    experts: int
+    rows: int
+
+    def constants(self) -> dict[str, Any]:
+        """Blocks of about 8,192 comparisons."""
+        width = power_of_two(self.experts)
+        return {"EP": width, "BLOCK": max(1, min(128, 8192 // width))}
+
+    def pointers(self) -> dict[str, str]:
+        """The operators' counts; the table itself is 32 bits wide."""
+        return {"counts_ptr": "i64", **dict.fromkeys(TABLES, "i32")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductShape(KernelShape):
+    """A grouped product. `gathered`: rows lie elsewhere than in the experts' order.
+
+    With `k`, rows are k choices of each token, gathered from the tokens themselves; 0 where they are rows already.
+    With `bias`, each expert adds one number to each output.
+    """
+
+    experts: int
+    dim: int
+    hidden: int
+    activation: str
+    dtype: str
+    gathered: bool
+    k: int
+    bias: bool
+    tile: Tile
+
+    @classmethod
+    def of(
+        cls,
+        experts: int,
+        dim: int,
+        hidden: int,
+        activation: str,
+        dtype: str,
+        gathered: bool,
+        k: int,
+        bias: bool,
+        tile: Tile,
+        **more: bool,
+    ) -> Self:
+        """The shape of these, in order."""
+        return cls(
+            experts=experts,
+            dim=dim,
+            hidden=hidden,
+            activation=activation,
+            dtype=dtype,
+            gathered=gathered,
+            k=k,
+            bias=bias,
+            tile=tile,
+            **more,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Whether an offset inside one expert's matrices needs 64 bits."""
+        activation = ACTIVATIONS[self.activation]
+        return {
+            "G": activation.parts,
+            "function": activation.function,
+            "GROUP": 8,
+            "weights_tile": min(128, self.tile.columns),
+            "wide": activation.parts * self.hidden * self.dim >= MOST_ELEMENTS,
+            "weighs": False,
+        }
+
+    def warps(self, kernel: str) -> int:
+        """A gradient of weights has a tile of its own, square; that of a bias is a small sum."""
+        if kernel.endswith("_bias"):
+            return 4
+        return self.tile.warps if not kernel.endswith("_weights") else 8 if self.tile.columns >= 128 else 4
+
+    def pointers(self) -> dict[str, str]:
+        """The table of tiles; weights of choices or rows, and what adds up to their gradients."""
+        return {
+            **dict.fromkeys(TABLES, "i32"),
+            **dict.fromkeys(("weights_ptr", "parts_ptr"), accumulator(self.dtype)),
+        }
+
+
+class UpShape(ProductShape):
+    """The up projection, and its gradients."""
+
+    template: ClassVar[str] = "up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownShape(ProductShape):
+    """The down projection, and its gradients. `weighted`: each row comes with a weight of its own."""
+
+    template: ClassVar[str] = "down"
+    weighted: bool = False
+
+    def constants(self) -> dict[str, Any]:
+        """Whether backward weighs rows: by weights of their own, or of the choices that they are."""
+        return {**ProductShape.constants(self), "weighs": self.weighted or self.k > 0}
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype of sums: float32, or float64 where that is what is summed."""
+    return "fp64" if dtype == "fp64" else "fp32"
+
+
+@cache
+def render(shape: KernelShape) -> str:
+    """The source of a shape's kernels: a Python module that imports triton and defines jitted functions.
+
+    Raises `ValueError` for a shape that kernels do not support.
+    """
+    unfit = complaint(shape)
+    if unfit is not None:
+        raise ValueError(unfit)
+    own = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    dtype = getattr(shape, "dtype", "fp32")
+    own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]}
+    text = _environment().get_template(f"{shape.template}.py.j2").render(**own, **shape.constants())
+    return re.sub(r"\n+@triton\.jit\n", "\n\n\n@triton.jit\n", text).strip() + "\n"
+
+
+def complaint(shape: KernelShape) -> str | None:
+    """Why no kernels are rendered for a shape; None if they are. Then plain torch does the work, or refuses to."""
+    experts, score = getattr(shape, "experts", 1), getattr(shape, "score", SCORES[0])
+    activation = getattr(shape, "activation", None)
+    if experts > MOST_EXPERTS:
+        return f"kernels are for at most {MOST_EXPERTS} experts, not {experts}"
+    if score not in SCORES or activation not in (None, *ACTIVATIONS):
+        return f"there are no kernels for {score} scores and {activation}"
+    if any(isinstance(size, int) and size < 0 for size in astuple(shape)):
+        return "there are no kernels for a negative size"
+    return None
+
+
+def _short(value: object) -> str:
+    return str(value).lower()
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    # Imported here: a plan is read by commands that print no kernel.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("moec.codegen.kernels", "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        line_statement_prefix=None,
+        autoescape=False,
+    )

@@ -1,0 +1,21 @@
+"""`moec inspect PLAN --fx`: the torch.fx graphs that a job builds from the plan's Program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moec.codegen.plan import Plan
+from moec.driver import load
+
+
+def inspect_fx(path: Path) -> str:
+    """The text."""
+    return fx_of(load(path))
+
+
+def fx_of(plan: Plan) -> str:
+    """The same of a plan that is not written yet. Imports torch."""
+    from moec.codegen.emit.text import fx_text
+    from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
+
+    return fx_text(plan.program)

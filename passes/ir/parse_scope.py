@@ -1,0 +1,40 @@
+"""The names that a block has defined so far, while its text is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moec.passes.ir.ir_error import UnreadableLineError, at_most, quoted
+from moec.passes.ir.limits import MAX_OPERANDS, is_name, is_setting_name
+from moec.passes.ir.value import Value
+
+
+class Scope:
+    """Names of values (`%x`), parameters (`@gate.weight`) and settings (`$training`). Raises `UnreadableLineError`."""
+
+    def __init__(self) -> None:
+        self._defined: dict[str, str] = {}
+
+    def define(self, name: str, sigil: str = "%") -> None:
+        """Adds a name, which must be a good one and new."""
+        if not (is_setting_name(name) if sigil == "$" else is_name(name)):
+            raise UnreadableLineError(f"{quoted(name)} may not be a name")
+        if (defined := f"{sigil}{name}") in self._defined:
+            raise UnreadableLineError(f"{quoted(defined)} is defined twice")
+        self._defined[defined] = name if sigil == "%" else defined
+
+    def used(self, text: str) -> tuple[str, ...]:
+        """The operands that `text` lists, as ops name them: all are defined."""
+        names = text.split(", ")
+        at_most(len(names), MAX_OPERANDS, "operands")
+        try:
+            # The one string of each name: a million uses take no more memory than their references.
+            return tuple([self._defined[name] for name in names])
+        except KeyError as error:
+            raise UnreadableLineError(f"{quoted(str(error.args[0]))} is not defined here") from None
+
+    def require_counted(self, values: Iterable[Value]) -> None:
+        """Requires that what counts the rows of each ragged value is defined."""
+        for value in values:
+            if value.ragged is not None and f"%{value.ragged}" not in self._defined:
+                raise UnreadableLineError(f"%{value.ragged}, which counts rows, is not defined here")

@@ -1,0 +1,69 @@
+"""Plain torch: the definition of correct, and the backend for CPU.
+
+What is done to low-precision tensors is computed in float32 and rounded, sums once, the two products of a gated
+activation each. Sums are gathers in a fixed order, so every result is deterministic.
+"""
+
+from __future__ import annotations
+
+from moec.runtime.backends.torch.torch_activations import gated, gated_backward
+from moec.runtime.backends.torch.torch_experts import expert_mlp, expert_mlp_backward
+from moec.runtime.backends.torch.torch_mixture import mixture_mlp, mixture_mlp_backward
+from moec.runtime.backends.torch.torch_padded import (
+    combine_padded,
+    combine_padded_backward,
+    count_queues,
+    keep_choices,
+    largest_load,
+    permute_dynamic,
+    permute_padded,
+    permute_padded_backward,
+    queue_starts,
+)
+from moec.runtime.backends.torch.torch_rope import rope, rope_backward
+from moec.runtime.backends.torch.torch_routing import (
+    count_choices,
+    route,
+    route_backward,
+    switch_loss,
+    switch_loss_backward,
+)
+from moec.runtime.backends.torch.torch_rows import (
+    combine,
+    combine_backward,
+    permute,
+    permute_backward,
+    sum_rows,
+    sum_rows_backward,
+)
+
+__all__ = [
+    "combine",
+    "combine_backward",
+    "combine_padded",
+    "combine_padded_backward",
+    "count_choices",
+    "count_queues",
+    "expert_mlp",
+    "expert_mlp_backward",
+    "gated",
+    "gated_backward",
+    "keep_choices",
+    "largest_load",
+    "mixture_mlp",
+    "mixture_mlp_backward",
+    "permute",
+    "permute_backward",
+    "permute_dynamic",
+    "permute_padded",
+    "permute_padded_backward",
+    "queue_starts",
+    "rope",
+    "rope_backward",
+    "route",
+    "route_backward",
+    "sum_rows",
+    "sum_rows_backward",
+    "switch_loss",
+    "switch_loss_backward",
+]

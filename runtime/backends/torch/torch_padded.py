@@ -1,0 +1,131 @@
+"""Queues of experts and padded rows, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moec.runtime.backends.torch.torch_rows import sums_of
+
+
+def count_queues(experts: Tensor, num_experts: int) -> Tensor:
+    batch, _, k = experts.shape
+    counts = experts.new_zeros((batch, k, num_experts))
+    counts.scatter_add_(2, experts.clamp_min(0).transpose(1, 2), (experts >= 0).to(torch.int64).transpose(1, 2))
+    return counts[:, None]
+
+
+def queue_starts(counts: Tensor, groups: int) -> Tensor:
+    batch, pieces, k, num_experts = counts.shape
+    together = batch // groups if groups else 1
+    # Within a group: first choices before second ones, then tokens in order.
+    if counts.numel() == 0:
+        return torch.zeros_like(counts)
+    by_choice = counts.reshape(-1, together, pieces, k, num_experts).permute(0, 3, 1, 2, 4)
+    queues = by_choice.reshape(by_choice.shape[0], k * together * pieces, num_experts)
+    starts = (queues.cumsum(1) - queues).view(by_choice.shape)
+    return starts.permute(0, 2, 3, 1, 4).reshape(counts.shape)
+
+
+def places_of(batch: int, tokens: int, k: int, num_experts: int, *how: int) -> tuple[int, int]:
+    """The capacity of an expert in one group, and the places that a rank has for its rows: from shapes alone.
+
+    `how` are groups, spread (how many times this rank's tokens of a group its whole is), and parts, whole and least:
+    capacity = max(least, ⌈parts / whole · k · tokens of the group / experts⌉).
+    """
+    groups, spread, parts, whole, least = how
+    together = batch // groups if groups else 1
+    capacity = max(least, -(-parts * k * together * tokens * spread // (whole * num_experts)))
+    return capacity, (groups or batch) * min(capacity, together * tokens)
+
+
+def permute_padded(x: Tensor, experts: Tensor, starts: Tensor, *how: int) -> tuple[Tensor, Tensor, Tensor]:
+    capacity, places = places_of(*experts.shape, starts.shape[3], *how)
+    return _placed(x, experts, _finds_place(experts, starts, capacity), starts.shape[3], places)
+
+
+def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
+    capacity, _ = places_of(*experts.shape, starts.shape[3], *how)
+    return experts.where(_finds_place(experts, starts, capacity), -1)
+
+
+def _finds_place(experts: Tensor, starts: Tensor, capacity: int) -> Tensor:
+    """Whether fewer choices than the capacity stand before each in its group's queue, [B, S, k]; never for −1."""
+    batch, tokens, k = experts.shape
+    # Choice j of a piece of a sequence, by the queue that it joins; those of no expert join the last, which is none's.
+    joined = experts + torch.arange(batch * k, device=experts.device).view(batch, 1, k) * starts.shape[3]
+    joined = joined.where(experts >= 0, starts.numel())
+    within = _rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
+    before = torch.cat([starts.reshape(-1), starts.new_zeros(1)])[joined] + within
+    return (before < capacity) & (experts >= 0)
+
+
+def largest_load(experts: Tensor, num_experts: int) -> Tensor:
+    return torch.bincount(experts.reshape(-1) + 1, minlength=num_experts + 1)[1:].max()
+
+
+def permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _placed(x, experts, experts >= 0, num_experts, int(places))
+
+
+def _placed(x: Tensor, experts: Tensor, kept: Tensor, num_experts: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The kept choices' rows in the places of their experts, in the order of their tokens."""
+    k = experts.shape[2]
+    bucket = experts.where(kept, num_experts).reshape(-1)
+    place = _rank_within(bucket)
+    positions = torch.where(kept, experts * places + place.view(experts.shape), -1)
+    rows = x.new_zeros((num_experts * places, x.shape[2]))
+    chosen = kept.reshape(-1).nonzero()[:, 0]
+    rows.index_copy_(0, positions.reshape(-1)[chosen], x.reshape(-1, x.shape[2])[chosen // k])
+    counts = torch.bincount(bucket, minlength=num_experts + 1)[:num_experts]
+    return rows.view(num_experts, places, x.shape[2]), counts[None], positions
+
+
+def permute_padded_backward(grad: Tensor, positions: Tensor) -> Tensor:
+    *tokens, k = positions.shape
+    return sums_of(grad.reshape(-1, grad.shape[2]), positions.reshape(-1, k), some_are_none=True).view(
+        *tokens, grad.shape[2]
+    )
+
+
+def combine_padded(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    *tokens, k = positions.shape
+    flat = rows.reshape(-1, rows.shape[2])
+    return sums_of(flat, positions.reshape(-1, k), weights.reshape(-1, k), some_are_none=True).view(
+        *tokens, rows.shape[2]
+    )
+
+
+def combine_padded_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    k = positions.shape[2]
+    flat, width = rows.reshape(-1, rows.shape[2]), rows.shape[2]
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    grad = grad.reshape(-1, width).to(dtype)
+    chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k, 1)
+    grad_rows, grad_weights = torch.zeros_like(flat), torch.empty_like(weights)
+    by_choice = grad_weights.view(-1, k)
+    for choice in range(k):
+        where = chosen[:, choice]
+        kept = (where >= 0).nonzero()[:, 0]
+        grad_rows.index_copy_(0, where[kept], (grad * scale[:, choice].to(dtype))[kept].to(rows.dtype))
+        by_choice[:, choice] = (_rows_at(flat, where).to(dtype) * grad).sum(dim=-1)
+    return grad_rows.view(rows.shape), grad_weights
+
+
+def _rows_at(rows: Tensor, where: Tensor) -> Tensor:
+    """rows at these places, zeros for what was dropped."""
+    if not rows.shape[0]:
+        return rows.new_zeros((where.shape[0], rows.shape[1]))
+    return rows.index_select(0, where.clamp_min(0)).masked_fill(where[:, None] < 0, 0)
+
+
+def _rank_within(keys: Tensor) -> Tensor:
+    """For each key of [N], how many equal ones come before it."""
+    if not keys.numel():
+        return keys
+    ordered, order = keys.sort(stable=True)
+    index = torch.arange(keys.numel(), device=keys.device)
+    new = torch.ones_like(ordered, dtype=torch.bool)
+    new[1:] = ordered[1:] != ordered[:-1]
+    first = torch.where(new, index, 0).cummax(0)[0]
+    return torch.empty_like(keys).scatter_(0, order, index - first)

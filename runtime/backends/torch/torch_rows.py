@@ -1,0 +1,161 @@
+"""Rows sorted by expert, and their weighted sums, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from moec.runtime.backends.torch.torch_blocks import blocks
+from moec.runtime.backends.torch.torch_memory import gather, new_empty
+
+
+def permute(x: Tensor, experts: Tensor, num_experts: int, some_are_none: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    choices = experts.reshape(-1)
+    if some_are_none:
+        return _permute_some(x, experts, choices, num_experts)
+    refuse_out_of_range("permute", choices, num_experts)
+    counts = torch.bincount(choices, minlength=num_experts)
+    if counts.numel() > num_experts:  # elsewhere than on CPU, where only `bincount` has looked
+        message = f"moec::permute: experts must be from 0 to {num_experts - 1}, not {counts.numel() - 1}"
+        raise RuntimeError(message)
+    order = stable_order(choices, num_experts)
+    k = experts.shape[2]
+    tokens = order if k == 1 else order.div(k, rounding_mode="floor")
+    rows = gather(x.reshape(-1, x.shape[-1]), tokens)
+    return rows, counts[None], inverse(order).view(experts.shape)
+
+
+def _permute_some(x: Tensor, experts: Tensor, choices: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    refuse_out_of_range("permute", choices, num_experts, -1)
+    counts = torch.bincount(choices + 1, minlength=num_experts + 1)[1:].clone()
+    num_rows = int(counts.sum())
+    # Choices of no expert stand after all others.
+    order = stable_order(choices.where(choices >= 0, num_experts), num_experts + 1)
+    rows = gather(x.reshape(-1, x.shape[-1]), order[:num_rows].div(experts.shape[2], rounding_mode="floor"))
+    places = inverse(order)
+    return rows, counts[None], places.where(places < num_rows, -1).view(experts.shape)
+
+
+def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
+    *tokens, k = positions.shape
+    return sums_of(grad, positions.reshape(-1, k), some_are_none=_some_are_none(grad, positions)).view(
+        *tokens, grad.shape[1]
+    )
+
+
+def sums_of(rows: Tensor, chosen: Tensor, weights: Tensor | None = None, some_are_none: bool = False) -> Tensor:
+    """Each token's sum of its rows, weighted or not: rows [R, D], chosen and weights [T, k] -> [T, D].
+
+    Summed in at least float32, choice by choice; weights are rounded to the rows' dtype. `some_are_none` says that −1
+    is among those chosen. An embedding bag is a token with its rows: it gathers, weighs and adds in one pass, 3 to 10
+    times as fast as index_select and sums in blocks (measured, 256 to 2,048 tokens of 2 to 8 rows, on CPU).
+    """
+    tokens, k = chosen.shape
+    indices, scale = chosen.reshape(-1), None if weights is None else weights.reshape(-1).to(rows.dtype)
+    starts = torch.arange(0, tokens * k, k, device=rows.device)
+    if some_are_none:
+        kept = chosen >= 0
+        sizes = kept.sum(dim=1)
+        indices, starts = chosen[kept], sizes.cumsum(0) - sizes
+        scale = scale if scale is None else scale[kept.reshape(-1)]
+    if not indices.numel():
+        return rows.new_zeros((tokens, rows.shape[1]))
+    summed: Tensor = torch.embedding_bag(rows, indices, starts, mode=0, per_sample_weights=scale)[0]
+    return summed
+
+
+def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
+    refuse_other_number("combine", rows, positions)
+    *tokens, k = positions.shape
+    chosen, scale = positions.reshape(-1, k), weights.reshape(-1, k)
+    return sums_of(rows, chosen, scale, _some_are_none(rows, positions)).view(*tokens, rows.shape[1])
+
+
+def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = torch.promote_types(rows.dtype, torch.float32)
+    grad = grad.reshape(-1, rows.shape[1])
+    # By rows rather than by choices: each is written once, in order.
+    places = positions.reshape(-1)
+    choices = choices_of_rows(places, rows.shape[0])
+    tokens = choices.div(positions.shape[2], rounding_mode="floor")
+    scale = weights.reshape(-1).index_select(0, choices).to(dtype)[:, None]
+    grad_rows, by_row = new_empty(rows, rows.shape), weights.new_empty(rows.shape[0])
+    for block in blocks(rows):
+        gathered = grad.index_select(0, tokens[block]).to(dtype)
+        torch.mul(gathered, scale[block], out=grad_rows[block])
+        by_row[block] = gathered.mul_(rows[block]).sum(dim=-1)
+    if _some_are_none(rows, positions):
+        grad_weights = torch.zeros_like(weights)
+        grad_weights.view(-1)[choices] = by_row
+        return grad_rows, grad_weights
+    return grad_rows, by_row[positions]
+
+
+def sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> Tensor:
+    refuse_other_number("sum_rows", rows, positions)
+    *tokens, k = positions.shape
+    flat, some_are_none = rows.reshape(-1, rows.shape[-1]), rows.dim() == 3 or _some_are_none(rows, positions)
+    return sums_of(flat, positions.reshape(-1, k), some_are_none=some_are_none).view(*tokens, flat.shape[1])
+
+
+def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Sequence[int]) -> Tensor:
+    flat, places, k = grad.reshape(-1, grad.shape[2]), positions.reshape(-1), positions.shape[2]
+    if len(shape) == 1:
+        return flat.index_select(0, choices_of_rows(places, shape[0]).div(k, rounding_mode="floor"))
+    rows = flat.new_zeros((*shape, flat.shape[1]))
+    kept = (places >= 0).nonzero()[:, 0]
+    rows.view(-1, flat.shape[1]).index_copy_(0, places[kept], flat.index_select(0, kept // k))
+    return rows
+
+
+def _some_are_none(rows: Tensor, positions: Tensor) -> bool:
+    """Whether some positions of rows [R, D], each of which is somebody's, are −1: there are fewer rows then."""
+    return rows.shape[0] != positions.numel()
+
+
+def refuse_other_number(operator: str, rows: Tensor, positions: Tensor) -> None:
+    """Rows [R, D] are each somebody's. Positions of no row are counted only where that costs no synchronisation."""
+    if rows.dim() == 2 and rows.shape[0] != positions.numel():
+        named = positions.numel()
+        if rows.device.type == "cpu":
+            named = int((positions >= 0).sum())
+        if rows.shape[0] > named or (rows.device.type == "cpu" and rows.shape[0] < named):
+            message = f"moec::{operator}: {rows.shape[0]} rows for {named} positions"
+            raise RuntimeError(message)
+
+
+def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:
+    """Only where looking costs no synchronisation."""
+    if experts.device.type == "cpu" and experts.numel():
+        least, most = (int(bound) for bound in experts.aminmax())
+        if least < lowest or most >= num_experts:
+            message = f"moec::{operator}: experts must be from {lowest} to {num_experts - 1}, not {least} to {most}"
+            raise RuntimeError(message)
+
+
+def stable_order(choices: Tensor, num_experts: int) -> Tensor:
+    """The permutation that sorts [N] indices below `num_experts`, equal ones in their order.
+
+    NumPy's stable sort of 16-bit integers is a radix sort, that is, counting: on CPU 3 to 14 times as fast as
+    `torch.sort`, and faster yet than one-hot prefix sums (measured, 4,096 to 65,536 choices of 16 to 256).
+    """
+    if choices.device.type == "cpu" and num_experts <= 2**15:
+        return torch.from_numpy(choices.to(torch.int16).numpy().argsort(kind="stable"))
+    return choices.sort(stable=True)[1]
+
+
+def choices_of_rows(places: Tensor, num_rows: int) -> Tensor:
+    """Which choice each row [num_rows] is of, by where each choice's row is; −1 stands for nowhere."""
+    if num_rows == places.numel():
+        return inverse(places)
+    order = places.new_empty(num_rows + 1)
+    # What is nowhere is written where nobody looks.
+    numbers = torch.arange(places.numel(), device=places.device)
+    return order.scatter_(0, places.where(places >= 0, num_rows), numbers)[:num_rows]
+
+
+def inverse(order: Tensor) -> Tensor:
+    """Where each of 0 … N - 1 stands in a permutation [N] of them."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))

@@ -1,0 +1,1 @@
+"""The operators as Triton kernels."""

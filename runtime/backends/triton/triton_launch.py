@@ -1,0 +1,92 @@
+"""From a shape to launches of its kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moec.codegen.kernels.shapes import MOST_EXPERTS, KernelShape
+from moec.runtime.backends import BackendError, warn_first
+from moec.runtime.backends.triton.triton_modules import module_of
+
+_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+
+
+def dtype_name(x: Tensor) -> str:
+    """What shapes of kernels call a tensor's dtype. Raises `BackendError` for bf16 in the interpreter, and for others.
+
+    There its matrix product is wrong, and what devices round is cut off (Triton 3.6 to 3.9).
+    """
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu":
+        raise BackendError("Triton's interpreter computes bf16 wrongly", "use fp32 or fp64, or say MOEC_BACKEND=torch")
+    if x.dtype not in _NAMES:
+        raise BackendError(f"there are no kernels for {x.dtype}", "say MOEC_BACKEND=torch")
+    return _NAMES[x.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The kernels of one shape on one device."""
+
+    module: ModuleType
+    device: torch.device
+
+    def launch(self, kernel: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+        """Run `kernel` on the current stream; a grid without programs runs nothing."""
+        if all(grid):
+            with _on(self.device):
+                getattr(self.module, kernel)[grid](*arguments, enable_fp_fusion=True, **options)
+
+    def blocks(self, number: int, constant: str = "BLOCK") -> tuple[int]:
+        """The grid for `number` of what a program does `BLOCK` of."""
+        return (-(-number // getattr(self.module, constant).value),)
+
+
+@cache
+def _kernels(shape: KernelShape, device: torch.device) -> Kernels:
+    return Kernels(module_of(shape), device)
+
+
+def kernels_of(shape: KernelShape, x: Tensor) -> Kernels:
+    """The kernels of a shape for the device that `x` is on."""
+    return _kernels(shape, x.device)
+
+
+@cache
+def too_many(num_experts: int) -> bool:
+    """Whether plain torch must serve so many experts; warns of it, once."""
+    if num_experts <= MOST_EXPERTS:
+        return False
+    warn_first(f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", "RANK")
+    return True
+
+
+@cache
+def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether plain torch must multiply float64 matrices: Triton 3.6 compiles no such product for AMD. Warns once."""
+    if dtype != torch.float64 or device.type != "cuda" or torch.version.hip is None:
+        return False
+    warn_first("moec has no float64 products for AMD devices; they run in plain torch", "LOCAL_RANK")
+    return True
+
+
+def _on(device: torch.device) -> AbstractContextManager[Any]:
+    # Triton launches on the current device, whatever device the tensors are on.
+    return torch.cuda.device(device) if device.type == "cuda" else _like_a_device()
+
+
+@contextmanager
+def _like_a_device() -> Iterator[None]:
+    """In the interpreter exp(1000) is inf, and the largest of NaNs is NaN, of which NumPy would warn."""
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
+        yield

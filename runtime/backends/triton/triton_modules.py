@@ -1,0 +1,46 @@
+"""Rendered kernels as Python modules.
+
+What is executed is the text that this moec's own templates give for a shape, and nothing else: no plan, file or cache
+on a disk is read. Triton asks for a kernel's source through `inspect`, which asks the module's loader.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import sys
+from functools import cache
+from importlib.abc import InspectLoader
+from types import CodeType, ModuleType
+
+from moec.codegen.kernels.shapes import KernelShape, render
+
+PACKAGE = "moec.runtime.backends.rendered"
+"""What the modules are called in tracebacks and profiles: this and the shape's name."""
+
+
+class _Rendered(InspectLoader):
+    """Loads the module of one shape."""
+
+    def __init__(self, shape: KernelShape) -> None:
+        self.text = render(shape)
+        self.path = f"<moec>/{shape.name}.py"  # on no disk; profiles and tracebacks show it
+
+    def get_source(self, fullname: str) -> str:
+        return self.text
+
+    def get_code(self, fullname: str) -> CodeType:
+        linecache.cache[self.path] = (len(self.text), None, self.text.splitlines(keepends=True), self.path)
+        return self.source_to_code(self.text, self.path)
+
+
+@cache
+def module_of(shape: KernelShape) -> ModuleType:
+    """The module with a shape's kernels, as `triton.jit` gives them. Raises `ValueError` as `render` does."""
+    name, loader = f"{PACKAGE}.{shape.name}", _Rendered(shape)
+    spec = importlib.util.spec_from_loader(name, loader, origin=loader.path)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    loader.exec_module(module)
+    return module

@@ -1,0 +1,66 @@
+"""Queues of experts by rendered kernels: by counting; nothing is sorted, and nothing waits for the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moec.codegen.kernels.row_shapes import QueuesShape
+from moec.runtime.backends.triton.triton_launch import Kernels, kernels_of
+
+
+@dataclass(frozen=True, slots=True)
+class Queues:
+    """Choices [B, S, k], counted: of each queue's, those of each expert in earlier blocks, and all, [B, k, E] int64.
+
+    A queue is the j-th choices of one sequence. A choice of −1 stands in none.
+    """
+
+    kernels: Kernels
+    experts: Tensor
+    by_block: Tensor
+    totals: Tensor
+
+    @classmethod
+    def of(cls, experts: Tensor, num_experts: int) -> Queues:
+        """The queues of [B, S, k] int64."""
+        experts = experts.contiguous()
+        batch, tokens, k = experts.shape
+        kernels = kernels_of(QueuesShape(experts=num_experts, k=k), experts)
+        blocks = kernels.blocks(tokens)
+        by_block = experts.new_empty((batch * k, num_experts, *blocks), dtype=torch.int32)
+        totals = experts.new_empty((batch, k, num_experts))
+        kernels.launch("count", (by_block.shape[0] * by_block.shape[2],), experts, by_block, tokens, *blocks)
+        kernels.launch("scan", (batch * k, *kernels.blocks(num_experts, "BLOCK_E")), by_block, totals, *blocks)
+        return cls(kernels, experts, by_block, totals)
+
+    @classmethod
+    def of_all(cls, experts: Tensor, num_experts: int) -> Queues:
+        """One queue of all choices, in the order of their tokens."""
+        return cls.of(experts.contiguous().view(1, -1, 1), num_experts)
+
+    def kept(self, starts: Tensor, capacity: int) -> Tensor:
+        """Experts, −1 where as many as the capacity stand before; each queue goes on from starts [B, 1, k, E]."""
+        kept = torch.empty_like(self.experts)
+        self._launch("keep", starts.contiguous(), kept, last=(capacity,))
+        return kept
+
+    def positions(self, shape: torch.Size, places: int | None = None) -> Tensor:
+        """Of the one queue of all choices, the row of each, as `shape`; with `places`, in so many of each expert.
+
+        −1 for a choice of −1, and for one that finds no place.
+        """
+        positions = torch.empty_like(self.experts)
+        if places is None:
+            self._launch("rank", self.totals, positions)
+        else:
+            self._launch("place", positions, last=(places,))
+        return positions.view(shape)
+
+    def _launch(self, kernel: str, *tensors: Tensor, last: tuple[int, ...] = ()) -> None:
+        """With a program for each block of each queue."""
+        queues, _, blocks = self.by_block.shape
+        arguments = (self.experts, self.by_block, *tensors, self.experts.shape[1], blocks, *last)
+        self.kernels.launch(kernel, (queues * blocks,), *arguments)

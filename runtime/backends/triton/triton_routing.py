@@ -1,0 +1,68 @@
+"""Routing by rendered kernels: logits read once, ties to the lower index."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moec.codegen.kernels.shapes import RouteShape
+from moec.runtime.backends.torch import torch_routing
+from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, too_many
+from moec.runtime.job.unscored import note_or_refuse
+
+
+def _shape(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> RouteShape:
+    return RouteShape(
+        experts=logits.shape[-1], k=k, score=score, after=after, normalize=normalize, dtype=dtype_name(logits)
+    )
+
+
+def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+    if too_many(logits.shape[-1]):
+        return torch_routing.route(logits, k, score, after, normalize)
+    logits = logits.contiguous()
+    probabilities, weights = torch.empty_like(logits), logits.new_empty((*logits.shape[:-1], k))
+    experts = torch.empty_like(weights, dtype=torch.int64)
+    num_tokens = weights.numel() // k
+    if num_tokens:
+        shape = _shape(logits, k, score, after, normalize)
+        kernels = kernels_of(shape, logits)
+        kernels.launch("route", kernels.blocks(num_tokens), logits, probabilities, weights, experts, num_tokens)
+    note_or_refuse(probabilities, weights)
+    return probabilities, weights, experts
+
+
+def route_backward(
+    logits: Tensor,
+    grad_probabilities: Tensor | None,
+    grad_weights: Tensor | None,
+    weights: Tensor,
+    experts: Tensor,
+    score: str,
+    after: bool,
+    normalize: bool,
+) -> Tensor:
+    if too_many(logits.shape[-1]):
+        return torch_routing.route_backward(
+            logits, grad_probabilities, grad_weights, weights, experts, score, after, normalize
+        )
+    logits = logits.contiguous()
+    grad = torch.empty_like(logits)
+    k = experts.shape[-1]
+    num_tokens = experts.numel() // k
+    if num_tokens:
+        kernels = kernels_of(_shape(logits, k, score, after, normalize), logits)
+        kernels.launch(
+            "route_backward",
+            kernels.blocks(num_tokens),
+            logits,
+            logits if grad_probabilities is None else grad_probabilities.contiguous(),
+            logits if grad_weights is None else grad_weights.contiguous(),
+            weights.contiguous(),
+            experts.contiguous(),
+            grad,
+            num_tokens,
+            OF_PROBABILITIES=grad_probabilities is not None,
+            OF_WEIGHTS=grad_weights is not None,
+        )
+    return grad

@@ -1,0 +1,85 @@
+"""Which tiles the kernels of grouped products take here: the running plan's own, where they were tuned on this device.
+
+Nothing is measured here: choosing looks up, and `moec tune` alone measures.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+
+import torch
+
+from moec.codegen.kernels.stored_tiles import StoredTiles, TileKey, choose
+from moec.codegen.kernels.tiles import Tiles
+from moec.passes.ir.activations import ACTIVATIONS
+
+LIBRARY = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
+"""Devices of moec's library that kernels run on."""
+
+INTERPRETER = "interpreter"
+"""What stands for the device of CPU tensors."""
+
+# Process-wide, not thread-local: on CUDA, backward runs in autograd's own threads.
+_tuned: tuple[tuple[str, Mapping[TileKey, Tiles]], ...] = ()
+
+
+@contextmanager
+def use(tiles: StoredTiles | None) -> Iterator[None]:
+    """Lets the kernels take a plan's tiles and no other's until the block ends; of None, what moec has for everyone."""
+    global _tuned
+    outer = _tuned
+    _tuned = () if tiles is None else ((tiles.device, tiles.by_key()),)
+    try:
+        yield
+    finally:
+        _tuned = outer
+
+
+@contextmanager
+def opened(tiles: StoredTiles | None) -> Iterator[None]:
+    """Lets the kernels take a job's tiles too, until the block ends; tiles change no number, so jobs can share them."""
+    global _tuned
+    own = () if tiles is None else ((tiles.device, tiles.by_key()),)
+    _tuned = (*own, *_tuned)
+    try:
+        yield
+    finally:
+        _tuned = tuple(other for other in _tuned if all(other is not mine for mine in own))
+
+
+def tiles_at(
+    device: torch.device, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str
+) -> Tiles:
+    """The tiles of a product of `rows` rows in all on a device; those of a plan only where it was tuned for that."""
+    name = device_name(device)
+    tuned: dict[TileKey, Tiles] = {}
+    for own, tiles in reversed(_tuned):
+        tuned.update(tiles if own == name else {})
+    family = family_of(device)
+    gated = ACTIVATIONS[activation].gated
+    return choose(dtype, rows, experts, widths, gated, device=name, family=family, tuned=tuned).tiles
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """A device's name in moec's library, else what its driver calls it, in small letters and underscores."""
+    return INTERPRETER if device.type != "cuda" else short_name(torch.cuda.get_device_name(device))
+
+
+def short_name(name: str) -> str:
+    """`h100` of "NVIDIA H100 80GB HBM3"; `nvidia_l40s` of "NVIDIA L40S", which the library does not have."""
+    words = re.findall("[a-z0-9]+", name.lower())
+    return next((word for word in words if word in LIBRARY), "_".join(words)[:100])
+
+
+@cache
+def family_of(device: torch.device) -> str:
+    """Which of the rule's tiles a device takes; the interpreter takes any."""
+    if device.type != "cuda":
+        return "hopper"
+    if torch.version.hip is not None:
+        return "cdna"
+    return "hopper" if torch.cuda.get_device_capability(device) >= (9, 0) else "ampere"

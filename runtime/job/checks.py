@@ -1,0 +1,221 @@
+"""Agreement between ranks on their inputs: one rank's error is raised on every rank, before any waits for another.
+
+Dtypes and shapes are always checked. Values, which wait for the device, are checked in every pass, in the first of its
+kind or never (`moec.launch(checks=…)`); on CPU, where nothing waits, "first" checks every pass.
+
+Ranks agree by one all_reduce. Each rank sends a hash of what must match, times a factor of its own; all factors add up
+to 0 modulo 2^64, so the sum is 0 if the hashes match, and almost surely not otherwise. A second product does the same
+within each tp group. Only if a sum is not 0 do ranks exchange messages.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.runtime.errors import JobError
+from moec.runtime.job.batches import fingerprint
+from moec.runtime.job.groups import HOST
+from moec.runtime.job.watch import collective
+
+MODES = ("all", "first", "none")
+MOST_COUNTS = 3
+MAX_WORDS = 1000
+"""Characters of a complaint that travel to the other ranks."""
+MAX_BYTES = 8192
+"""Bytes of JSON that one rank sends about an error."""
+
+SITES = "ranks do not run the same: one is at `{least}`, another at `{most}`"
+OTHER_TOKENS = "ranks {one} and {other} share `job.data_rank`, and were given different tokens, labels or inputs"
+
+
+class Complaint(NamedTuple):
+    """A mistake that one rank has found, to be raised on all of them."""
+
+    code: str
+    words: str
+    help: str = ""
+
+    @staticmethod
+    def of(error: JobError) -> Complaint:
+        """The mistake that `error` names."""
+        first = error.diagnostics[0]
+        return Complaint(first.code, first.message, first.help or "")
+
+
+class MustMatch(NamedTuple):
+    """Numbers that must be the same on every rank, and what to say where they are not.
+
+    In the words, `{least}` and `{most}` stand for each number's own minimum and maximum over the ranks.
+    """
+
+    code: str
+    words: str
+    numbers: tuple[int, ...]
+
+
+class TpInputs(NamedTuple):
+    """Tensors that the ranks of a tp group must be given alike: their shapes and, with `look`, their values."""
+
+    tensors: tuple[Tensor | None, ...]
+    look: bool
+
+
+class Checks:
+    """How one rank checks what a model is given, alone. `place` says where it is, such as "rank 3, step 5"."""
+
+    compares = False
+    """Whether there are ranks to compare with."""
+
+    def __init__(self, mode: str = "all", place: Callable[[], str] = str) -> None:
+        if mode not in MODES:
+            raise ValueError(f"checks is one of {', '.join(map(repr, MODES))}, not {mode!r}")
+        self.mode, self.place = mode, place
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Checks:
+        return self  # a copied model runs in the same job
+
+    def looks(self, seen: set[object], kind: object, device: torch.device) -> bool:
+        """Whether tensors' values are checked in this pass; `seen` holds the kinds of pass that the model has had.
+
+        The same on every rank if `kind` is.
+        """
+        first = kind not in seen
+        seen.add(kind)
+        if self.mode == "none":
+            return False
+        return self.mode == "all" or first or device.type == "cpu"
+
+    def require(
+        self,
+        site: str,
+        complaint: Complaint | None,
+        *matching: MustMatch,
+        inputs: TpInputs | None = None,
+        counts: Sequence[int] = (),
+    ) -> list[int]:
+        """Raises `JobError`, the same on every rank, if one complains or if ranks differ; gives the sums of `counts`.
+
+        A collective: every rank calls it, or none.
+        """
+        if complaint is not None and (place := self.place()):
+            complaint = complaint._replace(words=f"{place}: {complaint.words}")
+        return self._agree(_Report(site, complaint, matching), inputs, counts)
+
+    def _agree(self, own: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
+        if own.complaint is not None:
+            raise JobError(*own.complaint)
+        return list(counts)
+
+
+class JobChecks(Checks):
+    """How the ranks of a job check together, over its group for CPU tensors.
+
+    `tp_ranks`: those of this rank's tp group, which are given the same sequences.
+    """
+
+    def __init__(
+        self, mode: str, job: str, rank: int, world_size: int, tp_ranks: Sequence[int], place: Callable[[], str]
+    ) -> None:
+        super().__init__(mode, place)
+        self._job, self._world_size, self._tp_ranks = job, world_size, tuple(tp_ranks)
+        self._factors = _factor(rank, range(world_size)), _factor(rank, self._tp_ranks)
+        self.compares = world_size > 1
+
+    def _agree(self, own: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
+        if not self.compares:
+            return super()._agree(own, inputs, counts)
+        own = replace(own, first=self._tp_ranks[0], inputs=self._fingerprint(inputs, own.complaint))
+        among_all, in_group = self._factors
+        products = map(_signed, (among_all * own.digest(), in_group * own.inputs))
+        room = [0] * (MOST_COUNTS - len(counts))  # ranks that come from different sites send as much
+        sums = torch.tensor([own.complaint is not None, *products, *counts, *room], dtype=torch.int64)
+        with collective("all_reduce", self._job + HOST, own.site) as peers:
+            dist.all_reduce(sums, group=peers)
+        complaints, ranks_differ, group_differs, *totals = sums.tolist()
+        if complaints or ranks_differ or group_differs:
+            raise self._explain(own)
+        return totals[: len(counts)]
+
+    def _fingerprint(self, inputs: TpInputs | None, complaint: Complaint | None) -> int:
+        if inputs is None or complaint is not None or len(self._tp_ranks) == 1:
+            return 0
+        return fingerprint(inputs.tensors, values=inputs.look)
+
+    def _explain(self, own: _Report) -> JobError:
+        """The complaint of the lowest rank that has one, else what differs between ranks. A collective."""
+        encoded = own.encode()
+        buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
+        buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        found = [torch.empty_like(buffer) for _ in range(self._world_size)]
+        with collective("all_gather", self._job + HOST, "an error") as peers:
+            dist.all_gather(found, buffer, group=peers)
+        reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in found]
+        wrong = next((report.complaint for report in reports if report.complaint), None)
+        return JobError(*(wrong or _difference(reports)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one rank brings to an agreement. `inputs`: a fingerprint; `first`: the first rank of its tp group."""
+
+    site: str
+    complaint: Complaint | None
+    matching: Sequence[MustMatch]
+    first: int = 0
+    inputs: int = 0
+
+    def digest(self) -> int:
+        """A number that almost surely differs where site or numbers do; the same in every process."""
+        return hash((zlib.crc32(self.site.encode()), *(each.numbers for each in self.matching)))
+
+    def encode(self) -> bytes:
+        complaint = self.complaint and self.complaint._replace(words=self.complaint.words[:MAX_WORDS])
+        return json.dumps([self.site, complaint, self.matching, self.first, self.inputs], ensure_ascii=False).encode()
+
+    @staticmethod
+    def decode(encoded: bytes) -> _Report:
+        site, complaint, matching, first, inputs = json.loads(encoded)
+        matching = [MustMatch(code, words, tuple(numbers)) for code, words, numbers in matching]
+        return _Report(site, complaint and Complaint(*complaint), matching, first, inputs)
+
+
+def _difference(reports: Sequence[_Report]) -> Complaint:
+    """What differs between ranks none of which complains: what they run, a number, or the inputs of a tp group."""
+    sites = sorted({report.site for report in reports})
+    if len(sites) > 1:
+        return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]))
+    for claims in zip(*(report.matching for report in reports), strict=True):
+        columns = list(zip(*(claim.numbers for claim in claims), strict=True))
+        least, most = [min(column) for column in columns], [max(column) for column in columns]
+        if least != most:
+            return Complaint(claims[0].code, claims[0].words.format(least=least, most=most))
+    rank, first = next((i, r.first) for i, r in enumerate(reports) if r.inputs != reports[r.first].inputs)
+    return Complaint("MOE0702", OTHER_TOKENS.format(one=first, other=rank))
+
+
+def _factor(rank: int, ranks: Sequence[int]) -> int:
+    """This rank's factor among those of `ranks`, which add up to 0 modulo 2^64: the first makes up for all others."""
+    if rank != ranks[0]:
+        return _mixed(rank)
+    return -sum(map(_mixed, ranks[1:]))
+
+
+def _mixed(number: int) -> int:
+    """SplitMix64 of a rank (Steele et al. 2014), made odd so that one rank's difference cannot vanish modulo 2^64."""
+    number = (number + 1) * 0x9E3779B97F4A7C15
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        number = ((number ^ (number >> shift)) * factor) % (1 << 64)
+    return (number ^ (number >> 31)) | 1
+
+
+def _signed(number: int) -> int:
+    """`number` modulo 2^64, as an int64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -1,0 +1,122 @@
+"""Sums of gradients over ranks, and their norm.
+
+The one rule: the loss is already over the global number of labels, so every reduction is a sum, over exactly the
+groups that the plan names for the parameter (`PlanParameter.sum_over`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.runtime.job.watch import collective
+
+
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """A gradient to be summed: its place among a layer's parameters, its shape, and over which groups."""
+
+    index: int
+    shape: tuple[int, ...]
+    groups: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class Bucket:
+    """The gradients of a layer that are summed over the same groups, in one flat tensor.
+
+    Its last elements count the ranks that have a gradient of each parameter: a gradient that no rank has stays None.
+    """
+
+    members: Sequence[Summed]
+    site: str
+    dtype: torch.dtype
+    device: torch.device
+    flat: Tensor = field(init=False)
+    _present: Sequence[bool] = field(init=False, default=())
+    _work: dist.Work | None = field(init=False, default=None)
+
+    def begin(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Starts the sum of the members among `gradients` (by `index`); gives the tensors that will hold it.
+
+        Ranks with and without a gradient of the same parameter still send tensors of one size.
+        """
+        given = [gradients[member.index] for member in self.members]
+        self._present = [gradient is not None for gradient in given]
+        pieces = [
+            torch.zeros(member.shape, dtype=self.dtype, device=self.device) if gradient is None else gradient
+            for member, gradient in zip(self.members, given, strict=True)
+        ]
+        counts = torch.tensor(self._present, dtype=self.dtype).to(self.device, non_blocking=True)
+        self.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), counts])
+        self._start(self.members[0].groups[0])
+        return self._split()
+
+    def finish(self) -> list[Tensor | None]:
+        """Waits for the sums. Each is a tensor of its own; None for a gradient that no rank has."""
+        groups = self.members[0].groups
+        self._wait(groups[0])
+        # The second sum adds up the first ones. Started in `begin`, it would make backward wait for the other ranks.
+        for group in groups[1:]:
+            self._start(group)
+            self._wait(group)
+        counts = self.flat[-len(self.members) :]
+        return [
+            piece.clone() if present or bool(counts[i] > 0) else None
+            for i, (piece, present) in enumerate(zip(self._split(), self._present, strict=True))
+        ]
+
+    def _split(self) -> list[Tensor]:
+        sizes = [torch.Size(member.shape).numel() for member in self.members]
+        pieces = torch.split(self.flat, [*sizes, len(sizes)])[:-1]
+        return [piece.view(member.shape) for piece, member in zip(pieces, self.members, strict=True)]
+
+    def _start(self, group: str) -> None:
+        with collective("all_reduce", group, self.site) as peers:
+            self._work = dist.all_reduce(self.flat, group=peers, async_op=True)
+
+    def _wait(self, group: str) -> None:
+        assert self._work is not None
+        with collective("all_reduce", group, self.site, begins=False):
+            self._work.wait()
+        self._work = None
+
+
+def by_groups(gradients: Iterable[Summed]) -> dict[tuple[str, ...], list[Summed]]:
+    """Gradients by the groups that they are summed over; those that are not summed under `()`."""
+    found: dict[tuple[str, ...], list[Summed]] = {}
+    for gradient in gradients:
+        found.setdefault(gradient.groups, []).append(gradient)
+    return found
+
+
+def clip_gradient_norm(
+    gradients: Mapping[str, Tensor], sharded_over: Mapping[str, tuple[str, ...]], max_norm: float, device: torch.device
+) -> Tensor:
+    """Scales every gradient so that their global norm is at most `max_norm`; gives the norm before, a scalar.
+
+    `gradients`: this rank's part of each, a plain tensor. Every parameter counts once across the meshes: squares are
+    summed over the groups on which it is sharded, and over no other. A norm that is not finite is no error and scales
+    the gradients all the same, as in `torch.nn.utils.clip_grad_norm_`.
+    """
+    by_shards: dict[tuple[str, ...], list[Tensor]] = {}
+    for name, groups in sharded_over.items():
+        # Every rank sums over the same groups, whether or not it has a gradient of theirs.
+        by_shards.setdefault(groups, []).extend([gradients[name]] if name in gradients else [])
+    total = torch.zeros((), device=device)
+    for groups, parts in sorted(by_shards.items()):
+        squares = torch.zeros((), device=device)
+        if parts:
+            squares = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).square().sum()
+        for group in groups:
+            with collective("all_reduce", group, "gradient norm") as peers:
+                dist.all_reduce(squares, group=peers)
+        total = total + squares
+    norm = total.sqrt()
+    if gradients:
+        torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm

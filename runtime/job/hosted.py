@@ -1,0 +1,93 @@
+"""For a plain PyTorch model with layers of moec in it: which parameters are experts, and clipping gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moec.runtime.job.groups import resolve
+from moec.runtime.job.layer import MoeLayer
+from moec.runtime.job.layer_home import LayerHome
+from moec.runtime.job.watch import collective
+
+
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """This rank's experts of all layers in `model` that `moec.layer` made, by their names in it.
+
+    What hosts leave out: DistributedDataParallel takes the names, `fully_shard` the values (`ignored_params`).
+    """
+    experts = {id(parameter) for layer in _layers(model) for parameter in layer.expert_parameters()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
+
+
+def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+    """Scales the gradients of `model` to a norm of at most `max_norm`; gives the norm before, alike on every rank.
+
+    `torch.nn.utils.clip_grad_norm_` knows of no other rank's experts: every rank would scale by another factor. A
+    collective over the ranks of the layers: every rank must call it, or none, after the host has reduced gradients.
+    """
+    experts = {id(parameter) for parameter in expert_parameters(model).values()}
+    dense = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in experts]
+    of_experts = [p.grad for p in model.parameters() if p.grad is not None and id(p) in experts]
+    device = next(model.parameters()).device
+    total = _squares_of_dense(dense, device) + _squares_of_experts(model, device)
+    norm = total.sqrt()
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in (*dense, *of_experts):
+        part = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        part.mul_(scale)
+    return norm
+
+
+def _squares_of_dense(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Squared norm of what the host has reduced: the same on every rank, or DTensors, of which each has a part."""
+    plain: list[Tensor] = []
+    cut: dict[DeviceMesh, list[Tensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            cut.setdefault(gradient.device_mesh, []).append(gradient)
+        else:
+            plain.append(gradient)
+    total = _squares(plain, device)
+    for parts in cut.values():
+        norm = torch.nn.utils.get_total_norm(parts)
+        total = total + (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+    return total
+
+
+def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
+    """Squared norm of all experts, each once. One all_reduce for all layers over the same ranks."""
+    by_group: dict[str, list[Tensor]] = {}
+    counted: set[int] = set()
+    names: dict[object, str] = {}
+    for layer in _layers(model):
+        home = layer._home
+        name = home.expert_group if isinstance(home, LayerHome) else ""
+        name = names.setdefault(resolve(name), name) if name else name
+        # Experts that two layers share count once.
+        found = [p for p in layer.expert_parameters() if p.grad is not None and id(p) not in counted]
+        counted.update(map(id, found))
+        by_group.setdefault(name, []).extend(p.grad for p in found if p.grad is not None)
+    total = torch.zeros((), device=device)
+    for name, gradients in by_group.items():
+        squares = _squares(gradients, device)
+        if name:
+            with collective("all_reduce", name, "gradient norm") as peers:
+                dist.all_reduce(squares, group=peers)
+        total = total + squares
+    return total
+
+
+def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
+    if not gradients:
+        return torch.zeros((), device=device)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
+
+
+def _layers(model: nn.Module) -> list[MoeLayer]:
+    return [module for module in model.modules() if isinstance(module, MoeLayer)]

@@ -1,0 +1,73 @@
+"""Joining a job: the process group of all ranks, and a plan's meshes and groups over it."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
+
+from moec.passes.ir import Mesh
+from moec.passes.ir.mesh import group_name
+from moec.runtime.job.groups import ALL_RANKS, HOST
+
+_joined: Counter[tuple[str, str]] = Counter()
+"""Jobs that this process has joined at each address: as many on every rank, for all run the same script."""
+
+
+def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
+    """Makes the process group of all ranks, from torchrun's environment where there is one."""
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    if device_type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if "MASTER_ADDR" not in os.environ:
+        assert world_size == 1
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
+    # The agent's store still holds the addresses of the last attempt, and of the last job of this process.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
+    store = PrefixStore(f"attempt_{attempt}_job_{_joined[address]}", store)
+    _joined[address] += 1
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, DeviceMesh]:
+    """A plan's meshes as DeviceMeshes, with their axes of more than one rank; a mesh without any is left out."""
+    found = {}
+    for name, mesh in meshes.items():
+        axes = mesh.wide_axes()
+        if axes:
+            ranks = torch.arange(mesh.ranks).reshape([mesh.size(axis) for axis in axes])
+            found[name] = DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+    return found
+
+
+def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:
+    """The groups of a job by the plan's names, that of all ranks, and that for CPU tensors."""
+    found: dict[str, ProcessGroup] = {}
+    for name, mesh in meshes.items():
+        for axis in mesh.mesh_dim_names or ():
+            found[group_name(axis, name if name != "dense" else None)] = mesh.get_group(axis)
+    if meshes:
+        world = dist.group.WORLD
+        assert world is not None
+        found[ALL_RANKS] = world
+        found[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
+    for group in found.values():
+        # A new group has torch's default of 30 minutes. The default group is somebody else's, or has it already.
+        if group is not dist.group.WORLD:
+            distributed_c10d._set_pg_timeout(timeout, group)
+    return found
+
+
+def _takes_cpu_tensors() -> bool:
+    return "cpu:" in str(dist.get_backend_config())

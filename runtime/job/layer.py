@@ -1,0 +1,185 @@
+"""`moec.layer`: one mixture as an `nn.Module` for a plain PyTorch model, expert parallel over its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from moec.codegen.emit import Function, emit_function, site_of
+from moec.passes.ir import Program
+from moec.passes.ir.interface import layer_calls, scalar_blocks
+from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime.errors import JobError
+from moec.runtime.job import hosts, unscored
+from moec.runtime.job.checks import Complaint, MustMatch
+from moec.runtime.job.home import Home, own_weights
+from moec.runtime.job.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
+from moec.runtime.job.module import KINDS, SHAPES, counts_own_tokens
+from moec.runtime.job.settings import setting_values
+from moec.runtime.job.weights import Microbatches
+
+
+class HostedHome(Home, Protocol):
+    """The home of a layer in a plain PyTorch model, its host."""
+
+    @property
+    def hosts_divisor(self) -> int:
+        """What the host divides gradients by: its ranks where it averages over them, 1 where it sums."""
+        ...
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has, by their numbers in the file."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that the layer is spread over."""
+        ...
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """This rank's part of a parameter, by its full name, as a tensor that says what it is a part of."""
+        ...
+
+
+class MoeLayer(nn.Module):
+    """A mixture of experts `[…, dim] → […, dim]`: no norm, no residual. `moec.layer` makes it.
+
+    Parameters are fp32 and plain tensors: `gate.weight`, `experts.up.weight`, `experts.down.weight` and what the file
+    says beside them. `expert_parameters()` are this rank's experts; the host keeps its own reduction off them.
+
+    `aux_loss`, after a forward pass: the balance terms over the tokens of all ranks, a scalar alike on every rank, or
+    None where the file has none. Add it to the rank's loss. `expert_counts`: rows that this rank's tokens sent to each
+    expert, int64 `[experts]`.
+    """
+
+    aux_loss: Tensor | None
+    expert_counts: Tensor | None
+
+    def __init__(self, program: Program, dim: int, home: HostedHome, *, float64: bool = False) -> None:
+        super().__init__()
+        self.dim, self._home, self.seen, self._hosts = dim, home, set[object](), (0, -1)
+        (call,) = layer_calls(program)
+        self._function = emit_function(program, call.block, groups=home.groups, float64=float64)
+        self._scalars: dict[str, Function] = {
+            name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
+        }
+        paths = [path.removeprefix(INNER) for path in self._function.weights]
+        sites = {path.removeprefix(INNER): site for path, site in self._function.sites(call.layer).items()}
+        self._weights = own_weights(self, PREFIX, paths, sites, home, Microbatches())
+        self._routers = [site_of(op, call.layer) for op in self._function.routers]
+        self._number = torch.tensor(call.layer, device="cpu")
+        self._padded = counts_own_tokens(program)
+        self.aux_loss = self.expert_counts = None
+        self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x of any floating dtype: `[batch, sequence, dim]`; `[tokens, dim]` is one sequence; more dims are batches.
+
+        Computes in the layer's dtype, inside of `torch.autocast` too, and gives x's. Raises `JobError`, alike on every
+        rank, for another width and for router logits that are NaN or infinite.
+        """
+        self._home.require_running()
+        look = self._require_input(x)
+        with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
+            given = _as_sequences(x).to(self._weights.specs[0].dtype)
+            y, counts, *balance = self._run(given)
+            self._require_scores(noted, look)
+            self._refuse_reentrant_checkpoint()
+            self.aux_loss = self._aux_loss(balance[0], given) if balance else None
+        self.expert_counts = counts[0]
+        # `fully_shard` warns of a view that a module gives.
+        return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype)
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's experts: what the host leaves out of its own reduction, sharding and broadcasts."""
+        return self.get_submodule("experts").parameters()
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has, by their numbers among all."""
+        return self._home.local_experts
+
+    def _refuse_reentrant_checkpoint(self) -> None:
+        """Raises `JobError` where a checkpoint runs this again in backward, and made `aux_loss` without a gradient."""
+        lost = self.aux_loss is not None and not self.aux_loss.requires_grad
+        lost = lost and any(self._weights.needed())
+        if lost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            raise JobError(
+                "MOE0711",
+                "torch.utils.checkpoint(use_reentrant=True) made aux_loss without a gradient",
+                "give it `use_reentrant=False`",
+            )
+
+    def _run(self, x: Tensor) -> Sequence[Tensor]:
+        """y, the rows per expert, and the balance term where there is one."""
+        settings = setting_values(self._function.settings, training=self.training)
+        results: Sequence[Tensor] = self._function.module(x, self._number, *settings, *self._weights())
+        return results
+
+    def _aux_loss(self, balance: Tensor, x: Tensor) -> Tensor:
+        count = self._scalars["num_tokens"].module(x)
+        aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
+        return _scale_gradient(aux_loss, float(self._home.hosts_divisor))
+
+    def _require_input(self, x: Tensor) -> bool:
+        """Raises `JobError` for an x that it cannot take; gives whether this pass checks tensors' values."""
+        checks = self._home.checks
+        kind = ("forward", self.training)
+        if len(self._home.ranks) > 1 and self._hosts != (hosts_now := hosts.state()):
+            hosts.require_left_alone(self.get_submodule("experts"), self._home.ranks)
+            self._hosts = hosts_now
+        look = checks.looks(self.seen, kind, x.device)
+        complaint = None
+        if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
+            words = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
+            complaint = Complaint("MOE0702", words)
+        if look or self._padded:
+            # A capacity counts the tokens of one rank, and takes them to be as many on every other.
+            shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
+            kinds = (int(self.training), int(torch.is_grad_enabled()), hash(tuple(self._weights.needed())))
+            matching = MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kinds)
+            checks.require("start of a layer", complaint, *matching)
+        elif complaint:
+            raise JobError(*complaint)
+        return look
+
+    def _require_scores(self, noted: Any, look: bool) -> None:
+        if look:
+            self._home.checks.require("end of a layer", unscored.complaint(noted, self._routers))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies: without the results of a forward pass, which belong to a graph of autograd."""
+        return self.__dict__ | {"aux_loss": None, "expert_counts": None}
+
+
+def _as_sequences(x: Tensor) -> Tensor:
+    """x as `[batch, sequence, dim]`."""
+    if x.dim() < 3:
+        return x.reshape(1, -1 if x.dim() == 1 else x.shape[0], x.shape[-1])
+    return x.flatten(0, -3)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """x; backward multiplies its gradient by `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def _scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """x, whose gradient is multiplied by `factor`."""
+    if factor == 1:
+        return x
+    scaled: Tensor = _ScaledGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled

@@ -1,0 +1,206 @@
+"""Where `moec.layer` runs: a rank of the host's process group, over groups that the layer makes for itself."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moec.codegen.plan import Plan
+from moec.grammar.spec import Spec
+from moec.passes.ir import local_slices
+from moec.passes.ir.mesh import group_name
+from moec.runtime.errors import JobError
+from moec.runtime.job import groups
+from moec.runtime.job.checks import JobChecks
+from moec.runtime.job.groups import ALL_RANKS, HOST
+from moec.runtime.job.layer import MoeLayer
+from moec.runtime.job.layer_state import PREFIX
+from moec.runtime.job.rank import RankHome
+from moec.runtime.job.shards import dtensor_placements
+from moec.runtime.job.weights import WeightSpec
+
+Reduction = Literal["mean", "sum"]
+
+EXPERTS = f"{PREFIX}experts."
+"""What the names of a plan's experts begin with."""
+
+
+def ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
+    """The ranks of `group` in the job, in its order; without one those of the default group, or only rank 0."""
+    if group is None and not dist.is_initialized():
+        return (0,)
+    ranks = dist.get_process_group_ranks(group)
+    if dist.get_rank() not in ranks:
+        raise ValueError(f"rank {dist.get_rank()} makes a layer over a group of ranks {ranks}, and is none of them")
+    return tuple(ranks)
+
+
+class LayerHome(RankHome):
+    """One rank of a layer. Dense parameters are the host's to reduce; experts' gradients are summed here, and scaled.
+
+    The loss of a host that averages gradients is the mean of its ranks' losses: experts' gradients are then divided by
+    the number of ranks, and the gradient of `aux_loss`, which is global already, is multiplied by it.
+    """
+
+    def __init__(
+        self, plan: Plan, ranks: Sequence[int], reduction: Reduction, *, device: torch.device, seed: int
+    ) -> None:
+        job, size = groups.new_job(), plan.world_size
+        self.ranks = tuple(ranks)
+        rank = self.ranks.index(dist.get_rank()) if size > 1 else 0
+        checks = JobChecks("first", job, rank, size, (rank,), lambda: f"rank {rank}" if size > 1 else "")
+        super().__init__(plan, rank, job, {}, checks, device=device, seed=seed)
+        self.hosts_divisor = size if reduction == "mean" else 1
+        self._open_groups(job, f"{plan.spec_text}{seed}{reduction}")
+
+    def _open_groups(self, job: str, made_of: str) -> None:
+        self._named: dict[str, ProcessGroup] = {}
+        if self.plan.world_size == 1:
+            return
+        self._named[HOST] = _host_group(self.ranks)
+        require_alike(_digests(self._named[HOST], made_of, self.ranks), self.ranks)
+        self._named[ALL_RANKS] = _group(self.ranks)
+        for name, mesh in self.plan.meshes.items():
+            for axis in mesh.wide_axes():
+                mine = next(peers for peers in mesh.groups(axis) if self.rank in peers)
+                named = group_name(axis, name if name != "dense" else None)
+                self._named[named] = _group(tuple(self.ranks[peer] for peer in mine))
+        stack = ExitStack()
+        stack.enter_context(groups.opened(job, self._named, None))
+        # Copies of a layer share its home: its groups are open until the last of them is gone.
+        weakref.finalize(self, stack.close)
+
+    @property
+    def expert_group(self) -> str:
+        """The group whose ranks have different experts; empty where every rank has all."""
+        return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
+
+    @cached_property
+    def experts_mesh(self) -> DeviceMesh:
+        """The mesh that the experts lie on, over the layer's own groups."""
+        name = self.plan.parameters[f"{EXPERTS}up.weight"].mesh
+        mesh = self.plan.meshes[name]
+        axes = mesh.wide_axes()
+        named = [self._named[group_name(axis, name if name != "dense" else None)] for axis in axes]
+        if len(axes) == 1:
+            return DeviceMesh.from_group(named[0], self._device.type, mesh_dim_names=axes)
+        ranks = torch.tensor(self.ranks).reshape([mesh.size(axis) for axis in axes])
+        return DeviceMesh.from_group(named, self._device.type, mesh=ranks, mesh_dim_names=axes)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """This rank's part of a parameter as a DTensor, which says what it is a part of; replicas as they are."""
+        data = self.plan.parameters[name]
+        layout = data.layout
+        if not layout.axes:
+            return part
+        placements = dtensor_placements(layout, self.experts_mesh)
+        return DTensor.from_local(part, self.experts_mesh, placements, run_check=False)
+
+    @property
+    def local_experts(self) -> range:
+        """The experts that this rank has."""
+        data = self.plan.parameters[f"{EXPERTS}up.weight"]
+        first, *_ = local_slices(data.shape, data.layout, self.plan.meshes[data.mesh], self.rank)
+        return range(first.start, first.stop)
+
+    def weight(self, name: str, site: str) -> WeightSpec:
+        spec = super().weight(name, site)
+        if name.startswith(EXPERTS):
+            return replace(spec, scale=1 / self.hosts_divisor)
+        return replace(spec, groups=())
+
+    def require_running(self) -> None:
+        if not all(map(_is_alive, self._named.values())):
+            raise JobError(
+                "MOE0709",
+                "the process group that this layer was made in was destroyed",
+                "make the layer anew in the process group that there is now",
+            )
+
+
+def require_layer(spec: Spec) -> None:
+    """Raises `JobError` for a file whose subject is a model."""
+    if spec.has_model:
+        raise JobError(
+            "MOE0721",
+            f"{spec.model.name} is a model, and `moec.layer` makes the mixture of a file whose subject is a `layer`",
+            'train a model with `moec.launch`, or write its mixture as `layer "name" { dim = …; moe { … } }`',
+        )
+
+
+def make_layer(
+    plan: Plan, ranks: tuple[int, ...], reduction: Reduction, *, seed: int, device: str | torch.device | None
+) -> MoeLayer:
+    """The layer of `plan` on this rank of `ranks`.
+
+    Raises `JobError` for another number of ranks, and for the plan of a model.
+    """
+    require_layer(plan.spec)
+    if plan.world_size != len(ranks):
+        raise JobError(
+            "MOE0701",
+            f"the plan is for {plan.world_size}, and the layer's process group has {len(ranks)}",
+            f"give `moec.layer` the .moe file, which it compiles for {len(ranks)}, or compile it for so many",
+        )
+    target = torch.device(device) if device is not None else torch.get_default_device()
+    home = LayerHome(plan, ranks, reduction, device=target, seed=seed)
+    return MoeLayer(plan.program, plan.spec.subject.dim, home)
+
+
+_shared: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+"""Groups by kind and ranks: all layers of a model use the same ones."""
+
+
+def _group(ranks: tuple[int, ...]) -> ProcessGroup:
+    """A group over `ranks`, of the default backend. Never the host's own: each has its own order of collectives."""
+    return _shared_group("", ranks)
+
+
+def _host_group(ranks: tuple[int, ...]) -> ProcessGroup:
+    """A group over `ranks` that takes CPU tensors."""
+    takes_cpu = dist.get_backend() == "gloo" or "cpu:" in str(dist.get_backend_config())
+    return _group(ranks) if takes_cpu else _shared_group("gloo", ranks)
+
+
+def _shared_group(backend: str, ranks: tuple[int, ...]) -> ProcessGroup:
+    found = _shared.get((backend, ranks))
+    if found is None or not _is_alive(found):
+        # Only members make a group. Every rank makes its groups in the same order, so none waits for another group's.
+        found = dist.new_group(list(ranks), backend=backend or None, use_local_synchronization=True)
+        _shared[backend, ranks] = found
+    return found
+
+
+def _is_alive(group: ProcessGroup) -> bool:
+    return dist.is_initialized() and group in distributed_c10d._world.pg_map
+
+
+def _digests(group: ProcessGroup, made_of: str, ranks: Sequence[int]) -> list[int]:
+    """What each rank makes its layer of, as a number. A collective."""
+    own = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:8], "big") >> 2
+    found = [torch.zeros((), dtype=torch.int64) for _ in ranks]
+    dist.all_gather(found, torch.tensor(own), group=group)
+    return [int(digest) for digest in found]
+
+
+def require_alike(digests: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raises `JobError` unless all ranks make the same layer."""
+    other = next((rank for rank, each in zip(ranks, digests, strict=True) if each != digests[0]), None)
+    if other is not None:
+        raise JobError(
+            "MOE0720",
+            f"rank {ranks[0]} and rank {other} make it from another file, with another seed or reduction",
+            "make the layers of a model in the same order on every rank, from the same files, with the same seeds",
+        )

@@ -1,0 +1,40 @@
+"""Log-probabilities of labels, without gathering logits whose vocabulary lies on several ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moec.runtime.job.batches import IGNORED_LABEL
+from moec.runtime.job.groups import resolve
+from moec.runtime.ops.conversions import all_gather_alike, all_reduce, all_reduce_max
+from moec.runtime.ops.sharded_vocabulary import label_logit
+
+SEQUENCE, VOCABULARY = 1, 2
+SITE = "log-probabilities"
+
+
+def label_log_probabilities(logits: Tensor, labels: Tensor, sharded_dim: int | None, group: str) -> Tensor:
+    """log softmax(logits)[label] of each token, at least fp32 `[batch, sequence]`; 0 where a label is ignored.
+
+    logits `[batch, sequence, vocab]`, of which this rank of `group` has a part along `sharded_dim` (None: all); labels
+    `[batch, sequence]` of whole sequences, alike on the ranks of the group, as is the result.
+    """
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if sharded_dim == VOCABULARY:
+        largest = all_reduce_max(wide.detach().amax(-1), group, SITE)
+        sums = all_reduce((wide - largest[..., None]).exp().sum(-1), group, SITE)
+        found: Tensor = all_reduce(label_logit(wide, labels, group), group, SITE) - largest - sums.log()
+        return found.where(labels != IGNORED_LABEL, 0)
+    if sharded_dim == SEQUENCE:
+        peers = resolve(group)
+        own = labels.chunk(peers.size(), SEQUENCE)[peers.rank()]
+        whole: Tensor = all_gather_alike(_of_whole_vocabulary(wide, own), SEQUENCE, group, SITE)
+        return whole
+    return _of_whole_vocabulary(wide, labels)
+
+
+def _of_whole_vocabulary(logits: Tensor, labels: Tensor) -> Tensor:
+    valid = labels != IGNORED_LABEL
+    picked = logits.log_softmax(-1).gather(-1, labels.where(valid, 0)[..., None]).squeeze(-1)
+    return picked.where(valid, 0)

@@ -1,0 +1,69 @@
+"""The optimizer that `train { optimizer = … }` names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from moec.grammar.spec import AdamW as AdamWSpec
+from moec.runtime.errors import JobError
+from moec.runtime.job.home import home_of
+from moec.runtime.job.state import KEY, require_own
+
+OTHER_STATE = (
+    "load each rank's own state under the plan that saved it; to change plans use `get_state_dict` and "
+    "`set_state_dict` of `torch.distributed.checkpoint.state_dict`"
+)
+
+
+def make_optimizer(
+    spec: AdamWSpec, decayed: list[nn.Parameter], undecayed: list[nn.Parameter], model: nn.Module | None = None
+) -> AdamW:
+    """AdamW as `spec` says, over fp32 masters. Its state is that of this rank's parts of `model`, and is signed so."""
+    groups = [
+        {"params": decayed, "weight_decay": spec.weight_decay},
+        {"params": undecayed, "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+    if model is not None:
+        _sign(optimizer, model)
+    return optimizer
+
+
+def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Raises `JobError` for tensors of other shapes than the parameters', or whole ones where this rank has parts."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    saved = [index for group in state["param_groups"] for index in group["params"]]
+    if len(saved) != len(parameters):
+        message = f"this optimizer state is of {len(saved)} parameters, and the model has {len(parameters)}"
+        raise JobError("MOE0712", message, OTHER_STATE)
+    for index, parameter in zip(saved, parameters, strict=True):
+        for name, value in state["state"].get(index, {}).items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                continue
+            if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+                found = f"{name} of parameter {index} is a {type(value).__name__} {list(value.shape)}"
+                wanted = f"the parameter is a {type(parameter.data).__name__} {list(parameter.shape)}"
+                raise JobError("MOE0712", f"this optimizer state's {found}, and {wanted}", OTHER_STATE)
+
+
+def _sign(optimizer: Optimizer, model: nn.Module) -> None:
+    signature = home_of(model).signature()
+    # The rank is part of the name: `torch.distributed.checkpoint` keeps one value of each name, and so keeps them all.
+    own = f"{KEY}.rank{signature['rank']}"
+
+    def sign(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, own: signature}
+
+    def require(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        signed = {name: value for name, value in state.items() if name.startswith(KEY)}
+        if signed:
+            require_own(model, signed.get(own) or next(iter(signed.values())), "this optimizer state")
+        _require_fitting(optimizer, state)
+        return {name: value for name, value in state.items() if name not in signed}
+
+    optimizer.register_state_dict_post_hook(sign)
+    optimizer.register_load_state_dict_pre_hook(require)

@@ -1,0 +1,103 @@
+"""The home of a rank's modules: which parts of the parameters it has, and which groups sum their gradients."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from moec.codegen.emit import DTYPES
+from moec.codegen.plan import Plan, PlanParameter
+from moec.passes.ir import local_slices
+from moec.runtime.job.checks import Checks
+from moec.runtime.job.groups import ALL_RANKS, ended, is_open
+from moec.runtime.job.shards import dtensor_placements, initial_shard
+from moec.runtime.job.weights import WeightSpec
+
+
+class RankHome:
+    """The home of modules that one `build` of a job makes, on `device`, starting from `seed`."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        job: str,
+        meshes: Mapping[str, DeviceMesh],
+        checks: Checks,
+        *,
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
+        self._meshes, self._device, self._seed = meshes, device, seed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RankHome:
+        return self
+
+    def parameter(self, name: str) -> nn.Parameter:
+        """This rank's part, newly drawn: a DTensor where there are several ranks."""
+        data = self.plan.parameters[name]
+        mesh = self.plan.meshes[data.mesh]
+        part = initial_shard(name, data, mesh, self.rank, seed=self._seed, device=self._device)
+        if data.mesh not in self._meshes:
+            return nn.Parameter(part)
+        return nn.Parameter(DTensor.from_local(part, *self._layout(data), run_check=False))
+
+    def weight(self, name: str, site: str) -> WeightSpec:
+        data = self.plan.parameters[name]
+        index = local_slices(data.shape, data.layout, self.plan.meshes[data.mesh], self.rank)
+        return WeightSpec(
+            name=name,
+            shape=tuple(part.stop - part.start for part in index),
+            dtype=DTYPES[data.dtype],
+            groups=tuple(self.groups + group for group in self._sum_over(data)),
+            site=site,
+        )
+
+    def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:
+        """The groups that sum its gradient; that of all ranks where they span the whole mesh."""
+        if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
+            return (ALL_RANKS,)
+        return data.sum_over
+
+    def _layout(self, data: PlanParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        mesh = self._meshes[data.mesh]
+        return mesh, dtensor_placements(data.layout, mesh)
+
+    def require_running(self) -> None:
+        if self.plan.world_size > 1 and not is_open(self.groups):
+            raise ended()
+
+    def signature(self) -> dict[str, Any]:
+        return {"ranks": self.plan.world_size, "rank": self.rank, "parts": self._parts_digest}
+
+    @cached_property
+    def _parts_digest(self) -> str:
+        """The same for plans that cut every parameter alike."""
+        meshes = {name: mesh.axes for name, mesh in self.plan.meshes.items()}
+        cut = sorted((name, p.shape, str(p.layout), meshes[p.mesh]) for name, p in self.plan.parameters.items())
+        return hashlib.sha256(repr(cut).encode()).hexdigest()[:16]
+
+    def complaint_of(self, signature: dict[str, Any]) -> str | None:
+        """Ranks with the same parts of every parameter may load each other's."""
+        ranks, rank = signature["ranks"], signature["rank"]
+        if ranks == 1:
+            return None  # its tensors are whole
+        if ranks != self.plan.world_size:
+            return f"it is of a plan for {ranks} ranks, and this one is for {self.plan.world_size}"
+        if signature.get("parts", self._parts_digest) != self._parts_digest:
+            return "it is of another plan, which shards parameters over as many ranks otherwise"
+        for name, data in self.plan.parameters.items():
+            mesh, layout = self.plan.meshes[data.mesh], data.layout
+            theirs, ours = (local_slices(data.shape, layout, mesh, each) for each in (rank, self.rank))
+            if theirs != ours:
+                return f"it holds rank {rank}'s part of {name}, and this is rank {self.rank}"
+        return None

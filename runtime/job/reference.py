@@ -1,0 +1,59 @@
+"""The model as its file says it, unsharded: what every plan must equal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from moec.codegen.plan import parameters_of
+from moec.grammar.spec import Spec
+from moec.passes.ir import Program
+from moec.passes.lower import lower
+from moec.passes.stated import data_shares
+from moec.runtime.job.batches import limits_of
+from moec.runtime.job.home import ALONE, Alone
+from moec.runtime.job.layer import MoeLayer
+from moec.runtime.job.layer_state import PREFIX
+from moec.runtime.job.module import PlanModule
+
+__all__ = ["ALONE", "layer_reference", "reference", "reference_program"]
+
+
+def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> PlanModule:
+    """The lowered, unsharded Program of `spec` as a module, initialised as a job's is.
+
+    `module(tokens)` gives `.logits` and `.aux_loss`, with labels also `.loss`. Parameters are fp32. `dtype`
+    replaces the dtype in which layers compute, inside the graphs too where it is float64; then parameters have it too.
+    """
+    program = reference_program(spec)
+    home = Alone(parameters_of(program), seed=seed, dtype=dtype)
+    return PlanModule(program, limits_of(spec), home, float64=dtype == torch.float64)
+
+
+def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> MoeLayer:
+    """The same of a `layer` file: `module(x)` gives y, and `.aux_loss` after it."""
+    program = reference_program(spec)
+    home = AloneInHost(parameters_of(program), seed=seed, dtype=dtype)
+    return MoeLayer(program, spec.subject.dim, home, float64=dtype == torch.float64)
+
+
+class AloneInHost(Alone):
+    """The home of a layer that one process has whole."""
+
+    hosts_divisor, ranks = 1, (0,)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A parameter, which is whole."""
+        return part
+
+    @property
+    def local_experts(self) -> range:
+        """All of them."""
+        return range(self._parameters[f"{PREFIX}experts.up.weight"].shape[0])
+
+
+def reference_program(spec: Spec) -> Program:
+    """The lowered Program of `spec`, for one process that has the sequences of all data-parallel ranks."""
+    return replace(lower(spec), shares=data_shares(spec))

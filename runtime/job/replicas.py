@@ -1,0 +1,97 @@
+"""Are replicas still alike? Ranks that hold the same part of a parameter must hold the same bits of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import local_slices
+from moec.runtime.errors import JobError
+from moec.runtime.job.watch import collective
+
+CHUNK = 1 << 20
+"""Elements hashed at a time: the int64 copies take 16 MiB."""
+MAX_NAMED = 5
+"""Parameters that a message names; the others are counted."""
+
+Hash = tuple[int, int]
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bit_hash(tensor: Tensor) -> Tensor:
+    """Two sums over the bit patterns, int64 `[2]` on the tensor's device: plain, and weighted by position from 1.
+
+    Both wrap around. Any one changed bit changes the first. NaNs and signed zeros are told apart as bits are.
+    """
+    bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
+    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device)
+        sums += torch.stack((part.sum(), (part * places).sum()))
+    return sums
+
+
+def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int, group: str) -> None:
+    """Compares hashes of this rank's parts of all `parameters` over all ranks (`group`).
+
+    In one all_gather of 16 bytes per parameter and rank.
+    A collective: every rank must call it, with parameters of the same names. Raises `JobError`, alike on every rank.
+    """
+    if world_size == 1 or not parameters:
+        return
+    mine = torch.stack([bit_hash(parameter) for parameter in parameters.values()])
+    everyone = [torch.empty_like(mine) for _ in range(world_size)]
+    with collective("all_gather", group, "comparing replicas") as peers:
+        dist.all_gather(everyone, mine, group=peers)
+    by_rank = torch.stack(everyone).tolist()
+    hashes = {
+        name: [(by_rank[rank][place][0], by_rank[rank][place][1]) for rank in range(world_size)]
+        for place, name in enumerate(parameters)
+    }
+    require_alike(plan, hashes)
+
+
+def require_alike(plan: Plan, hashes: Mapping[str, Sequence[Hash]]) -> None:
+    """Raises `JobError` where ranks that hold the same part of a parameter have different hashes; one per rank."""
+    found = []
+    for name, of_rank in hashes.items():
+        words = [drift for ranks in replicas(plan, name) if (drift := _drift({rank: of_rank[rank] for rank in ranks}))]
+        if words:
+            found.append(f"{name}: {'; '.join(words)}")
+    if found:
+        more = f"; and {len(found) - MAX_NAMED} more parameters" if len(found) > MAX_NAMED else ""
+        raise JobError("MOE0704", "; ".join(found[:MAX_NAMED]) + more)
+
+
+def replicas(plan: Plan, name: str) -> list[list[int]]:
+    """The ranks that hold the same part of parameter `name`, part by part."""
+    data = plan.parameters[name]
+    layout, mesh = data.layout, plan.meshes[data.mesh]
+    parts: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.ranks):
+        part = tuple(s.start for s in local_slices(data.shape, layout, mesh, rank))
+        parts.setdefault(part, []).append(rank)
+    return list(parts.values())
+
+
+def _drift(hashes: Mapping[int, Hash]) -> str:
+    """What is wrong among ranks that should be alike, or nothing."""
+    alike: dict[Hash, list[int]] = {}
+    for rank, value in hashes.items():
+        alike.setdefault(value, []).append(rank)
+    if len(alike) == 1:
+        return ""
+    largest, *others = sorted(alike.values(), key=len, reverse=True)
+    if len(largest) == len(others[0]):
+        return " and ".join(_ranks(ranks) for ranks in alike.values()) + " differ from each other"
+    odd = sorted(rank for ranks in others for rank in ranks)
+    return f"{_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from {_ranks(largest)}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

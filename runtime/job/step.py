@@ -1,0 +1,232 @@
+"""One training step: micro-batches, the model's loss or one's own, and what it is divided by."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.passes.ir import Shard
+from moec.runtime.errors import JobError
+from moec.runtime.job.batches import device_of
+from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.job.groups import HOST
+from moec.runtime.job.logprobs import label_log_probabilities
+from moec.runtime.job.module import ModelOutput, PlanModule
+from moec.runtime.job.watch import collective
+from moec.runtime.ops.conversions import all_reduce
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+
+Loss = Callable[..., Tensor]
+"""`(logits or logprobs, labels, **inputs) → sum over tokens`, a scalar."""
+
+Counter = Callable[..., Any]
+"""`(labels, **inputs) → number`, or with `logits` before labels."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """The arguments of `Job.step`."""
+
+    tokens: Tensor
+    labels: Tensor
+    microbatches: int
+    loss: Loss | None
+    logprob_loss: Loss | None
+    count: Counter | None
+    inputs: Mapping[str, Tensor]
+
+    @property
+    def count_takes_logits(self) -> bool:
+        """Whether the count needs the logits of a forward pass."""
+        return self.count is not None and "logits" in inspect.signature(self.count).parameters
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether it is not the model that computes the loss."""
+        return self.loss is not None or self.logprob_loss is not None or self.count is not None
+
+    def complaint(self) -> str | None:
+        """What is wrong with the arguments, or None; reads no tensor's values."""
+        if not torch.is_grad_enabled():
+            return (
+                "job.step computes gradients, and was called under torch.no_grad; for the loss alone there is "
+                "`model.eval()(tokens, labels)`"
+            )
+        labels: object = self.labels
+        if labels is None:
+            return "job.step wants labels; without them there is `model(tokens)`"
+        if self.loss is not None and self.logprob_loss is not None:
+            return "job.step takes one of loss and logprob_loss, not both"
+        if not isinstance(self.microbatches, int) or self.microbatches < 1:
+            return f"microbatches must be an integer of at least 1, not {self.microbatches!r}"
+        sequences = self.tokens.shape[0] if self.tokens.dim() else 0
+        if self.microbatches > max(1, sequences):
+            return f"{sequences} sequences cannot be cut into {self.microbatches} micro-batches"
+        if self.microbatches > 1 and self.count_takes_logits:
+            return (
+                "a count that takes logits is known only after the forward pass, and several micro-batches are "
+                "divided by it before: take one micro-batch, or count by labels and inputs"
+            )
+        for name, tensor in self.inputs.items():
+            if not isinstance(tensor, Tensor) or tensor.shape[:2] != self.tokens.shape:
+                shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+                return (
+                    f"inputs[{name!r}] is {shape}, and must be [batch, sequence, …] as tokens {list(self.tokens.shape)}"
+                )
+        return None
+
+    def must_match(self) -> MustMatch:
+        """What of the arguments must be the same on every rank."""
+        given = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
+        names = zlib.crc32(" ".join(self.inputs).encode())
+        return MustMatch(
+            "MOE0713",
+            "ranks differ in `microbatches`, in which of loss, logprob_loss and count are given, or in names of inputs",
+            (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given), names),
+        )
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Tokens, labels and inputs of each micro-batch; where they do not divide, the first ones have one more."""
+        names, tensors = list(self.inputs), [self.tokens, self.labels, *self.inputs.values()]
+        for tokens, labels, *inputs in zip(*(t.tensor_split(self.microbatches) for t in tensors), strict=True):
+            yield tokens, labels, dict(zip(names, inputs, strict=True))
+
+
+def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
+    """Forward and backward of every micro-batch; gives the global loss, detached."""
+    agreed, look, num_labels, num_tokens = _begin(job, model, step)
+    total = num_labels.float()
+    if step.count is not None and not step.count_takes_logits:
+        total = _count(job, step, None, step.inputs)
+    elif step.count is None and look and int(num_labels) == 0:
+        raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
+    sum_of_losses, graded = torch.zeros((), device=step.tokens.device), False
+    with model.one_step() as microbatches, model.counting(None if step.has_own_loss else num_labels, num_tokens):
+        for index, (tokens, labels, inputs) in enumerate(step.parts()):
+            microbatches.more = index < step.microbatches - 1
+            if agreed and index == 0:
+                model.agreed(tokens, look)
+            if step.has_own_loss:
+                loss, depends = _own_loss(job, model, step, tokens, labels, inputs, total)
+                graded |= depends
+            else:
+                output = model(tokens, labels)
+                assert output.loss is not None
+                loss, graded = output.loss, True
+            if not loss.requires_grad:
+                raise JobError("MOE0713", "no parameter of the model wants a gradient: all are frozen")
+            loss.backward()  # type: ignore[no-untyped-call]
+            sum_of_losses += loss.detach()
+        if not graded:
+            raise JobError(
+                "MOE0713",
+                "the loss depends on the model's logits on no rank, so that nothing but balance terms would train",
+                "compute it from `logits` or `logprobs` without `detach()`, `item()` or `no_grad`; zero the gradients",
+            )
+        microbatches.finish()
+    return sum_of_losses
+
+
+def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor, Tensor | None]:
+    """Ranks agree once on all micro-batches; raises `JobError` on every rank if one cannot take the step.
+
+    Gives whether the first forward pass needs no agreement of its own, as no code of the user's that could change what
+    ranks agreed on comes between; whether values are checked; and the global numbers of valid labels and real tokens:
+    on CPU summed by the agreement, elsewhere by the model's collectives, for which the host does not wait.
+    """
+    device = device_of(step.tokens)
+    look = job.checks.looks(model.seen, ("step", model.training, step.has_own_loss), device)
+    complaint, *matching = model.claims(step.tokens, step.labels, look=look)
+    if complaint is None and (words := step.complaint()):
+        complaint = Complaint("MOE0713", words)
+    if complaint is None and step.microbatches > 1:
+        parts = (model.limits.complaint(tokens, labels, look=False) for tokens, labels, _ in step.parts())
+        if words := next(filter(None, parts), None):
+            complaint = Complaint("MOE0702", words)
+    inputs = TpInputs((step.tokens, step.labels, *step.inputs.values()), look)
+    on_host = device.type == "cpu"
+    counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else (0, 0)
+    users_code = step.has_own_loss or model.is_hooked
+    totals = job.checks.require(
+        "start of a step", complaint, *matching, step.must_match(), inputs=inputs, counts=(int(users_code), *counts)
+    )
+    agreed = totals[0] == 0
+    if on_host:
+        # The ranks of a tp group count the same sequences.
+        num_labels, num_tokens = torch.tensor(totals[1:]) // job.plan.meshes["dense"].size("tp")
+        return agreed, look, num_labels, num_tokens
+    return agreed, look, model.count_labels(step.labels), model.count_tokens(step.tokens)
+
+
+def _own_loss(
+    job: Job,
+    model: PlanModule,
+    step: Step,
+    tokens: Tensor,
+    labels: Tensor,
+    inputs: Mapping[str, Tensor],
+    total: Tensor,
+) -> tuple[Tensor, bool]:
+    """The loss of a micro-batch by the user's functions, divided by `total` or by the count that takes logits.
+
+    Also whether any rank's depends on the model.
+    """
+    output: ModelOutput = model(tokens)
+    if step.count_takes_logits:
+        total = _count(job, step, job.whole_logits(output).detach(), inputs)
+    if step.loss is not None:
+        summed = step.loss(job.whole_logits(output), labels, **inputs)
+    else:
+        tp = job.plan.result_layout.get("tp")
+        logprobs = label_log_probabilities(
+            output.logits, labels, tp.dim if isinstance(tp, Shard) else None, f"{job.number}tp"
+        )
+        summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
+    depends = isinstance(summed, Tensor) and summed.requires_grad
+    (graded,) = job.checks.require("a loss of one's own", _scalar_complaint(summed), counts=(int(depends),))
+    if not summed.requires_grad and output.logits.requires_grad:
+        # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
+        summed = summed + output.logits[..., :0].sum()
+    if job.data_size > 1:
+        # Each rank's sum is part of the loss; its backward is the identity, so that no gradient is summed twice.
+        summed = all_reduce(summed.float(), f"{job.number}dp", "a loss of one's own")
+    loss: Tensor = summed / total
+    return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, graded > 0
+
+
+def _scalar_complaint(summed: object) -> Complaint | None:
+    if isinstance(summed, Tensor) and summed.dim() == 0 and summed.is_floating_point():
+        return None
+    found = f"{summed.dtype} {list(summed.shape)}" if isinstance(summed, Tensor) else type(summed).__name__
+    return Complaint("MOE0713", f"the loss gave {found}, and must give a scalar tensor: a sum over tokens")
+
+
+def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+    """The sum of all ranks' counts of their own: 0-d fp32."""
+    assert step.count is not None
+    counted = step.count(*(() if logits is None else (logits,)), step.labels, **inputs)
+    try:
+        number = float(counted)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    wrong = not 0 <= number < math.inf
+    words = f"the count gave {counted!r}, and must give a number from 0 on"
+    job.checks.require("a count of one's own", Complaint("MOE0713", words) if wrong else None)
+    total = torch.tensor(number, dtype=torch.float64)
+    if job.world_size > 1:
+        with collective("all_reduce", job.number + HOST, "a count of one's own") as peers:
+            dist.all_reduce(total, group=peers)
+        total /= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+    if float(total) == 0:
+        raise JobError("MOE0713", "the count is 0 on every rank: there is nothing to divide the loss by")
+    return total.to(step.tokens.device, torch.float32)

@@ -1,0 +1,63 @@
+"""Tokens without scores: their router logits are NaN, or infinite so that no score is left.
+
+In a model's forward pass they are noted, which waits for no device; at its end the ranks agree whether there are any.
+An operator that is called by itself refuses them on CPU, where looking costs no synchronisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+from moec.runtime.job.checks import Complaint
+
+HELP = (
+    "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
+    "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
+)
+
+_noted: ContextVar[list[Tensor] | None] = ContextVar("unscored", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[Sequence[Tensor]]:
+    """Within it nothing is refused. Gives which tokens have no scores, bool [B, S], for each `route` in its order."""
+    noted: list[Tensor] = []
+    token = _noted.set(noted)
+    try:
+        yield noted
+    finally:
+        _noted.reset(token)
+
+
+def note_or_refuse(probabilities: Tensor, weights: Tensor) -> None:
+    """What `route` found, [B, S, E] and [B, S, k]. Raises `FloatingPointError` on CPU outside of `noting`."""
+    noted = _noted.get()
+    if noted is None and probabilities.device.type != "cpu":
+        return
+    # Softmax spreads NaN to every probability, and top-k ranks NaN first: element 0 of one of them is NaN.
+    bad = (probabilities[..., 0] + weights[..., 0]).isnan()
+    if noted is not None:
+        noted.append(bad)
+    elif bad.any():
+        raise FloatingPointError(f"moec::route: the router logits {_which(bad)}")
+
+
+def complaint(noted: Sequence[Tensor], sites: Sequence[str]) -> Complaint | None:
+    """The first of the routers at `sites` that left tokens without scores. Waits for the device, once."""
+    if not noted or not torch.cat([bad.flatten() for bad in noted]).any():
+        return None
+    # Where a layer was replaced by one that routes too, sites are not as many.
+    named = zip(sites if len(sites) == len(noted) else ["a layer"] * len(noted), noted, strict=True)
+    site, bad = next((site, bad) for site, bad in named if bad.any())
+    return Complaint("MOE0708", f"the router logits of {site} {_which(bad)}", HELP)
+
+
+def _which(bad: Tensor) -> str:
+    sequence, token = bad.nonzero()[0].tolist()
+    first = f"first token {token} of sequence {sequence}"
+    return f"are NaN or infinite for {int(bad.sum())} of {bad.numel()} tokens, {first}"

@@ -1,0 +1,250 @@
+"""The conversions between layouts, each an operator with its declared backward: the conversion table at run time.
+
+| from → to | forward | backward |
+|---|---|---|
+| partial → replicated | `all_reduce` | identity |
+| partial → sharded | `reduce_scatter` | all_gather |
+| replicated → replicated, for ops sharded on the axis | `copy_to` | all_reduce |
+| replicated → sharded | `slice` | all_gather |
+| sharded → replicated, consumed alike on every rank | `all_gather_alike` | slice |
+| sharded → replicated, for ops sharded on the axis | `all_gather` | reduce_scatter |
+| sharded(i) → sharded(j) | `all_to_all_padded` | all_to_all_padded |
+
+`passes/communicate.py` says which is inserted where; ragged rows are in `runtime/ops/collectives.py`. Groups are named
+(`job/groups.py`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for a sum that every
+rank goes on to use alike; hence two operators where it has one.
+
+`site` says which part of the model a collective serves (`codegen/emit`), `{layer}` in it standing for the number
+`layer`, a 0-d int64 tensor on CPU: layers that share a graph differ in it. Both are for messages alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moec.runtime.job.groups import resolve
+from moec.runtime.job.watch import Layer, backward_of, collective
+from moec.runtime.ops.registry import check, define, differentiate
+
+__all__ = [
+    "all_gather",
+    "all_gather_alike",
+    "all_reduce",
+    "all_reduce_max",
+    "all_to_all_padded",
+    "copy_to",
+    "reduce_scatter",
+    "slice_",
+]
+
+# Renamed in torch 2.13, where the old names warn.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# ---- what each does with one rank's tensor -------------------------------------------------------------
+
+
+def _all_reduced(x: Tensor, group: str, site: str, layer: Layer, op: Any, name: str) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    with collective(name, group, site, layer) as peers:
+        dist.all_reduce(out, op=op, group=peers)
+    return out
+
+
+def _summed(x: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return _all_reduced(x, group, site, layer, dist.ReduceOp.SUM, "all_reduce")
+
+
+def _largest(x: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return _all_reduced(x, group, site, layer, dist.ReduceOp.MAX, "all_reduce_max")
+
+
+def _copied(x: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _gathered(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    pieces = x.new_empty((resolve(group).size(), *x.shape))
+    # Flat: gloo wants the output as long as all inputs together along dim 0, and a scalar has none.
+    flat, own = pieces.view(-1), x.contiguous().view(-1)
+    with collective("all_gather", group, site, layer) as peers:
+        _all_gather_single(flat, own, group=peers)
+    return pieces.flatten(0, 1) if dim == 0 else torch.cat(pieces.unbind(0), dim)
+
+
+def _scattered(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    pieces = torch.stack(x.chunk(resolve(group).size(), dim))
+    out = torch.empty_like(pieces[0])
+    with collective("reduce_scatter", group, site, layer) as peers:
+        _reduce_scatter_single(out.view(-1), pieces.view(-1), group=peers)
+    return out
+
+
+def _sliced(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    peers = resolve(group)
+    return x.chunk(peers.size(), dim)[peers.rank()].clone(memory_format=torch.contiguous_format)
+
+
+def _exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    pieces = torch.stack(x.chunk(resolve(group).size(), wanted))
+    received = torch.empty_like(pieces)
+    with collective("all_to_all_padded", group, site, layer) as peers:
+        dist.all_to_all_single(received, pieces, group=peers)
+    return torch.cat(received.unbind(0), given)
+
+
+# ---- checks and fakes ------------------------------------------------------------------------------------
+
+
+def _check_group(x: Tensor, group: str, site: str = "", layer: Layer = None) -> None:
+    resolve(group)
+
+
+def _check_dim(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> None:
+    resolve(group)
+    check(0 <= dim < x.dim(), lambda: f"moec: there is no dim {dim} to gather of {list(x.shape)}")
+
+
+def _check_divides(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> None:
+    _check_dim(x, dim, group)
+    size = resolve(group).size()
+    check(
+        x.shape[dim] % size == 0,
+        lambda: f'moec: dim {dim} of {list(x.shape)} does not divide over the {size} ranks of "{group}"',
+    )
+
+
+def _fake_like(x: Tensor, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_gathered(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return x.new_empty((*x.shape[:dim], x.shape[dim] * resolve(group).size(), *x.shape[dim + 1 :]))
+
+
+def _fake_piece(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    return x.new_empty((*x.shape[:dim], x.shape[dim] // resolve(group).size(), *x.shape[dim + 1 :]))
+
+
+def _check_exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = "", layer: Layer = None) -> None:
+    _check_dim(x, given, group)
+    _check_divides(x, wanted, group)
+
+
+def _fake_exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
+    shape, size = list(x.shape), resolve(group).size()
+    shape[given], shape[wanted] = shape[given] * size, shape[wanted] // size
+    return x.new_empty(shape)
+
+
+# ---- the operators ---------------------------------------------------------------------------------------
+
+all_reduce = define(
+    "all_reduce(Tensor x, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_like,
+    check=_check_group,
+    kernel=_summed,
+)
+"""The sum of every rank's x, on every rank; shape and dtype of x, which must be alike on all ranks.
+
+Backward is the identity: partial sums become a replicated value, and what follows is done, and differentiated, alike
+on every rank.
+"""
+
+all_reduce_max = define(
+    "all_reduce_max(Tensor x, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_like,
+    check=_check_group,
+    kernel=_largest,
+)
+"""The largest of every rank's x, element by element; not differentiated."""
+
+copy_to = define(
+    "copy_to(Tensor x, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_like,
+    check=_check_group,
+    kernel=_copied,
+)
+"""x, for operators of which each rank does a part. Backward: all_reduce (Megatron's f, Shoeybi et al. 2019)."""
+
+reduce_scatter = define(
+    "reduce_scatter(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_piece,
+    check=_check_divides,
+    kernel=_scattered,
+)
+"""The sum of every rank's x, cut along `dim`: each rank its piece. Backward: all_gather."""
+
+slice_ = define(
+    "slice(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_piece,
+    check=_check_divides,
+    kernel=_sliced,
+)
+"""This rank's piece of x along `dim`; x is alike on all ranks. Backward: all_gather."""
+
+all_gather = define(
+    "all_gather(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_gathered,
+    check=_check_dim,
+    kernel=_gathered,
+)
+"""Every rank's x side by side along `dim`, for operators of which each rank does a part. Backward: reduce_scatter."""
+
+all_gather_alike = define(
+    "all_gather_alike(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_gathered,
+    check=_check_dim,
+    kernel=_gathered,
+)
+"""Every rank's x side by side along `dim`, consumed alike on every rank. Backward: slice."""
+
+all_to_all_padded = define(
+    "all_to_all_padded(Tensor x, int given, int wanted, str group, str site='', Tensor? layer=None) -> Tensor",
+    fake=_fake_exchanged,
+    check=_check_exchanged,
+    kernel=_exchanged,
+)
+"""x, which the ranks have in pieces along `given`, in pieces along `wanted`; alike in shape on every rank."""
+
+
+# ---- and their backward ----------------------------------------------------------------------------------
+
+
+def _declare(operator: Any, backward: Callable[..., Tensor]) -> None:
+    """`backward(gradient, *attributes)` with the attributes that the forward got (`dim`, `group`, `site`, `layer`)."""
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        *ctx.attributes, ctx.site, layer = inputs[1:]
+        if layer is not None:
+            ctx.save_for_backward(layer)
+
+    def differentiated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        layer = next(iter(ctx.saved_tensors), None)
+        given = backward(gradient, *ctx.attributes, backward_of(ctx.site), layer)
+        return (given, *(None for _ in ctx.attributes), None, None)
+
+    differentiate(operator, setup=setup, backward=differentiated)
+
+
+def _as_it_is(gradient: Tensor, *attributes: Any) -> Tensor:
+    return gradient
+
+
+def _exchanged_back(gradient: Tensor, given: int, wanted: int, group: str, site: str, layer: Layer) -> Tensor:
+    exchanged: Tensor = all_to_all_padded(gradient, wanted, given, group, site, layer)
+    return exchanged
+
+
+_declare(all_reduce, _as_it_is)
+_declare(copy_to, all_reduce)
+_declare(reduce_scatter, all_gather)
+_declare(slice_, all_gather)
+_declare(all_gather, reduce_scatter)
+_declare(all_gather_alike, slice_)
+_declare(all_to_all_padded, _exchanged_back)

@@ -1,0 +1,145 @@
+"""Lookups in a vocabulary that is sharded: each rank of the group has the same number of consecutive ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.runtime.job.groups import resolve
+from moec.runtime.ops.embedding import embed, sum_by_id
+from moec.runtime.ops.registry import check, define, differentiate
+
+__all__ = ["embed_part", "label_logit", "own_ids"]
+
+
+def own_ids(ids: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
+    """ids less the first of `rank`'s `size` ids, 0 where they are not among them; and where they are."""
+    local = ids - rank * size
+    mine = (local >= 0) & (local < size)
+    return local.where(mine, 0), mine
+
+
+# ---- embed_part --------------------------------------------------------------------------------------
+
+
+def embed_rows(ids: Tensor, table: Tensor, rank: int) -> Tensor:
+    """What `embed_part` gives on `rank`."""
+    local, mine = own_ids(ids, table.shape[0], rank)
+    found: Tensor = embed(local, table)
+    return found * mine[..., None]
+
+
+def _check_embed(ids: Tensor, table: Tensor, group: str) -> None:
+    check(
+        ids.dtype == torch.int64 and table.dim() == 2,
+        lambda: f"moec::embed_part: wants int64 ids and a table [V, D], not {ids.dtype} and {list(table.shape)}",
+    )
+    resolve(group)
+
+
+def _embed_part(ids: Tensor, table: Tensor, group: str) -> Tensor:
+    return embed_rows(ids, table, resolve(group).rank())
+
+
+def _fake_embed(ids: Tensor, table: Tensor, group: str) -> Tensor:
+    return table.new_empty((*ids.shape, table.shape[1]))
+
+
+embed_part = define(
+    "embed_part(Tensor ids, Tensor table, str group) -> Tensor",
+    fake=_fake_embed,
+    check=_check_embed,
+    kernel=_embed_part,
+)
+"""Rows of this rank's part of a table: ids [B, S] int64, table [V / n, D] -> [B, S, D], zeros where another has the id.
+
+Summed over the n ranks of `group` it is the embedding. Communicates nothing.
+"""
+
+
+def _embed_part_backward(grad: Tensor, ids: Tensor, rows: int, group: str) -> Tensor:
+    local, mine = own_ids(ids, rows, resolve(group).rank())
+    return sum_by_id(grad * mine[..., None], local, rows)
+
+
+embed_part_backward = define(
+    "embed_part_backward(Tensor grad, Tensor ids, int rows, str group) -> Tensor",
+    fake=lambda grad, ids, rows, group: grad.new_empty((rows, grad.shape[-1])),
+    check=lambda grad, ids, rows, group: None,
+    kernel=_embed_part_backward,
+)
+
+
+def _setup_embed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ids, table, ctx.group = inputs
+    ctx.rows = table.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _differentiate_embed(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+    (ids,) = ctx.saved_tensors
+    return None, embed_part_backward(grad, ids, ctx.rows, ctx.group), None
+
+
+differentiate(embed_part, setup=_setup_embed, backward=_differentiate_embed)
+
+# ---- label_logit -------------------------------------------------------------------------------------
+
+
+def pick_logits(logits: Tensor, labels: Tensor, rank: int) -> Tensor:
+    """What `label_logit` gives on `rank`."""
+    local, mine = own_ids(labels, logits.shape[-1], rank)
+    return logits.gather(-1, local[..., None])[..., 0] * mine
+
+
+def _check_labels(logits: Tensor, labels: Tensor, group: str) -> None:
+    check(
+        labels.dtype == torch.int64 and logits.shape[:-1] == labels.shape,
+        lambda: f"moec::label_logit: wants a label for each of {list(logits.shape[:-1])}, not {list(labels.shape)}",
+    )
+    resolve(group)
+
+
+def _label_logit(logits: Tensor, labels: Tensor, group: str) -> Tensor:
+    return pick_logits(logits, labels, resolve(group).rank())
+
+
+label_logit = define(
+    "label_logit(Tensor logits, Tensor labels, str group) -> Tensor",
+    fake=lambda logits, labels, group: logits.new_empty(labels.shape),
+    check=_check_labels,
+    kernel=_label_logit,
+)
+"""The logit of each token's label where this rank has it, else 0: logits [B, S, V / n], labels [B, S] -> [B, S].
+
+An ignored label (−100) has none anywhere. Communicates nothing.
+"""
+
+
+def _label_logit_backward(grad: Tensor, labels: Tensor, width: int, group: str) -> Tensor:
+    local, mine = own_ids(labels, width, resolve(group).rank())
+    return grad.new_zeros((*labels.shape, width)).scatter_(-1, local[..., None], (grad * mine)[..., None])
+
+
+label_logit_backward = define(
+    "label_logit_backward(Tensor grad, Tensor labels, int width, str group) -> Tensor",
+    fake=lambda grad, labels, width, group: grad.new_empty((*labels.shape, width)),
+    check=lambda grad, labels, width, group: None,
+    kernel=_label_logit_backward,
+)
+
+
+def _setup_labels(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    logits, labels, ctx.group = inputs
+    ctx.width = logits.shape[-1]
+    ctx.save_for_backward(labels)
+
+
+def _differentiate_labels(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (labels,) = ctx.saved_tensors
+    return label_logit_backward(grad, labels, ctx.width, ctx.group), None, None
+
+
+differentiate(label_logit, setup=_setup_labels, backward=_differentiate_labels)

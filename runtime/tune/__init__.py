@@ -1,0 +1,1 @@
+"""`moec tune`: measures tiles on the device that is here."""

@@ -1,0 +1,95 @@
+"""`moec tune`: measures which tiles a plan's grouped products are fastest with, on the device that is here.
+
+Only this command measures. A job looks up what the plan has (`backends/triton_tiles.py`), so that no step waits for a
+search, and all ranks, which read one plan, run the same kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.stored_tiles import StoredTiles
+from moec.codegen.plan import Plan
+from moec.grammar.spec import Device
+from moec.runtime.backends.triton import triton_support
+from moec.runtime.backends.triton.triton_tiles import INTERPRETER, LIBRARY, short_name
+from moec.runtime.errors import JobError
+from moec.runtime.tune.tune_search import Bench, Say, Tuned, search
+
+MOST = 12
+"""Tiles of each height to try for each of the two products."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Every shape of a plan, measured on a device; `plan` has the winners. No results: the plan has nothing to tune."""
+
+    plan: Plan
+    device: str
+    results: tuple[Tuned, ...]
+
+
+def tune(plan: Plan, *, most: int = MOST, say: Say = lambda line: None) -> Tuning:
+    """Measures the plan's grouped products with at most `most` tiles of each height, and `say`s how far it is.
+
+    Raises `JobError` where no device here is of the plan's kind.
+    """
+    products = products_of(plan)
+    if not products:
+        return Tuning(plan, plan.spec.cluster.device.name, ())
+    bench = bench_for(plan)
+    results = tuple(search(one, bench, most, say) for one in products)
+    import triton
+
+    entries = tuple(result.entry for result in results)
+    stored = StoredTiles(device=bench.name, triton=triton.__version__, entries=entries)
+    return Tuning(replace(plan, tiles=stored), bench.name, results)
+
+
+# ---- where -------------------------------------------------------------------------------------------
+
+
+def bench_for(plan: Plan) -> Bench:
+    """What is here to measure a plan on. The interpreter, where it is on, stands for any device. Raises `JobError`."""
+    device = plan.spec.cluster.device
+    interpreted = triton_support.interpreting()
+    complaint = triton_support.complaint("cpu" if interpreted else "cuda")
+    if interpreted and complaint is None and any(one.key.dtype == "bf16" for one in products_of(plan)):
+        complaint = "Triton's interpreter computes bf16 wrongly"
+    if complaint is not None:
+        raise _unfit(device, complaint)
+    if interpreted:
+        return Bench(torch.device("cpu"), INTERPRETER, None, 1 << 40)
+    if not torch.cuda.is_available():
+        raise _unfit(device, "torch finds no GPU here")
+    here = torch.device("cuda", torch.cuda.current_device())
+    name, known = torch.cuda.get_device_name(here), torch.cuda.get_device_properties(here)
+    hip = torch.version.hip is not None
+    require_fit(device, "hip" if hip else "cuda", name)
+    from triton.runtime.driver import driver
+
+    from moec.runtime.backends.triton.triton_compile import TARGETS
+
+    target = known.gcnArchName.split(":")[0] if hip else f"sm_{known.major}{known.minor}"
+    # What Triton refuses a launch by.
+    shared = driver.active.utils.get_device_properties(here.index)["max_shared_mem"]
+    return Bench(here, short_name(name), target if target in TARGETS else None, shared)
+
+
+def require_fit(device: Device, kind: str, name: str) -> None:
+    """Raises `JobError` unless what torch calls `name`, of a kind of device, can be the plan's."""
+    short = short_name(name)
+    other = device.name != short and device.name in LIBRARY and short in LIBRARY
+    if device.kind != kind or other:
+        raise _unfit(device, f"this machine has {name}")
+
+
+def _unfit(device: Device, message: str) -> JobError:
+    return JobError(
+        "MOE0706",
+        f"the plan is for {device.name} ({device.kind}), and {message}",
+        f"run `moec tune` where {device.name} is, or compile the file for a cluster of what is here",
+    )

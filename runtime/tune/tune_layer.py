@@ -1,0 +1,116 @@
+"""One layer's experts, of random weights and evenly loaded: what `moec tune` runs with tile after tile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from moec.codegen.emit import DTYPES
+from moec.codegen.kernels.of_plan import PlanProducts
+from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
+from moec.codegen.kernels.tiles import Tiles
+from moec.runtime.backends.triton import triton_tiles
+from moec.runtime.backends.triton.triton_experts import expert_mlp, expert_mlp_backward
+from moec.runtime.backends.triton.triton_mixture import mixture_mlp, mixture_mlp_backward
+
+MOST_ROWS, MOST_EACH = 32_768, 256
+"""Rows in all, or for each expert, whichever is more: what a plan has beyond takes memory, and says nothing new."""
+
+BOUNDS: Mapping[str, float] = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 1e-5, "fp64": 1e-12}
+"""How far results of two tiles may be apart, as a part of the largest number: two units in the last place where results
+are rounded to 16 bits, and the order of sums elsewhere. A wrong kernel is off by the numbers themselves."""
+
+WARM_UP_MS, MEASURE_MS = 25, 100
+
+Results = tuple[Tensor, ...]
+"""Of the layer, and the gradients of its rows and of both projections' weights and biases."""
+
+
+class TunedLayer:
+    """Experts of the plan's shape, forward and backward. The same numbers every time."""
+
+    def __init__(self, products: PlanProducts, device: torch.device) -> None:
+        key, shape = products.key, products.up
+        self.key, self.activation = key, shape.activation
+        self.rows, self.k = min(products.rows, max(MOST_ROWS, MOST_EACH * shape.experts)), shape.k
+        if self.k:
+            self.rows -= self.rows % self.k
+        self.device, self._name = device, triton_tiles.device_name(device)
+        generator = torch.Generator(device).manual_seed(0)
+
+        def random(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, device=device, dtype=DTYPES[key.dtype])
+
+        parts = 2 if key.gated else 1
+        given = (1, self.rows // self.k, key.dim) if self.k else (self.rows, key.dim)
+        self._x, self._grad = random(*given), random(*given)
+        self._up = random(shape.experts, parts, key.hidden, key.dim).mul_(key.dim**-0.5)
+        self._down = random(shape.experts, key.dim, key.hidden).mul_(key.hidden**-0.5)
+        self._counts = even_counts(self.rows, products.sources, shape.experts).to(device)
+        self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
+        if shape.bias:
+            self._biases = random(*self._up.shape[:-1]), random(*self._down.shape[:-1])
+        # Experts in turn: each as often, and none twice by a token.
+        choices = torch.arange(self.rows, device=device) % shape.experts
+        self._choices = choices.view(1, -1, self.k or 1)
+        of_rows = self._choices.shape if self.k else (self.rows,)
+        self._weights = torch.full(of_rows, 1 / (self.k or 1), device=device)
+
+    def default(self) -> Tiles:
+        """What runs unless it is tuned: shipped tiles, or the rule's."""
+        experts, widths = self._up.shape[0], (self.key.dim, self.key.hidden)
+        with triton_tiles.use(None):
+            return triton_tiles.tiles_at(self.device, self.key.dtype, self.rows, experts, widths, self.activation)
+
+    def results(self, tiles: Tiles) -> Results:
+        """What the layer gives with these tiles."""
+        with self._with(tiles):
+            return self._run()
+
+    def milliseconds(self, tiles: Tiles) -> float:
+        """The median of several runs with a cold cache on a device, by its own clock; of one, in the interpreter."""
+        with self._with(tiles):
+            if self.device.type == "cuda":
+                from triton.testing import do_bench
+
+                return float(do_bench(self._run, warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median"))
+            before = time.perf_counter()
+            self._run()
+            return 1e3 * (time.perf_counter() - before)
+
+    def _with(self, tiles: Tiles) -> AbstractContextManager[None]:
+        """As a plan's are put in force."""
+        entry = Entry.of(self.key, tiles, None)
+        return triton_tiles.use(StoredTiles(device=self._name, triton=None, entries=(entry,)))
+
+    def _run(self) -> Results:
+        matrices = (self._up, self._down, *self._biases, self.activation)
+        if self.k:
+            mixed, counts, hidden, positions = mixture_mlp(self._x, self._choices, self._weights, *matrices)
+            saved = (self._x, hidden, counts, positions, self._weights)
+            grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *matrices)
+            return mixed, grad_x, *grads
+        out, hidden = expert_mlp(self._x, self._counts, *matrices, self._weights)
+        *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices, self._weights)
+        return out, *grads
+
+
+def even_counts(rows: int, sources: int, experts: int) -> Tensor:
+    """Counts int64 [sources, experts] that add up to `rows`, none more than one above another."""
+    cells = sources * experts
+    counts = torch.full((cells,), rows // cells)
+    counts[: rows % cells] += 1
+    return counts.view(sources, experts)
+
+
+def agree(ours: Results, exact: Results, dtype: str) -> bool:
+    """Whether two tiles gave the same, but for rounding; not where there is a NaN."""
+    return all(
+        bool((one - other).abs().max() <= BOUNDS[dtype] * other.abs().max())
+        for one, other in zip(ours, exact, strict=True)
+        if one.numel()
+    )

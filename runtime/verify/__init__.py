@@ -1,0 +1,1 @@
+"""`moec verify`: every rank of a plan in one process, compared with the unsharded model."""

@@ -1,0 +1,72 @@
+"""The unsharded model or layer as `moec verify` runs it: alike for both, parameters named as a plan names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from moec.grammar.spec import Spec
+from moec.runtime.job.layer import MoeLayer
+from moec.runtime.job.module import ModelOutput, PlanModule
+from moec.runtime.job.reference import layer_reference, reference
+from moec.runtime.verify.inputs import Inputs
+
+
+class LayerModel(nn.Module):
+    """A layer by the names that its plan gives its parameters, `layers.0.moe.gate.weight`."""
+
+    def __init__(self, layer: MoeLayer) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"moe": layer})])
+        self.layer = [layer]  # in a list it is no second submodule
+
+
+Unsharded = PlanModule | LayerModel
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a forward pass over a global batch gives.
+
+    `result`: logits or y. `scalars`: what every rank has alike, the loss of a model or the `aux_loss` of a layer.
+    `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: rows per expert, by layer.
+    """
+
+    result: Tensor
+    scalars: Mapping[str, Tensor]
+    differentiated: Tensor
+    counts: Mapping[int, Tensor]
+
+
+def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype) -> Unsharded:
+    """The reference of a file, whichever its subject is."""
+    if spec.has_model:
+        return reference(spec, seed=seed, dtype=dtype)
+    return LayerModel(layer_reference(spec, seed=seed, dtype=dtype))
+
+
+def outcome(model: Unsharded, inputs: Inputs) -> Outcome:
+    """Runs the global batch."""
+    if isinstance(model, PlanModule):
+        output = model(inputs.given, inputs.targets)
+        loss = training_loss(model, output)
+        return Outcome(output.logits, {"loss": loss}, loss, model.expert_counts)
+    (layer,) = model.layer
+    y = layer(inputs.given)
+    assert layer.expert_counts is not None
+    scalars = {} if layer.aux_loss is None else {"aux_loss": layer.aux_loss}
+    return Outcome(y, scalars, sum(scalars.values(), (y * inputs.targets).sum()), {0: layer.expert_counts})
+
+
+def result_name(spec: Spec) -> str:
+    """What a forward pass gives, in words."""
+    return "the logits" if spec.has_model else "y"
+
+
+def training_loss(model: PlanModule, output: ModelOutput) -> Tensor:
+    """The loss with the balance terms, which in evaluation `output.loss` is without."""
+    assert output.loss is not None
+    return output.loss if model.training or output.aux_loss is None else output.loss + output.aux_loss

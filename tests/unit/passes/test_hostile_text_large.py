@@ -1,0 +1,110 @@
+"""Large and endless texts are refused soon and in little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+MIB = 2**20
+HEAD = 'program "p" {\n  mesh "dense" {pp = 1, dp = 2}\n'
+BLOCK = '\n  block "b" (%x: fp32[1] @ replicate) {\n'
+RETURN = "    return %x\n  }\n"
+RESULT = ": fp32[1] @ replicate\n"
+
+
+def each(count: int, line: Callable[[int], str]) -> str:
+    return "".join(line(i) for i in range(count))
+
+
+def weights(items: str) -> str:
+    return f"{HEAD}{BLOCK}    %y = weighted_sum %x {{weights = {items}}} {RESULT}"
+
+
+def doubling(blocks: int) -> str:
+    """Each block calls the one before twice: the last runs 2 to the power of `blocks` ops."""
+
+    def block(i: int) -> str:
+        called = f'{{block = "b{i - 1}", layer = 0}}'
+        calls = (
+            f"    %y = call %x {called} {RESULT}    %z = call %y {called} {RESULT}"
+            if i
+            else f"    %y = add %x {RESULT}"
+        )
+        return BLOCK.replace('"b"', f'"b{i}"') + calls + RETURN
+
+    return HEAD + each(blocks, block) + "}\n"
+
+
+def chain(length: int) -> str:
+    """A chain of copies whose end many ops read: each reader must not walk the chain."""
+    copies = each(length, lambda i: f"    %c{i} = copy_to %{f'c{i - 1}' if i else 'x'} {{axis = dp}} {RESULT}")
+    readers = each(length, lambda i: f"    %d{i} = add %c{length - 1} {RESULT}")
+    return f"{HEAD}{BLOCK}{copies}{readers}{RETURN}}}\n"
+
+
+LARGE: dict[str, tuple[Callable[[], str], str]] = {
+    "64 MiB and a character": (lambda: "a" * (64 * MIB + 1), "more than 67_108_864 characters"),
+    "a line of 64 MiB": (lambda: "a" * (64 * MIB - 1) + "\n", "more than 1_048_576 characters"),
+    "64 MiB of empty lines": (lambda: HEAD + "\n" * (63 * MIB), "a block is wanted"),
+    "64 MiB without an end": (lambda: HEAD + BLOCK + " " * (63 * MIB), "the text ends within a line"),
+    "a million meshes": (lambda: HEAD + each(10**6, lambda i: f'  mesh "m{i}" {{a = 1}}\n'), "10_001 meshes"),
+    "a million parameters": (
+        lambda: HEAD + BLOCK + each(10**6, lambda i: f"    parameter @p{i}: fp32[1] = ones\n"),
+        "100_000 parameters",
+    ),
+    "a million ops": (lambda: HEAD + BLOCK + each(10**6, lambda i: f"    %a{i} = add %x {RESULT}"), "100_000 ops"),
+    "a million blocks": (
+        lambda: HEAD + each(700_000, lambda i: BLOCK.replace('"b"', f'"b{i}"') + RETURN),
+        "10_010 blocks",
+    ),
+    "2^60 calls": (lambda: doubling(60), "1_000_000 ops, counted as often as they run"),
+    "2^9999 calls": (lambda: doubling(10_000), "1_000_000 ops, counted as often as they run"),
+    "a mesh of 900,000 digits": (lambda: HEAD.replace("dp = 2", f"dp = {'9' * 900_000}"), "the size of an axis"),
+    "a shape of 300,000 dims": (lambda: HEAD + BLOCK.replace("[1]", f"[1{', 1' * 300_000}]"), "more than 8 dims"),
+    "lists 10,000 deep": (lambda: weights("[" * 10_000 + "]" * 10_000), "more than 4 lists"),
+    "200,000 numbers": (lambda: weights(f"[0.0{', 0.0' * 200_000}]"), "more than 100_000 items"),
+    "250,000 operands": (lambda: f"{HEAD}{BLOCK}    %y = add %x{', %x' * 250_000} {RESULT}", "100_000 operands"),
+    "250,000 results": (lambda: f"{HEAD}{BLOCK}    {'%y, ' * 250_000}%y = add %x {RESULT}", "a type for each result"),
+    "a million backslashes": (lambda: 'program "' + "\\" * (10**6 + 1) + '" {\n', "is wanted"),
+    "150,000 brackets": (lambda: HEAD + BLOCK.replace("(%x", "(" + ') at "' * 150_000), "an input and its type"),
+    "500,000 braces": (lambda: HEAD + BLOCK + "    %y = add %x" + " {" * 500_000 + "\n", "an attribute is wanted"),
+    "a chain of 45,000 copies": (lambda: chain(45_000), "the gradient of c44999 is summed over"),
+}  # fmt: skip
+
+READ_IN_A_PROCESS = """
+import json, pathlib, re, sys, time
+from moec.grammar.diagnostics import InternalError
+from moec.passes.ir import IrError
+from moec.passes.ir.parse import parse_program
+from moec.passes.ir.verifier import check_program
+text = pathlib.Path(sys.argv[1]).read_text()
+started = time.perf_counter()
+try:
+    check_program(parse_program(text))
+except (IrError, InternalError) as error:
+    seconds = time.perf_counter() - started
+    # Not `resource`: its peak counts the process that forked this one.
+    peak = int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
+    json.dump([str(error), seconds, peak], sys.stdout)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak of memory is read from /proc")
+@pytest.mark.parametrize("fault", LARGE)
+def test_a_large_text_is_refused_soon_and_in_little_memory(tmp_path: Path, fault: str):
+    make, words = LARGE[fault]
+    file = tmp_path / "program.ir"
+    file.write_text(make())
+    command = [sys.executable, "-c", READ_IN_A_PROCESS, str(file)]
+    message, seconds, peak = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    print(f"{fault}: {seconds:.2f} s, {peak:.0f} MiB: {message}")
+    assert words in message
+    assert len(message) < 400
+    # Measured: 1 s and 130 MiB at most, Python, pydantic and two copies of the text among them.
+    assert seconds < 10
+    assert peak < 200
