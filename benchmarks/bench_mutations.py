@@ -18,7 +18,7 @@ from mutations import KINDS, STATED, Change, broken_rule, mutate, name_of
 
 import moec
 from moec.codegen.plan import Plan
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
 DEGREES = ("ep = 2", "tp = 2; ep = 4", "tp = 4; ep = 2; sequence_parallel = false")

@@ -14,7 +14,7 @@ import torch
 
 import moec
 from moec.runtime.verify.rounding import STEP_BOUND, Rounding
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 GATES = ("topk(1)", "topk(2, normalize = true)", "topk(2, score = sigmoid)", "topk(3, order = after)", "switch")
 EXPERTS = ("swiglu(8)", "gelu(12)", "geglu(8, bias = true)", "relu2(8)", "gelu(7, bias = true)")

@@ -55,7 +55,7 @@ def moec(problem: Problem) -> Layer:
 
     def run(x: Tensor) -> Tensor:
         logits = F.linear(x, gate).float()[None]
-        _, weights, chosen = ops.route(logits, problem.shape.k, "softmax", False, True)
+        _, weights, chosen = ops.route(logits, problem.shape.k, "softmax", "before", True)
         return ops.mixture_mlp(x[None], chosen, weights, up.view(by_parts), down, None, None, "swiglu")[0][0]
 
     return Layer(run, (gate, up, down))

@@ -117,12 +117,15 @@ def another_attribute(plan: Plan, draw: random.Random) -> Found | None:
     return _said(place, f"has {name} = {new} for {old}"), _with_op(plan, place, replace(place[1], **{name: new}))
 
 
+NEUTRAL = frozenset({("count_tokens", "valid_only"), ("switch_loss", "group"), ("permute", "some_are_none")})
+"""Attributes on which no number depends: no id is −100, no choice −1, and a Switch loss's groups are its choices'."""
+
+
 def _is_neutral(place: Place, name: str) -> bool:
-    """Whether no number depends on an attribute: no id is −100, and the groups of a Switch loss are its choices'."""
-    return (place[0].name, name) == ("num_tokens", "valid_only") or (place[1].mnemonic, name) == (
-        "switch_loss",
-        "group",
-    )
+    """Whether no number depends on an attribute. The loss may take any number from all logits, not just the largest."""
+    op = place[1]
+    largest = isinstance(op, AllReduce) and op.reduce == "max"
+    return (op.mnemonic, name) in NEUTRAL or (largest and name == "reduce")
 
 
 def _another(old: Any, plan: Plan, draw: random.Random) -> Any:
@@ -255,7 +258,7 @@ def an_op_less(plan: Plan, draw: random.Random) -> Found | None:
     block, gone = place
     source, name = gone.operands[0], gone.results[0].name
     ops = tuple(_renamed(op, name, source) for op in block.ops if op is not gone)
-    outputs = tuple(source if output == name else output for output in block.outputs)
+    outputs = tuple(replace(each, name=source) if each.name == name else each for each in block.outputs)
     return _said(place, "is left out"), _with_block(plan, block, replace(block, ops=ops, outputs=outputs))
 
 
@@ -275,8 +278,9 @@ def another_output(plan: Plan, draw: random.Random) -> Found | None:
     block = draw.choice(plan.program.blocks)
     position = draw.randrange(len(block.outputs))
     name = draw.choice([value.name for op in block.ops for value in op.results])
-    outputs = (*block.outputs[:position], name, *block.outputs[position + 1 :])
-    return f"{block.name} gives {name} for {block.outputs[position]}", _with_block(
+    changed = replace(block.outputs[position], name=name)
+    outputs = (*block.outputs[:position], changed, *block.outputs[position + 1 :])
+    return f"{block.name} gives {name} for {block.outputs[position].name}", _with_block(
         plan, block, replace(block, outputs=outputs)
     )
 

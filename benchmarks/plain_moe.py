@@ -87,7 +87,7 @@ class PlainLayer(nn.Module):
     def __init__(self, model: Model, layer: Layer, context: int) -> None:
         super().__init__()
         self.attention_norm = norm(model)
-        self.attention = PlainAttention(model.dim, layer.attention, context)
+        self.attention = PlainAttention(model.dim, layer.attention, context, model.norm.eps)
         self.ffn_norm = norm(model)
         self.is_moe = layer.moe is not None
         if layer.moe is not None:
@@ -108,7 +108,7 @@ class PlainLayer(nn.Module):
 class PlainAttention(nn.Module):
     """Causal multi-head or grouped-query attention with half-split rotary positions."""
 
-    def __init__(self, dim: int, attention: Gqa | Mha, context: int) -> None:
+    def __init__(self, dim: int, attention: Gqa | Mha, context: int, eps: float) -> None:
         super().__init__()
         heads = attention.heads
         kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
@@ -119,14 +119,27 @@ class PlainAttention(nn.Module):
         self.v = nn.Linear(dim, kv_heads * self.head_dim, bias=attention.bias != "none")
         self.o = nn.Linear(heads * self.head_dim, dim, bias=attention.bias == "all")
         self.rope = PlainRope(attention.rope, self.head_dim, context) if attention.rope else None
+        self.q_norm = self.k_norm = None
+        if attention.qk_norm != "none":
+            whole = attention.qk_norm == "projection"
+            self.q_norm = nn.RMSNorm(self.head_dim * (heads if whole else 1), eps)
+            self.k_norm = nn.RMSNorm(self.head_dim * (kv_heads if whole else 1), eps)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q, k = self.normed(self.q(x), self.q_norm), self.normed(self.k(x), self.k_norm)
+        v = self.v(x).unflatten(-1, (-1, self.head_dim))
         if self.rope is not None:
             q, k = self.rope(q), self.rope(k)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         return self.o(attended.transpose(1, 2).flatten(2))
+
+    def normed(self, projected: Tensor, norm: nn.RMSNorm | None) -> Tensor:
+        """Heads, normed before or after the projection is split into them, as wide as the norm is."""
+        if norm is not None and norm.normalized_shape == (projected.shape[-1],):
+            projected, norm = norm(projected), None
+        heads = projected.unflatten(-1, (-1, self.head_dim))
+        return heads if norm is None else norm(heads)
 
 
 class PlainRope(nn.Module):

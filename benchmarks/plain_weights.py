@@ -27,7 +27,7 @@ def plain_state_dict(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _matrices(name: str, tensor: Tensor) -> dict[str, Tensor]:
     if name.endswith(("attention.o.bias", "down.bias")):
         return {name: tensor}
-    if ".attention." in name and name.endswith(".bias"):
+    if ".attention." in name and name.endswith((".bias", "_norm.weight")):
         return {name: tensor.flatten()}
     if name.endswith("up.bias"):
         return dict(zip([name.replace("up.bias", "gate.bias"), name][-len(tensor) :], tensor, strict=True))

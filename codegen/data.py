@@ -1,4 +1,4 @@
-"""The base of what plan folders keep as JSON."""
+"""The base class of the JSON data in plan folders."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Data(BaseModel):
-    """Frozen, strict, nothing beyond what is declared."""
+    """Frozen and strict; undeclared fields are refused."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)

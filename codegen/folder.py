@@ -26,7 +26,7 @@ MANIFEST, SPEC, PROGRAM = "plan.json", "spec.moe", "program.ir"
 
 
 class PlanError(DiagnosticError):
-    """A plan that cannot be trusted, or cannot be written."""
+    """A plan folder is not what moec wrote, or cannot be written."""
 
     def __init__(self, code: str, path: Path, message: str, help: str) -> None:
         super().__init__([diagnose(code, None, f"{path}: {message}", help=help)])
@@ -47,7 +47,7 @@ def plan_files(plan: Plan) -> dict[str, bytes]:
 
 
 def write_plan(plan: Plan, target: Path) -> Path:
-    """Writes `plan` to the folder `target`, which then holds either the old plan or the whole new one.
+    """Writes `plan` to the folder `target`. After a crash the folder is the old plan, the whole new one, or missing.
 
     A folder cannot be renamed onto another, so the old one is moved aside first: a crash between the two renames leaves
     it beside the target, as `.NAME.old.*`.
@@ -92,7 +92,7 @@ def _swap(fresh: Path, target: Path) -> None:
 
 
 def canonical(content: Any) -> bytes:
-    """The one way that moec writes this JSON."""
+    """Canonical JSON: equal content gives equal bytes."""
     return (json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 

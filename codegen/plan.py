@@ -24,7 +24,7 @@ Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
-    """A parameter of the whole model: global shape, layout on a mesh, start, and the groups that sum its gradient."""
+    """A parameter of the whole model: global shape, layout on a mesh, initial values, groups that sum its gradient."""
 
     name: str
     mesh: str
@@ -40,7 +40,7 @@ class PlanParameter:
 class Plan:
     """A compiled model. `codegen/folder.py` writes it, `codegen/reading.py` reads it.
 
-    `moec` is the version that compiled it, `spec_text` the canonical text of the Spec that was compiled, `tiles` what
+    `moec` is the version that compiled it, `spec_text` the canonical text of the compiled Spec, `tiles` the tiles that
     `moec tune` measured. `groups` follow from the Program's meshes; a plan folder states them for people.
     """
 
@@ -65,7 +65,7 @@ class Plan:
 
     @cached_property
     def meshes(self) -> Mapping[str, Mesh]:
-        """The meshes by name: `dense`, and one for each way that experts are spread."""
+        """The meshes by name: `dense`, and one for each distribution of experts over ranks."""
         return {mesh.name: mesh for mesh in self.program.meshes}
 
     @cached_property
@@ -85,12 +85,12 @@ class Plan:
         return parameters_of(self.program)
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the batch `rank` reads, of `data_size`."""
+        """The index of the part of the batch that `rank` reads, of `data_size` parts."""
         return self.meshes["dense"].coordinate(rank, "dp")
 
     @property
     def data_size(self) -> int:
-        """Into how many parts the batch is cut."""
+        """The number of parts that the batch is cut into."""
         return self.meshes["dense"].size("dp")
 
     @cached_property
@@ -112,7 +112,7 @@ class Plan:
 
 
 def make_plan(spec: Spec, program: Program, version: str) -> Plan:
-    """The plan of a Program that went through every pass."""
+    """Makes the plan of a Program that went through every pass."""
     if not program.stages:
         raise InternalError("the Program is not partitioned")
     return Plan(version, to_text(spec), program, groups_of(program.meshes))

@@ -1,4 +1,4 @@
-"""Reads a plan folder: byte for byte what `folder.py` writes, or refused. Nothing of it is executed or unpickled."""
+"""Reads a plan folder and refuses any byte that `folder.py` would not write. It executes and unpickles nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moec.codegen.plan import FORMAT, Plan, groups_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import IrError, Program
-from moec.passes.ir.interface import LAYER_RESULT, MODEL_RESULT, first_result
+from moec.passes.ir.interface import result_role
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.verifier import check_program
 
@@ -31,7 +31,7 @@ DataT = TypeVar("DataT", bound=Data)
 
 
 class Manifest(Data):
-    """What `plan.json` holds."""
+    """The content of `plan.json`."""
 
     format: int
     moec: Text
@@ -51,7 +51,7 @@ def read_plan(path: str | Path) -> Plan:
     program = _program(root / PROGRAM, _listed(root, PROGRAM, manifest.files))
     if manifest.groups != groups_of(program.meshes):
         raise refuse(root / MANIFEST, "its groups are not those of the Program's meshes")
-    # A file that plan.json does not list is none of the plan's: left unread, it would be taken for what is in force.
+    # A tiles.json that plan.json does not list is refused: if it were ignored, a user would think that it is in use.
     has_tiles = TILES in manifest.files or (root / TILES).exists()
     tiles = _validated(StoredTiles, root / TILES, _listed(root, TILES, manifest.files)) if has_tiles else None
     spec = _text(root / SPEC, _listed(root, SPEC, manifest.files))
@@ -81,7 +81,7 @@ def _program(path: Path, content: bytes) -> Program:
 
 
 def _require_consistent(root: Path, plan: Plan) -> None:
-    """The Spec inside compiles, is canonical, and is of the Program; tiles are for the plan's kernels."""
+    """Requires a canonical Spec that compiles, of the Program's model, and tiles for the plan's kernels only."""
     try:
         spec = plan.spec
     except DiagnosticError as error:
@@ -90,7 +90,7 @@ def _require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(root / SPEC, "it is not the canonical text of a Spec")
     if spec.subject.name != plan.name:
         raise refuse(root / SPEC, "it is of another model than the Program")
-    if first_result(plan.program) != (MODEL_RESULT if spec.has_model else LAYER_RESULT):
+    if result_role(plan.program) != ("logits" if spec.has_model else "residual"):
         raise refuse(root / PROGRAM, "forward does not give what the Spec says")
     stored = plan.tiles.by_key() if plan.tiles is not None else {}
     foreign = sorted(map(str, stored.keys() - {product.key for product in products_of(plan)})) if stored else []
@@ -117,7 +117,7 @@ def _manifest(path: Path) -> Manifest:
 
 
 def _listed(root: Path, name: str, digests: Mapping[str, str]) -> bytes:
-    """The content of a file that plan.json vouches for."""
+    """The content of a file, which must match its digest in plan.json."""
     file = root / name
     if not file.exists():
         raise refuse(file, "it is missing")

@@ -5,7 +5,7 @@
     spec = loaded.unwrap()
     print(to_text(spec))
 
-Names are imported when they are first used: a command that only renders a message does not build the schema.
+Names are imported at first use, so a command that only renders a message does not build the schema.
 """
 
 from __future__ import annotations

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from fractions import Fraction
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import Dynamic, Factor, Moe, Spec, TopK
+from moec.grammar.spec import Dynamic, Factor, Moe, Spec
 from moec.grammar.units import written
 
 
 def capacities(spec: Spec) -> list[Diagnostic]:
-    """Every warning about a capacity of the file's model or layer, once for all layers that share it.
+    """Every warning about a capacity of the file's model or layer, once for all layers with the same mixture.
 
     A `layer` file has no causality warning: only its host knows whether the model is causal.
     """
@@ -28,7 +28,7 @@ def capacities(spec: Spec) -> list[Diagnostic]:
 
 
 def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
-    """A capacity for evaluation that `min` leaves without effect, where a routing group's tokens are known."""
+    """Warns where `min` makes the evaluation capacity useless, if the number of a group's tokens is known."""
     capacity, tokens = moe.capacity, _tokens_in_training(spec, moe)
     if not isinstance(capacity, Factor) or capacity.eval is None or tokens is None:
         return
@@ -47,12 +47,12 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
 
 
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
-    """A capacity that drops second choices: they queue behind the first choices of all tokens, later ones too.
+    """Warns where a capacity can drop second choices, which queue behind first choices of later tokens.
 
-    With one choice per token a queue is in the order of the tokens, and no later token drops an earlier one.
+    With one choice per token the queue is in token order, and no later token causes an earlier choice to be dropped.
     """
-    capacity, gate = moe.capacity, moe.gate
-    if not isinstance(gate, TopK) or gate.k == 1:
+    capacity, k = moe.capacity, getattr(moe.gate, "k", 1)
+    if k == 1:
         return
     match capacity:
         case Factor():
@@ -66,14 +66,14 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     dropping = [
         mode
         for mode, factor, of_group in zip(modes, factors, tokens, strict=True)
-        if _drops(factor * gate.k / moe.num_experts, least, of_group)
+        if _drops(factor * k / moe.num_experts, least, of_group)
     ]
     if dropping:
         yield diagnose(
             "MOE0322",
             moe.span("capacity"),
             f"in {' and '.join(dropping)} it can drop second choices, which queue behind all first ones",
-            labels=_label(gate.span("k"), f"each token makes {gate.k} choices"),
+            labels=_label(moe.gate.span("k"), f"each token makes {k} choices"),
             help="`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide",
             severity=Severity.WARNING,
         )

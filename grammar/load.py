@@ -1,4 +1,4 @@
-"""The way in: a `.moe` file or text to a `Spec`, or to every diagnostic it deserves."""
+"""Loads a `.moe` file or text: to a `Spec`, or to all of its diagnostics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, DiagnosticError, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError, Label, Severity
 from moec.grammar.resolve.files import MAX_USE_DEPTH, Files, checked_source, read_source
 from moec.grammar.resolve.top import resolve
 from moec.grammar.source import Source, Span
@@ -16,20 +16,20 @@ from moec.grammar.syntax.parser import parse
 from moec.grammar.syntax.tree import File
 
 SHOWN_HOPS = 4
-"""Of a long way from the main file to the one with the mistake: the last few, and the first."""
+"""Number of `use` labels shown of a long chain from the main file to the mistake: the innermost ones and the first."""
 
 Lets = Mapping[str, str | int | float]
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What came of a file. There is a `spec` exactly if no diagnostic is an error."""
+    """The result of loading a file. `spec` is None exactly if a diagnostic is an error."""
 
     spec: Spec | None
     diagnostics: tuple[Diagnostic, ...]
     tree: File | None
     overridden: tuple[tuple[Span, str], ...] = ()
-    """Where a `--let` had a part in a value, and its text."""
+    """Spans of values that depend on a `--let`, with the text of the `--let`."""
 
     def unwrap(self) -> Spec:
         """The Spec; raises `DiagnosticError` if there is none."""
@@ -73,7 +73,7 @@ def _load(
 
 
 def _led_to(found: Diagnostic, used_at: Mapping[str, Span]) -> Diagnostic:
-    """`found` with the way to the file it is in, `use` by `use`."""
+    """`found` with labels for the chain of `use` statements that leads to its file."""
     labels: list[Label] = []
     span = found.span
     while span is not None and (span := used_at.get(span.source.name)) is not None and len(labels) < MAX_USE_DEPTH:

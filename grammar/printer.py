@@ -1,7 +1,7 @@
 """A Spec to its canonical text: one way to write it, self-contained, and reading back as an equal Spec.
 
-What equals its default is left out. There is no `use` and no `let`: the cluster and its device are written whole.
-Layers that are one share one `layers` block, so the text grows with the distinct layers only.
+Defaults are left out. There is no `use` and no `let`: the cluster and its device are written in full. Identical layers
+are one `layers` block, so the text grows only with the distinct layers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from enum import Enum
 from fractions import Fraction
 
-from moec.grammar.diagnostics.model import InternalError
+from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.rules import ranges
 from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, TextKind, WordKind, fields
 from moec.grammar.spec import Layer, ParallelLayers, Spec, distinct_layers
@@ -69,7 +69,7 @@ def _blocks(value: Node | tuple[Node, ...]) -> Iterator[tuple[Node, str]]:
 
 
 def _layers(layers: tuple[Layer, ...]) -> Iterator[tuple[Node, str]]:
-    """Each distinct layer with the selector of all that it is, so that they are one object when read back."""
+    """Each distinct layer with the selector of all its layers, so that they are one object when read back."""
     for layer, indices in distinct_layers(layers):
         yield layer, "" if len(indices) == len(layers) else selector(indices)
 

@@ -1,8 +1,7 @@
-"""Rules between values: what each is alone may be right, and together they are not.
+"""Rules between values that are valid alone but not together.
 
-Each rule names both places. The resolver applies them as soon as it has the values, so that one mistake elsewhere
-hides none of them; `check` applies them all to a Spec made in Python. What depends on degrees and ranks is the
-`place` pass's to check.
+Each rule names both places. The resolver applies a rule as soon as it has the values, so that other mistakes do not
+hide it; `check` applies all rules to a Spec made in Python. The `place` pass checks degrees and ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
@@ -47,7 +46,7 @@ def check(spec: Spec) -> list[Diagnostic]:
 
 
 def padding(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) -> Iterator[Diagnostic]:
-    """The padding id is one of the vocabulary's."""
+    """The padding id is in the vocabulary."""
     if embedding.padding is not None and embedding.padding >= vocab:
         yield diagnose(
             "MOE0324",
@@ -102,13 +101,28 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
     experts = first.to(last) if first and last else None
     yield from choice(moe.gate, moe.num_experts, experts)
     yield from unlearned(moe.gate, moe.num_experts)
+    yield from balanced(moe)
     if moe.group == "rank":
         help = "`group = sequence` gives the same result on any number of ranks"
         yield diagnose("MOE0315", moe.span("group"), help=help, severity=Severity.WARNING)
 
 
+def balanced(moe: Moe) -> Iterator[Diagnostic]:
+    """Every balance term is over scores that the gate computes."""
+    gate = moe.gate
+    for term in moe.balance:
+        if term.needs not in gate.gives:
+            yield diagnose(
+                "MOE0325",
+                term.span(),
+                f"`{term.word}` is over the {term.needs} of experts",
+                labels=_labels((gate.span(), f"`{gate.word}` computes none")),
+                help="leave the term out: what this gate chooses does not change while it trains",
+            )
+
+
 def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:
-    """A gate whose weights are constants: one choice's share of itself. With one expert there is nothing to learn."""
+    """Warns of a gate with constant weights: one choice, normalized over itself. One expert needs no warning."""
     if not isinstance(gate, TopK) or gate.k != 1 or experts == 1:
         return
     if gate.normalize:

@@ -12,7 +12,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from moec.grammar.diagnostics.model import InternalError
+from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.spec.base import Bound, Doc, Node, NotYet, Reference, Unit, Word, field_types
 
 

@@ -1,4 +1,4 @@
-"""Where a thing stands in a `.moe` file."""
+"""Sources and spans: places in a `.moe` file."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 MOST_LISTED = 24
 
 MOST_COMPARED = 200
-"""Names that are compared with a misspelt one. Only generated files have more, and mistakes by the thousand."""
+"""Most names compared with a misspelt name. Only generated files have more names, and thousands of mistakes."""
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str | None:

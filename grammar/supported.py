@@ -1,8 +1,7 @@
-"""What of a Spec nothing here can compile yet: the one place that asks, and the schema that answers.
+"""Finds the parts of a Spec that moec cannot compile yet, from marks in the schema.
 
-A node class with `implemented = False`, a field or some of its values marked `NotYet`: every word of the language
-parses and validates, and these are refused with MOE0202 where a Spec becomes a Program. Whoever implements a word
-takes its mark away.
+Every word of the language parses and validates. Node classes with `implemented = False`, and fields or values marked
+`NotYet`, are rejected with MOE0202 when a Spec is lowered to a Program. To implement a word, remove its mark.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Spec
@@ -29,10 +28,14 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
             yield _refused(layer.span(), "a `layer` beside a `model`", "")
     elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
         yield _refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
+    for layer in () if spec.has_model else spec.layers:
+        if "tokens" in (gate := layer.moe.gate).takes:
+            help = "it is given vectors without token ids; use this gate in a `model`"
+            yield _refused(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
 
 
 def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
-    """Whatever is marked in `node`; nothing inside of what is."""
+    """Diagnostics for the marked parts of `node`; does not look inside a marked part."""
     for known in fields(type(node)).values():
         value = getattr(node, known.name)
         if value is None or (not known.required and value == known.default):

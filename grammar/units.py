@@ -14,7 +14,7 @@ _TOO_LONG: int = 10**MOST_DIGITS
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many of its dimension's base unit one of a unit is. The dimension "" is a plain number."""
+    """A unit as `factor` base units of its dimension. The dimension "" is a plain number."""
 
     dimension: str
     factor: Decimal

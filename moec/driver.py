@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moec.runtime.job.layer import MoeLayer
     from moec.runtime.job.layer_home import Reduction
     from moec.runtime.job.module import PlanModule
-    from moec.runtime.verify.verify import Report
+    from moec.runtime.verify.verification import Report
 
 Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
@@ -38,7 +38,7 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     """
     from moec.codegen.plan import make_plan
     from moec.passes.pipeline import compile_program
-    from moec.passes.ranks import for_ranks
+    from moec.passes.place.ranks import for_ranks
 
     spec = to_spec(source, **lets)
     if world_size is not None:
@@ -116,7 +116,7 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
 
     `scale` does so at toy widths, by default only for a plan too large for this machine.
     """
-    from moec.runtime.verify.verify import verify as run
+    from moec.runtime.verify.verification import verify as run
 
     return run(_plan(plan), scale=scale)
 
@@ -171,7 +171,7 @@ def read(source: str | Path, **lets: float | str) -> Loaded:
 
 def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
     """Every mistake in a file that compiling it would find, those of the degrees included. Needs no torch."""
-    from moec.passes.degrees import choose_degrees
+    from moec.passes.place.degrees import choose_degrees
 
     loaded = read(Path(path), **lets)
     if loaded.spec is None:

@@ -1,4 +1,4 @@
-"""fuse: mixtures in the form in which backward needs least, whether their rows stay on their rank or travel."""
+"""fuse: rewrites each mixture to the form that saves the fewest activations, whether or not its rows change rank."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ Experts = ExpertMlp | ExpertMlpPadded
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """permute → expert_mlp → combine, of whatever capacity.
+    """Rewrites permute → expert_mlp → combine, with or without a capacity.
 
-    Where no conversion stands between them, they become one op. Places that a capacity leaves empty are not computed
-    with then: what it drops, `keep_choices` says. Where rows travel, their weights do too: experts apply them, and
-    tokens add up what comes back.
+    Without conversions between the three ops, they become one op. It computes no empty places: `keep_choices` marks
+    the dropped choices. Where rows go to other ranks, their weights go with them: `expert_mlp` applies the weights, and
+    `sum_rows` adds the weighted rows of each token.
     """
 
     def apply(self, program: Program) -> Program:
-        """The Program with its mixtures fused."""
+        """The Program with every mixture rewritten."""
         return replace(program, blocks=tuple(_fused(block) for block in program.blocks))
 
 
 @dataclass(frozen=True, slots=True)
 class _Mixture:
-    """The ops of a mixture, in order: what takes rows to their experts and back stands in between."""
+    """The ops of a mixture, in order: `out` moves rows to their experts, `back` moves them back."""
 
     permute: Op
     out: tuple[Op, ...]
@@ -65,7 +65,7 @@ def _fused(block: Block) -> Block:
 
 
 def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture:
-    """From its last op, by what each is given."""
+    """The mixture that ends in `combine`, found by following operands back; `given` maps a value to its op."""
     back, experts = _journey(combine.operands[0], given)
     out, permute = _journey(experts.operands[0], given)
     assert isinstance(experts, Experts)
@@ -74,7 +74,7 @@ def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture:
 
 
 def _journey(rows: str, given: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
-    """The conversions that rows went through, in order, and the op that they come from."""
+    """The conversions of `rows`, in order, and the op that made the rows."""
     conversions: list[Op] = []
     while isinstance(op := given[rows], AllToAll | AllToAllPadded):
         conversions.insert(0, op)
@@ -88,8 +88,10 @@ def _journey(rows: str, given: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
 def _local(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op, ...]]:
     permute, experts, combine = mixture.permute, mixture.experts, mixture.combine
     chosen, kept = _kept(block, permute, names)
+    given = experts.named(experts.operands)
+    held: dict[str, str] = {name: given[name] for name in given if name not in ("rows", "counts")}
     fused = MixtureMlp(
-        operands=(permute.operands[0], chosen, combine.operands[2], *_parameters(experts)),
+        **MixtureMlp.taking(held | {"x": permute.operands[0], "experts": chosen, "weights": combine.operands[2]}),
         results=(*combine.results, permute.results[1]),
         span=experts.span,
         activation=experts.activation,
@@ -97,19 +99,16 @@ def _local(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op
     return {id(permute): (), id(experts): (), id(combine): (*kept, fused)}
 
 
-def _parameters(experts: Experts) -> tuple[str, ...]:
-    return tuple(name for name in experts.operands if name.startswith("@"))
-
-
 def _kept(block: Block, permute: Op, names: _Names) -> tuple[str, tuple[Op, ...]]:
-    """The choices that a permutation keeps, and the op that says which."""
+    """The name of the choices that a permutation keeps, and the op that computes them, if any."""
     experts = permute.operands[1]
     if not isinstance(permute, PermutePadded):
         assert isinstance(permute, Permute | PermuteDynamic)
         return experts, ()
     kept = replace(block.scope[experts], name=names.fresh("kept"))
+    given = permute.named(permute.operands)
     keep = KeepChoices(
-        operands=permute.operands[1:],
+        **KeepChoices.taking({name: operand for name, operand in given.items() if name != "x"}),
         results=(kept,),
         span=permute.span,
         **permute.capacity(),
@@ -118,7 +117,7 @@ def _kept(block: Block, permute: Op, names: _Names) -> tuple[str, tuple[Op, ...]
 
 
 def _largest_load(permute: PermuteDynamic, given: Mapping[str, Op]) -> Iterator[Op]:
-    """What says how many places there must be."""
+    """The ops that compute the number of places."""
     op = given[permute.operands[2]]
     while not isinstance(op, LargestLoad):
         yield op
@@ -130,7 +129,7 @@ def _largest_load(permute: PermuteDynamic, given: Mapping[str, Op]) -> Iterator[
 
 
 def _travelling(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op, ...]]:
-    """Weights go with the rows, and what comes back is weighted: other values, by other names."""
+    """Sends weights with the rows. The rows that come back are weighted, so they get new names."""
     permute, experts, combine = mixture.permute, mixture.experts, mixture.combine
     rows, counts, positions = (value.name for value in permute.results)
     weights = combine.operands[2]
@@ -141,10 +140,9 @@ def _travelling(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tup
         moved = _weights_of(conversion.results[0], own.dtype, names)
         also = replace(conversion, operands=(own.name, *conversion.operands[1:]), results=(moved,))
         replaced[id(conversion)], own, beside = (conversion, *beside, also), moved, ()
-    first = len(experts.operands) - len(_parameters(experts))
-    operands = (*experts.operands[:first], own.name, *experts.operands[first:])
     last = names.like(experts.results[0], "weighted")
-    replaced[id(experts)] = (replace(experts, operands=operands, results=(last,)),)
+    taken = experts.taking(experts.named(experts.operands) | {"weights": own.name})
+    replaced[id(experts)] = (replace(experts, **taken, results=(last,)),)
     for conversion in mixture.back:
         moved = names.like(conversion.results[0], "weighted")
         travelled = replace(conversion, operands=(last.name, *conversion.operands[1:]), results=(moved,))
@@ -159,12 +157,12 @@ def _weights_of(rows: Value, dtype: str, names: _Names) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names of a block's values, those that were made up among them."""
+    """The names taken in a block, including new ones."""
 
     taken: set[str]
 
     def fresh(self, stem: str) -> str:
-        """A name that starts with `stem`, and is taken from now on."""
+        """A free name that starts with `stem`; marks it as taken."""
         name, number = stem, 0
         while name in self.taken:
             number += 1
@@ -173,5 +171,5 @@ class _Names:
         return name
 
     def like(self, value: Value, stem: str) -> Value:
-        """A value such as this one, by another name."""
+        """A copy of `value` under a new name."""
         return replace(value, name=self.fresh(stem))

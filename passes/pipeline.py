@@ -1,4 +1,4 @@
-"""The compiler as one list. Each pass takes a Program and gives a new one; the manager checks, times and shows each."""
+"""The compiler as one list of passes. Each maps a Program to a new one; `compile_program` times and verifies it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moec.grammar.spec import Spec
-from moec.passes.communicate import Communicate
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
 from moec.passes.ir.interface import has_interface
 from moec.passes.ir.verifier import Invariant, called_once, connected, evenly_cut, laid_out, placed, staged, well_typed
-from moec.passes.lower import lower
-from moec.passes.partition import Partition
-from moec.passes.place import Place
-from moec.passes.shard import ShardLayouts
-from moec.passes.tensor_parallel import TensorParallel
+from moec.passes.lower.lower_model import lower
+from moec.passes.place.communicate import Communicate
+from moec.passes.place.partition import Partition
+from moec.passes.place.place import Place
+from moec.passes.place.shard import ShardLayouts
+from moec.passes.place.tensor_parallel import TensorParallel
 
 
 class Pass(Protocol):
@@ -30,7 +30,7 @@ class Pass(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A pass, its name, and what holds of the Program from here on."""
+    """A pass, its name, and the invariants that hold from this pass on."""
 
     name: str
     run: Callable[[Program], Program]
@@ -39,7 +39,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What one pass did: how long it took, and the Program before and after."""
+    """The run of one pass: its seconds, and the Program before and after."""
 
     name: str
     seconds: float
@@ -49,7 +49,7 @@ class Record:
 
 @dataclass(slots=True)
 class Compilation:
-    """The Program that came out, and the record of every pass."""
+    """The compiled Program, and the record of every pass."""
 
     program: Program
     records: list[Record] = field(default_factory=list)
@@ -58,29 +58,31 @@ class Compilation:
 PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition")
 
 
-def pipeline(spec: Spec) -> Sequence[Step]:
-    """The passes after `lower`, in order."""
+def pipeline(spec: Spec, store_experts_over_edp: bool = False) -> Sequence[Step]:
+    """The passes after `lower`, in order; `store_experts_over_edp` is an option of `ShardLayouts`."""
     return (
         Step("place", Place(spec).apply, (placed,)),
         Step("tensor_parallel", TensorParallel().apply, ()),
-        Step("shard", ShardLayouts().apply, (laid_out, evenly_cut)),
+        Step("shard", ShardLayouts(store_experts_over_edp).apply, (laid_out, evenly_cut)),
         Step("communicate", Communicate().apply, (connected,)),
         Step("fuse", Fuse().apply, ()),
         Step("partition", Partition().apply, (staged, has_interface)),
     )
 
 
-def compile_program(spec: Spec, stop_after: str | None = None) -> Compilation:
+def compile_program(spec: Spec, stop_after: str | None = None, *, store_experts_over_edp: bool = False) -> Compilation:
     """Runs the passes on `spec`, up to and including `stop_after`, and verifies the Program after each.
 
-    Raises `DiagnosticError` for what the user must mend, `InternalError` for what we must.
+    `store_experts_over_edp` is an option of `ShardLayouts` that no word of the language states yet (`zero`).
+
+    Raises `DiagnosticError` for a user's mistake, `InternalError` for a bug in moec.
     """
     started = time.perf_counter()
     program = lower(spec)
     records = [Record("lower", time.perf_counter() - started, None, program)]
     invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)
-    for step in pipeline(spec):
+    for step in pipeline(spec, store_experts_over_edp):
         if records[-1].name == stop_after:
             break
         started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""A user's mistakes at run time: the same on every rank, said once."""
+"""Errors of users at run time: raised on every rank, printed once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HEAD_START_SECONDS = 2.0
 
 
 class JobError(DiagnosticError):
-    """Something a training script, its launch or its numbers got wrong, alike on every rank and before any gradient."""
+    """An error in a training script, its launch or its numbers, raised on every rank and before any gradient."""
 
     def __init__(self, code: str, message: str, help: str = "") -> None:
         super().__init__([diagnose(code, None, message, help=help)])

@@ -24,8 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from moec.codegen.emit import emit_graph, facts_of
 from moec.codegen.plan import Plan
-from moec.passes.ir import Setting, local_slices
-from moec.passes.ir.interface import BALANCE, FORWARD, MODEL_RESULT
+from moec.passes.ir import Output, Setting, local_slices
+from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Call
 from moec.runtime.job import groups
 from moec.runtime.job.gradients import Bucket, Summed
@@ -87,7 +87,7 @@ class AllRanks(LocalTensorMode):
         return {name: Seat(tuple(ranks), list(ranks).index(rank)) for name, ranks in cliques if rank in ranks}
 
 
-def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, *_: object) -> Tensor:
+def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, *_: object) -> Tensor:
     send, receive = splits.tolist()
     if reverse:
         send, receive = receive, send
@@ -121,13 +121,13 @@ def run_all_ranks(
         }
         run = _Blocks(plan, parameters, training)
         tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_given, inputs.rank_targets))
-        results = run(FORWARD, "", [tokens])
-        logits = results[MODEL_RESULT]
+        results = {output.key: value for output, value in run(FORWARD, "", [tokens]).items()}
+        logits = results["logits", None]
         (valid,) = run("valid_labels", "", [labels]).values()
         (loss,) = run("loss", "", [logits, labels, valid]).values()
-        if BALANCE in results:
+        if ("balance", None) in results:
             (num_tokens,) = run("num_tokens", "", [tokens]).values()
-            (aux_loss,) = run("aux_loss", "", [results[BALANCE], num_tokens]).values()
+            (aux_loss,) = run("aux_loss", "", [results["balance", None], num_tokens]).values()
             loss = loss + aux_loss
         loss.backward()
         gradients = {name: _listed(_summed(p, plan.parameters[name].sum_over)) for name, p in parameters.items()}
@@ -140,8 +140,8 @@ class _Blocks:
     def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], training: bool) -> None:
         self._program, self._parameters, self._training = plan.program, parameters, training
 
-    def __call__(self, block: str, path: str, given: Sequence[Tensor], number: int = -1) -> dict[str, Tensor]:
-        """A block's results by their names; its parameters are those whose names begin with `path`."""
+    def __call__(self, block: str, path: str, given: Sequence[Tensor], number: int = -1) -> dict[Output, Tensor]:
+        """A block's results; its parameters are those whose names begin with `path`."""
         found = self._program.block(block)
         graph = emit_graph(self._program, found, float64=True)
         inputs, values = dict(zip((v.name for v in found.inputs), given, strict=True)), dict[fx.Node, Any]()

@@ -17,7 +17,7 @@ from moec.codegen.emit.functions import EMISSIONS
 from moec.codegen.plan import Plan
 from moec.passes.ir import Meshes, Op, Placing, Program, Value
 from moec.passes.ir.op import Type, layout_of
-from moec.passes.ir.ops.tokens import Blocks
+from moec.passes.ir.ops.token_layouts import Blocks
 
 
 def with_program(plan: Plan, program: Program) -> Plan:
@@ -62,7 +62,8 @@ def bypass(plan: Plan, block: str, value: str) -> Plan:
         plan, block, lambda ops: [_renamed(op, value, found.operands[0]) for op in ops if op is not found]
     )
     outputs = wrong.program.block(block).outputs
-    return change_block(wrong, block, outputs=tuple(found.operands[0] if name == value else name for name in outputs))
+    renamed = (replace(each, name=found.operands[0]) if each.name == value else each for each in outputs)
+    return change_block(wrong, block, outputs=tuple(renamed))
 
 
 def _renamed(op: Op, old: str, new: str) -> Op:
@@ -112,8 +113,8 @@ def insert_after(
     It gives `planted`, or an output of the block again: a caller of `forward` asks for its outputs by name.
     """
     body = plan.program.block(block)
-    name = value if value in body.outputs else "planted"
-    planted = kind(operands=(value, *also), results=(replace(body.scope[value], name=name),), **attributes)
+    name = value if value in [output.name for output in body.outputs] else "planted"
+    planted = kind(operands=(value, *also), results=(replace(body.scope[value], name=name, role=None),), **attributes)
 
     def change(ops: list[Op]) -> list[Op]:
         changed = [] if any(value in [v.name for v in op.results] for op in ops) else [planted]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from moec.codegen.plan import Plan
+from typing import Any
+
+import moec
+from moec.codegen.plan import Plan, make_plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.spec import Spec
+from moec.passes.pipeline import compile_program
 
 GATE = "topk(2, normalize = true)"
 BALANCE = "[switch_loss(0.01), z_loss(1e-3)]"
@@ -24,6 +28,7 @@ def moe_text(
     ffn: str = "gelu(32)",
     beside: str = "",
     bias: str = "none",
+    qk_norm: str | None = None,
     model: str = "",
     balance: str = BALANCE,
     dim: int = 16,
@@ -43,6 +48,7 @@ def moe_text(
         f"  {name} = {value}\n" for name, value in (("dp", dp), ("tp", tp), ("ep", ep)) if value is not None
     )
     degrees += "" if sequence_parallel else "  sequence_parallel = false\n"
+    attention = f"bias = {bias}" if qk_norm is None else f"bias = {bias}, qk_norm = {qk_norm}"
     others = ""
     for number, (count, degree) in enumerate(mixtures, start=1):
         others += f"  layers {number} {{ moe {{ experts = {count} * {expert} }} }}\n" if count != experts else ""
@@ -55,7 +61,7 @@ model "tiny" {{
   dtype = {dtype}; {model}
   layers {{ attention = mha(heads = 4); ffn = {ffn} }}
   layers 1..{depth - 1} {{
-    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = {bias})
+    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), {attention})
     moe {{
       experts = {experts} * {expert}
       gate    = {gate}
@@ -75,9 +81,12 @@ def moe_spec(**options: object) -> Spec:
     return load_text(moe_text(**options), name="tiny.moe").unwrap()  # type: ignore[arg-type]
 
 
-def moe_plan(**options: object) -> Plan:
-    """The plan of `moe_text(**options)`."""
-    return compile_source(moe_spec(**options))
+def moe_plan(*, store_experts_over_edp: bool = False, **options: Any) -> Plan:
+    """Its plan; no word of the language asks for experts that their replicas store in parts."""
+    spec = moe_spec(**options)
+    if not store_experts_over_edp:
+        return compile_source(spec)
+    return make_plan(spec, compile_program(spec, store_experts_over_edp=True).program, moec.__version__)
 
 
 def layer_text(

@@ -1,8 +1,8 @@
 """Builds the torch.fx graph of one block, node by node.
 
-torch.fx prints a graph as Python and runs the text. Nothing of a plan's text enters it: nodes are named by fx, inputs
-by number, and targets are the operator objects that an op's emission function names. Attributes reach a node as the
-numbers, words and lists that the op's class declares.
+torch.fx prints a graph as Python and runs that text. No text of a plan enters it: fx names nodes, inputs are numbered,
+and targets are the operator objects that an op's emission function names. Attributes reach a node as the numbers,
+words and lists that the op's class declares.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ LAYER = "layer"
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a node stands for: an op, the value that it gives, or a parameter (`attention.q.weight`).
+    """The op, the value or the parameter (`attention.q.weight`) that a node stands for.
 
-    `key` names the node in its block: a value by its name, a parameter with `@` before it, and what lies on the way to
-    an op's results by the first of these and a number. An op that two Programs share has the same keys in both.
+    `key` names the node in its block: a value by its name, a parameter with `@` before it, an intermediate node by its
+    op's first result and a number. An op that is in two Programs has the same keys in both.
     """
 
     key: str
@@ -39,7 +39,7 @@ class NodeFacts:
 
 
 def facts_of(node: fx.Node) -> NodeFacts:
-    """What a node of an emitted graph stands for."""
+    """The `NodeFacts` of a node of an emitted graph."""
     facts: NodeFacts = node.meta[FACTS]
     return facts
 
@@ -50,7 +50,7 @@ def target_name(node: fx.Node) -> str:
 
 
 def site_of(op: Op, layer: int | str | None) -> str:
-    """Which part of the model an op serves, for the end of a message: "layer 3 (mixtral.moe:14)".
+    """The part of the model that an op belongs to, for the end of a message: "layer 3 (mixtral.moe:14)".
 
     `layer` may be "{layer}", which the runtime replaces by a layer's number.
     """
@@ -61,7 +61,7 @@ def site_of(op: Op, layer: int | str | None) -> str:
 class Emitter:
     """The graph of one block: its inputs, a layer's number, settings and parameters as the block declares them.
 
-    The number is a 0-d int64 tensor: identical layers share a graph, so that no graph holds it.
+    The number is a 0-d int64 tensor and an input, because identical layers share one graph.
     """
 
     def __init__(self, program: Program, block: Block, groups: str, float64: bool) -> None:
@@ -88,8 +88,8 @@ class Emitter:
         return node
 
     def finish(self) -> fx.Graph:
-        """The graph with its output: one value bare, several as a tuple."""
-        results = tuple(self._nodes[name] for name in self.block.outputs)
+        """Adds the output, one value bare or several as a tuple, and returns the graph."""
+        results = tuple(self._nodes[output.name] for output in self.block.outputs)
         output = self.graph.output(results[0] if len(results) == 1 else results)
         output.meta[FACTS] = NodeFacts("output")
         return self.graph
@@ -103,7 +103,7 @@ class Emitter:
         return self._nodes[operand]
 
     def value(self, operand: str) -> Value:
-        """What an operand is in the Program."""
+        """The Program's value that an operand names."""
         return self.block.scope[operand]
 
     def shape(self, operand: str) -> tuple[Dim, ...]:
@@ -114,22 +114,22 @@ class Emitter:
         return local_shape(value.shape, value.layout, self.meshes)
 
     def dtype(self, name: str) -> torch.dtype:
-        """torch's dtype of this name; float64 for every floating one where `moec verify` wants it."""
+        """The torch dtype of this name; in a float64 graph, float64 for every floating dtype."""
         dtype = DTYPES[name]
         return torch.float64 if self._float64 and dtype.is_floating_point else dtype
 
     def group(self, axis: str) -> str:
-        """The name of the process groups along `axis`, that of the job in front."""
+        """The name of the process groups along `axis`, prefixed with the job's."""
         return self._groups + group_name(axis, self.block.experts)
 
     def site(self, op: Op) -> dict[str, Any]:
-        """Which part of the model the op serves, as a conversion takes it for its messages."""
+        """The arguments that tell a conversion, for its messages, which part of the model the op belongs to."""
         if self._layer is None:
             return {"site": site_of(op, None)}
         return {"site": site_of(op, "{layer}"), "layer": self._layer}
 
     def call(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node on the way to an op's results."""
+        """An intermediate node of an op."""
         return self._note(self.graph.call_function(target, args, kwargs), op)
 
     def result(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,12 +141,17 @@ class Emitter:
         """The nodes that give an op's several results."""
         self._give_each(self.call(op, target, *args, **kwargs), op)
 
+    def several(self, op: Op, *nodes: fx.Node) -> None:
+        """Makes existing nodes an op's several results."""
+        for node, value in zip(nodes, op.results, strict=True):
+            self._give(node, op, value)
+
     def item(self, op: Op, whole: fx.Node, index: int) -> fx.Node:
-        """One of several tensors that a node gives, on the way to an op's results."""
+        """One of a node's several tensors, as an intermediate node of an op."""
         return self.call(op, operator.getitem, whole, index)
 
     def first_of(self, op: Op, whole: fx.Node) -> None:
-        """An op's one result is the first of the tensors that a node gives."""
+        """Makes the first of a node's several tensors an op's one result."""
         self._give(self.item(op, whole, 0), op, op.results[0])
 
     def call_layer(self, op: Op, layer: int, num_results: int) -> None:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx, nn
 
-from moec.codegen.emit.conversions import CONVERSIONS
-from moec.codegen.emit.dense import DENSE
+from moec.codegen.emit.emit_dense import DENSE
+from moec.codegen.emit.emit_gates import GATES
+from moec.codegen.emit.emit_mixtures import MIXTURES
+from moec.codegen.emit.emit_padding import PADDING
+from moec.codegen.emit.emit_vocabulary import VOCABULARY
 from moec.codegen.emit.emitter import Emitter, site_of
-from moec.codegen.emit.mixtures import MIXTURES
-from moec.codegen.emit.padding import PADDING
-from moec.codegen.emit.vocabulary import VOCABULARY
-from moec.passes.ir import Block, Op, Program
+from moec.codegen.emit.operators import emit_operator
+from moec.passes.ir import Block, Op, Output, Program
 from moec.passes.ir.ops import Route
 
-EMISSIONS = {**CONVERSIONS, **DENSE, **MIXTURES, **PADDING, **VOCABULARY}
+EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
+    **DENSE,
+    **GATES,
+    **MIXTURES,
+    **PADDING,
+    **VOCABULARY,
+}
 """How each op is emitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A block as a function of its inputs, settings and weights, in the order of their names; it gives `results`.
+    """A block as a function of its inputs, settings and weights, in the order of their names; it returns `results`.
 
-    `users` are the first ops that use each weight, `routers` the ops that choose experts.
+    `users` are the first ops that use each weight, `routers` the ops that choose experts by scores.
     """
 
     module: fx.GraphModule
     settings: tuple[str, ...]
     weights: tuple[str, ...]
-    results: tuple[str, ...]
+    results: tuple[Output, ...]
     users: Mapping[str, Op]
     routers: tuple[Op, ...]
 
@@ -39,15 +47,14 @@ class Function:
         return self  # a function has no state
 
     def sites(self, layer: int | None = None) -> dict[str, str]:
-        """Which part of the model is the first to use each weight, by the weight's name."""
+        """The part of the model that uses each weight first, by the weight's name."""
         return {name: site_of(self.users[name], layer) if name in self.users else name for name in self.weights}
 
 
 def emit_function(program: Program, block: str, *, groups: str = "", float64: bool = False) -> Function:
     """The block called `block` as a function.
 
-    `groups` is what the names of its process groups begin with. `float64` replaces every floating dtype inside by
-    float64.
+    The names of its process groups begin with `groups`. `float64` replaces every floating dtype inside by float64.
     """
     found = program.block(block)
     graph = emit_graph(program, found, groups=groups, float64=float64)

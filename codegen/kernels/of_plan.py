@@ -1,6 +1,6 @@
-"""The kernels of a plan: which shapes its ops ask for, and their source, for people and profilers.
+"""The kernels of a plan: the shapes that its ops need, and their source, for people and profilers.
 
-No kernel is stored. What runs is rendered from shapes, at the first call.
+No kernel is stored. At the first call, the kernels that run are rendered from their shapes.
 """
 
 from __future__ import annotations
@@ -21,29 +21,35 @@ from moec.codegen.kernels.shapes import (
 )
 from moec.codegen.kernels.stored_tiles import Choice, TileKey, choose, key_of
 from moec.codegen.plan import Plan
+from moec.passes.cost.workload import Workload
 from moec.passes.ir import Block, Op, Program, local_shape
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.tally import sequence_of
+from moec.passes.ir.mixture_values import choices_per_token
 
 FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
-"""Whose tiles a device takes, by its kind or name; Hopper's otherwise."""
+"""The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""
 
 Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
 
 
 @dataclass(frozen=True, slots=True)
 class PlanKernel:
-    """A shape, the block that asks for it, its choices a token, the `.moe` line, and which of its kernels are launched.
+    """A kernel shape, the block and op that need it, the choices per token, and which of its kernels are launched.
 
-    All of them where `only` names none.
+    If `only` is empty, all of them are launched.
     """
 
     shape: KernelShape
     block: str
     k: int
-    span: str | None
+    op: Op
     only: tuple[str, ...] = ()
+
+    @property
+    def span(self) -> str | None:
+        """The `.moe` line of the op."""
+        return str(self.op.span) if self.op.span else None
 
 
 def kernel_sources(plan: Plan) -> dict[str, str]:
@@ -62,7 +68,7 @@ def _head(users: list[str]) -> str:
 
 
 def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
-    """What a rank of the plan launches. Nothing on processors, where plain torch does the work."""
+    """The kernels that one rank of the plan launches. None on CPU, where plain torch computes everything."""
     if plan.spec.cluster.device.kind == "cpu":
         return ()
     return tuple(
@@ -74,23 +80,17 @@ def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
 
 
 def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
-    route = next((op for op in block.ops if isinstance(op, o.Route)), None)
     experts = next((op for op in block.ops if isinstance(op, Experts)), None)
-    if route is None or experts is None:
+    if experts is None:
         return
-    up = next(block.scope[name] for name in experts.operands if name.startswith("@"))
-    (count, *_, dim), dtype, k = up.shape, up.dtype, route.k
+    up = experts.named(block.operands(experts))["up"]
+    (count, *_, dim), dtype, k = up.shape, up.dtype, choices_per_token(block)
     assert isinstance(count, int)
     assert isinstance(dim, int)
 
     def kernel(shape: KernelShape, op: Op, *only: str) -> PlanKernel:
-        return PlanKernel(shape, block.name, k, str(op.span) if op.span else None, only)
+        return PlanKernel(shape, block.name, k, op, only)
 
-    # Logits and weights are float32 whatever the model's dtype is.
-    after = route.order == "after"
-    yield kernel(
-        RouteShape(experts=count, k=k, score=route.score, after=after, normalize=route.normalize, dtype="fp32"), route
-    )
     asked: dict[KernelShape, tuple[Op, list[str]]] = {}
     for op in block.ops:
         for shape, names in _of_rows(op, count, k, dim, dtype):
@@ -105,11 +105,18 @@ def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
 
 
 def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
-    """The kernels with which an op and its backward count choices and move rows."""
+    """The kernels that an op and its backward launch to choose experts, count choices and move rows."""
     own, every = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
     places = PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
     counting = ("count", "scan")
     match op:
+        case o.Route():
+            # Logits and weights are float32 whatever the model's dtype is.
+            after = op.order == "after"
+            yield (
+                RouteShape(experts=experts, k=k, score=op.score, after=after, normalize=op.normalize, dtype="fp32"),
+                (),
+            )
         case o.Permute():
             yield every, (*counting, "rank")
             yield places, ("fill", "add_rows")
@@ -140,30 +147,29 @@ def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tup
 
 
 def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:
-    """The gated activations between two dense projections, as wide as they are on one rank."""
+    """The gated activations between two dense projections, at their width on one rank."""
     for op in block.ops:
         if isinstance(op, o.Activation) and ACTIVATIONS[op.kind].gated:
             width = _local_shape(plan.program, block, op.operands[0])[-1]
             shape = GatedShape(hidden=width, activation=op.kind, dtype=op.results[0].dtype)
-            yield PlanKernel(shape, block.name, 1, str(op.span) if op.span else None)
+            yield PlanKernel(shape, block.name, 1, op)
 
 
 def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int) -> Iterator[KernelShape]:
-    (up, _, *biases), dtype = [name for name in op.operands if name.startswith("@")], block.scope[op.operands[-1]].dtype
-    experts, _, hidden, dim = _local_shape(plan.program, block, up)
-    given = len(op.operands) - 2 - len(biases)
+    given = op.named(op.operands)
+    dtype = block.scope[given["up"]].dtype
+    experts, _, hidden, dim = _local_shape(plan.program, block, given["up"])
     of_tokens = k if isinstance(op, o.MixtureMlp) else 0
-    weighted = given == (2 if isinstance(op, o.ExpertMlpPadded) else 3) and not of_tokens
     rows = rows_per_rank(plan, k)
     tiles = tiles_of(plan, dtype, rows, experts, (dim, hidden), op.activation).tiles
-    known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, bool(biases))
+    known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
     yield UpShape.of(*known, tiles.up)
-    yield DownShape.of(*known, tiles.down, weighted=weighted)
+    yield DownShape.of(*known, tiles.down, weighted="weights" in op.optional)
 
 
 def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:
-    """The tiles of a product on the plan's device, and where they are from."""
+    """The tiles of a product on the plan's device, and their source."""
     device = plan.spec.cluster.device
     family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
     own = plan.tiles.by_key() if plan.tiles is not None else {}
@@ -174,7 +180,7 @@ def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int,
 
 @dataclass(frozen=True, slots=True)
 class PlanProducts:
-    """The grouped products of a layer's experts as a rank runs them: `rows` rows, which come from `sources` ranks."""
+    """The grouped products of a layer's experts on one rank, over `rows` rows from `sources` ranks."""
 
     key: TileKey
     up: UpShape
@@ -184,7 +190,7 @@ class PlanProducts:
 
 
 def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
-    """What tiles can be stored for, once for each key."""
+    """The products that tiles can be stored for, one per key."""
     kernels = kernels_of(plan)
     ups = [(kernel, kernel.shape) for kernel in kernels if isinstance(kernel.shape, UpShape)]
     downs = [kernel.shape for kernel in kernels if isinstance(kernel.shape, DownShape)]
@@ -198,19 +204,17 @@ def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
 
 
 def tokens_per_rank(plan: Plan) -> int:
-    """Of a batch, or of one sequence for each of its shares where the file trains nothing; at least 1."""
-    train = plan.spec.train
-    tokens = (train.batch if train else plan.data_size) * sequence_of(plan.spec)
-    return max(1, tokens // plan.world_size)
+    """Tokens of the batch (without `train`: one sequence per data-parallel rank), divided by the ranks; at least 1."""
+    return max(1, Workload.of(plan.spec, plan.program).tokens // plan.world_size)
 
 
 def rows_per_rank(plan: Plan, k: int) -> int:
-    """Rows that a rank's experts get of so many tokens, were all of them equally busy."""
+    """Rows that one rank's experts receive if all experts are equally loaded."""
     return tokens_per_rank(plan) * k
 
 
 def sources_of(program: Program, block: Block) -> int:
-    """From how many ranks rows come: ragged ones lie by rank, those in places of a capacity by expert."""
+    """The number of ranks that ragged rows arrive from, source by source; 1 for padded rows, which lie by expert."""
     exchange = next((op for op in block.ops if isinstance(op, o.ExchangeCounts)), None)
     return program.meshes_of(block).size(exchange.axis) if exchange is not None else 1
 

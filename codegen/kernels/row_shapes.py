@@ -10,9 +10,9 @@ from moec.codegen.kernels.shapes import KernelShape, accumulator, power_of_two
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuesShape(KernelShape):
-    """Who stands where in which queue: of the j-th choices of each sequence, or with k 1 of all choices alike.
+    """Each choice's index in its expert's queue: one queue per sequence and j-th choice; with k 1, one for all choices.
 
-    By counting: this is where choices become an order of rows, with a capacity or without.
+    The kernels count and do not sort. The indices decide the order of rows, with a capacity or without.
     """
 
     template: ClassVar[str] = "queues"
@@ -33,7 +33,7 @@ class QueuesShape(KernelShape):
         }
 
     def pointers(self) -> dict[str, str]:
-        """Counts within blocks are 32 bits wide; choices, places and what operators give, 64."""
+        """Counts within blocks are 32 bits wide; choices, places and operators' results are 64 bits wide."""
         wide = ("experts_ptr", "queues_ptr", "totals_ptr", "starts_ptr", "kept_ptr", "positions_ptr")
         return {"counts_ptr": "i32", **dict.fromkeys(wide, "i64")}
 

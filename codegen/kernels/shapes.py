@@ -1,7 +1,7 @@
 """Layer shapes → Triton source: one template per family of kernels, every number of the layer a constant in it.
 
-Pure text: nothing here imports torch or triton. The text of a shape is a function of the shape alone, so that what a
-plan stores can be rendered again and compared, and what runs is only ever what this moec rendered.
+Pure text: nothing here imports torch or triton. A shape's text is a function of the shape alone, and only text that
+this moec rendered is ever run.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from moec.codegen.kernels.tiles import Tile
 from moec.passes.ir.activations import ACTIVATIONS
 
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-"""What Triton calls the dtypes that kernels compute in."""
+"""Triton's names of the dtypes that kernels compute in."""
 
 SCORES = ("softmax", "sigmoid")
 
 MOST_EXPERTS = 2048
-"""A row of logits, or of a histogram, is held by one program."""
+"""One program loads a whole row of logits, or of a histogram."""
 
 MOST_ELEMENTS = 2**31
-"""Offsets inside one expert's matrix are 32 bits wide; those of experts and rows are 64 bits wide, once a tile."""
+"""Offsets inside one expert's matrix are 32 bits wide; offsets of experts and rows are 64 bits wide, once per tile."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelShape:
-    """What a family of kernels is rendered for."""
+    """The numbers that a family of kernels is rendered for."""
 
     template: ClassVar[str]
 
     @property
     def name(self) -> str:
-        """An identifier that says all of the shape: `route_experts8_k2_scoresoftmax_…`."""
+        """An identifier that contains every field of the shape: `route_experts8_k2_scoresoftmax_…`."""
         said = (f"{field.name}{_short(getattr(self, field.name))}" for field in fields(self))
         return "_".join((self.template, *said))
 
     def constants(self) -> dict[str, Any]:
-        """What the template needs beside the fields."""
+        """The template's constants that are not fields."""
         return {}
 
     def pointers(self) -> dict[str, str]:
-        """The dtypes of tensors, by the names of their arguments, that are not of the shape's own dtype."""
+        """The dtypes of tensors that differ from the shape's dtype, by argument name."""
         return {}
 
 
@@ -67,7 +67,7 @@ class RouteShape(KernelShape):
         return {"EP": width, "KP": power_of_two(self.k), "BLOCK": max(1, min(64, 2048 // width)), "lowest": lowest}
 
     def pointers(self) -> dict[str, str]:
-        """Choices."""
+        """Choices are 64 bits wide."""
         return {"experts_ptr": "i64"}
 
 
@@ -81,17 +81,17 @@ class GatedShape(KernelShape):
     dtype: str
 
     def constants(self) -> dict[str, Any]:
-        """At most 1,024 columns of a program."""
+        """At most 1,024 columns per program."""
         return {"BLOCK": min(1024, power_of_two(self.hidden)), "function": ACTIVATIONS[self.activation].function}
 
 
 TABLES = ("offsets_ptr", "experts_ptr", "starts_ptr", "order_ptr")
-"""Arguments that hold which rows and tiles are of which expert."""
+"""Arguments with the tables of each expert's rows and tiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TilesShape(KernelShape):
-    """Which expert each tile of a grouped product is of."""
+    """The table of each tile's expert, for grouped products."""
 
     template: ClassVar[str] = "tiles"
     experts: int
@@ -109,9 +109,9 @@ class TilesShape(KernelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShape(KernelShape):
-    """A grouped product. `gathered`: rows lie elsewhere than in the experts' order.
+    """A grouped product. `gathered`: rows are not in the experts' order.
 
-    With `k`, rows are k choices of each token, gathered from the tokens themselves; 0 where they are rows already.
+    With `k` > 0 the input is tokens, and each row is gathered from its token, k per token; with 0 the input is rows.
     With `bias`, each expert adds one number to each output.
     """
 
@@ -139,7 +139,7 @@ class ProductShape(KernelShape):
         tile: Tile,
         **more: bool,
     ) -> Self:
-        """The shape of these, in order."""
+        """Makes the shape from positional arguments."""
         return cls(
             experts=experts,
             dim=dim,
@@ -166,13 +166,13 @@ class ProductShape(KernelShape):
         }
 
     def warps(self, kernel: str) -> int:
-        """A gradient of weights has a tile of its own, square; that of a bias is a small sum."""
+        """A gradient of weights has a separate square tile; a gradient of a bias is a small sum."""
         if kernel.endswith("_bias"):
             return 4
         return self.tile.warps if not kernel.endswith("_weights") else 8 if self.tile.columns >= 128 else 4
 
     def pointers(self) -> dict[str, str]:
-        """The table of tiles; weights of choices or rows, and what adds up to their gradients."""
+        """The table of tiles; weights of choices or rows, and the partial sums of their gradients."""
         return {
             **dict.fromkeys(TABLES, "i32"),
             **dict.fromkeys(("weights_ptr", "parts_ptr"), accumulator(self.dtype)),
@@ -187,13 +187,13 @@ class UpShape(ProductShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DownShape(ProductShape):
-    """The down projection, and its gradients. `weighted`: each row comes with a weight of its own."""
+    """The down projection, and its gradients. `weighted`: there is one weight per row."""
 
     template: ClassVar[str] = "down"
     weighted: bool = False
 
     def constants(self) -> dict[str, Any]:
-        """Whether backward weighs rows: by weights of their own, or of the choices that they are."""
+        """Whether backward multiplies rows by weights: one per row, or one per choice."""
         return {**ProductShape.constants(self), "weighs": self.weighted or self.k > 0}
 
 
@@ -203,7 +203,7 @@ def power_of_two(number: int) -> int:
 
 
 def accumulator(dtype: str) -> str:
-    """The dtype of sums: float32, or float64 where that is what is summed."""
+    """The dtype of sums: float64 for float64, else float32."""
     return "fp64" if dtype == "fp64" else "fp32"
 
 
@@ -224,7 +224,7 @@ def render(shape: KernelShape) -> str:
 
 
 def complaint(shape: KernelShape) -> str | None:
-    """Why no kernels are rendered for a shape; None if they are. Then plain torch does the work, or refuses to."""
+    """Why no kernels are rendered for a shape; None if they are. Without kernels plain torch computes, or refuses."""
     experts, score = getattr(shape, "experts", 1), getattr(shape, "score", SCORES[0])
     activation = getattr(shape, "activation", None)
     if experts > MOST_EXPERTS:

@@ -1,7 +1,7 @@
 """Tiles stored by device and shape: those that moec ships, and a plan's own, measured by `moec tune`.
 
 The shipped ones (`tuned/*.json`) are defaults for well-known layers; each says whether it was measured. A plan's own
-(`tiles.json` in its folder) come before them. What neither has, the rule of `tiles.py` decides.
+(`tiles.json` in its folder) take precedence. For shapes that neither contains, the rule of `tiles.py` decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class TileKey:
-    """What tiles are chosen by: `load` is the class of rows per expert, `experts` None stands for any number."""
+    """The key of a choice of tiles. `load` is the class of rows per expert; `experts` None stands for any number."""
 
     dtype: str
     load: str
@@ -52,7 +52,7 @@ def key_of(dtype: str, rows: int, experts: int, widths: tuple[int, int], gated: 
 
 
 class Measured(Data):
-    """Milliseconds of a layer's experts, forward and backward, over `rows` rows: by default, and with these tiles."""
+    """Milliseconds of a layer's experts, forward and backward, over `rows` rows: with default tiles and with these."""
 
     rows: Extent
     default_ms: Milliseconds
@@ -60,7 +60,7 @@ class Measured(Data):
 
 
 class Entry(Data):
-    """The tiles of one shape; `measured` is null where nobody has."""
+    """The tiles of one shape; `measured` is null if they were not measured."""
 
     dtype: Annotated[str, Field(pattern=r"^(bf16|fp16|fp32|fp64)$")]
     load: Annotated[str, Field(pattern=r"^(few|some|many)$")]
@@ -74,17 +74,17 @@ class Entry(Data):
 
     @property
     def key(self) -> TileKey:
-        """What it is found by."""
+        """The entry's key."""
         return TileKey(self.dtype, self.load, self.experts, self.dim, self.hidden, self.gated)
 
     @property
     def tiles(self) -> Tiles:
-        """As numbers."""
+        """The entry's tiles, parsed."""
         return Tiles(Tile.parse(self.up), Tile.parse(self.down))
 
     @classmethod
     def of(cls, key: TileKey, tiles: Tiles, measured: Measured | None) -> Self:
-        """The entry of these."""
+        """Makes the entry."""
         return cls(
             dtype=key.dtype,
             load=key.load,
@@ -118,13 +118,13 @@ class StoredTiles(Data):
         return self
 
     def by_key(self) -> dict[TileKey, Tiles]:
-        """For looking up."""
+        """The tiles by their keys."""
         return {entry.key: entry.tiles for entry in self.entries}
 
 
 @cache
 def shipped(device: str) -> Mapping[TileKey, Tiles]:
-    """What moec ships for a device of this name; empty for most."""
+    """The tiles that moec ships for a device of this name; empty for most."""
     if device not in SHIPPED:
         return {}
     text = (Path(__file__).parent / "tuned" / f"{device}.json").read_bytes()
@@ -133,7 +133,7 @@ def shipped(device: str) -> Mapping[TileKey, Tiles]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tiles, and where they are from: "tuned" (the plan's own), "shipped" or "rule"."""
+    """Tiles, and their source: "tuned" (from the plan), "shipped" or "rule"."""
 
     tiles: Tiles
     source: Literal["tuned", "shipped", "rule"]
@@ -152,7 +152,7 @@ def choose(
 ) -> Choice:
     """The tiles of a product, on a device of this name and family: tuned, else shipped, else by the rule.
 
-    A plan's kernels and the operators choose here, both.
+    Both the listing of a plan's kernels and the operators choose here.
     """
     key = key_of(dtype, rows, experts, widths, gated)
     found = tuned.get(key)

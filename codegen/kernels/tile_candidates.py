@@ -1,4 +1,4 @@
-"""Which tiles `moec tune` tries: those around the default whose sums and buffers can fit, the nearest first."""
+"""The tiles that `moec tune` tries: near the default, nearest first, with sums and buffers that can fit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import log2
 
 from moec.codegen.kernels.stored_tiles import TileKey
 from moec.codegen.kernels.tiles import Tile
-from moec.codegen.kernels.work import BYTES
+from moec.passes.ir.value import DTYPE_BYTES
 
 SUMS = 128
 """Registers of a thread that a tile's sums may take, of 255: beyond it kernels spill, or nearly."""
@@ -25,10 +25,10 @@ def heights(default: Tile) -> tuple[int, ...]:
 
 
 def around(default: Tile, rows: int, key: TileKey, sums: int, shared: int) -> Iterator[Tile]:
-    """The tiles of `rows` rows, by how many doublings they are from the default, equal ones in order.
+    """The tiles of `rows` rows, sorted by their doublings from the default, ties by their numbers.
 
-    `sums`: tiles of sums that the product keeps, 2 for gate and up. `shared`: bytes of shared memory of a block. What a
-    compiler makes of a tile is not known here: this leaves out what cannot fit, not all that does not.
+    `sums`: tiles of sums that the product keeps, 2 for gate and up. `shared`: bytes of shared memory of a block. Only
+    tiles that certainly do not fit are left out; the compiler may find others that do not.
     """
     widest = max(16, 1 << (max(key.dim, key.hidden) - 1).bit_length())
     tiles = (
@@ -42,17 +42,17 @@ def around(default: Tile, rows: int, key: TileKey, sums: int, shared: int) -> It
 
 
 def _registers(tile: Tile, dtype: str, sums: int) -> int:
-    """32 bits each, of a thread; a warp has 32."""
+    """The 32-bit registers of a thread that the sums take; a warp has 32 threads."""
     return sums * tile.rows * tile.columns * (2 if dtype == "fp64" else 1) // (32 * tile.warps)
 
 
 def _buffers(tile: Tile, dtype: str, sums: int) -> int:
-    """What pipeline stages hold. Not every device needs one for the last, which is what is counted here."""
-    return (tile.stages - 1) * tile.depth * (tile.rows + sums * tile.columns) * BYTES[dtype]
+    """Bytes of the pipeline stages' buffers, without the last stage's: not every device needs that one."""
+    return (tile.stages - 1) * tile.depth * (tile.rows + sums * tile.columns) * DTYPE_BYTES[dtype]
 
 
 def _distance(default: Tile, tile: Tile) -> float:
-    """Doublings of columns, depth and warps, and half a step for each stage; rows are given."""
+    """Doublings of columns, depth and warps, plus a half for each stage; rows are not counted."""
     steps = sum(
         abs(log2(ours / theirs)) for ours, theirs in zip(_numbers(tile)[1:4], _numbers(default)[1:4], strict=True)
     )

@@ -1,7 +1,7 @@
 """How the grouped matrix products are cut into tiles: the rule, by family of devices, dtype and rows per expert.
 
-Rows per expert say which class a product is in: `few` (decoding, or very many experts), `some`, or `many`. Hopper's are
-near those of published Triton kernels. What is stored for a device and shape comes before it (`stored_tiles.py`).
+Rows per expert decide a product's class: `few` (decoding, or very many experts), `some`, or `many`. Hopper's tiles are
+near those of published Triton kernels. Tiles stored for a device and shape take precedence (`stored_tiles.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Self
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One program's share of a product: rows × columns, `depth` at a time, with Triton's warps and pipeline stages."""
+    """One program's part of a product: rows × columns, `depth` at a time, with Triton's warps and pipeline stages."""
 
     rows: int
     columns: int
@@ -27,24 +27,24 @@ class Tile:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The tile that `str` gave the text of."""
+        """The inverse of `str`."""
         return cls(*map(int, re.split("[xws]", text)))
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of the products with `up` (whose tile has two sums, gate and up) and with `down`; as many rows in both."""
+    """The tiles of the products with `up` (two sums, gate and up, per tile) and with `down`; equal numbers of rows."""
 
     up: Tile
     down: Tile
 
 
 FEW, SOME = 24, 96
-"""Up to so many rows per expert."""
+"""The most rows per expert of the classes `few` and `some`."""
 
 
 def load_of(rows: int, experts: int) -> str:
-    """The class of `rows` rows in all, over `experts`: "few", "some" or "many" for each."""
+    """The class of `rows` rows in all over `experts`: "few", "some" or "many" rows per expert."""
     each = -(-rows // experts)
     return "few" if each <= FEW else "some" if each <= SOME else "many"
 

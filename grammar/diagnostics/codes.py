@@ -1,16 +1,16 @@
-"""Every diagnostic's code and title. A code keeps its meaning for ever; a retired one is not given out again.
+"""Every diagnostic's code and title. A code never changes its meaning; a retired code is not reused.
 
 MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
 MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx: limits. MOE06xx: plan folders. MOE07xx:
 jobs, `verify` and `tune`.
-Each has a page under `tests/diagnostics/`, which is its test as well.
+Each code has a page under `tests/diagnostics/`, which is also its test.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moec.grammar.diagnostics.model import Diagnostic, Edit, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, Label, Severity
 from moec.grammar.source import Span
 
 CODES: dict[str, str] = {
@@ -77,6 +77,7 @@ CODES: dict[str, str] = {
     "MOE0321": "the router gets no gradient from the loss",
     "MOE0322": "later tokens decide which choices of earlier ones are dropped",
     "MOE0324": "the padding id is outside of the vocabulary",
+    "MOE0325": "a balance term is over scores that the gate does not compute",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

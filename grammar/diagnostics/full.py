@@ -1,4 +1,4 @@
-"""The rendering for people: the lines in question, marked, as rustc shows them."""
+"""Renders diagnostics for people: source lines with marks under them, as in rustc."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from unicodedata import category, east_asian_width
 
-from moec.grammar.diagnostics.model import Diagnostic, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity
 from moec.grammar.source import Source, Span
 
 WIDEST = 160
-"""Columns of a source line that are shown; of a longer one, those around what is marked."""
+"""Columns shown of a source line; of a longer line, the columns around the mark."""
 
 _RED, _YELLOW, _BLUE, _CYAN, _BOLD, _PLAIN = (
     "\x1b[1;31m",
@@ -27,7 +27,7 @@ _Painter = Callable[[str, str], str]
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """What stands under a part of one line."""
+    """A mark and message under a part of one line."""
 
     span: Span
     message: str
@@ -81,7 +81,7 @@ def _snippet(marks: list[_Mark], margin: int, loud: str, paint: _Painter) -> Ite
 
 
 class _Line:
-    """One source line as a terminal shows it: nothing in it can move the cursor, and its width is known."""
+    """One source line for a terminal, without control characters, so that its width is known."""
 
     def __init__(self, source: Source, number: int, column: int) -> None:
         text = source.line(number)
@@ -93,7 +93,7 @@ class _Line:
         self.text = self.before + "".join(self.pieces) + ("…" if len(text) > self.skipped + WIDEST else "")
 
     def extent(self, span: Span) -> tuple[int, int]:
-        """Where on the screen `span` begins, and how many columns of this line it takes (at least one)."""
+        """The first screen column of `span`, and its number of columns in this line (at least one)."""
         start = min(max(span.start - self.first - self.skipped, 0), len(self.pieces))
         end = min(max(span.end - self.first - self.skipped, start), len(self.pieces))
         begins = len(self.before) + _width("".join(self.pieces[:start]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 
+from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.diagnostics.full import full
-from moec.grammar.diagnostics.model import Diagnostic
 from moec.grammar.source import Span
 
 

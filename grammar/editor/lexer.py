@@ -5,7 +5,7 @@ from __future__ import annotations
 from pygments.lexer import RegexLexer
 from pygments.token import string_to_tokentype
 
-from moec.grammar.editor.tokens import table
+from moec.grammar.editor.token_table import table
 
 
 class MoeLexer(RegexLexer):  # type: ignore[misc]

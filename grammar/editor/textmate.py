@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from moec.grammar.editor.tokens import table
+from moec.grammar.editor.token_table import table
 
 FILE = Path(__file__).with_name("moe.tmLanguage.json")
 

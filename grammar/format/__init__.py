@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moec.grammar.diagnostics.model import InternalError
+from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.format.items import read_items
-from moec.grammar.format.layout import lay_out
+from moec.grammar.format.line_layout import lay_out
 from moec.grammar.source import Source
 from moec.grammar.syntax.parser import parse
 

@@ -1,4 +1,4 @@
-"""A file as a formatter sees it: statements and blocks made of tokens, with every comment at the thing it is about."""
+"""Reads a file for the formatter: statements and blocks of tokens, each with its comments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OPEN, _CLOSE = ("LPAR", "LSQB"), ("RPAR", "RSQB")
 
 @dataclass(slots=True)
 class Piece:
-    """What stands between two commas of a bracket, and the comments above, below and behind it."""
+    """The tokens between two commas of a bracket, and the comments above, below and behind them."""
 
     tokens: list[Token | Group] = field(default_factory=list)
     before: list[str] = field(default_factory=list)
@@ -161,7 +161,7 @@ class _Reader:
         return group
 
     def _inner_comment(self, text: str, group: Group, piece: Piece, fresh: bool) -> None:
-        """Behind the piece on whose line it stands; otherwise above the one that follows."""
+        """Attaches a comment behind the piece on the same line, otherwise above the next piece."""
         behind = piece if piece.tokens else (group.pieces[-1] if group.pieces else None)
         if not fresh and behind is not None and not behind.behind:
             behind.behind = text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from moec.grammar.diagnostics.model import Label
+from moec.grammar.diagnostics.diagnostic import Label
 from moec.grammar.resolve.parts import Given, Part, report_twice
 from moec.grammar.resolve.scope import BROKEN, Scope
 from moec.grammar.resolve.values import resolve, unknown
@@ -15,7 +15,7 @@ from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Use
 
 
 def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
-    """What `block` gives for the fields of `cls`; None where its label is missing, so that nothing can name it."""
+    """Reads the fields of `cls` from `block`; None where a required label is missing."""
     if not _head_is_right(scope, cls, block):
         return None
     reader = _Reader(scope, cls)
@@ -68,7 +68,7 @@ class _Reader:
         self.incomplete = False
 
     def part(self, block: Block) -> Part:
-        """All of it. A name that was probably meant by a misspelt one counts as given, and is not missing too."""
+        """The whole block. The likely meaning of a misspelt name counts as given, so it is not reported missing."""
         absent = {word: given for word, given in self.meant.items() if word not in self.blocks}
         given = absent | self.given
         return Part(

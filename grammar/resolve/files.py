@@ -1,4 +1,4 @@
-"""Files: reading them, and putting the files they `use` in the place of the `use`."""
+"""Reads files, and replaces each `use` by the statements of the used file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Edit, InternalError, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, InternalError, Severity
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import advice, nearest
 from moec.grammar.syntax.parser import parse
@@ -25,7 +25,7 @@ _LIBRARY = Path(__file__).parents[1] / "library"
 
 
 def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]:
-    """The text at `path`, under `name`; every way in which it can fail to be one has a code."""
+    """The text at `path`, under `name`, or a diagnostic that says why it cannot be read."""
     nowhere = Span(Source(name, ""), 0, 0)
     try:
         with open(path, "rb") as file:
@@ -54,7 +54,7 @@ def source_of(data: bytes, name: str) -> tuple[Source | None, list[Diagnostic]]:
 
 
 def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic]]:
-    """`text` as a source, with what is wrong with its characters as a whole."""
+    """`text` as a source, with diagnostics about its characters."""
     warnings = []
     if text.startswith("\ufeff"):
         text = text[1:]

@@ -1,7 +1,7 @@
 """`let` constants and their overrides, in the order read.
 
-A `let` may only use those above it: then there are no circles, one pass computes them all, and no chain of them,
-however long, is followed by recursion.
+A `let` may only use earlier `let`s, so there are no cycles, one pass computes all values, and long chains need no
+recursion.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from moec.grammar.diagnostics.model import Label
+from moec.grammar.diagnostics.diagnostic import Label
 from moec.grammar.resolve.numbers import compute, is_arithmetic
 from moec.grammar.resolve.scope import BROKEN, Broken, Constant, Scope
 from moec.grammar.source import Source, Span
@@ -103,7 +103,7 @@ def _constant(scope: Scope, value: Expression, lets: Mapping[str, Let], place: L
 
 
 def _parts(value: Expression, level: int = 1) -> Iterator[tuple[int, Expression]]:
-    """Every expression in `value` with how deep it stands; the depth is bounded by the parser."""
+    """Every expression in `value` with its nesting depth, which the parser bounds."""
     yield level, value
     parts: tuple[Expression, ...] = ()
     match value:

@@ -141,7 +141,7 @@ def _combine(operator: str, one: Quantity, other: Quantity) -> Quantity | str:
 
 
 def _bounded(value: Fraction, dimension: str) -> Quantity | str:
-    """`value`, or what is wrong with it: beyond the range of floats, or too many digits (repeated squares)."""
+    """`value`, or the reason to reject it: out of the range of floats, or too many digits (repeated squares)."""
     if not a_float_holds(value):
         return "the result is out of range"
     if not short(value):

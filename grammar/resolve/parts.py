@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
-from moec.grammar.diagnostics.model import Label
+from moec.grammar.diagnostics.diagnostic import Label
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import Field, fields
 from moec.grammar.source import Span
@@ -24,10 +24,10 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one block or call of `cls` gives, by the fields' words.
+    """The values that one block or call of `cls` gives, by the fields' words.
 
-    `selected` are the layers of a `layers` block that keeps their numbers. `incomplete` says that something in it did
-    not parse, so nothing can be said to be missing.
+    `selected` are the layers of a `layers` block that keeps their numbers. `incomplete` says that some of it did not
+    parse, so missing fields are not reported.
     """
 
     cls: type[Node]
@@ -61,7 +61,7 @@ def merged(earlier: Part, later: Part) -> Part:
 
 
 def build(scope: Scope, part: Part, missing: Callable[[Scope, Part, list[Field]], None] | None = None) -> Node | Broken:
-    """The Node that `part` says; BROKEN if anything in it was, or something required is missing."""
+    """The Node for `part`; BROKEN if any of its values is BROKEN or a required field is missing."""
     values: dict[str, object] = {}
     spans = {"": part.span}
     absent: list[Field] = []
@@ -89,7 +89,7 @@ def build(scope: Scope, part: Part, missing: Callable[[Scope, Part, list[Field]]
 
 
 def report_missing(scope: Scope, part: Part, absent: Iterable[Field]) -> None:
-    """One diagnostic for all that `part` lacks."""
+    """One diagnostic for all missing fields of `part`."""
     absent = list(absent)
     names = " and ".join(f"`{known.word}`" for known in absent)
     help = "; ".join(f"{known.word}: {known.description}" for known in absent if known.description)

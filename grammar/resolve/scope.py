@@ -1,4 +1,4 @@
-"""What every part of the resolver shares: the constants in scope, and the diagnostics found so far."""
+"""State that all parts of the resolver use: the constants in scope, and the diagnostics found so far."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from fractions import Fraction
 from typing import Final
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Edit, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, Label
 from moec.grammar.source import Span
 from moec.grammar.syntax.tree import Expression, Name
 
 
 class Broken(Enum):
-    """In the place of a value that was diagnosed already: whatever needs it stays silent."""
+    """Replaces a value that has a diagnostic already; code that needs the value reports nothing further."""
 
     BROKEN = "broken"
 
@@ -57,8 +57,8 @@ class Written:
 
 @dataclass(slots=True)
 class Scope:
-    """The constants of all files read, what was found wrong with them, how many layers were selected so far, and where
-    a value came from the command line.
+    """The constants of all files read, the diagnostics found, the number of layers selected so far, and the spans of
+    values that depend on the command line.
     """
 
     lets: dict[str, Constant] = field(default_factory=dict)

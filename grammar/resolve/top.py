@@ -1,6 +1,6 @@
-"""Syntax trees to a Spec: the blocks at the top of the files, each to its part of it.
+"""Syntax trees to a Spec: resolves the top-level blocks of the files.
 
-The work is in the files beside this one: lets, numbers, values, blocks, layers, cluster.
+The other files of this folder resolve the parts: lets, numbers, values, blocks, layers, cluster.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from moec.grammar import rules
 from moec.grammar.capacity_rules import capacities
-from moec.grammar.diagnostics.model import Diagnostic
+from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
-from moec.grammar.resolve.cluster import Machines, resolve_clusters
+from moec.grammar.resolve.clusters import Machines, resolve_clusters
 from moec.grammar.resolve.files import library_names, read_library
 from moec.grammar.resolve.layers import resolve_layers, select_layers
 from moec.grammar.resolve.lets import declare_lets
@@ -111,7 +111,7 @@ class _Top:
         return self._library(f"devices/{name}", Device) if name in self.machines.shipped_devices else None
 
     def default_cluster(self) -> None:
-        """Where no cluster is declared, one rank is."""
+        """Adds the default cluster, one rank, where no cluster is declared."""
         part = self._library(_DEFAULT_CLUSTER, ClusterText)
         assert part
         assert part.label
@@ -151,7 +151,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
 
 
 def _model(scope: Scope, part: Part) -> Node | Broken:
-    """The model; its `layers` blocks are no field each, but make one together."""
+    """The model; its `layers` blocks together make one field."""
     if Layer.word in part.blocks:
         layers = resolve_layers(scope, part)
         first = part.blocks[Layer.word][0].span if part.blocks[Layer.word] else part.span

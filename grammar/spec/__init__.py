@@ -1,4 +1,4 @@
-"""The schema of `.moe` files, one file per room, and `Spec`, which holds it all."""
+"""The schema of `.moe` files, one module per topic, and `Spec`, a whole file."""
 
 from typing import Annotated
 

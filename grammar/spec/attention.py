@@ -105,8 +105,7 @@ class _Attention(Node):
     rope: Annotated[Rope | None, Doc("rotary positions; without it, none")] = None
     qk_norm: Annotated[
         Literal["none", "head", "projection"],
-        NotYet(),
-        Doc("norm of queries and keys: per head (Qwen3), or over the whole projection (OLMoE)"),
+        Doc("RMS norm of queries and keys before `rope`: per head (Qwen3), or over the whole projection (OLMoE)"),
     ] = "none"
     bias: Annotated[
         Literal["none", "qkv", "all"], Doc("which projections have a bias: `qkv` (Qwen2), `all` (gpt-oss)")

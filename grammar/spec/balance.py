@@ -1,6 +1,6 @@
 """`balance = […]` and `capacity = …`: what keeps experts equally busy, and how many rows one may take."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar, Literal
 
 from moec.grammar.spec.base import Doc, Node, PositiveInt, Ratio, at_least
 
@@ -8,8 +8,9 @@ from moec.grammar.spec.base import Doc, Node, PositiveInt, Ratio, at_least
 
 
 class _Loss(Node):
-    """A term of the loss."""
+    """A term of the loss; `needs` is what the gate must have of every expert for each token."""
 
+    needs: ClassVar[Literal["logits", "probabilities"]] = "probabilities"
     positional = ("weight",)
     weight: Annotated[float, at_least(0), Doc("factor in the total loss, per layer")]
 
@@ -67,6 +68,7 @@ class ZLoss(_Loss):
 
     word = "z_loss"
     source = "ST-MoE, Zoph et al. 2022, arXiv 2202.08906, eq. 5"
+    needs = "logits"
 
 
 Loss = SwitchLoss | GShardLoss | ImportanceLoss | LoadLoss | SequenceLoss | DeviceLoss | ZLoss

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, dataclass_transform, get_origin
 
 from moec.grammar.source import Span
 from moec.grammar.units import LARGEST_WHOLE
@@ -84,7 +84,7 @@ class Node:
         return field in self._spans or field in self._given
 
     def with_spans(self, spans: Mapping[str, Span]) -> Self:
-        """The same node, said to stand at `spans`."""
+        """The same node with other spans."""
         return type(self).checked(self.__dict__, spans)
 
     def replace(self, **changes: object) -> Self:
@@ -122,8 +122,14 @@ def field_types(cls: type[Node]) -> dict[str, Any]:
     found = _ANNOTATIONS.get(cls)
     if found is None:
         bases = [base for base in reversed(cls.__mro__) if issubclass(base, Node) and base is not Node]
-        found = _ANNOTATIONS[cls] = {name: value for base in bases for name, value in base.__annotations__.items()}
+        annotations = [item for base in bases for item in base.__annotations__.items()]
+        found = {name: value for name, value in annotations if not _is_class_var(value)}
+        _ANNOTATIONS[cls] = found
     return found
+
+
+def _is_class_var(annotation: object) -> bool:
+    return get_origin(annotation) is ClassVar
 
 
 _ANNOTATIONS: dict[type[Node], dict[str, Any]] = {}
@@ -134,14 +140,14 @@ _ANNOTATIONS: dict[type[Node], dict[str, Any]] = {}
 
 @dataclass(frozen=True)
 class Bound:
-    """One end of what a number may be: `name` says it in words, for `at least 1`. `code` is of the diagnostic."""
+    """A lower or upper bound of a number: `name` is its wording, as in `at least 1`; `code` is its diagnostic's."""
 
     name: Literal["at least", "more than", "at most", "less than"]
     limit: int
     code: str = "MOE0207"
 
     def holds(self, value: float | Fraction) -> bool:
-        """Whether `value` keeps it."""
+        """Whether `value` is within the bound."""
         match self.name:
             case "at least":
                 return value >= self.limit
@@ -156,7 +162,7 @@ class Bound:
         return f"{self.name} {self.limit:_}"
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: Any) -> Any:
-        """How pydantic sees it; only numbers carry bounds."""
+        """Validates the bound in pydantic; only numbers have bounds."""
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(self._required, handler(kind))
@@ -192,7 +198,7 @@ class Doc:
 
 @dataclass(frozen=True)
 class NotYet:
-    """Of a field: nothing here compiles it. With `words` or `lists`: only those of its values. `help` is a way out."""
+    """Marks a field that moec cannot compile yet, or only its `words` or lists. `help` suggests an alternative."""
 
     words: tuple[str, ...] = ()
     lists: bool = False

@@ -1,8 +1,9 @@
 """`gate = …`: how tokens choose experts, or experts tokens."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from moec.grammar.spec.base import Doc, Node, NotYet, Portion, PositiveInt, at_least, more_than
+from moec.grammar.spec.base import Doc, Node, NotYet, Portion, PositiveInt, at_least, at_most, more_than
+from moec.grammar.units import LARGEST_WHOLE
 
 Weight = Annotated[float, at_least(0)]
 
@@ -16,7 +17,17 @@ class Online(Node):
     rate: Annotated[float, more_than(0), Doc("how far it moves in a step")] = 1e-3
 
 
-class TopK(Node):
+class _Gate(Node):
+    """How tokens choose experts, or experts tokens.
+
+    `takes` is what it needs beside the vectors of the tokens, `gives` what it has of every expert for each token.
+    """
+
+    takes: ClassVar[tuple[Literal["tokens"], ...]] = ()
+    gives: ClassVar[tuple[Literal["logits", "probabilities"], ...]] = ("logits", "probabilities")
+
+
+class TopK(_Gate):
     """Each token goes to its `k` best experts; ties go to the lower index."""
 
     word = "topk"
@@ -46,7 +57,7 @@ class TopK(Node):
     noise: Annotated[Weight, NotYet(), Doc("standard deviation of noise on the logits in training")] = 0.0
 
 
-class Switch(Node):
+class Switch(_Gate):
     """Each token goes to its one best expert, weighted by the probability."""
 
     word = "switch"
@@ -54,7 +65,7 @@ class Switch(Node):
     jitter: Annotated[Portion, NotYet(), Doc("inputs are multiplied by 1 ± this in training")] = 0.0
 
 
-class GShard(Node):
+class GShard(_Gate):
     """The best expert, and the second with a probability of twice its weight."""
 
     word = "gshard"
@@ -62,7 +73,7 @@ class GShard(Node):
     implemented = False
 
 
-class NoisyTopK(Node):
+class NoisyTopK(_Gate):
     """Top-k of logits with learned noise."""
 
     word = "noisy_topk"
@@ -72,7 +83,7 @@ class NoisyTopK(Node):
     k: Annotated[PositiveInt, Doc("experts per token")]
 
 
-class SparseMixer(Node):
+class SparseMixer(_Gate):
     """Top-k whose choice has a gradient, by an estimate of second order."""
 
     word = "sparsemixer"
@@ -83,7 +94,7 @@ class SparseMixer(Node):
     jitter: Annotated[Portion, Doc("logits within this part of the best are not masked")] = 0.01
 
 
-class ExpertChoice(Node):
+class ExpertChoice(_Gate):
     """Each expert takes its best tokens, as many as every other; a token may get none, or many."""
 
     word = "expert_choice"
@@ -93,18 +104,21 @@ class ExpertChoice(Node):
     factor: Annotated[float, more_than(0), Doc("experts per token on average")] = 2.0
 
 
-class Hash(Node):
-    """The expert is a fixed function of the token's id; nothing is learned."""
+class Hash(_Gate):
+    """A token's experts are a fixed random function of its id, weighted alike; nothing is learned."""
 
     word = "hash"
-    source = "Roller et al. 2021, arXiv 2106.04426"
-    implemented = False
+    source = "Roller et al. 2021, arXiv 2106.04426, section 3.1 (random hash)"
+    takes = ("tokens",)
+    gives = ()
     positional = ("k",)
-    k: Annotated[PositiveInt, Doc("experts per token")] = 1
-    seed: Annotated[int, at_least(0), Doc("of the function")] = 0
+    k: Annotated[PositiveInt, Doc("experts per token, all different, each with the weight 1 / k")] = 1
+    seed: Annotated[
+        int, at_least(0), at_most(LARGEST_WHOLE), Doc("of the function: layers with another send ids to other experts")
+    ] = 0
 
 
-class Base(Node):
+class Base(_Gate):
     """Balanced assignment: the matching of tokens and experts with the largest sum of scores."""
 
     word = "base"
@@ -112,7 +126,7 @@ class Base(Node):
     implemented = False
 
 
-class DSelectK(Node):
+class DSelectK(_Gate):
     """A smooth choice of k experts by binary codes, sparse once trained."""
 
     word = "dselect_k"
@@ -124,7 +138,7 @@ class DSelectK(Node):
     entropy: Annotated[Weight, Doc("weight of the term that makes it sparse")] = 0.0
 
 
-class Topology(Node):
+class Topology(_Gate):
     """Top-k that prefers near experts, by a loss over the levels of the cluster."""
 
     word = "topology"
@@ -135,7 +149,7 @@ class Topology(Node):
     weight: Annotated[Weight, Doc("of the preference in the loss")] = 1e-2
 
 
-class BatchPriority(Node):
+class BatchPriority(_Gate):
     """Top-k where the tokens with the best scores take their places first."""
 
     word = "batch_priority"
@@ -145,7 +159,7 @@ class BatchPriority(Node):
     k: Annotated[PositiveInt, Doc("experts per token")]
 
 
-class AttentionRouter(Node):
+class AttentionRouter(_Gate):
     """Scores that take the experts' relation to each other into account, as attention does."""
 
     word = "attention_router"
@@ -155,7 +169,7 @@ class AttentionRouter(Node):
     k: Annotated[PositiveInt, Doc("experts per token")]
 
 
-class Dense(Node):
+class Dense(_Gate):
     """Every token goes to every expert, weighted by the softmax."""
 
     word = "dense"
@@ -163,7 +177,7 @@ class Dense(Node):
     implemented = False
 
 
-class Soft(Node):
+class Soft(_Gate):
     """Experts take weighted means of all tokens (token merging)."""
 
     word = "soft"
@@ -173,7 +187,7 @@ class Soft(Node):
     slots: Annotated[PositiveInt, Doc("means that each expert takes")] = 1
 
 
-class Smear(Node):
+class Smear(_Gate):
     """One expert, made as the weighted mean of all experts' parameters (expert merging)."""
 
     word = "smear"

@@ -151,10 +151,10 @@ class Model(Node):
 
 
 def distinct_layers(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:
-    """Each distinct layer with the numbers of all that it is, in the order of their first.
+    """Each distinct layer with the numbers of all its layers, ordered by the first number.
 
-    Two are one if they are one object, or equal and made in Python, with no lines of a file to tell apart. Whoever
-    prints layers and whoever compiles them ask here, so that what is compiled survives being printed and read again.
+    Two layers are the same if they are one object, or equal and made in Python, without spans. The printer and the
+    compiler both use this function, so a Spec that is printed and read again compiles to the same layers.
     """
     found: dict[object, tuple[Layer, list[int]]] = {}
     for number, layer in enumerate(layers):

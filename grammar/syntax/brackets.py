@@ -1,4 +1,4 @@
-"""Tokens arranged as the grammar wants them: brackets matched, newlines where they count.
+"""Arranges tokens for the grammar: brackets matched, newlines kept only where they separate statements.
 
 Newlines inside ( ) and [ ] do not count and a closing brace ends a statement, so whether a newline is a token
 depends on the brackets around it. They are matched first, here; the parser then only ever sees balanced ones,
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Edit, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, Label
 from moec.grammar.source import Source, Span
 from moec.grammar.syntax.tokens import Token, lex
 

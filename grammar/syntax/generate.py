@@ -25,7 +25,7 @@ from __future__ import annotations
 
 
 def build() -> Lark:
-    """The grammar as lark understands it; also what the tests hold the generated tables against."""
+    """The grammar as lark reads it; tests also compare the generated tables with it."""
     grammar = GRAMMAR.read_text(encoding="utf-8")
     return Lark(grammar, parser="lalr", lexer="basic", start="file", maybe_placeholders=False)
 
@@ -70,7 +70,7 @@ def tables() -> str:
 
 
 def _numbered(table: Any) -> dict[int, int]:
-    """lark's state to ours, in the order a walk from the start meets them: lark's own order changes by the run."""
+    """Maps lark's states to ours, in the order of a walk from the start: lark's order differs from run to run."""
     numbers = {table.start_states["file"]: 0}
     for state in (queue := list(numbers)):
         for _, (action, target) in sorted(table.states[state].items(), key=lambda item: item[0]):

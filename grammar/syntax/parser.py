@@ -7,7 +7,7 @@ statement does not parse, it is taken back, an ERROR takes its place, and parsin
 from __future__ import annotations
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Edit
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import nearest
 from moec.grammar.syntax.brackets import arrange
@@ -21,7 +21,7 @@ _VALUE = frozenset({"NUMBER", "STRING", "NAME", "LPAR", "LSQB"})
 _OPERATORS = frozenset(KEYWORDS[text] for text in ("+", "-", "*", "/", ".."))
 _TEXTS = {kind: f"`{text}`" for text, kind in KEYWORDS.items()}
 REPLACEMENTS = {":": "=", "'": '"', "“": '"', "”": '"', "–": "-", "−": "-", "×": "*", "…": "..", "·": "*"}
-"""What other notations write, and what is written here."""
+"""Characters of other notations, and the `.moe` characters to write instead."""
 
 _TEXTS |= {
     "NAME": "a name",
@@ -183,7 +183,7 @@ class _Parser:
         return target is not None
 
     def _keyword(self, token: Token) -> Edit | None:
-        """A keyword that would fit where a name like it does not."""
+        """An edit to a similar keyword, where a name cannot stand but the keyword can."""
         if token.kind != "NAME":
             return None
         words = [text for text, kind in KEYWORDS.items() if text.isalpha() and self._would_take(kind)]
@@ -191,7 +191,7 @@ class _Parser:
         return Edit(Span(self.source, token.start, token.end), meant) if meant else None
 
     def _joined(self, token: Token) -> list[Edit]:
-        """A unit moved to the number that it stands behind."""
+        """An edit that removes the blank between a number and its unit."""
         previous = self.values[-1] if self.values else None
         if token.kind != "NAME" or token.text not in UNITS or not isinstance(previous, Number | Token):
             return []

@@ -1,4 +1,4 @@
-"""Text to tokens. Nothing fails here: what no token can begin with is a token too, for the parser to recover from."""
+"""Text to tokens. The lexer never fails: an unexpected character is a token too, from which the parser recovers."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import re
 from typing import NamedTuple
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.model import Diagnostic, Edit, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, Severity
 from moec.grammar.source import Source, Span
 from moec.grammar.syntax.tables import IGNORED, KEYWORDS, PATTERN
 
-# What no token can begin with still becomes a token, so that the parser recovers from it as from any other. A text
-# that is not closed ends before a bracket: the one after a label is meant as a bracket.
+# Characters that begin no token still become tokens, so that the parser can recover. An unclosed text ends before a
+# bracket, because a bracket after a label is meant as a bracket.
 _SCANNER = re.compile(PATTERN + r'|(?P<UNCLOSED>"(?:[^"\r\n{}()\[\];#]*[^"\r\n{}()\[\];# ])?)|(?P<UNKNOWN>[^\n])')
 
 

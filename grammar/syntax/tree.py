@@ -1,7 +1,7 @@
-"""What a `.moe` file says, before anybody asks what it means: the abstract syntax tree.
+"""The abstract syntax tree of a `.moe` file, before names and values are resolved.
 
-Every node is frozen and knows its span, which takes no part in equality. Depth is bounded by the nesting that
-tokens.py allows, so walking a tree by recursion is safe: sums and products are flat, however long.
+Every node is frozen and has a span, which equality ignores. brackets.py bounds the nesting, and sums and products are
+flat, however long, so recursion over a tree is safe.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """What did not parse, already diagnosed; `body` where it was the head of a block."""
+    """Text that did not parse and has a diagnostic; `body` where the text was the head of a block."""
 
     body: tuple[Statement, ...]
     span: Span = field(compare=False, repr=False)

@@ -73,7 +73,7 @@ def expression(value: Expression) -> str:
 
 
 def _operation(value: Operation) -> str:
-    """A sum holds products, and a product no sum; one of the same kind inside it was in parentheses."""
+    """Adds parentheses around a sum in a product, and around a nested operation of the same kind."""
     is_sum = value.rest[0][0] in "+-"
 
     def part(operand: Expression) -> str:

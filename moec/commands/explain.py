@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 from moec.grammar.diagnostics import CODES, DiagnosticError, diagnose
-from moec.grammar.reference import choices, describe, places, row, vocabulary
+from moec.grammar.schema_in_words import choices, describe, places, row, vocabulary
 from moec.grammar.suggest import advice
 
 

@@ -18,6 +18,9 @@ from moec.codegen.kernels.work import work_of
 from moec.codegen.plan import Plan
 from moec.driver import load
 from moec.grammar.spec import Device
+from moec.passes.cost.cost import Work
+from moec.passes.cost.totals import BlockCost
+from moec.passes.cost.workload import Workload
 
 TARGETS: Mapping[str, str] = {
     "a100": "sm_80",
@@ -76,8 +79,16 @@ def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Itera
     by_block: dict[str, list[PlanKernel]] = {}
     for kernel in kernels:
         by_block.setdefault(kernel.block, []).append(kernel)
+    workload = Workload.of(plan.spec, plan.program).even
     for block, own in by_block.items():
-        rows = [row for kernel in own for row in _rows(plan, device, target, kernel)]
+        costs = BlockCost.of(plan.program, plan.program.block(block), workload).costs
+        rows = [
+            row
+            for kernel in own
+            for op, cost in costs
+            if op is kernel.op
+            for row in _rows(plan, device, target, kernel, cost.work)
+        ]
         yield ""
         yield block
         widths = [max(len(row[column]) for row in (HEAD, *rows)) for column in range(len(HEAD))]
@@ -85,11 +96,11 @@ def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Itera
             yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
 
 
-def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel) -> Iterator[tuple[str, ...]]:
+def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel, of_op: Work) -> Iterator[tuple[str, ...]]:
     from moec.runtime.backends.triton.triton_compile import compile_kernels
 
     for made in compile_kernels(kernel.shape, target, kernel.only):
-        work = work_of(kernel.shape, made.kernel, tokens_per_rank(plan), rows_per_rank(plan, kernel.k))
+        work = work_of(kernel.shape, made.kernel, of_op, tokens_per_rank(plan), rows_per_rank(plan, kernel.k))
         peak = getattr(device.peak, getattr(kernel.shape, "dtype", "fp32"))
         bound = work.bound(peak, device.bandwidth) if work else "-"
         least = f"{work.seconds(peak, device.bandwidth) * 1e6:,.1f} µs" if work else "-"

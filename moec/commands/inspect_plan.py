@@ -10,13 +10,15 @@ from pathlib import Path
 import typer
 
 from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
+from moec.commands.inspect_work import work_table
 from moec.commands.summary import amount_of_bytes, count
 from moec.driver import load
+from moec.passes.cost.totals import MASTER_BYTES, BlockCost
+from moec.passes.cost.workload import Workload
 from moec.passes.ir import Block, Op, local_shape, local_slices
 from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.ops import Collective
-from moec.passes.tally import MASTER_BYTES, sent_bytes, sequence_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +58,29 @@ def _plan(plan: Plan) -> Iterator[str]:
         shown = ", ".join(_ranks(ranks) for ranks in lists[:4])
         more = ", …" if len(lists) > 4 else ""
         yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
-    layers = layers_by_block(plan.program)
+    layers, workload = layers_by_block(plan.program), Workload.of(plan.spec, plan.program).even
     for block in plan.program.blocks:
         runs = f", {count(len(layers[block.name]), 'layer')}" if layers[block.name] else ""
         yield ""
         yield f"{block.name}{runs}"
-        yield from _table([*_collectives(plan, block), *_gradients(plan, block)])
+        cost = BlockCost.of(plan.program, block, workload)
+        yield from _table([*_collectives(cost), *_gradients(plan, block)])
+        yield from work_table(cost)
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, ranks))}]" if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
 
 
-def _collectives(plan: Plan, block: Block) -> Iterator[Row]:
+def _collectives(cost: BlockCost) -> Iterator[Row]:
     """The conversions of a block, with what a batch of the file makes them send."""
-    batch, sequence = plan.spec.train.batch if plan.spec.train else plan.data_size, sequence_of(plan.spec)
-    meshes = plan.program.meshes_of(block)
-    for op in block.ops:
-        if isinstance(op, Collective):
-            forward, backward = sent_bytes(plan.program, block, op, batch, sequence)
+    for op, of_op in cost.costs:
+        for sent in of_op.sent:
             back = " back" if getattr(op, "reverse", False) else ""
             what = f"{op.mnemonic}{back} %{op.results[0].name}"
-            group, span = group_name(op.axis, block.experts), str(op.span) if op.span else ""
-            yield Row(what, group, meshes.size(op.axis), forward, op.backward, backward, span)
+            group, ranks = group_name(sent.axis, cost.block.experts), cost.workload.meshes.size(sent.axis)
+            span = str(op.span) if op.span else ""
+            yield Row(what, group, ranks, sent.forward, sent.backward_op, sent.backward, span)
 
 
 def _gradients(plan: Plan, block: Block) -> Iterator[Row]:
@@ -171,7 +173,7 @@ def _ops(block: Block, prefix: str, mermaid: bool) -> Iterator[str]:
         yield from (f"    {source} {'-->' if mermaid else '->'} {node}" for source in sources)
         nodes.update({value.name: node for value in op.results})
     yield _drawn(f"{prefix}out", "return", False, mermaid)
-    results = dict.fromkeys(nodes[name] for name in block.outputs)
+    results = dict.fromkeys(nodes[output.name] for output in block.outputs)
     yield from (f"    {source} {'-->' if mermaid else '->'} {prefix}out" for source in results)
 
 

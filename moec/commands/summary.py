@@ -7,27 +7,27 @@ from pathlib import Path
 from moec.codegen.plan import Plan
 from moec.grammar.rules import numbered
 from moec.grammar.spec import Spec
-from moec.passes.degrees import Degrees, choose_degrees
+from moec.passes.cost.totals import Tally, tally
 from moec.passes.ir import Program
-from moec.passes.tally import tally
+from moec.passes.place.degrees import Degrees, choose_degrees
 
 
 def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> str:
     """The summary as text; every line is a fact of the plan."""
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
-    train = spec.train
     states, memory = amount_of_bytes(counts.state_bytes), amount_of_bytes(spec.cluster.device.memory)
-    sequences = train.batch if train else degrees.ranks
+    at_once = count(max(1, counts.sequences // degrees.dp), "sequence")
     lines = [
         f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
         "",
-        f"  {_subject(spec)}: {_si(counts.parameters)} parameters, {_si(counts.active_parameters)} active per token",
+        f"  {_subject(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         "  degrees   " + "\n            ".join(_degrees(degrees)),
-        f"  per rank  {_si(counts.local_parameters)} parameters; weights, gradients and optimizer "
-        f"{states} of {memory}; activations come on top",
-        f"  a step    {sequences} sequences, {_si(counts.tokens)} tokens, {_si(counts.flops_per_token)}FLOP per token",
+        f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
+        f"            activations of {at_once}, kept for backward: {_activations(counts)}",
+        f"  a step    {counts.sequences} sequences, {si(counts.tokens)} tokens, "
+        f"{si(counts.flops_per_token)}FLOP per token",
     ]
     for index, flow in enumerate(counts.traffic):
         head = "  sends     " if index == 0 else "            "
@@ -36,8 +36,8 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         )
     if counts.imbalance > 1:
         lines.append(f"  load      the busiest rank gets {counts.imbalance:.2f} × the mean, by `train.routing`")
-    if counts.state_bytes > spec.cluster.device.memory:
-        lines.append("  warning   the states alone do not fit the device: use more ranks, or fewer experts per rank")
+    if warning := _does_not_fit(counts, spec.cluster.device.memory):
+        lines.append(f"  warning   {warning}")
     if path and not spec.has_model:
         lines += ["", f"next: `moec verify {path}`, then `moec.layer({str(path)!r})` in your own model"]
     elif path:
@@ -72,7 +72,22 @@ def _default(stated: bool) -> str:
     return "" if stated else " (default)"
 
 
-def _si(number: float) -> str:
+def _activations(counts: Tally) -> str:
+    """`1.2 MB`, and those of the busiest rank where they are more."""
+    mean, most = (amount_of_bytes(size) for size in (counts.activation_bytes, counts.most_activation_bytes))
+    return mean if mean == most else f"{mean}, {most} on the busiest rank"
+
+
+def _does_not_fit(counts: Tally, memory: float) -> str:
+    if counts.state_bytes > memory:
+        return "the states alone do not fit the device: use more ranks, or fewer experts per rank"
+    if counts.state_bytes + counts.most_activation_bytes > memory:
+        return "states and activations do not fit the device: use more ranks, or micro-batches"
+    return ""
+
+
+def si(number: float) -> str:
+    """Three digits and a power of ten: `1.57 M`."""
     for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if number >= scale:
             return f"{number / scale:.3g}{unit}"

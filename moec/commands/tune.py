@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.driver import load
-from moec.runtime.tune.tune import MOST, Tuning, tune
+from moec.runtime.tune.tuning import MOST, Tuning, tune
 
 HEAD = ("experts", "rows", "tried", "default", "tuned", "default ms", "tuned ms", "ratio")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from moec.commands.summary import count
 from moec.runtime.verify.rounding import STEP_BOUND
-from moec.runtime.verify.verify import BOUND, Report
+from moec.runtime.verify.verification import BOUND, Report
 
 
 def print_report(path: Path, report: Report) -> None:

@@ -3,37 +3,40 @@
 A new activation is a row here and a class in `grammar/spec/experts.py`; a new function is also a row of `FUNCTIONS` in
 `runtime/backends/torch/torch_activations.py`. `tests/unit/runtime/test_activations.py` compares the three.
 
-Backward saves the pre-activation `[…, parts, hidden]` and computes the activation again.
+Experts save the pre-activation `[…, parts, hidden]`, and backward recomputes the activation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Function:
-    """A function of one number, computed in at least float32. It keeps NaN.
+    """A function of one number, computed in at least float32. NaN stays NaN.
 
-    `aten` is the function as torch operators of one tensor, the inner operator first. `triton` and `derivative` are
-    bodies of Triton functions of `x`, a tile in the accumulator's dtype.
+    `aten` lists the function's torch operators, the inner one first. `triton` and `derivative` are bodies of Triton
+    functions of `x`, a tile in the accumulator's dtype. `keeps` says which tensor the torch operators save for
+    backward: the operand, the result, or a tensor between them (`relu` saves its result, `square` its operand).
     """
 
     name: str
     aten: tuple[str, ...]
     triton: str
     derivative: str
+    keeps: Literal["operand", "result", "inner"] = "operand"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationKind:
-    """Of one part, `function(part)`; of two parts, `function(first) · second`, which is called gated.
+    """One part: `function(part)`. Two parts: `function(first) · second`, which is called gated.
 
     `word` is the feed-forward's word in the language. `parameters` are the fields of its class that change the
-    function; no kernel takes one yet, and lowering asserts that they are None. `smooth` is given where the gradient
-    jumps: the word of a similar activation, with which `moec verify` measures rounding. Rounding alone moves numbers
-    across the jump.
+    function; no kernel takes one yet, and lowering asserts that they are None. `smooth` is set where the gradient
+    jumps: it is the word of a similar, smooth activation. `moec verify` measures rounding with it, because rounding
+    alone moves numbers across the jump.
     """
 
     word: str
@@ -66,12 +69,14 @@ RELU = Function(
     aten=("relu",),
     triton="return tl.where(x < 0.0, 0.0, x)  # NaN stays",
     derivative="return tl.where(x > 0.0, 1.0, 0.0)",
+    keeps="result",
 )
 RELU2 = Function(
     name="relu2",
     aten=("relu", "square"),
     triton="x = tl.where(x < 0.0, 0.0, x)  # NaN stays\nreturn x * x",
     derivative="return 2.0 * tl.where(x < 0.0, 0.0, x)",
+    keeps="inner",
 )
 
 _KINDS = (
@@ -84,4 +89,4 @@ _KINDS = (
 )
 
 ACTIVATIONS: Mapping[str, ActivationKind] = {kind.word: kind for kind in _KINDS}
-"""The rows by their words."""
+"""The activations by word."""

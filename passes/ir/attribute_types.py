@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.ir.limits import AXIS, LABEL, MAX_DIM, MAX_LABEL, MAX_RANK
+from moec.passes.ir.limits import AXIS, LABEL, MAX_DIM, MAX_LABEL, MAX_LAYER, MAX_RANK
 
 Count = Annotated[int, Field(ge=1, le=MAX_DIM)]
 """How many there are of something."""
 WideCount = Annotated[int, Field(ge=1, lt=2**63)]
 """A numerator or denominator."""
 TokenId = Annotated[int, Field(ge=0, lt=MAX_DIM)]
-LayerNumber = Annotated[int, Field(ge=0, lt=1_000_000)]
+LayerNumber = Annotated[int, Field(ge=0, le=MAX_LAYER)]
 DimNumber = Annotated[int, Field(ge=0, lt=MAX_RANK)]
 Positive = Annotated[float, Field(gt=0)]
 AxisName = Annotated[str, Field(pattern=f"^{AXIS}$")]

@@ -36,7 +36,7 @@ def op_class(mnemonic: str) -> type[Op]:
 
 
 def check_attributes(op: type[Op], given: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """`given`, each of exactly the type that `op` declares, none missing. Raises `UnreadableLineError`."""
+    """`given`, checked: every attribute present, and of the type that `op` declares. Raises `UnreadableLineError`."""
     types = attribute_types(op)
     for name in given:
         if name not in types:

@@ -1,42 +1,68 @@
-"""What the blocks of a whole Program are called, take and give: what jobs, layers and `moec verify` rely on.
+"""Inputs and outputs of the blocks of a whole Program, on which jobs, layers and `moec verify` rely.
 
-`forward` runs the layers. A model's gives `logits` first, a layer's `y`; both may give `balance` (the weighted balance
-terms, a scalar) and `counts_3` (rows per expert of layer 3). Beside it stand blocks that give one scalar each.
+`forward` runs the layers. In a model it maps `tokens` to `logits`; in a single layer it maps `residual` to `residual`.
+Either may also give `balance` and the `counts` of each layer. Every block beside `forward` and layers gives one scalar.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable, Mapping
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.layout import REPLICATED, Partial
 from moec.passes.ir.ops import Call
 from moec.passes.ir.program import Block, Program
+from moec.passes.ir.value import ROLES, Dim, Role, Value
 
 FORWARD = "forward"
 
-MODEL_RESULT, LAYER_RESULT = "logits", "y"
-"""What `forward` gives first: of a model, and of a layer."""
+LOSS_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
+    "valid_labels": (("labels",), "valid"),
+    "loss": (("logits", "labels", "valid"), "loss"),
+}
+"""The blocks of a model's loss: the roles of their inputs, in order, and the role of their output."""
 
-BALANCE = "balance"
-COUNTS = re.compile(r"counts_(?P<layer>[0-9]{1,6})")
+BALANCE_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
+    "num_tokens": ((), "num_tokens"),
+    "aux_loss": (("balance", "num_tokens"), "loss"),
+}
+"""The blocks of the balance terms, where there are any. `num_tokens` has the inputs of `forward`."""
 
-LOSS_BLOCKS = {"valid_labels": ("labels",), "loss": ("logits", "labels", "valid")}
-"""The blocks of a model's loss, and what they take."""
+_OF_TOKENS: tuple[Dim, ...] = ("batch", "sequence")
+_WIDTH = -1
+"""A dim of any constant size."""
+_FLOATING = ("bf16", "fp16", "fp32", "fp64")
 
-BALANCE_BLOCKS = {"num_tokens": None, "aux_loss": ("balance", "num_tokens")}
-"""The blocks of the balance terms, where there are any. `num_tokens` takes what `forward` does."""
+ROLE_TYPES: Mapping[Role, tuple[tuple[Dim, ...], tuple[str, ...]]] = {
+    "tokens": (_OF_TOKENS, ("int64",)),
+    "positions": (_OF_TOKENS, ("int64",)),
+    "segments": (_OF_TOKENS, ("int64",)),
+    "real": (_OF_TOKENS, ("int64",)),
+    "labels": (_OF_TOKENS, ("int64",)),
+    "residual": ((*_OF_TOKENS, _WIDTH), _FLOATING),
+    "logits": ((*_OF_TOKENS, _WIDTH), _FLOATING),
+    "counts": (("sources", _WIDTH), ("int64",)),
+    "balance": ((), _FLOATING),
+    "valid": ((), ("int64",)),
+    "num_tokens": ((), ("int64",)),
+    "loss": ((), _FLOATING),
+}
+"""The shape and the allowed dtypes of each role's values. A role without an entry is not used yet."""
+
+LAYER_INPUTS: tuple[Role, ...] = ("tokens", "positions", "segments", "real")
+"""The inputs that a layer may have beside the residual stream."""
 
 
-def first_result(program: Program) -> str:
-    """What `forward` gives first."""
-    return program.block(FORWARD).outputs[0]
+def result_role(program: Program) -> Role:
+    """The role of the first output of `forward`: `logits` of a model, `residual` of a single layer."""
+    return program.block(FORWARD).outputs[0].role
 
 
 def scalar_blocks(program: Program) -> tuple[str, ...]:
-    """The blocks beside `forward` that give one scalar each. A layer has no loss."""
-    loss = tuple(LOSS_BLOCKS) if first_result(program) == MODEL_RESULT else ()
-    return loss + tuple(BALANCE_BLOCKS) if BALANCE in program.block(FORWARD).outputs else loss
+    """The blocks beside `forward` that give one scalar each. A single layer has no loss."""
+    forward = program.block(FORWARD)
+    loss = tuple(LOSS_BLOCKS) if result_role(program) == "logits" else ()
+    return loss + tuple(BALANCE_BLOCKS) if forward.output("balance") is not None else loss
 
 
 def layer_calls(program: Program) -> tuple[Call, ...]:
@@ -45,7 +71,7 @@ def layer_calls(program: Program) -> tuple[Call, ...]:
 
 
 def layers_by_block(program: Program) -> dict[str, list[int]]:
-    """The numbers of the layers that run each block; blocks that no layer runs have none."""
+    """For each block, the numbers of the layers that run it; an empty list for other blocks."""
     found: dict[str, list[int]] = {block.name: [] for block in program.blocks}
     for call in layer_calls(program):
         found[call.block].append(call.layer)
@@ -53,36 +79,105 @@ def layers_by_block(program: Program) -> dict[str, list[int]]:
 
 
 def has_interface(program: Program) -> None:
-    """The blocks are those that a job runs, and take and give what it expects. Raises `InternalError`."""
+    """Requires the blocks that a job runs, with the inputs and outputs that it expects. Raises `InternalError`."""
     _require(FORWARD in program.block_map, "there is no block called forward")
-    forward = program.block(FORWARD)
-    _require(len(forward.inputs) == 1, "forward takes more than tokens, or x")
-    first, *others = forward.outputs or ("",)
-    _require(first in (MODEL_RESULT, LAYER_RESULT), "forward does not give logits, or y, first")
-    _require(len(set(others)) == len(others), "forward gives one result twice")
-    _require(all(name == BALANCE or COUNTS.fullmatch(name) for name in others), "forward gives an unknown result")
+    for block in program.blocks:
+        _require_roles(block)
+    forward, calls = program.block(FORWARD), layer_calls(program)
+    _require_forward(forward)
     names = scalar_blocks(program)
     for name in names:
         _require(name in program.block_map, f"there is no block called {name}")
         _require_scalar(program.block(name), forward)
-    layers = [call.layer for call in layer_calls(program)]
+    layers = [call.layer for call in calls]
     _require(layers == list(range(len(layers))), "forward does not call the layers 0, 1, … once each, in order")
-    known = {FORWARD, *names, *(call.block for call in layer_calls(program))}
+    known = {FORWARD, *names, *(call.block for call in calls)}
     unknown = sorted(set(program.block_map) - known)
     _require(not unknown, f"nothing runs the block {unknown[0] if unknown else ''}")
+    for name in dict.fromkeys(call.block for call in calls):
+        _require_layer(program.block(name))
+    for call in calls:
+        _require_handed_on(program, call, forward)
+    counted = {
+        (call.layer, value.name)
+        for call in calls
+        for value, output in zip(call.results, program.block(call.block).outputs, strict=True)
+        if output.role == "counts"
+    }
+    given = {(output.layer, output.name) for output in forward.outputs if output.role == "counts"}
+    _require(given == counted, "forward does not give the counts that its layers give")
+
+
+def _require_roles(block: Block) -> None:
+    """Requires that inputs have different roles, outputs different keys, and all values the type of their role."""
+    taken = [value.role for value in block.inputs]
+    _require(len(set(taken)) == len(taken), f"{block.name} takes two inputs of one role, or without one")
+    given = [output.key for output in block.outputs]
+    _require(len(set(given)) == len(given), f"{block.name} gives two outputs of one role")
+    outputs = ((value, output.role) for value, output in zip(block.output_values(), block.outputs, strict=True))
+    for value, role in (*((value, value.role) for value in block.inputs), *outputs):
+        _require(role is not None, f"{block.name} takes %{value.name}, which has no role")
+        assert role is not None
+        fits = role in ROLE_TYPES and _fits(value, *ROLE_TYPES[role])
+        _require(fits, f"in {block.name} %{value.name} has the role {role}, which is {ROLES[role]}")
+
+
+def _fits(value: Value, shape: tuple[Dim, ...], dtypes: tuple[str, ...]) -> bool:
+    if len(value.shape) != len(shape) or value.dtype not in dtypes or value.ragged is not None:
+        return False
+    pairs = zip(value.shape, shape, strict=True)
+    return all(isinstance(dim, int) if wanted == _WIDTH else dim == wanted for dim, wanted in pairs)
+
+
+def _require_forward(forward: Block) -> None:
+    _require(len(forward.inputs) == 1, "forward takes more than tokens, or x")
+    _require(bool(forward.outputs), "forward gives nothing")
+    taken, (first, *others) = forward.inputs[0].role, forward.outputs
+    wanted: dict[Role | None, Role] = {"tokens": "logits", "residual": "residual"}
+    _require(wanted.get(taken) == first.role, f"forward takes {taken} and gives {first.role} first")
+    if first.role == "residual":
+        y, x = forward.output_values()[0], forward.inputs[0]
+        _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
+    allowed = all(output.role == ("balance" if output.layer is None else "counts") for output in others)
+    _require(allowed and first.layer is None, "forward gives more than its result, balance and the counts of layers")
 
 
 def _require_scalar(block: Block, forward: Block) -> None:
-    wanted = {**LOSS_BLOCKS, **BALANCE_BLOCKS}[block.name]
-    taken = tuple(value.name for value in block.inputs)
-    _require(taken == (wanted or tuple(value.name for value in forward.inputs)), f"{block.name} takes {taken}")
-    scalar = len(block.outputs) == 1 and block.output_values()[0].shape == ()
-    _require(scalar, f"{block.name} does not give one scalar")
+    roles, gives = {**LOSS_BLOCKS, **BALANCE_BLOCKS}[block.name]
+    taken = [value.role for value in block.inputs]
+    wanted = [*(roles or (value.role for value in forward.inputs))]
+    _require(taken == wanted, f"{block.name} takes {_listed(taken)}")
+    for value in block.inputs:
+        assert value.role is not None
+        same = forward.input(value.role) or forward.output(value.role) or value
+        _require((same.shape, same.dtype) == (value.shape, value.dtype), f"{block.name} takes another {value.role}")
+    given = [output.key for output in block.outputs]
+    _require(given == [(gives, None)], f"{block.name} does not give one scalar, {gives}")
     _require(not block.parameters, f"{block.name} has parameters")
     reduced = not any(
         isinstance(p, Partial) for v in block.output_values() for _, p in (v.layout or REPLICATED).placements
     )
     _require(block.final and reduced, f"{block.name} does not give a scalar that is reduced over all ranks")
+
+
+def _require_layer(block: Block) -> None:
+    taken, given = [value.role for value in block.inputs], [output.key for output in block.outputs]
+    takes = taken[:1] == ["residual"] and all(role in LAYER_INPUTS for role in taken[1:])
+    _require(takes, f"{block.name} takes {_listed(taken)}")
+    gives = given[:1] == [("residual", None)] and set(given[1:]) <= {("counts", None), ("balance", None)}
+    _require(gives, f"{block.name} gives {_listed(role for role, _ in given)}")
+
+
+def _require_handed_on(program: Program, call: Call, forward: Block) -> None:
+    """Requires that `forward` passes its inputs on to a layer that has inputs of the same roles."""
+    for name, value in zip(call.operands, program.block(call.block).inputs, strict=True):
+        given = None if value.role in (None, "residual") else forward.input(value.role)
+        right = given is None or given.name == name
+        _require(right, f"forward hands layer {call.layer} %{name} as {value.role}")
+
+
+def _listed(roles: Iterable[object]) -> str:
+    return ", ".join(map(str, roles)) or "nothing"
 
 
 def _require(condition: bool, complaint: str) -> None:

@@ -1,4 +1,4 @@
-"""What the reader of a Program's text raises."""
+"""Errors of the reader of a Program's text."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class UnreadableLineError(Exception):
 
 
 def quoted(text: str) -> str:
-    """`text` as a message quotes it: at most 60 characters."""
+    """`text` in quotes for a message, cut to at most 60 characters."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
 def at_most(count: int, most: int, what: str) -> None:
-    """Requires no more than `most`. Raises `UnreadableLineError`."""
+    """Requires that `count` is at most `most`. Raises `UnreadableLineError`."""
     if count > most:
         raise UnreadableLineError(f"there are more than {most:_} {what}")

@@ -1,4 +1,4 @@
-"""How a value lies on a mesh: per axis replicated, sharded along a dim, or a partial sum, as DTensor names them."""
+"""The layout of a value on a mesh: per axis replicated, sharded along a dim, or a partial sum, as in DTensor."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Protocol, overload
 class Shard:
     """Each rank along the axis holds an equal piece of dim `dim`.
 
-    For a ragged value `[experts, rows, dim]`, shard(0) means the rank holds the rows of its experts, whatever
-    rank they came from, and shard(1) the rows of its own tokens, whatever expert they go to.
+    For a ragged value `[experts, rows, dim]`, shard(0) means that the rank holds the rows of its experts, from any
+    rank, and shard(1) that it holds the rows of its tokens, for any expert.
     """
 
     dim: int
@@ -40,9 +40,9 @@ _PLACED = re.compile(r"(?P<axis>[a-z]+):(shard\((?P<dim>[0-9])\)|partial\((?P<re
 class Layout:
     """A placement per mesh axis. Axes that are not named replicate; axes of size 1 are never named.
 
-    Several axes may shard one dim: each cuts the pieces of the axis before it, as in DTensor. Only the order of the
-    cuts of one dim means anything. Placements are stored in one canonical order, which keeps the cuts of a dim in
-    their order and side by side, so that layouts are equal where they differ in nothing else.
+    Several axes may shard one dim: each cuts the pieces of the axis before it, as in DTensor. The order of placements
+    matters only among the cuts of one dim, so placements are stored in a canonical order that keeps the cuts of a dim
+    in their order, side by side: layouts that differ only in other orders are equal.
     """
 
     placements: tuple[tuple[str, Placement], ...] = ()
@@ -94,12 +94,12 @@ class Layout:
         return tuple(axis for axis, placement in self.placements if placement == Shard(dim))
 
     def can_undo(self, axis: str) -> bool:
-        """Whether a collective over `axis` alone can undo its placement: of the cuts of a dim, the last."""
+        """Whether one collective over `axis` can undo its placement: only the last cut of a dim can be undone."""
         placement = self.get(axis)
         return not isinstance(placement, Shard) or self.cuts(placement.dim)[-1] == axis
 
     def in_order_of(self, axes: Iterable[str]) -> Layout:
-        """This layout, every dim cut in the order of `axes`: a mesh's order is the only one that DTensor knows."""
+        """This layout with the cuts of every dim in the order of `axes`. DTensor supports only the mesh's order."""
         return Layout.of((axis, placement) for axis in axes if (placement := self.get(axis)) is not None)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ def _canonical(placements: Sequence[tuple[str, Placement]]) -> tuple[tuple[str, 
 REPLICATED = Layout()
 
 
-# ---- what one rank holds -------------------------------------------------------------------------------
+# ---- one rank's part -----------------------------------------------------------------------------------
 
 
 class AxisSizes(Protocol):
@@ -131,7 +131,7 @@ class AxisSizes(Protocol):
 
 
 class Coordinates(AxisSizes, Protocol):
-    """The sizes of mesh axes and the place of each rank on them: a `Mesh`."""
+    """The sizes of mesh axes and the coordinates of each rank: a `Mesh`."""
 
     def coordinate(self, rank: int, axis: str, /) -> int:
         """Position of `rank` along `axis`."""
@@ -149,7 +149,7 @@ def local_shape(shape: Sequence[int | str], layout: Layout, mesh: AxisSizes) -> 
 def local_shape(shape: Sequence[int | str], layout: Layout, mesh: AxisSizes) -> tuple[int | str, ...]:
     """The shape of one rank's part of a value of global `shape`. Symbols stay as they are.
 
-    Every cut must divide its dim; what is left over belongs to no rank (`degree_rules` and the verifier refuse it).
+    Every cut must divide its dim: a remainder would be lost (`degree_rules` and the verifier reject it).
     """
     local = list(shape)
     for axis, placement in layout.placements:

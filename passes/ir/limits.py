@@ -1,4 +1,4 @@
-"""What a Program's text may hold at most, and how names look. A reader checks these before any type rule runs."""
+"""Limits on a Program's text, and the form of names. A reader checks both before any type rule runs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ MAX_LINE = 2**20
 """Characters of a line. `add` over the balance terms of 10,000 layers has 150,000."""
 MAX_BLOCKS = 10_010
 """Blocks: the language allows 10,000 layers, and `forward` and the losses are blocks too."""
+MAX_LAYER = 999_999
+"""The highest number of a layer."""
 MAX_MESHES = 10_001
 MAX_STAGES = 10_000
 MAX_AXES = 64
@@ -18,8 +20,8 @@ MAX_RANKS = 2**20
 MAX_OPS = 100_000
 """Ops of one block."""
 MAX_EXPANDED_OPS = 1_000_000
-"""Ops of a Program, those of a block counted as often as the block is called. The language's largest model, 10,000
-layers of every feature, has 670,000."""
+"""Ops of a Program; the ops of a block count once per call. The language's largest model, 10,000 layers with every
+feature, has 670,000."""
 MAX_OPERANDS = 100_000
 """Operands, results or attributes' items of one op, inputs or parameters of one block."""
 MAX_RANK = 8
@@ -63,10 +65,10 @@ _RESERVED = MODULE_ATTRIBUTES.union(keyword.kwlist)
 
 
 def is_setting_name(text: str) -> bool:
-    """Whether `text` may name a setting, which no module has as an attribute."""
+    """Whether `text` may name a setting. Settings are not module attributes, so no name is reserved."""
     return len(text) <= MAX_NAME and text.isascii() and text.isalpha() and text.islower()
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a value or a parameter: dotted, of lower case, no part reserved or private."""
+    """Whether `text` may name a value or a parameter: lower case, dotted, with no reserved or private part."""
     return len(text) <= MAX_NAME and bool(_NAME.fullmatch(text)) and _RESERVED.isdisjoint(text.split("."))

@@ -12,7 +12,7 @@ _STRANGE = re.compile(r"[^\n\x20-\x7e]")
 
 
 class Lines:
-    """A reader over a text. `number` is that of the line taken last, from 1.
+    """Reads a text line by line. `number` is the number, from 1, of the line taken last.
 
     Raises `IrError` at once for a text that is too long or holds anything but printable ASCII.
     """
@@ -63,7 +63,7 @@ class Lines:
             raise UnreadableLineError("the text goes on after its closing brace")
 
     def require_same(self, printed: Iterable[str]) -> None:
-        """Requires that the whole text is these lines."""
+        """Requires that the whole text equals the lines `printed`."""
         self._start = self.number = 0
         for line in printed:
             given = self.take()

@@ -23,7 +23,7 @@ class Mesh:
         return math.prod(size for _, size in self.axes)
 
     def size(self, axis: str) -> int:
-        """Number of ranks along `axis`; 1 for an axis this mesh does not have."""
+        """Number of ranks along `axis`; 1 for an axis that this mesh does not have."""
         return dict(self.axes).get(axis, 1)
 
     def wide_axes(self) -> tuple[str, ...]:
@@ -50,7 +50,7 @@ EXPERT_AXES = ("edp", "ep", "etp")
 
 
 def group_name(axis: str, experts_mesh: str | None) -> str:
-    """What a plan calls the communicators along `axis`: `dp`, or `ep[4..31]` on the mesh `experts[4..31]`."""
+    """The name in a plan of the communicators along `axis`: `dp`, or `ep[4..31]` on the mesh `experts[4..31]`."""
     if axis in EXPERT_AXES:
         assert experts_mesh is not None
         return axis + experts_mesh.removeprefix("experts")

@@ -1,4 +1,4 @@
-"""The base of every op. One op, one room: its class holds all that the compiler knows of it but its lowering to FX."""
+"""The base class of ops. An op's class holds everything that the compiler knows of the op, except its FX lowering."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.mesh import EXPERT_AXES, Mesh
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Attribute, Dim, Value
 
 if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
     from moec.passes.ir.program import Block
 
 
@@ -32,10 +35,10 @@ TOKEN_DIM_OF = {"dp": 0, "tp": 1}
 
 @dataclass(frozen=True, slots=True)
 class Meshes:
-    """The two factorisations of the ranks that a block's values lie on, and how the residual stream lies.
+    """The dense and the expert mesh of a block, and the layout of the residual stream.
 
     `tokens` is the layout of `[batch, sequence, dim]` between the ops that tensor parallelism shards: with sequence
-    parallelism every rank has tokens of its own, without it the ranks of a tp group have the same ones.
+    parallelism the ranks of a tp group hold different tokens, without it the same tokens.
     """
 
     dense: Mesh
@@ -49,13 +52,13 @@ class Meshes:
 
     @property
     def own_tokens(self) -> Layout:
-        """Tokens of which no two ranks have one in common: sequences over `dp`, and parts of each over `tp`."""
+        """The layout with different tokens on every rank: sequences cut over `dp`, each sequence over `tp`."""
         return Layout.of({axis: Shard(TOKEN_DIM_OF[axis]) for axis in self.dense.wide_axes()})
 
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """An op's layout rule, applied: what it wants its operands to be, and what its results then are."""
+    """The result of an op's layout rule: the layouts that its operands need, and the layouts of its results."""
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -67,16 +70,36 @@ class LayoutError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op(ABC):
-    """One operation in a block. Operands are names: `x` is a value, `@gate.weight` a parameter."""
+    """One operation in a block. Its class declares what the text form, its torch operator's schema, its emission and
+    the check of a loaded file need.
+
+    `operands` are names of values (`x`), parameters (`@gate.weight`) and settings (`$training`): the required operands
+    in the order of the class, then the optional operands that `optional` names.
+    """
 
     mnemonic: ClassVar[str]
     registry: ClassVar[dict[str, type[Op]]] = {}
-    constants: ClassVar[frozenset[int]] = frozenset()
-    """Positions of operands that no gradient flows to, whatever their dtype."""
+    takes: ClassVar[str]
+    """Names of operands, in order: `x` is required, `bias?` is optional, `terms*` is any number of operands."""
+    gives: ClassVar[str]
+    """Names of results, in order; `*` for the results of a called block."""
+    operator: ClassVar[str | None] = None
+    """The torch operator `moec::…` that computes the op; None for a composition of operators (`codegen/emit`)."""
+    saved: ClassVar[str] = ""
+    """Names of further results of the torch operator, which it saves for backward."""
+    resolved: ClassVar[Mapping[str, str]] = {}
+    """Maps an attribute to the operator's arguments that replace it, from the meshes (`{"axis": "str group"}`)."""
+    typing: ClassVar[frozenset[str]] = frozenset()
+    """Operands that only the type rule needs; the torch operator does not take them."""
+    sited: ClassVar[bool] = False
+    """Whether the torch operator takes the part of the model that it serves, for messages."""
+    constants: ClassVar[frozenset[str]] = frozenset()
+    """Operands that no gradient flows to, whatever their dtype."""
     moves: ClassVar[bool] = False
-    """Whether it takes values elsewhere, to another layout, mesh or block, and so does no part of a work on them."""
+    """Whether the op moves values to another layout, mesh or block: it makes no gradient a partial sum."""
 
     operands: tuple[str, ...]
+    optional: tuple[str, ...] = ()
     results: tuple[Value, ...] = ()
     span: SourceLine | None = field(default=None, compare=False, repr=False)
 
@@ -88,17 +111,47 @@ class Op(ABC):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Mapping[str, Block]) -> Placing:
         """The layout rule. Raises `LayoutError` where there is none."""
 
-    def flops(self, operands: Sequence[Value], sizes: Mapping[str, int]) -> int:
-        """Multiply-adds times two of one forward pass over all ranks; element-wise work counts as nothing."""
-        return 0
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        """The cost of one run on a rank. Default: an element-wise op that saves no activation."""
+        return elementwise(self, operands, results, workload)
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        """The sizes, over all ranks, of new symbols in the results' shapes. The first op to bind a symbol decides."""
+        return {}
+
+    def named(self, operands: Sequence[Any]) -> dict[str, Any]:
+        """`operands` (of any Python type) by the names that the class declares; absent optional operands are missing.
+
+        Raises `TypeRuleError` where they do not match the class.
+        """
+        required, optional = operand_names(type(self))
+        names = (*required, *self.optional)
+        if required[-1].endswith("*"):
+            names = (*required[:-1], *(f"{required[-1][:-1]}{i}" for i in range(len(operands) - len(required) + 1)))
+        known = tuple(name for name in optional if name in self.optional)
+        require(known == self.optional, self, f"takes {', '.join(optional) or 'nothing'} beside, in this order")
+        require(len(operands) == len(names), self, f"takes {', '.join(names)}, not {len(operands)} operands")
+        return dict(zip(names, operands, strict=True))
+
+    def torch_operator(self) -> str:
+        """The name of its torch operator."""
+        assert self.operator is not None, self
+        return self.operator
+
+    @classmethod
+    def taking(cls, given: Mapping[str, str]) -> dict[str, Any]:
+        """The fields `operands` and `optional` of an op, from operands by the names that the class declares."""
+        required, optional = operand_names(cls)
+        beside = tuple(name for name in optional if name in given)
+        return {"operands": tuple(given[name] for name in (*required, *beside)), "optional": beside}
 
     def attributes(self) -> dict[str, Attribute]:
-        """The op's own fields, in order."""
+        """The op's attributes by name, in order."""
         return {name: getattr(self, name) for name in self.attribute_names()}
 
     @classmethod
     def attribute_names(cls) -> tuple[str, ...]:
-        """The names of the op's own fields, in order."""
+        """The names of the op's attributes, in order: the fields that `Op` does not have."""
         return _attribute_names(cls)
 
     def with_results(self, results: Sequence[Value]) -> Self:
@@ -107,6 +160,13 @@ class Op(ABC):
 
 
 _BASE_FIELDS = frozenset(f.name for f in fields(Op))
+
+
+@cache
+def operand_names(op: type[Op]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of an op's required operands (`terms*` last, for any number) and of its optional operands."""
+    names = op.takes.split()
+    return tuple(n for n in names if n[-1] != "?"), tuple(n[:-1] for n in names if n[-1] == "?")
 
 
 @cache
@@ -122,20 +182,20 @@ class TypeRuleError(Exception):
 
 
 def register(cls: type[T]) -> type[T]:
-    """Makes an op known to the parser of the text form."""
+    """Registers an op for the parser of the text form."""
     assert cls.mnemonic not in Op.registry, cls.mnemonic
     Op.registry[cls.mnemonic] = cls
     return cls
 
 
 def require(condition: bool, op: Op, complaint: str) -> None:
-    """A type rule's check."""
+    """Checks a condition of a type rule. Raises `TypeRuleError`."""
     if not condition:
         raise TypeRuleError(f"{op.mnemonic} {', '.join(op.operands)}: {complaint}")
 
 
 def layout_of(value: Value) -> Layout:
-    """The layout of a value that must have one by now."""
+    """The layout of a value. Raises `LayoutError` where the value has none yet."""
     if value.layout is None:
         raise LayoutError(f"{value.name} has no layout yet")
     return value.layout
@@ -144,21 +204,14 @@ def layout_of(value: Value) -> Layout:
 def gradient_sums(op: Op, operands: Sequence[Value], placing: Placing) -> tuple[frozenset[str], ...]:
     """For each operand, the axes on which its gradient is a partial sum: the one gradient rule.
 
-    They are the axes on which it is replicated while the op's other operands or results are not: there every rank does
-    a part of the work. What is not differentiated has none.
+    On these axes the operand is replicated and another operand or a result is not, so each rank computes one term of
+    the gradient. Operands that are not differentiated have no such axes.
     """
     if op.moves:
         return (frozenset(),) * len(operands)
+    names = op.named(operands)
     working = {axis for layout in (*placing.operands, *placing.results) for axis in layout.axes}
     return tuple(
-        frozenset(working.difference(layout.axes) if value.dtype != "int64" and i not in op.constants else ())
-        for i, (value, layout) in enumerate(zip(operands, placing.operands, strict=True))
+        frozenset(working.difference(layout.axes) if value.dtype != "int64" and name not in op.constants else ())
+        for name, value, layout in zip(names, operands, placing.operands, strict=True)
     )
-
-
-def size_of(shape: Sequence[Dim], sizes: Mapping[str, int]) -> int:
-    """Number of elements, symbols taken from `sizes`."""
-    total = 1
-    for dim in shape:
-        total *= dim if isinstance(dim, int) else sizes[dim]
-    return total

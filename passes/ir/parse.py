@@ -1,8 +1,8 @@
-"""Reads the text form of a Program back: `parse_program(print_program(p)) == p`, spans as well.
+"""Reads the text form of a Program: `parse_program(print_program(p)) == p`, including spans.
 
-The text may come from anyone. Each statement is a line that one regular expression splits; every name, number and word
-is checked before an op is made; at the end the Program must print as the text it was read from. Types and layouts are
-checked by `verifier.check_program`.
+The text is not trusted. Each statement is a line that one regular expression splits; the reader checks every name,
+number and word before it makes an op. At the end the Program must print as the same text. `verifier.check_program`
+checks types and layouts.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _STRING = re.compile(STRING)
 
 
 def read_attributes(text: str, start: int) -> tuple[dict[str, Attribute], int]:
-    """The attributes in the braces that open at `start`, and where they end. Raises `UnreadableLineError`."""
+    """The attributes in the braces that open at `start`, and the index after them. Raises `UnreadableLineError`."""
     attributes: dict[str, Attribute] = {}
     at = start + 1
     while True:
@@ -74,7 +74,7 @@ def _number(text: str) -> int | float:
 
 
 def finite(text: str) -> float:
-    """The float that `text` prints. Raises `UnreadableLineError` for what is no float, or not finite."""
+    """The float that `text` prints. Raises `UnreadableLineError` for other text and for infinite values."""
     if not _FLOAT.fullmatch(text):
         raise UnreadableLineError(f"{quoted(text)} is no number that a Program may hold")
     number = float(text)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from moec.passes.ir import ops  # noqa: F401  (registers every op)
-from moec.passes.ir.attributes import check_attributes, op_class
+from moec.passes.ir.attributes import check_attributes, did_you_mean, op_class
 from moec.passes.ir.ir_error import UnreadableLineError, at_most, quoted
 from moec.passes.ir.limits import (
     LABEL,
     MAX_EXPANDED_OPS,
     MAX_LABEL,
+    MAX_LAYER,
     MAX_OPERANDS,
     MAX_OPS,
     MAX_SETTING,
@@ -19,30 +21,34 @@ from moec.passes.ir.limits import (
 )
 from moec.passes.ir.lines import Lines
 from moec.passes.ir.op import Op
-from moec.passes.ir.ops.control import Call
+from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.parse_attributes import STRING, finite, read_attributes, short_string
 from moec.passes.ir.parse_scope import Scope
 from moec.passes.ir.parse_type import TYPE, TypeReader, integer
-from moec.passes.ir.program import Block
+from moec.passes.ir.program import Block, Output
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import Init, Parameter, Setting, Value
+from moec.passes.ir.value import ROLES, Init, Parameter, Role, Setting, Value
 
 _AT = rf"(?: at (?:({STRING}) )?+([0-9]++))?+"
 _BLOCK = re.compile(rf'  block "({LABEL})"(?: on "({LABEL})")?( final)? \((.*)\){_AT} \{{')
-_INPUT = re.compile(rf"%([a-z0-9_.]++): ({TYPE})(?:, (?=%)|\Z)")
+_INPUT = re.compile(rf"%([a-z0-9_.]++): ({TYPE}) as ([a-z_]++)(?:, (?=%)|\Z)")
 _PARAMETER = re.compile(
     rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?"
+    r"(?: shard\(([a-z]++ = [0-9](?:, [a-z]++ = [0-9])*+)\))?"
     rf"(?: sum_over\(([a-z, ]*+)\))?{_AT}"
 )
+_CUT = re.compile(r"([a-z]++) = ([0-9])")
 _SETTING = re.compile(rf"    setting \$([a-z]++): ({TYPE}) = ([0-9]++) in ([0-9]++)\.\.([0-9]++)")
-_OP = re.compile(r"    (%[a-z0-9_.%, ]++)= ([a-z0-9_]++) ([%@$][a-z0-9_.%@$, ]*)(?= [{:])")
+_OP = re.compile(r"    (%[a-z0-9_.%, ]++)= ([a-z0-9_]++) ([%@$][a-z0-9_.%@$, =]*)(?= [{:])")
 _RESULT_TYPE = re.compile(rf"({TYPE})(, )?+")
 _END_OF_OP = re.compile(_AT)
-_RETURN = re.compile(r"    return ([%@][a-z0-9_.%@, ]*+)")
+_RETURN = re.compile(r"    return (.++)")
+_OUTPUT = re.compile(r"([%@][a-z0-9_.]++) as ([a-z_]++)(?:\(([0-9]++)\))?+(?:, (?=[%@])|\Z)")
+_ROLES: Mapping[str, Role] = {role: role for role in ROLES}
 
 
 class BlockReader:
-    """Reads block after block. `expanded` is how many ops each runs, those of the blocks that it calls among them.
+    """Reads block after block. `expanded` maps a block to the number of ops that it runs, called blocks included.
 
     Raises `UnreadableLineError`.
     """
@@ -77,7 +83,7 @@ class BlockReader:
             expanded += 1 + (self.callee(op) if isinstance(op, Call) else 0)
             at_most(len(made), MAX_OPS, "ops in a block")
             at_most(expanded, MAX_EXPANDED_OPS, "ops, counted as often as they run,")
-        outputs = scope.used(self.lines.take_match(_RETURN, "what the block returns")[1])
+        outputs = self.outputs(self.lines.take_match(_RETURN, "what the block returns")[1], scope)
         self.lines.take_exactly("  }")
         self.expanded[name] = expanded
         return Block(
@@ -93,7 +99,7 @@ class BlockReader:
         )
 
     def callee(self, call: Call) -> int:
-        """The ops that `call` runs."""
+        """Number of ops that `call` runs."""
         if call.block not in self.expanded:
             raise UnreadableLineError(f"there is no block {quoted(call.block)} before this one")
         return self.expanded[call.block]
@@ -104,12 +110,26 @@ class BlockReader:
         while at < len(text):
             found = _INPUT.match(text, at)
             if found is None:
-                raise UnreadableLineError(f"an input and its type are wanted, not {quoted(text[at:])}")
-            inputs.append(self.value(found[1], found[2], scope))
+                raise UnreadableLineError(f"an input and its type and role are wanted, not {quoted(text[at:])}")
+            inputs.append(replace(self.value(found[1], found[2], scope), role=_role(found[3])))
             at_most(len(inputs), MAX_OPERANDS, "inputs")
             at = found.end()
         scope.require_counted(inputs)
         return tuple(inputs)
+
+    def outputs(self, text: str, scope: Scope) -> tuple[Output, ...]:
+        outputs: list[Output] = []
+        at = 0
+        while at < len(text):
+            found = _OUTPUT.match(text, at)
+            if found is None:
+                raise UnreadableLineError(f"an output and its role are wanted, not {quoted(text[at:])}")
+            (name,), layer = scope.used(found[1]), found[3]
+            number = None if layer is None else integer(layer, "the number of a layer", 0, MAX_LAYER)
+            outputs.append(Output(name, _role(found[2]), number))
+            at_most(len(outputs), MAX_OPERANDS, "outputs")
+            at = found.end()
+        return tuple(outputs)
 
     def value(self, name: str, type_: str, scope: Scope) -> Value:
         scope.define(name)
@@ -126,7 +146,7 @@ class BlockReader:
         return Setting(name=name, shape=(), dtype="int64", layout=typed.layout, default=default, low=low, high=high)
 
     def parameter(self, scope: Scope) -> Parameter:
-        name, type_, init, std, decays, sums, *at = self.lines.take_match(_PARAMETER, "a parameter").groups()
+        name, type_, init, std, decays, cuts, sums, *at = self.lines.take_match(_PARAMETER, "a parameter").groups()
         scope.define(name, "@")
         typed = self.types.read(type_)
         if any(isinstance(dim, str) for dim in typed.shape):
@@ -139,6 +159,7 @@ class BlockReader:
             layout=typed.layout,
             init=Init(kind="normal", std=_std(std)) if std else Init(kind=init),
             decays=decays is not None,
+            shard=tuple((axis, int(dim)) for axis, dim in _CUT.findall(cuts or "")),
             sum_over=axes,
             span=self.span(*at),
         )
@@ -149,7 +170,7 @@ class BlockReader:
         if found is None:
             raise UnreadableLineError(f"an op is wanted, not {quoted(line)}")
         class_ = op_class(found[2])
-        operands = scope.used(found[3])
+        operands, optional = _operands(found[3])
         given, at = read_attributes(line, found.end() + 1) if line[found.end() + 1] == "{" else ({}, found.end())
         attributes = check_attributes(class_, given)
         results: list[Value] = []
@@ -166,7 +187,13 @@ class BlockReader:
         if end is None:
             raise UnreadableLineError(f"the end of the op is wanted, not {quoted(line[at:])}")
         scope.require_counted(results)
-        return class_(operands=operands, results=tuple(results), span=self.span(*end.groups()), **attributes)
+        return class_(
+            operands=scope.used(operands),
+            optional=optional,
+            results=tuple(results),
+            span=self.span(*end.groups()),
+            **attributes,
+        )
 
     def span(self, file: str | None, line: str | None) -> SourceLine | None:
         if line is None:
@@ -175,6 +202,29 @@ class BlockReader:
         if source is None:
             raise UnreadableLineError("the head of the Program names no source")
         return SourceLine(source, integer(line, "a line of the source", 1, MAX_SOURCE_LINE))
+
+
+def _operands(text: str) -> tuple[str, tuple[str, ...]]:
+    """The operands as one text without names, and the names of the optional operands, which come last."""
+    if " = " not in text:
+        return text, ()
+    required, optional, names = list[str](), list[str](), list[str]()
+    for part in text.split(", "):
+        name, equals, operand = part.partition(" = ")
+        if not equals and optional:
+            raise UnreadableLineError(f"{quoted(part)} stands after an operand with a name")
+        if equals:
+            optional.append(operand)
+            names.append(name)
+        else:
+            required.append(part)
+    return ", ".join([*required, *optional]), tuple(names)
+
+
+def _role(text: str) -> Role:
+    if text not in _ROLES:
+        raise UnreadableLineError(f"there is no role {quoted(text)}{did_you_mean(text, _ROLES)}")
+    return _ROLES[text]
 
 
 def _std(text: str) -> float:

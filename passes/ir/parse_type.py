@@ -14,13 +14,13 @@ from moec.passes.ir.value import DTYPE_BYTES, SYMBOLS, Dim
 
 _PLACED = r"[a-z]++:[a-z]++\([a-z0-9]++\)"
 TYPE = rf"[a-z0-9]++\[[a-z0-9_%., ]*+\](?: @ (?:replicate|{_PLACED}(?: {_PLACED})*+))?+"
-"""A type, in one piece; `TypeReader` reads its parts."""
+"""Matches a whole type; `TypeReader` reads its parts."""
 _DIGITS = re.compile(rf"(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadType:
-    """The fields of a Value that its type holds."""
+    """The fields of a Value that its printed type gives."""
 
     shape: tuple[Dim, ...]
     dtype: str
@@ -37,7 +37,7 @@ def integer(text: str, what: str, least: int, most: int) -> int:
 
 
 class TypeReader:
-    """Reads types over the axes of a Program's meshes. Equal texts are read once."""
+    """Reads types over the axes of a Program's meshes. Caches by text."""
 
     def __init__(self, axes: Collection[str]) -> None:
         self._axes = axes

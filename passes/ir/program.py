@@ -9,24 +9,38 @@ from functools import cached_property
 from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
-from moec.passes.ir.ops.control import Call
+from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import Parameter, Setting, Value
+from moec.passes.ir.value import Parameter, Role, Setting, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """The name and role of a value that a block returns; `layer` distinguishes the `counts` of several layers."""
+
+    name: str
+    role: Role
+    layer: int | None = None
+
+    @property
+    def key(self) -> tuple[Role, int | None]:
+        """Role and layer, which no two outputs of a block have in common."""
+        return self.role, self.layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
     """A straight line of ops: one layer's body, the model's `forward`, or its `loss`.
 
-    `experts` names the mesh that its mixture lies on, where it has one. `final` marks a block whose results leave
-    the Program: partial sums among them are reduced.
+    `experts` names the expert mesh of its mixture, if any. `final` marks a block whose outputs leave the Program: their
+    partial sums are reduced.
     """
 
     name: str
     inputs: tuple[Value, ...]
     parameters: tuple[Parameter, ...]
     ops: tuple[Op, ...]
-    outputs: tuple[str, ...]
+    outputs: tuple[Output, ...]
     settings: tuple[Setting, ...] = ()
     experts: str | None = None
     final: bool = False
@@ -41,7 +55,7 @@ class Block:
         return names
 
     def declared(self) -> dict[str, Value]:
-        """The inputs, parameters and settings, which no op gives, by the same names."""
+        """The inputs, parameters and settings by the same names: the values that are no op's result."""
         names: dict[str, Value] = {v.name: v for v in self.inputs}
         names.update({f"@{p.name}": p for p in self.parameters})
         names.update({f"${s.name}": s for s in self.settings})
@@ -52,8 +66,16 @@ class Block:
         return tuple(self.scope[name] for name in op.operands)
 
     def output_values(self) -> tuple[Value, ...]:
-        """The values that the block gives."""
-        return tuple(self.scope[name] for name in self.outputs)
+        """The values that the block returns."""
+        return tuple(self.scope[output.name] for output in self.outputs)
+
+    def input(self, role: Role) -> Value | None:
+        """The input of this role; None without one."""
+        return next((value for value in self.inputs if value.role == role), None)
+
+    def output(self, role: Role) -> Value | None:
+        """The first output of this role; None without one."""
+        return next((self.scope[output.name] for output in self.outputs if output.role == role), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +90,9 @@ class Stage:
 class Program:
     """Blocks over meshes; `stages` once partitioned. Passes return new Programs.
 
-    `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `shares` says how
-    many data-parallel ranks' sequences one process has, each a routing group where `group = rank`: more than one only
-    for the reference of a plan, whose Program has no mesh.
+    `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `shares` is the
+    number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
+    `group = rank`. It is above 1 only for the reference of a plan, whose Program has no mesh.
     """
 
     name: str

@@ -1,7 +1,7 @@
-"""The text form of a Program: what a plan keeps, golden tests compare and `--emit=ir` prints. `parse.py` reads it back.
+"""Prints the text form of a Program, for plans, golden tests and `--emit=ir`. `parse.py` reads it back.
 
-A statement is a line. A line ends in ` at 14` where a line of the program's main source asked for it, and in
-` at "library:other.moe" 14` where another source did.
+A statement is a line. A line ends in ` at 14` where it comes from line 14 of the program's main source, and in
+` at "library:other.moe" 14` where it comes from another source.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from moec.passes.ir.op import Op
-from moec.passes.ir.program import Block, Program
+from moec.passes.ir.program import Block, Output, Program
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Attribute, Parameter, Value
 
@@ -20,7 +20,7 @@ BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 """Strings that need no quotes."""
 
 Place = Callable[[SourceLine | None], str]
-"""Prints where a statement comes from."""
+"""Prints the source line that a statement comes from."""
 
 
 def print_program(program: Program, spans: bool = True) -> str:
@@ -53,13 +53,13 @@ def program_lines(program: Program, spans: bool = True) -> Iterator[str]:
 
 
 def main_source(program: Program) -> str | None:
-    """The file that most ops name, the first of these; None where no op names one."""
+    """The file that most ops name, the first such file in a tie; None where no op names a file."""
     files = Counter(op.span.file for block in program.blocks for op in block.ops if op.span)
     return max(files, key=lambda file: files[file], default=None)
 
 
 def _block(block: Block, place: Place) -> Iterator[str]:
-    inputs = ", ".join(f"%{v.name}: {print_type(v)}" for v in block.inputs)
+    inputs = ", ".join(f"%{v.name}: {print_type(v)}{f' as {v.role}' if v.role else ''}" for v in block.inputs)
     mesh = f" on {json.dumps(block.experts)}" if block.experts else ""
     final = " final" if block.final else ""
     yield f"  block {json.dumps(block.name)}{mesh}{final} ({inputs}){place(block.span)} {{"
@@ -69,14 +69,21 @@ def _block(block: Block, place: Place) -> Iterator[str]:
         yield f"    {_parameter(parameter)}{place(parameter.span)}"
     for op in block.ops:
         yield f"    {print_op(op)}{place(op.span)}"
-    yield f"    return {_names(block.outputs)}"
+    yield f"    return {', '.join(map(_output, block.outputs))}"
     yield "  }"
+
+
+def _output(output: Output) -> str:
+    layer = "" if output.layer is None else f"({output.layer})"
+    return f"{_names([output.name])} as {output.role}{layer}"
 
 
 def _parameter(p: Parameter) -> str:
     text = f"parameter @{p.name}: {print_type(p)} = {p.init}"
     if p.decays:
         text += " decays"
+    if p.shard:
+        text += f" shard({', '.join(f'{axis} = {dim}' for axis, dim in p.shard)})"
     return text if p.sum_over is None else f"{text} sum_over({', '.join(p.sum_over)})"
 
 
@@ -86,11 +93,11 @@ def print_op(op: Op) -> str:
     attributes = ", ".join(f"{name} = {_attribute(value)}" for name, value in op.attributes().items())
     braces = f" {{{attributes}}}" if attributes else ""
     types = ", ".join(print_type(v) for v in op.results)
-    return f"{results} = {op.mnemonic} {_names(op.operands)}{braces} : {types}"
+    return f"{results} = {op.mnemonic} {_operands(op)}{braces} : {types}"
 
 
 def print_type(value: Value) -> str:
-    """`bf16[batch, sequence, 4096] @ dp:shard(0)`; a ragged value names what counts its rows."""
+    """`bf16[batch, sequence, 4096] @ dp:shard(0)`; a ragged value names the counts of its rows."""
     dims = ", ".join(f"rows by %{value.ragged}" if dim == "rows" else str(dim) for dim in value.shape)
     layout = "" if value.layout is None else f" @ {value.layout}"
     return f"{value.dtype}[{dims}]{layout}"
@@ -98,6 +105,14 @@ def print_type(value: Value) -> str:
 
 def _names(operands: Sequence[str]) -> str:
     return ", ".join(name if name[0] in "@$" else f"%{name}" for name in operands)
+
+
+def _operands(op: Op) -> str:
+    """The operands, optional ones by their names: `%rows, @up, weights = %w`."""
+    names = [name if name[0] in "@$" else f"%{name}" for name in op.operands]
+    required = len(names) - len(op.optional)
+    beside = [f"{name} = {operand}" for name, operand in zip(op.optional, names[required:], strict=True)]
+    return ", ".join([*names[:required], *beside])
 
 
 def _attribute(value: Attribute) -> str:

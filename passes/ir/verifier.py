@@ -1,4 +1,4 @@
-"""What must hold of a Program, and from which pass on. A failure is a bug in a pass, or a file that no pass wrote."""
+"""The invariants of a Program. A failure is a bug in a pass, or a file that no pass wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Invariant = Callable[[Program], None]
 
 
 def check_program(program: Program) -> None:
-    """All that holds of a finished Program: for one that was read from a file.
+    """Checks every invariant of a finished Program, for a Program read from a file.
 
     Raises `InternalError` that names the block, the op and its line.
     """
@@ -35,13 +35,16 @@ def well_typed(program: Program) -> None:
         for op in block.ops:
             _names_defined(block, op, defined)
             with _rule(block, op):
+                op.named(op.operands)
                 types = op.infer(block.operands(op), program.block_map)
             _check(len(types) == len(op.results), block, f"{op.mnemonic} gives {len(types)} results")
             for value, type_ in zip(op.results, types, strict=True):
                 if (value.shape, value.dtype, value.ragged) != (type_.shape, type_.dtype, type_.ragged):
                     raise _failure(block, f"%{value.name} is {value}, the rule says {type_}", op)
-        for name in block.outputs:
-            _check(name in defined, block, f"gives {name}, which nothing defines")
+                if value.role is not None:
+                    raise _failure(block, f"%{value.name} has the role of an input, {value.role}", op)
+        for output in block.outputs:
+            _check(output.name in defined, block, f"gives {output.name}, which nothing defines")
 
 
 def _names_defined(block: Block, op: Op, defined: set[str]) -> None:
@@ -89,6 +92,7 @@ def laid_out(program: Program) -> None:
             if not axes.keys() >= set(value.layout.axes):
                 raise _failure(block, f"{name} lies on {value.layout}, axes are {set(axes)}")
         for parameter in block.parameters:
+            _check(not parameter.shard, block, f"@{parameter.name} has a layout, and says how to shard it")
             over = parameter.sum_over or ()
             if not axes.keys() >= set(over) or len(set(over)) < len(over):
                 raise _failure(block, f"@{parameter.name} is summed over {over}, axes are {set(axes)}")
@@ -98,9 +102,9 @@ def laid_out(program: Program) -> None:
 
 
 def wide_axes(program: Program, block: Block) -> dict[str, int]:
-    """The wide axes of a block's meshes, and of the blocks that it calls: it holds what they give. With sizes.
+    """The wide axes, with sizes, of a block's meshes and of the meshes of the blocks that it calls.
 
-    An axis of several expert meshes has the size that all their sizes divide into: their greatest common divisor.
+    An axis of several expert meshes gets the greatest common divisor of their sizes.
     """
     called = {op.block for op in block.ops if isinstance(op, Call)} - {block.name}
     names = {"dense", block.experts, *(program.block(name).experts for name in called)} - {None}
@@ -112,10 +116,10 @@ def wide_axes(program: Program, block: Block) -> dict[str, int]:
 
 
 def evenly_cut(program: Program) -> None:
-    """A layout cuts dims that a value has into equal pieces; inputs and parameters are no partial sums.
+    """Layouts cut existing dims into equal pieces; inputs and parameters are no partial sums.
 
-    Scalars that a `final` block is given, the balance terms, may be. What each rank has for itself about the ranks that
-    sent it rows (`sources`) is not cut: its layout says that ranks differ.
+    A scalar input of a `final` block, a balance term, may be a partial sum. Values with a dim `sources` are exempt from
+    equal pieces: each rank has a different value, and the layout only says so.
     """
     for block in program.blocks:
         axes = wide_axes(program, block)
@@ -135,7 +139,7 @@ def evenly_cut(program: Program) -> None:
 
 
 def _uneven(value: Value, layout: Layout, axes: Mapping[str, int]) -> str:
-    """What is wrong with how `layout` cuts `value`; empty where nothing is."""
+    """Why `layout` does not cut `value` evenly; empty where it does."""
     pieces: dict[int, int] = {}
     for axis, placement in layout.placements:
         if isinstance(placement, Shard):
@@ -150,10 +154,10 @@ def _uneven(value: Value, layout: Layout, axes: Mapping[str, int]) -> str:
 
 
 def connected(program: Program) -> None:
-    """Every operand lies as its op wants it, every result as the rule gives it.
+    """Every operand has the layout that its op needs, every result the layout that the op's rule gives.
 
-    Every gradient that is a partial sum is summed: that of a parameter by the plan, that of a value by the conversion
-    that gave it.
+    Every gradient that is a partial sum is summed: a parameter's over `sum_over`, a value's by the conversion that
+    made the value.
     """
     for block in program.blocks:
         used = {name for op in block.ops for name in op.operands}
@@ -174,8 +178,10 @@ def connected(program: Program) -> None:
                     given = set(summed.get(name, _NOTHING))
                     raise _failure(block, f"the gradient of {name} is summed over {given}, not {set(over)}", op)
             if isinstance(op, Collective):
-                before = _NOTHING if op.operands[0].startswith("@") else summed.get(op.operands[0], _NOTHING)
+                before = summed.get(op.operands[0], _NOTHING)
                 own = {op.axis} if isinstance(op, CopyTo | AllGather) else _NOTHING
+                if before & own:
+                    raise _failure(block, f"the gradient of {op.operands[0]} is summed over {op.axis} twice", op)
                 summed[op.results[0].name] = before | own
 
 
@@ -199,8 +205,8 @@ def staged(program: Program) -> None:
 
 @contextmanager
 def _rule(block: Block, op: Op) -> Iterator[None]:
-    """Runs one rule of `op`. A rule may unpack and index its operands as it likes: what it raises tells that they are
-    not what it wants.
+    """Runs one rule of `op`. Rules unpack and index operands without checks: an exception means that the operands do
+    not fit the op.
     """
     try:
         yield

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from moec.grammar.spec import Spec
-from moec.passes.lower import context_of
-from moec.passes.stated import data_shares
+from moec.passes.lower.lower_model import context_of
+from moec.passes.place.stated_degrees import data_shares
 
 IGNORED_LABEL = -100
 

@@ -62,7 +62,7 @@ class MustMatch(NamedTuple):
 
 
 class TpInputs(NamedTuple):
-    """Tensors that the ranks of a tp group must be given alike: their shapes and, with `look`, their values."""
+    """Tensors that must be the same on the ranks of a tp group: their shapes and, with `look`, their values."""
 
     tensors: tuple[Tensor | None, ...]
     look: bool

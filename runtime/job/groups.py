@@ -33,7 +33,7 @@ SEPARATOR = "/"
 
 
 class UnknownGroupError(RuntimeError):
-    """A collective names a group that nobody registered on this rank."""
+    """A collective names a group that is not registered on this rank."""
 
 
 def new_job() -> str:

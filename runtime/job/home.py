@@ -79,7 +79,7 @@ class Alone:
         return WeightSpec(name=name, shape=data.shape, dtype=self._dtype or DTYPES[data.dtype], site=site)
 
     def require_running(self) -> None:
-        """It needs no job."""
+        """Never raises: a single process needs no job."""
 
     def signature(self) -> dict[str, Any]:
         return {"ranks": 1, "rank": 0}

@@ -26,7 +26,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales the gradients of `model` to a norm of at most `max_norm`; gives the norm before, alike on every rank.
+    """Scales the gradients of `model` to a norm of at most `max_norm`; returns the norm before, equal on every rank.
 
     `torch.nn.utils.clip_grad_norm_` knows of no other rank's experts: every rank would scale by another factor. A
     collective over the ranks of the layers: every rank must call it, or none, after the host has reduced gradients.

@@ -21,7 +21,7 @@ def state() -> tuple[int, int]:
 def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
     """Raises `JobError` if the host manages experts: it takes them for replicas, and each rank has different ones.
 
-    Also if it reduces over other ranks than the layer's `ranks`: nobody would sum the gradients of experts' replicas.
+    Also if it reduces over other ranks than the layer's `ranks`: gradients of experts' replicas would not be summed.
     """
     ddp = _active_ddp()
     if ddp is not None and set(dist.get_process_group_ranks(ddp.process_group)) != set(ranks):

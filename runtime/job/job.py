@@ -21,8 +21,9 @@ from torch.optim import AdamW
 from moec.codegen.plan import Plan, PlanParameter
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Shard
+from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.mesh import group_name
-from moec.passes.mixture import choices_per_token
+from moec.passes.ir.mixture_values import choices_per_token
 from moec.runtime.backends import select
 from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.errors import JobError, speak_once
@@ -177,7 +178,7 @@ class Job:
         labels. A count that takes `logits` first needs the forward pass, and so a single micro-batch. `inputs` are
         tensors `[batch, sequence, …]`, cut as tokens are. The model's balance terms are added (`.aux_loss`).
 
-        Raises `JobError`, alike on every rank, for a loss that is no scalar, a count that is 0 on all ranks, and
+        Raises `JobError` on every rank for a loss that is no scalar, a count that is 0 on all ranks, and
         inputs of other shapes.
         """
         self._require_own(model)
@@ -226,7 +227,7 @@ class Job:
             )
 
     def check_replicas(self, model: PlanModule) -> None:
-        """Raises `JobError`, alike on every rank, unless ranks with the same part of a parameter have the same bits.
+        """Raises `JobError` on every rank unless ranks with the same part of a parameter have the same bits.
 
         A collective: every rank must call it, or none.
         """
@@ -235,7 +236,7 @@ class Job:
         check_replicas(self.plan, parts, self.world_size, self._number + ALL_RANKS)
 
     def clip_grad_norm_(self, model: PlanModule, max_norm: float) -> Tensor:
-        """Scales the gradients to a global norm of at most `max_norm`; gives the norm before, alike on every rank."""
+        """Scales the gradients to a global norm of at most `max_norm`; returns the norm before, equal on every rank."""
         self._require_own(model)
         sharded, gradients = {}, {}
         for name, parameter in model.named_parameters():
@@ -247,7 +248,7 @@ class Job:
     def whole_logits(self, output: ModelOutput) -> Tensor:
         """`output.logits` over the whole vocabulary and all tokens of this rank's sequences, differentiable.
 
-        What follows must be computed alike on all ranks of a tp group. A collective: every rank must call it, or none.
+        All ranks of a tp group must compute the same from them. A collective: every rank must call it, or none.
         """
         logits, placement = output.logits, self.plan.result_layout.get("tp")
         if not isinstance(placement, Shard):
@@ -278,7 +279,9 @@ class Job:
         tokens = torch.as_tensor(model.num_tokens, device=next(model.parameters()).device).clone()
         self._sum_over_all(tokens, "drop rates")
         total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group read the same ones
-        kept = {layer: int(load.sum()) / choices_per_token(self.plan.spec, layer) for layer, load in loads.items()}
+        program = self.plan.program
+        choices = {call.layer: choices_per_token(program.block(call.block)) for call in layer_calls(program)}
+        kept = {layer: int(load.sum()) / choices[layer] for layer, load in loads.items()}
         return {layer: 1 - rows / total if total else 0.0 for layer, rows in kept.items()}
 
     def save(self, path: str, model: PlanModule, optimizer: torch.optim.Optimizer) -> None:

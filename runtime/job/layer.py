@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
-from moec.passes.ir import Program
+from moec.passes.ir import Program, Role
 from moec.passes.ir.interface import layer_calls, scalar_blocks
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
@@ -51,7 +51,7 @@ class MoeLayer(nn.Module):
     Parameters are fp32 and plain tensors: `gate.weight`, `experts.up.weight`, `experts.down.weight` and what the file
     says beside them. `expert_parameters()` are this rank's experts; the host keeps its own reduction off them.
 
-    `aux_loss`, after a forward pass: the balance terms over the tokens of all ranks, a scalar alike on every rank, or
+    `aux_loss`, after a forward pass: the balance terms over the tokens of all ranks, a scalar, equal on every rank, or
     None where the file has none. Add it to the rank's loss. `expert_counts`: rows that this rank's tokens sent to each
     expert, int64 `[experts]`.
     """
@@ -80,18 +80,18 @@ class MoeLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x of any floating dtype: `[batch, sequence, dim]`; `[tokens, dim]` is one sequence; more dims are batches.
 
-        Computes in the layer's dtype, inside of `torch.autocast` too, and gives x's. Raises `JobError`, alike on every
-        rank, for another width and for router logits that are NaN or infinite.
+        Computes in the layer's dtype, inside of `torch.autocast` too, and gives x's. Raises `JobError` on every
+        rank for another width and for router logits that are NaN or infinite.
         """
         self._home.require_running()
         look = self._require_input(x)
         with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
             given = _as_sequences(x).to(self._weights.specs[0].dtype)
-            y, counts, *balance = self._run(given)
+            results = self._run(given)
             self._require_scores(noted, look)
             self._refuse_reentrant_checkpoint()
-            self.aux_loss = self._aux_loss(balance[0], given) if balance else None
-        self.expert_counts = counts[0]
+            self.aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None
+        y, self.expert_counts = results["residual"], results["counts"][0]
         # `fully_shard` warns of a view that a module gives.
         return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype)
 
@@ -115,11 +115,11 @@ class MoeLayer(nn.Module):
                 "give it `use_reentrant=False`",
             )
 
-    def _run(self, x: Tensor) -> Sequence[Tensor]:
-        """y, the rows per expert, and the balance term where there is one."""
+    def _run(self, x: Tensor) -> dict[Role, Tensor]:
+        """y, the rows per expert, and the balance term where there is one, by their roles."""
         settings = setting_values(self._function.settings, training=self.training)
         results: Sequence[Tensor] = self._function.module(x, self._number, *settings, *self._weights())
-        return results
+        return {output.role: result for output, result in zip(self._function.results, results, strict=True)}
 
     def _aux_loss(self, balance: Tensor, x: Tensor) -> Tensor:
         count = self._scalars["num_tokens"].module(x)

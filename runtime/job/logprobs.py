@@ -18,7 +18,7 @@ def label_log_probabilities(logits: Tensor, labels: Tensor, sharded_dim: int | N
     """log softmax(logits)[label] of each token, at least fp32 `[batch, sequence]`; 0 where a label is ignored.
 
     logits `[batch, sequence, vocab]`, of which this rank of `group` has a part along `sharded_dim` (None: all); labels
-    `[batch, sequence]` of whole sequences, alike on the ranks of the group, as is the result.
+    `[batch, sequence]` of whole sequences; labels and the result are the same on all ranks of the group.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sharded_dim == VOCABULARY:

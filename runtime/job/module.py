@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
 from moec.passes.ir import Program
-from moec.passes.ir.interface import BALANCE, COUNTS, layer_calls, scalar_blocks
+from moec.passes.ir.interface import layer_calls, scalar_blocks
 from moec.passes.ir.ops import Capacity
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
@@ -119,7 +119,7 @@ class PlanModule(nn.Module):
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> ModelOutput:
         """tokens int64 `[batch, sequence]`, labels of the same shape, already shifted, −100 where ignored.
 
-        Raises `JobError`, alike on every rank, for a wrong dtype, shape or id, before any collective of the model, and
+        Raises `JobError` on every rank for a wrong dtype, shape or id, before any collective of the model, and
         for router logits that are NaN or infinite, after those of the layers and before any gradient.
         """
         self._home.require_running()
@@ -130,8 +130,8 @@ class PlanModule(nn.Module):
         with unscored.noting() as noted:
             results = self._top.run(self, tokens)
         unfit = unscored.complaint(noted, self._routers) if look else None
-        logits, balance = results.pop("logits"), results.pop(BALANCE, None)
-        self.expert_counts = layer_counts(results)
+        logits, balance = results["logits", None], results.get(("balance", None))
+        self.expert_counts = {n: rows[0] for (role, n), rows in results.items() if role == "counts" and n is not None}
         counts = self._counts_of(labels)
         aux_loss = None if balance is None else self._aux_loss(balance, tokens, counts)
         if labels is None:
@@ -195,7 +195,7 @@ class PlanModule(nn.Module):
 
     @property
     def counts_padding(self) -> bool:
-        """Whether its balance terms are over fewer tokens than there are labels."""
+        """Whether its balance terms leave out padding, so that tokens and labels are counted separately."""
         return self.limits.padding is not None and "num_tokens" in self._scalars
 
     @contextmanager
@@ -209,7 +209,7 @@ class PlanModule(nn.Module):
 
     @contextmanager
     def one_step(self) -> Iterator[Microbatches]:
-        """Within it gradients of micro-batches are collected; what is left of them is dropped after it."""
+        """Collects gradients of micro-batches inside the block; drops the remaining ones after it."""
         try:
             yield self._microbatches
         finally:
@@ -277,9 +277,3 @@ class PlanModule(nn.Module):
 def counts_own_tokens(program: Program) -> bool:
     """Whether a capacity counts the tokens of one rank, and takes them to be as many on every other."""
     return any(isinstance(op, Capacity) for block in program.blocks for op in block.ops)
-
-
-def layer_counts(results: Mapping[str, Tensor]) -> dict[int, Tensor]:
-    """Rows per expert of each layer, int64 `[experts]`, among what `forward` gives."""
-    named = ((COUNTS.fullmatch(name), counts) for name, counts in results.items())
-    return {int(found["layer"]): counts[0] for found, counts in named if found}

@@ -49,7 +49,7 @@ class NamePart(nn.Module):
 
 
 def split_name(path: str) -> tuple[tuple[str, ...], str]:
-    """The steps to a parameter, and its own name."""
+    """The modules on a parameter's path, and its last name."""
     *steps, name = path.split(".")
     return tuple(steps), name
 

@@ -81,7 +81,7 @@ class RankHome:
 
     @cached_property
     def _parts_digest(self) -> str:
-        """The same for plans that cut every parameter alike."""
+        """A digest that is equal for plans that shard every parameter the same way."""
         meshes = {name: mesh.axes for name, mesh in self.plan.meshes.items()}
         cut = sorted((name, p.shape, str(p.layout), meshes[p.mesh]) for name, p in self.plan.parameters.items())
         return hashlib.sha256(repr(cut).encode()).hexdigest()[:16]

@@ -10,8 +10,8 @@ from torch import Tensor
 from moec.codegen.plan import parameters_of
 from moec.grammar.spec import Spec
 from moec.passes.ir import Program
-from moec.passes.lower import lower
-from moec.passes.stated import data_shares
+from moec.passes.lower.lower_model import lower
+from moec.passes.place.stated_degrees import data_shares
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.home import ALONE, Alone
 from moec.runtime.job.layer import MoeLayer

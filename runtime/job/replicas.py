@@ -1,4 +1,4 @@
-"""Are replicas still alike? Ranks that hold the same part of a parameter must hold the same bits of it."""
+"""Compares replicas: ranks with the same part of a parameter must have the same bits of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_replicas(plan: Plan, parameters: Mapping[str, Tensor], world_size: int
     """Compares hashes of this rank's parts of all `parameters` over all ranks (`group`).
 
     In one all_gather of 16 bytes per parameter and rank.
-    A collective: every rank must call it, with parameters of the same names. Raises `JobError`, alike on every rank.
+    A collective: every rank must call it, with parameters of the same names. Raises `JobError` on every rank.
     """
     if world_size == 1 or not parameters:
         return
@@ -80,7 +80,7 @@ def replicas(plan: Plan, name: str) -> list[list[int]]:
 
 
 def _drift(hashes: Mapping[int, Hash]) -> str:
-    """What is wrong among ranks that should be alike, or nothing."""
+    """Describes the difference between ranks whose hashes should be equal; empty if they are."""
     alike: dict[Hash, list[int]] = {}
     for rank, value in hashes.items():
         alike.setdefault(value, []).append(rank)

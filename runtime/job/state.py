@@ -1,4 +1,4 @@
-"""A rank's `state_dict` holds its parts of the parameters: it says so, and a rank with other parts refuses it."""
+"""Signs a rank's `state_dict` with the parts of the parameters that it has; a rank with other parts refuses it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None
 def _own_part(name: str, parameter: Tensor, given: Tensor, *, signed: bool) -> Tensor:
     """This rank's part of a given tensor, as `parameter` is.
 
-    Of DTensors that nobody signed, only this process's own are taken: one that was loaded has a mesh of its own.
+    Unsigned DTensors are accepted only from this process: a loaded DTensor has another mesh.
     """
     if not isinstance(parameter, DTensor):
         if isinstance(given, DTensor):

@@ -52,7 +52,7 @@ class Step:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether it is not the model that computes the loss."""
+        """Whether the user's function computes the loss, not the model."""
         return self.loss is not None or self.logprob_loss is not None or self.count is not None
 
     def complaint(self) -> str | None:

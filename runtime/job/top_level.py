@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, fx, nn
 
 from moec.codegen.emit import emit_graph, facts_of, site_of, weight_users
-from moec.passes.ir import Program
+from moec.passes.ir import Output, Program, Role
 from moec.passes.ir.interface import FORWARD
 from moec.runtime.errors import JobError
 from moec.runtime.job.home import Home, own_weights
@@ -24,9 +24,9 @@ class Outline:
     `segments` are the parameters used between two calls of layers: they are fetched together, before their first use.
     """
 
-    def __init__(self, graph: fx.Graph, results: Sequence[str]) -> None:
+    def __init__(self, graph: fx.Graph, results: Sequence[Output]) -> None:
         nodes = tuple(graph.nodes)
-        self.inputs = tuple(node for node in nodes if node.op == "placeholder" and not facts_of(node).parameter)
+        self.inputs = {role: node for node in nodes if (role := _role(node)) is not None}
         self.nodes = tuple(node for node in nodes if node.op != "placeholder")
         self.results = tuple(results)
         self.num_layers = sum(node.op == "call_module" for node in nodes)
@@ -53,8 +53,8 @@ class TopLevel:
             for _, segment in self._outline.segments
         ]
 
-    def run(self, model: PlanModule, tokens: Tensor) -> dict[str, Any]:
-        """The results of a forward pass by their names."""
+    def run(self, model: PlanModule, tokens: Tensor) -> dict[tuple[Role, int | None], Any]:
+        """The results of a forward pass by `Output.key`."""
         if len(model.layers) != self._outline.num_layers:
             raise JobError(
                 "MOE0710",
@@ -69,9 +69,9 @@ class TopLevel:
             for weights in model.all_weights():
                 weights.drop_begun()
 
-    def _run(self, model: PlanModule, tokens: Tensor) -> dict[str, Any]:
+    def _run(self, model: PlanModule, tokens: Tensor) -> dict[tuple[Role, int | None], Any]:
         outline = self._outline
-        values: dict[fx.Node, Any] = dict.fromkeys(outline.inputs, tokens)
+        values: dict[fx.Node, Any] = {outline.inputs["tokens"]: tokens}
         for node in outline.nodes:
             if node in outline.index_of:
                 index = outline.index_of[node]
@@ -80,7 +80,7 @@ class TopLevel:
                 case "output":
                     (given,) = node.args
                     found = given if isinstance(given, tuple | list) else (given,)
-                    return dict(zip(outline.results, (values[value] for value in found), strict=True))
+                    return {output.key: values[value] for output, value in zip(outline.results, found, strict=True)}
                 case "call_module":
                     layer = model.layers[int(str(node.target).rpartition(".")[2])]
                     values[node] = layer(*(values[arg] for arg in node.args))
@@ -95,6 +95,12 @@ class TopLevel:
 
 def _value(arg: Any, values: Mapping[fx.Node, Any]) -> Any:
     return values[arg] if isinstance(arg, fx.Node) else arg
+
+
+def _role(node: fx.Node) -> Role | None:
+    """The role of an input; None of all other nodes."""
+    value = facts_of(node).value
+    return value.role if node.op == "placeholder" and value is not None else None
 
 
 def _parameter(node: fx.Node) -> str:

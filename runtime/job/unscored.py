@@ -1,7 +1,7 @@
 """Tokens without scores: their router logits are NaN, or infinite so that no score is left.
 
-In a model's forward pass they are noted, which waits for no device; at its end the ranks agree whether there are any.
-An operator that is called by itself refuses them on CPU, where looking costs no synchronisation.
+A model's forward pass notes them without waiting for the device; at its end the ranks agree whether there are any.
+An operator outside of a model refuses them, only on CPU, where the check costs no synchronisation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _noted: ContextVar[list[Tensor] | None] = ContextVar("unscored", default=None)
 
 @contextmanager
 def noting() -> Iterator[Sequence[Tensor]]:
-    """Within it nothing is refused. Gives which tokens have no scores, bool [B, S], for each `route` in its order."""
+    """Inside the block `route` refuses nothing. Yields a mask of tokens without scores, bool [B, S], for each call."""
     noted: list[Tensor] = []
     token = _noted.set(noted)
     try:

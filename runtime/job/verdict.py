@@ -1,4 +1,4 @@
-"""Who holds up a job: from what every rank says of itself, one sentence. Needs no torch, and no process."""
+"""Decides from every rank's position which rank blocks a job, in one sentence. Needs no torch, and no process."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ class Verdict:
 
 
 def judge(words: Mapping[int, Word], world_size: int, *, overdue: bool) -> Verdict | None:
-    """Who holds up the job, or None where nobody does. A rank that is not in `words` did not answer.
+    """The rank that blocks the job, or None if no rank does. A rank that is not in `words` did not answer.
 
-    One that did, and has not left, is to blame only if somebody is `overdue`: has waited too long.
+    If all ranks answered and none left early, a rank is blamed only if a wait is `overdue` or collectives differ.
     """
     for rank, word in sorted(words.items()):
         if isinstance(word, Left) and word.error:
@@ -103,7 +103,7 @@ def judge(words: Mapping[int, Word], world_size: int, *, overdue: bool) -> Verdi
 
 
 def _different(words: Mapping[int, Word]) -> str:
-    """Two ranks that have begun as many collectives of one communicator, and are in two that differ."""
+    """Describes two ranks whose n-th collectives of one communicator differ; empty if there are none."""
     first: dict[tuple[str, int], int] = {}
     for rank, word in sorted(words.items()):
         place = _where(word)
@@ -117,7 +117,7 @@ def _different(words: Mapping[int, Word]) -> str:
 
 
 def _follow(words: Mapping[int, Word], rank: int) -> str:
-    """From a rank that waits to one that it waits for, until there is one that does not wait, or waits for itself."""
+    """Goes from a waiting rank to one that it waits for, until that is in no collective, repeats, or there is none."""
     path = [rank]
     while True:
         here = words[path[-1]]
@@ -145,7 +145,7 @@ def _outside(words: Mapping[int, Word], rank: int, waiter: int) -> str:
 
 
 def _waited_for(words: Mapping[int, Word], ranks: set[int]) -> str:
-    """Where another rank waits for one of `ranks`, as the end of a sentence."""
+    """The end of a sentence: where another rank waits for one of `ranks`, else where a rank was last."""
     waiter = _waiting_for(words, ranks)
     if waiter is not None:
         return f"; rank {waiter} waits for {'it' if len(ranks) == 1 else 'them'} in {_place(words[waiter])}"

@@ -1,6 +1,6 @@
 """Waking a thread by a signal.
 
-Python runs a signal's handler in the main thread, once that is back from C++; from a collective that hangs it never is.
+Python runs a signal's handler in the main thread once it returns from C++, which a collective that hangs never does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def woken_by_sigterm() -> Iterator[Wakeup]:
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """The byte in the pipe does it: a handler would wait until the main thread is back in Python."""
+    """Does nothing: the byte in the pipe wakes the thread; a handler would wait until the main thread is in Python."""
 
 
 _forgets = False

@@ -2,7 +2,7 @@
 
 Each rank keeps where it is: in which collective, or since when in none. Nothing more happens until something is wrong:
 a collective fails or takes too long, or the launcher ends the process. Then every rank that still can writes down where
-it is, in the job's store; the first to notice reads that, and says who holds up the others (`verdict.py`).
+it is, in the job's store; the first rank to notice reads it and says which rank blocks the others (`verdict.py`).
 """
 
 from __future__ import annotations
@@ -154,10 +154,10 @@ class Watch:
         self._here = _Here(False, self._here.place, time.monotonic())
 
     def inquire(self, *, overdue: bool, error: BaseException | None = None, seconds: float | None = None) -> Verdict:
-        """Who is to blame; asks all ranks where they are, which takes up to `seconds`. One rank prints it.
+        """Finds the rank to blame: asks all ranks where they are, for up to `seconds`. One rank prints the verdict.
 
-        `overdue`: somebody has waited too long, so that one of those who answer may be to blame. `error`: what came of
-        this rank's collective; if nobody else is to blame, it is its own, and the verdict has no text.
+        `overdue`: a rank has waited too long, so that a rank that answers may be to blame. `error`: the exception of
+        this rank's collective; if no other rank is to blame, the verdict has no text.
         """
         with self._lock:
             if self._verdict is None:
@@ -165,7 +165,7 @@ class Watch:
             return self._verdict
 
     def answer(self) -> None:
-        """Another rank asks where this one is; waits for what comes of it."""
+        """Answers another rank's question where this rank is, and waits for the verdict."""
         with self._lock:
             if self._verdict is None:
                 self._say_where()
@@ -233,7 +233,7 @@ class Watch:
             return self._speak(Verdict(f"the process that holds the job's store is gone: {_sentence(gone)}"))
 
     def _hear(self, seconds: float) -> Verdict | None:
-        """What the rank that speaks has found, or None if it has died as well."""
+        """The verdict of the rank that judges, or None if none came in time."""
         heard = _until(lambda: self._store.check(["verdict"]), seconds, self.tick)
         return Verdict(self._store.get("verdict").decode(), said=True) if heard else None
 
@@ -242,7 +242,7 @@ class Watch:
 
         def answered() -> bool:
             for rank in range(self.world_size):
-                # Again even if it has: it may have left since.
+                # Read again even after an answer: the rank may have left since.
                 if not isinstance(words.get(rank), Left) and self._store.check([f"at_{rank}"]):
                     words[rank] = from_json(self._store.get(f"at_{rank}"))
             failed = any(isinstance(word, Left) and word.error for word in words.values())

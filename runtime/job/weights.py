@@ -286,7 +286,7 @@ class _Narrow(torch.autograd.Function):
 
 
 def _is_ready(parameter: Tensor, spec: WeightSpec) -> bool:
-    """Whether there is nothing to unwrap, narrow or sum."""
+    """Whether the parameter needs no unwrapping, narrowing or sum."""
     return not isinstance(parameter, DTensor) and (parameter.dtype, spec.groups, spec.scale) == (spec.dtype, (), 1.0)
 
 

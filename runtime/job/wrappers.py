@@ -1,4 +1,4 @@
-"""Refuses by name what does not know sharded parameters: autocast, DistributedDataParallel, `fully_shard`."""
+"""Refuses autocast, DistributedDataParallel and `fully_shard`, which do not know a plan's sharded parameters."""
 
 from __future__ import annotations
 

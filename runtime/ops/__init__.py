@@ -2,20 +2,20 @@
 
 Each has a fake (so that FX, `torch.compile` and export see through it), an autograd rule made of registered
 operators, and its arithmetic in a backend (`moec.runtime.backends`). None mutates or aliases its inputs. Letters in
-shapes: B sequences, S tokens each, D model dim, E experts, k choices, R rows, F hidden width, G 2 for gated
-activations, 1 for others. The collectives, in `collectives.py` and `conversions.py`, are operators of the same kind.
+shapes: B sequences, S tokens each, D model dim, E experts, k choices, R rows, F hidden width, G parts of an activation
+(2 if gated, else 1). The collectives, in `collectives.py` and `conversions.py`, are operators of the same kind.
 """
 
 from __future__ import annotations
 
 from moec.runtime.ops import collectives, conversions, sharded_vocabulary
-from moec.runtime.ops.balance import count_choices, switch_loss
+from moec.runtime.ops.balance_terms import count_choices, switch_loss
 from moec.runtime.ops.elementwise import gated, rope
-from moec.runtime.ops.embedding import embed
-from moec.runtime.ops.experts import expert_mlp
+from moec.runtime.ops.embed import embed
+from moec.runtime.ops.expert_mlp import expert_mlp
 from moec.runtime.ops.layer_norm import layer_norm
-from moec.runtime.ops.mixture import mixture_mlp
-from moec.runtime.ops.padded import (
+from moec.runtime.ops.mixture_mlp import mixture_mlp
+from moec.runtime.ops.padded_rows import (
     combine_padded,
     count_queues,
     keep_choices,

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.job.groups import resolve
 from moec.runtime.job.watch import Layer, backward_of, collective, located
 from moec.runtime.ops.registry import check, define, differentiate
@@ -37,7 +39,7 @@ def _exchange_counts(counts: Tensor, group: str, site: str = "", layer: Layer = 
     received = torch.empty_like(sent)
     with collective("exchange_counts", group, site, layer) as peers:
         dist.all_to_all_single(received, sent, group=peers)
-    # What is below 0 travels with the sums, in the same copy; a sum alone can hide it.
+    # One copy to the host brings the sums and the negative counts, which a sum can hide.
     totals = torch.stack([of(counts) for of in (_rows, _below_zero) for counts in (sent, received)]).cpu()
     for row, way in ((2, "to"), (3, "from")):
         _check_not_negative("exchange_counts", totals[row].tolist(), way, group, located(site, layer))
@@ -72,24 +74,24 @@ def _fake_exchange_counts(counts: Tensor, group: str, site: str = "", layer: Lay
 
 
 exchange_counts = define(
-    "exchange_counts(Tensor counts, str group, str site='', Tensor? layer=None) -> (Tensor received, Tensor splits)",
+    schema_of(o.ExchangeCounts),
     fake=_fake_exchange_counts,
     check=_check_exchange_counts,
     kernel=_exchange_counts,
 )
-"""Tell every peer how many rows it will get. Rank r of the n in `group` holds experts r·E/n up to (r + 1)·E/n.
+"""Tell every peer how many rows it will get. Rank r of the n in `group` has experts r·E/n up to (r + 1)·E/n.
 
 counts [1, E] int64, this rank's rows for each expert ->
   - received [n, E/n] int64: the rows that each source sends for each of this rank's experts;
-  - splits [2, n] int64 on CPU: the rows to send to, and to receive from, each peer. The layer's one copy from device
-    to host. Raises `RuntimeError` on the ranks concerned for counts below 0.
+  - splits [2, n] int64 on CPU: the rows to send to, and to receive from, each peer. The layer's only copy from device
+    to host. Raises `RuntimeError` for counts below 0, on the ranks that send or receive them.
 """
 
 # ---- all_to_all --------------------------------------------------------------------------------------
 
 
 def _check_all_to_all(
-    rows: Tensor, splits: Tensor, group: str, reverse: bool, site: str = "", layer: Layer = None
+    rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
 ) -> None:
     size = resolve(group).size()
     check(
@@ -102,7 +104,7 @@ def _check_all_to_all(
     check(rows.dim() >= 1, lambda: "moec::all_to_all: rows must be [R, ...], not a scalar")
 
 
-def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, site: str = "", layer: Layer = None) -> Tensor:
+def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None) -> Tensor:
     send, receive = splits.tolist()
     if reverse:
         send, receive = receive, send
@@ -124,35 +126,35 @@ def _all_to_all(rows: Tensor, splits: Tensor, group: str, reverse: bool, site: s
 
 
 def _fake_all_to_all(
-    rows: Tensor, splits: Tensor, group: str, reverse: bool, site: str = "", layer: Layer = None
+    rows: Tensor, splits: Tensor, reverse: bool, group: str, site: str = "", layer: Layer = None
 ) -> Tensor:
     return rows.new_empty((torch.library.get_ctx().new_dynamic_size(), *rows.shape[1:]))
 
 
 all_to_all = define(
-    "all_to_all(Tensor rows, Tensor splits, str group, bool reverse, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.AllToAll),
     fake=_fake_all_to_all,
     check=_check_all_to_all,
     kernel=_all_to_all,
 )
 """Send rows to peers, as many to each as `splits` (of `exchange_counts`) says, and receive theirs, source by source.
 
-rows [R, ...], in the order of the peers they go to -> [R', ...] of the same dtype. `reverse` swaps what is sent and
-received, and so brings rows back; it is also what backward does. R and R' may be 0. Raises `RuntimeError` before
-anything moves if R is not what the splits send, or a split is below 0.
+rows [R, ...], sorted by the peers they go to -> [R', ...] of the same dtype. `reverse` swaps the two splits, and so
+brings rows back; backward does the same. R and R' may be 0. Raises `RuntimeError`, before anything moves, if R is not
+the sum of the splits to send, or a split is below 0.
 """
 
 
 def _setup_all_to_all(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, splits, ctx.group, ctx.reverse, ctx.site, layer = inputs
+    rows, splits, ctx.reverse, ctx.group, ctx.site, layer = inputs
     ctx.num_rows = rows.shape[0]
     ctx.save_for_backward(splits, layer)
 
 
 def _differentiate_all_to_all(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     splits, layer = ctx.saved_tensors
-    grad_rows = all_to_all(grad, splits, ctx.group, not ctx.reverse, backward_of(ctx.site), layer)
-    # A compiler, to which the size is data, learns here that as many rows come back as went.
+    grad_rows = all_to_all(grad, splits, not ctx.reverse, ctx.group, backward_of(ctx.site), layer)
+    # Tells a compiler, to which the size is data, that as many rows come back as were sent.
     check(
         grad_rows.shape[0] == ctx.num_rows,
         lambda: f"moec::all_to_all: {ctx.num_rows} rows went, and gradients of {grad_rows.shape[0]} came back",

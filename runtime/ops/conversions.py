@@ -6,16 +6,16 @@
 | partial → sharded | `reduce_scatter` | all_gather |
 | replicated → replicated, for ops sharded on the axis | `copy_to` | all_reduce |
 | replicated → sharded | `slice` | all_gather |
-| sharded → replicated, consumed alike on every rank | `all_gather_alike` | slice |
+| sharded → replicated, consumed the same way on every rank | `all_gather_alike` | slice |
 | sharded → replicated, for ops sharded on the axis | `all_gather` | reduce_scatter |
 | sharded(i) → sharded(j) | `all_to_all_padded` | all_to_all_padded |
 
-`passes/communicate.py` says which is inserted where; ragged rows are in `runtime/ops/collectives.py`. Groups are named
-(`job/groups.py`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for a sum that every
-rank goes on to use alike; hence two operators where it has one.
+`passes/place/communicate.py` says which is inserted where; ragged rows are in `runtime/ops/collectives.py`. Groups are
+named (`job/groups.py`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for a sum that
+all ranks then use in the same way; hence two operators where PyTorch has one.
 
-`site` says which part of the model a collective serves (`codegen/emit`), `{layer}` in it standing for the number
-`layer`, a 0-d int64 tensor on CPU: layers that share a graph differ in it. Both are for messages alone.
+`site` says which part of the model a collective belongs to (`codegen/emit`); `{layer}` in it stands for the number
+`layer`, a 0-d int64 tensor on CPU, in which layers that share a graph differ. Both are only for messages.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.job.groups import resolve
 from moec.runtime.job.watch import Layer, backward_of, collective
 from moec.runtime.ops.registry import check, define, differentiate
@@ -46,7 +48,7 @@ __all__ = [
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# ---- what each does with one rank's tensor -------------------------------------------------------------
+# ---- the arithmetic on one rank's tensor ---------------------------------------------------------------
 
 
 def _all_reduced(x: Tensor, group: str, site: str, layer: Layer, op: Any, name: str) -> Tensor:
@@ -70,7 +72,7 @@ def _copied(x: Tensor, group: str, site: str = "", layer: Layer = None) -> Tenso
 
 def _gathered(x: Tensor, dim: int, group: str, site: str = "", layer: Layer = None) -> Tensor:
     pieces = x.new_empty((resolve(group).size(), *x.shape))
-    # Flat: gloo wants the output as long as all inputs together along dim 0, and a scalar has none.
+    # Flat: gloo requires dim 0 of the output to be as long as all inputs together, and a scalar has no dim 0.
     flat, own = pieces.view(-1), x.contiguous().view(-1)
     with collective("all_gather", group, site, layer) as peers:
         _all_gather_single(flat, own, group=peers)
@@ -145,79 +147,79 @@ def _fake_exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = 
 # ---- the operators ---------------------------------------------------------------------------------------
 
 all_reduce = define(
-    "all_reduce(Tensor x, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.AllReduce),
     fake=_fake_like,
     check=_check_group,
     kernel=_summed,
 )
-"""The sum of every rank's x, on every rank; shape and dtype of x, which must be alike on all ranks.
+"""The sum of every rank's x, on every rank; shape and dtype are x's, and must be the same on all ranks.
 
-Backward is the identity: partial sums become a replicated value, and what follows is done, and differentiated, alike
-on every rank.
+Backward is the identity: partial sums become a replicated value, whose consumers compute and differentiate the same on
+every rank.
 """
 
 all_reduce_max = define(
-    "all_reduce_max(Tensor x, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.AllReduce, "all_reduce_max"),
     fake=_fake_like,
     check=_check_group,
     kernel=_largest,
 )
-"""The largest of every rank's x, element by element; not differentiated."""
+"""The elementwise maximum of all ranks' x; not differentiated."""
 
 copy_to = define(
-    "copy_to(Tensor x, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.CopyTo),
     fake=_fake_like,
     check=_check_group,
     kernel=_copied,
 )
-"""x, for operators of which each rank does a part. Backward: all_reduce (Megatron's f, Shoeybi et al. 2019)."""
+"""x, for operators that are sharded over the ranks. Backward: all_reduce (Megatron's f, Shoeybi et al. 2019)."""
 
 reduce_scatter = define(
-    "reduce_scatter(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.ReduceScatter),
     fake=_fake_piece,
     check=_check_divides,
     kernel=_scattered,
 )
-"""The sum of every rank's x, cut along `dim`: each rank its piece. Backward: all_gather."""
+"""This rank's piece, along `dim`, of the sum of every rank's x. Backward: all_gather."""
 
 slice_ = define(
-    "slice(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.Slice),
     fake=_fake_piece,
     check=_check_divides,
     kernel=_sliced,
 )
-"""This rank's piece of x along `dim`; x is alike on all ranks. Backward: all_gather."""
+"""This rank's piece of x along `dim`; x is the same on all ranks. Backward: all_gather."""
 
 all_gather = define(
-    "all_gather(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.AllGather),
     fake=_fake_gathered,
     check=_check_dim,
     kernel=_gathered,
 )
-"""Every rank's x side by side along `dim`, for operators of which each rank does a part. Backward: reduce_scatter."""
+"""Every rank's x, concatenated along `dim`, for operators sharded over the ranks. Backward: reduce_scatter."""
 
 all_gather_alike = define(
-    "all_gather_alike(Tensor x, int dim, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.AllGatherAlike),
     fake=_fake_gathered,
     check=_check_dim,
     kernel=_gathered,
 )
-"""Every rank's x side by side along `dim`, consumed alike on every rank. Backward: slice."""
+"""Every rank's x, concatenated along `dim`, consumed the same way on every rank. Backward: slice."""
 
 all_to_all_padded = define(
-    "all_to_all_padded(Tensor x, int given, int wanted, str group, str site='', Tensor? layer=None) -> Tensor",
+    schema_of(o.AllToAllPadded),
     fake=_fake_exchanged,
     check=_check_exchanged,
     kernel=_exchanged,
 )
-"""x, which the ranks have in pieces along `given`, in pieces along `wanted`; alike in shape on every rank."""
+"""x, sharded along `given`, becomes sharded along `wanted`; shapes are the same on every rank."""
 
 
 # ---- and their backward ----------------------------------------------------------------------------------
 
 
 def _declare(operator: Any, backward: Callable[..., Tensor]) -> None:
-    """`backward(gradient, *attributes)` with the attributes that the forward got (`dim`, `group`, `site`, `layer`)."""
+    """Declares `backward(gradient, *attributes)`, with the forward's attributes (`dim`, `group`, `site`, `layer`)."""
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         *ctx.attributes, ctx.site, layer = inputs[1:]

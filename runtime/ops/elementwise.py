@@ -6,7 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- rope --------------------------------------------------------------------------------------------
@@ -22,7 +24,7 @@ def _fake_rope(x: Tensor, theta: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-rope = define("rope(Tensor x, float theta) -> Tensor", fake=_fake_rope, check=_check_rope)
+rope = define(schema_of(o.Rope), fake=_fake_rope, check=_check_rope)
 rope_backward = define("rope_backward(Tensor grad, float theta) -> Tensor", fake=_fake_rope, check=_check_rope)
 """`rope`: rotary positions 0..S-1 (Su et al. 2021, eq. 34; the half-split layout of Llama and Hugging Face).
 

@@ -1,7 +1,7 @@
-"""`layer_norm` of narrow dtypes, whose vectors' gradients are summed in at least float32.
+"""`layer_norm` for narrow dtypes: gradients of weight and bias are summed in at least float32.
 
-torch's own sums them in the vectors' dtype on CPU, where small terms vanish beside a large sum: of a bias's gradient
-over 4,096 tokens in bfloat16, 75 % was lost (measured).
+torch's layer_norm sums them in their dtype on CPU, where small terms vanish beside a large sum: 75 % of a bias's
+gradient over 4,096 tokens in bfloat16 was lost (measured).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def define(schema: str, *, fake: Callable[..., Any], check: Check, kernel: Calla
     """Define `moec::<schema>` and return its overload, an `OpOverload`.
 
     `check` looks at the arguments' shapes and dtypes, before the fake and before every kernel, and raises
-    `RuntimeError`. Without `kernel`, the backend's function of the operator's name does the work.
+    `RuntimeError`. Without `kernel`, the backend's function of the operator's name is called.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
@@ -42,7 +42,7 @@ def differentiate(operator: Any, *, setup: Callable[..., None], backward: Callab
 
 def check(condition: Any, message: Callable[[], str]) -> None:
     """Raise `RuntimeError(message())` unless `condition`, which may be symbolic, holds."""
-    if condition is not True:  # which it almost always is: `_check` takes 3 µs to find that out
+    if condition is not True:  # almost always True, and `_check` would take 3 µs
         torch._check(condition, message)  # type: ignore[no-untyped-call]
 
 

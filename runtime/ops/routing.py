@@ -7,14 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.passes.ir.operator_schema import schema_of
+from moec.passes.ir.ops.gate_ops import Route
 from moec.runtime.ops.registry import check, define, differentiate
 
 SCORES = ("softmax", "sigmoid")
+ORDERS = ("before", "after")
 
 # ---- route -------------------------------------------------------------------------------------------
 
 
-def _check_route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> None:
+def _check_route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> None:
     check(logits.dim() == 3, lambda: f"moec::route: logits must be [B, S, E], not {list(logits.shape)}")
     check(
         logits.dtype in (torch.float32, torch.float64),
@@ -24,17 +27,17 @@ def _check_route(logits: Tensor, k: int, score: str, after: bool, normalize: boo
         1 <= k <= logits.shape[-1],
         lambda: f"moec::route: k must be between 1 and the {logits.shape[-1]} experts, not {k}",
     )
+    check(order in ORDERS, lambda: f"moec::route: order must be one of {', '.join(ORDERS)}, not {order!r}")
     check(score in SCORES, lambda: f"moec::route: score must be one of {', '.join(SCORES)}, not {score!r}")
 
 
-def _fake_route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     chosen = (*logits.shape[:-1], k)
     return logits.new_empty(logits.shape), logits.new_empty(chosen), logits.new_empty(chosen, dtype=torch.int64)
 
 
 route = define(
-    "route(Tensor logits, int k, str score, bool after, bool normalize)"
-    " -> (Tensor probabilities, Tensor weights, Tensor experts)",
+    schema_of(Route),
     fake=_fake_route,
     check=_check_route,
 )
@@ -42,13 +45,13 @@ route = define(
 
 logits [B, S, E], float32 or float64. Gives, in the logits' dtype,
   - probabilities [B, S, E], for balance losses: the scores of all experts, summing to 1;
-  - weights [B, S, k], best choice first: `score` ("softmax" or "sigmoid") of all experts, the k best kept; with
-    `after`, the k best logits are kept and only those are scored. `normalize` divides by the k scores' sum;
+  - weights [B, S, k], best choice first: `score` ("softmax" or "sigmoid") of all experts, the k best kept; where
+    `order` is "after", the k best logits are kept and only those are scored. `normalize` divides by the k scores' sum;
   - experts [B, S, k], int64. Equal scores go to the lower index.
 Gradients flow from probabilities and weights. Where a token's scores are NaN (a logit is NaN, or infinite so that no
-score is left), its probabilities or weights are NaN and its k experts are in range all the same: a model's forward pass
-says so at its end (`moec.runtime.job.unscored`). Called by itself, raises `FloatingPointError` on CPU; on other devices
-looking would cost a synchronisation.
+score is left), its probabilities or weights are NaN, and its k experts are still in range: a model's forward pass
+reports the token at its end (`moec.runtime.job.unscored`). Outside of a model `route` raises `FloatingPointError` on
+CPU; on other devices the check would cost a synchronisation.
 """
 
 
@@ -63,15 +66,15 @@ def _check_route_backward(
     weights: Tensor,
     experts: Tensor,
     score: str,
-    after: bool,
+    order: str,
     normalize: bool,
 ) -> None:
-    _check_route(logits, experts.shape[-1], score, after, normalize)
+    _check_route(logits, experts.shape[-1], score, order, normalize)
 
 
 route_backward = define(
     "route_backward(Tensor logits, Tensor? grad_probabilities, Tensor? grad_weights, Tensor weights, Tensor experts,"
-    " str score, bool after, bool normalize) -> Tensor",
+    " str score, str order, bool normalize) -> Tensor",
     fake=_fake_route_backward,
     check=_check_route_backward,
 )
@@ -82,7 +85,7 @@ def _setup_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
     _, weights, experts = output
     ctx.mark_non_differentiable(experts)
     ctx.set_materialize_grads(False)
-    # The choice is saved, never made again: recomputed, a tie could fall the other way.
+    # The choice is saved: recomputed, a tie could fall the other way.
     ctx.save_for_backward(logits, weights, experts)
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- permute -----------------------------------------------------------------------------------------
@@ -32,8 +34,7 @@ def _fake_permute(
 
 
 permute = define(
-    "permute(Tensor x, Tensor experts, int num_experts, bool some_are_none=False)"
-    " -> (Tensor rows, Tensor counts, Tensor positions)",
+    schema_of(o.Permute),
     fake=_fake_permute,
     check=_check_permute,
 )
@@ -43,9 +44,9 @@ x [B, S, D] any dtype, experts [B, S, k] int64 ->
   - rows [B·S·k, D]: by expert, and within an expert in token order, then by choice;
   - counts [1, num_experts] int64: how many rows each expert got;
   - positions [B, S, k] int64: the row that choice j of token t became.
-With `some_are_none` a choice may be −1: it gets no row, and −1 for its position. How many rows there are is then data:
-one number is copied to the host.
-By counting, so that the order is stable. Raises `RuntimeError` on CPU if an expert index is out of range.
+With `some_are_none` a choice may be −1: it gets no row, and its position is −1. The number of rows is then data, and is
+copied to the host.
+The sort is stable. Raises `RuntimeError` on CPU if an expert index is out of range.
 """
 
 
@@ -99,16 +100,14 @@ def _fake_combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     return rows.new_empty((*positions.shape[:2], rows.shape[-1]))
 
 
-combine = define(
-    "combine(Tensor rows, Tensor positions, Tensor weights) -> Tensor", fake=_fake_combine, check=_check_combine
-)
+combine = define(schema_of(o.Combine), fake=_fake_combine, check=_check_combine)
 """The weighted sum of each token's rows: out[t] = Σⱼ weights[t, j] · rows[positions[t, j]].
 
 rows [R, D] any floating dtype, positions [B, S, k] int64 naming every row once, −1 for no row, weights [B, S, k]
-float32 or float64 -> [B, S, D] in the rows' dtype, accumulated in at least float32. A gather, so that it is
+float32 or float64 -> [B, S, D] in the rows' dtype, accumulated in at least float32. It gathers, and so is
 deterministic.
-Raises `RuntimeError` if there are not as many rows as positions that name one (elsewhere than on CPU: if there are more
-rows than positions).
+Raises `RuntimeError` unless there are as many rows as positions that name one (on other devices than CPU: if there are
+more rows than positions).
 """
 
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from moec.runtime.job.groups import resolve
-from moec.runtime.ops.embedding import embed, sum_by_id
+from moec.runtime.ops.embed import embed, sum_by_id
 from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["embed_part", "label_logit", "own_ids"]
 
 
 def own_ids(ids: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
-    """ids less the first of `rank`'s `size` ids, 0 where they are not among them; and where they are."""
+    """ids relative to the first of `rank`'s `size` ids, 0 for ids of other ranks; and a mask of the ids of `rank`."""
     local = ids - rank * size
     mine = (local >= 0) & (local < size)
     return local.where(mine, 0), mine
@@ -25,7 +25,7 @@ def own_ids(ids: Tensor, size: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def embed_rows(ids: Tensor, table: Tensor, rank: int) -> Tensor:
-    """What `embed_part` gives on `rank`."""
+    """The result of `embed_part` on `rank`."""
     local, mine = own_ids(ids, table.shape[0], rank)
     found: Tensor = embed(local, table)
     return found * mine[..., None]
@@ -53,9 +53,9 @@ embed_part = define(
     check=_check_embed,
     kernel=_embed_part,
 )
-"""Rows of this rank's part of a table: ids [B, S] int64, table [V / n, D] -> [B, S, D], zeros where another has the id.
+"""Rows of this rank's part of a table: ids [B, S] int64, table [V / n, D] -> [B, S, D], zeros for other ranks' ids.
 
-Summed over the n ranks of `group` it is the embedding. Communicates nothing.
+The sum over the n ranks of `group` is the embedding. Communicates nothing.
 """
 
 
@@ -89,7 +89,7 @@ differentiate(embed_part, setup=_setup_embed, backward=_differentiate_embed)
 
 
 def pick_logits(logits: Tensor, labels: Tensor, rank: int) -> Tensor:
-    """What `label_logit` gives on `rank`."""
+    """The result of `label_logit` on `rank`."""
     local, mine = own_ids(labels, logits.shape[-1], rank)
     return logits.gather(-1, local[..., None])[..., 0] * mine
 
@@ -114,7 +114,7 @@ label_logit = define(
 )
 """The logit of each token's label where this rank has it, else 0: logits [B, S, V / n], labels [B, S] -> [B, S].
 
-An ignored label (−100) has none anywhere. Communicates nothing.
+An ignored label (−100) gives 0 on every rank. Communicates nothing.
 """
 
 

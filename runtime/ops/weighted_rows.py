@@ -1,7 +1,7 @@
-"""Weights that travel with rows: `permute_weights` puts them beside rows, `sum_rows` adds up what came back weighted.
+"""Weights that travel with rows: `permute_weights` puts them beside rows, `sum_rows` adds up the weighted rows.
 
-With them a token's weighted sum needs no expert's output in backward: the gradient of a weight is made where its expert
-is (`expert_mlp`).
+A token's weighted sum then needs no expert's output in backward: the expert's rank computes the gradient of the weight
+(`expert_mlp`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- permute_weights ---------------------------------------------------------------------------------
@@ -30,22 +32,22 @@ def _check_permute_weights(weights: Tensor, positions: Tensor, rows: Tensor) -> 
 
 def _permute_weights(weights: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
     shape = rows.shape[:-1]
-    # What was dropped is written where nobody looks.
+    # Dropped choices write to one extra element, which is then cut off.
     places = positions.where(positions >= 0, shape.numel()).view(-1)
     permuted = weights.new_zeros(shape.numel() + 1).index_copy_(0, places, weights.reshape(-1))
     return permuted[:-1].view(shape)
 
 
 permute_weights = define(
-    "permute_weights(Tensor weights, Tensor positions, Tensor rows) -> Tensor",
+    schema_of(o.PermuteWeights),
     fake=lambda weights, positions, rows: weights.new_empty(rows.shape[:-1]),
     check=_check_permute_weights,
     kernel=_permute_weights,
 )
-"""Each row's weight: out[positions[t, j]] = weights[t, j], and 0 for places that are nobody's.
+"""Each row's weight: out[positions[t, j]] = weights[t, j], and 0 for empty places.
 
-weights [B, S, k], positions [B, S, k] int64 (−1 for what was dropped), rows [R, D] or [E, N, D], of which only the
-shape matters -> [R] or [E, N], in the weights' dtype.
+weights [B, S, k], positions [B, S, k] int64 (−1 for dropped choices), rows [R, D] or [E, N, D], only for their
+shape -> [R] or [E, N], in the weights' dtype.
 """
 
 
@@ -89,16 +91,16 @@ def _check_sum_rows(rows: Tensor, positions: Tensor, counts: Tensor) -> None:
 
 
 sum_rows = define(
-    "sum_rows(Tensor rows, Tensor positions, Tensor counts) -> Tensor",
+    schema_of(o.SumRows),
     fake=lambda rows, positions, counts: rows.new_empty((*positions.shape[:2], rows.shape[-1])),
     check=_check_sum_rows,
 )
 """The sum of each token's rows: out[t] = Σⱼ rows[positions[t, j]].
 
 rows [R, D] of any floating dtype, positions [B, S, k] int64 naming every row once, −1 for no row, counts [1, E] int64;
-or rows [E, N, D] of which each expert's first `counts` are somebody's -> [B, S, D], added up in at least float32. A
-gather, so that it is deterministic.
-Raises `RuntimeError` if there are not as many rows [R, D] as positions that name one, as `combine` does.
+or rows [E, N, D], of each expert the first `counts` not empty -> [B, S, D], added up in at least float32. It gathers,
+and so is deterministic.
+Raises `RuntimeError` unless there are as many rows [R, D] as positions that name one, as `combine` does.
 """
 
 
@@ -114,7 +116,7 @@ sum_rows_backward = define(
     fake=lambda grad, positions, counts, shape: grad.new_empty((*shape, grad.shape[2])),
     check=_check_backward,
 )
-"""The gradient of rows of `shape`, [R] or [E, N]: of each that of its token, zeros where it is nobody's."""
+"""The gradient of rows of `shape`, [R] or [E, N]: each row gets its token's gradient, an empty place zeros."""
 
 
 def _setup_sum_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -54,7 +54,7 @@ class TunedLayer:
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if shape.bias:
             self._biases = random(*self._up.shape[:-1]), random(*self._down.shape[:-1])
-        # Experts in turn: each as often, and none twice by a token.
+        # Experts in turn: each is chosen equally often, and never twice by one token.
         choices = torch.arange(self.rows, device=device) % shape.experts
         self._choices = choices.view(1, -1, self.k or 1)
         of_rows = self._choices.shape if self.k else (self.rows,)
@@ -88,14 +88,16 @@ class TunedLayer:
         return triton_tiles.use(StoredTiles(device=self._name, triton=None, entries=(entry,)))
 
     def _run(self) -> Results:
-        matrices = (self._up, self._down, *self._biases, self.activation)
+        held = (self._up, self._down, *self._biases)
         if self.k:
-            mixed, counts, hidden, positions = mixture_mlp(self._x, self._choices, self._weights, *matrices)
+            experts = (*held, self.activation)
+            mixed, counts, hidden, positions = mixture_mlp(self._x, self._choices, self._weights, *experts)
             saved = (self._x, hidden, counts, positions, self._weights)
-            grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *matrices)
+            grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *experts)
             return mixed, grad_x, *grads
-        out, hidden = expert_mlp(self._x, self._counts, *matrices, self._weights)
-        *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices, self._weights)
+        matrices = (*held, self._weights, self.activation)
+        out, hidden = expert_mlp(self._x, self._counts, *matrices)
+        *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices)
         return out, *grads
 
 
@@ -108,7 +110,7 @@ def even_counts(rows: int, sources: int, experts: int) -> Tensor:
 
 
 def agree(ours: Results, exact: Results, dtype: str) -> bool:
-    """Whether two tiles gave the same, but for rounding; not where there is a NaN."""
+    """Whether the results of two tiles differ only by rounding; False if there is a NaN."""
     return all(
         bool((one - other).abs().max() <= BOUNDS[dtype] * other.abs().max())
         for one, other in zip(ours, exact, strict=True)

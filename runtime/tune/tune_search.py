@@ -68,7 +68,7 @@ def search(products: PlanProducts, bench: Bench, most: int, say: Say) -> Tuned:
         if found is not None and trial.time(found) < trial.time(best):
             best = found
         say(f"  up to {rows} rows a tile: {trial.time(best):.3f} ms with up {best.up}, down {best.down}")
-    # The least of many noisy times is less than it would be again: both once more.
+    # The minimum of many noisy times is biased low, so both are measured again.
     default_ms = best_ms = layer.milliseconds(default)
     if best != default:
         best_ms = layer.milliseconds(best)

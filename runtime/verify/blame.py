@@ -14,15 +14,17 @@ from moec.codegen.emit import facts_of
 from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Layout, Partial, Shard, local_slices
 from moec.passes.ir.mesh import EXPERT_AXES
+from moec.passes.ir.mixture_values import MixtureValues
 from moec.passes.ir.ops import AllGather, Call, Collective, CopyTo
 from moec.runtime.backends import plain_torch
 from moec.runtime.job.reference import reference_program
 from moec.runtime.verify.inputs import Inputs
 from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, Step, StepError
-from moec.runtime.verify.reference_rows import differentiate, weighted_rows
+from moec.runtime.verify.reference_rows import differentiate, mixtures_of, weighted_rows
+from moec.runtime.verify.routes import layouts_of_choices
 from moec.runtime.verify.unsharded import Unsharded
 from moec.runtime.verify.uses import Origin, Uses
-from moec.runtime.verify.verify import BOUND, Difference, relative_error
+from moec.runtime.verify.verification import BOUND, Difference, relative_error
 from moec.runtime.verify.virtual import VirtualCluster
 
 PARTIAL_GRADIENTS = (AllGather, CopyTo)
@@ -46,10 +48,11 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
     cluster = VirtualCluster(plan, parameters, training=model.training)
     losses, failure = _run(cluster, inputs)
     computed = {(s.path, s.value.name): s.values[0] for s in whole.steps or () if s.value is not None}
-    weighted = weighted_rows(computed)
+    mixtures = mixtures_of(program)
+    weighted = weighted_rows(mixtures, computed)
     expected = {**computed, **weighted}
     steps = cluster.lockstep.steps or []
-    judge = _Judge(plan, expected, steps)
+    judge = _Judge(plan, expected, mixtures)
     origins = _origins(steps)
     for step in steps:
         error = judge.error(step, origins.get((step.path, step.key)))
@@ -62,12 +65,12 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
         if found is None:
             return Difference(layer=name, op="graph", value=name, span=None, error=math.inf, gradient=False)
         error = max(relative_error(loss, expected_loss, expected_loss, 0.0) for loss in found)
-        if error > BOUND:  # every value is right, and the wrong one was given
+        if error > BOUND:  # every value is right, but the graph returns the wrong one
             last = next(step for step in reversed(steps) if step.path == f"{name}.")
             return _difference(last, steps, error, gradient=False)
     with plain_torch():
         whole_loss[0].backward()
-    differentiate(weighted, computed)
+    differentiate(mixtures, weighted, computed)
     stopped = False
     try:
         cluster.backward(losses)
@@ -83,7 +86,7 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
                 continue
         error = judge.gradient_error(step, origin, wanted)
         if error > BOUND:
-            # The value's gradient is wrong, its consumers' results have right ones: a consumer is at fault.
+            # The value's gradient is wrong, but those of its consumers' results are right: a consumer is at fault.
             assert origin is not None
             consumer = _at_fault(step, origin, uses, judge) or step
             return _difference(consumer, steps, error, gradient=True, value=step.value.name if step.value else None)
@@ -93,7 +96,7 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
 
 
 def _at_fault(step: Step, origin: Origin, uses: Uses, judge: _Judge) -> Step | None:
-    """The consumer whose part of a wrong gradient is furthest off; where all known parts are right, an unknown one."""
+    """The consumer whose part of a wrong gradient has the largest error; if no known part is wrong, an unknown one."""
     consumers = uses.contributing(step, origin)
     errors: list[tuple[float, Step]] = []
     for consumer in consumers:
@@ -109,7 +112,7 @@ def _at_fault(step: Step, origin: Origin, uses: Uses, judge: _Judge) -> Step | N
 
 
 def _where_backward_stopped(steps: Sequence[Step]) -> Step:
-    """Backward goes through the ops in reverse, so the first that it reached is the one that it did not pass."""
+    """The op at which backward failed: backward runs in reverse, so it is the first op that has a gradient."""
     return next((step for step in steps if any(map(_has_gradient, step.values))), steps[-1])
 
 
@@ -162,7 +165,8 @@ def _branches(steps: Sequence[Step]) -> set[tuple[str, str]]:
     """The conversions beside which others use the same value: the reference has the gradient of all uses only."""
     users: Counter[tuple[str, str]] = Counter()
     for step in steps:
-        constants = {step.op.operands[i] for i in step.op.constants} if step.op is not None else set()
+        named = step.op.named(step.op.operands) if step.op is not None else {}
+        constants = {operand for name, operand in named.items() if step.op is not None and name in step.op.constants}
         users.update((step.path, key) for key in set(step.used) - constants)
     found: set[tuple[str, str]] = set()
     for step in steps:
@@ -174,15 +178,16 @@ def _branches(steps: Sequence[Step]) -> set[tuple[str, str]]:
 
 
 class _Judge:
-    """Compares what ranks hold with the part of the reference's value that they should."""
+    """Compares each rank's tensor with its part of the reference's value."""
 
-    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor], steps: Sequence[Step]) -> None:
+    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor], mixtures: Mapping[str, MixtureValues]) -> None:
         self.plan = plan
         self.expected = expected
-        self.routed = {s.path: _layout_of(s) for s in steps if s.key == "e"}
+        self.mixtures = mixtures
+        self.routed = layouts_of_choices(plan)
 
     def error(self, step: Step, origin: Origin | None) -> float:
-        """Of a value, the largest over ranks; 0 for what the reference does not have or cannot be compared."""
+        """The largest error of a value over ranks; 0 for one that the reference lacks or that cannot be compared."""
         if origin is None or origin not in self.expected:
             return 0.0
         whole = self.expected[origin]
@@ -195,7 +200,7 @@ class _Judge:
     def gradient_error(
         self, step: Step, origin: Origin | None, wanted: Tensor | None = None, got: Sequence[Tensor] | None = None
     ) -> float:
-        """The same of a value's gradient, or where `wanted` or `got` are given of a part of it."""
+        """The largest error of a value's gradient, or of the part of it that `wanted` and `got` give."""
         if origin is None or origin not in self.expected:
             return 0.0
         whole = self.expected[origin]
@@ -246,14 +251,14 @@ class _Judge:
         the same order.
         """
         path = origin[0]
-        experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
+        experts, positions = self._choices(path)
         if whole.dim() not in (1, 2) or len(whole) != int((positions >= 0).sum()):
             return math.inf  # a conversion of something else
         own = [
             torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
             for rank in range(self.plan.world_size)
         ]
-        count = self.expected[path, "p"].shape[-1]
+        count = self.mixtures[path].num_experts
         worst = 0.0
         for rank, rows in enumerate(got):
             sources, held = self._held(origin, layout, rank, count)
@@ -271,7 +276,7 @@ class _Judge:
         What lies in these, zeros and what experts with biases make of them, is never combined: its gradient is zero.
         """
         path = origin[0]
-        experts, positions = self.expected[path, "e"], self.expected[path, "positions"]
+        experts, positions = self._choices(path)
         if whole.dim() not in (2, 3):
             return math.inf  # a conversion of something else
         reference, worst = whole.flatten(0, 1), 0.0
@@ -291,9 +296,14 @@ class _Judge:
             worst = max(worst, relative_error(rows, expected, whole, 0.0))
         return worst
 
+    def _choices(self, path: str) -> tuple[Tensor, Tensor]:
+        """The experts that the reference's tokens chose, and the rows of these choices."""
+        names = self.mixtures[path]
+        return self.expected[path, names.choices], self.expected[path, names.positions]
+
     def _tokens_of(self, path: str, rank: int) -> tuple[slice, ...]:
         """Which of the global batch's tokens `rank` routes."""
-        shape = self.expected[path, "e"].shape[:2]
+        shape = self._choices(path)[0].shape[:2]
         return local_slices(shape, self.routed.get(path, REPLICATED), self.plan.meshes["dense"], rank)
 
     def _held(self, origin: Origin, layout: Layout, rank: int, count: int) -> tuple[Sequence[int], range]:

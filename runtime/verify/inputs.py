@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.plan import Plan
-from moec.passes.lower import context_of
+from moec.passes.lower.lower_model import context_of
 from moec.runtime.job.batches import IGNORED_LABEL
 
 SEQUENCES_PER_RANK = 2

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from moec.codegen.emit import LAYER, emit_graph, facts_of, target_name
-from moec.passes.ir import Op, Program, Setting, Value
-from moec.passes.ir.interface import BALANCE, COUNTS, FORWARD, LAYER_RESULT, MODEL_RESULT
+from moec.passes.ir import Op, Output, Program, Role, Setting, Value
+from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.job.settings import setting_values
@@ -125,7 +125,7 @@ class Lockstep:
         self.losses: dict[str, PerRank] = {}
         """The terms of the last run's loss on every rank, by the graph that gives them."""
         self.scalars: dict[str, PerRank] = {}
-        """What every rank should have alike: a model's `loss`, with the balance terms, or a layer's `aux_loss`."""
+        """Scalars that should be equal on all ranks: a model's `loss`, with balance terms, or a layer's `aux_loss`."""
         self._groups = groups
         self._parameters = parameters
         self._recompute = recompute
@@ -143,22 +143,24 @@ class Lockstep:
         """
         self.steps, self.uses = [] if record else None, {}
         forward = self._graphs[FORWARD]
-        named = dict(zip(forward.results, self._run(forward, "", [list(given)]), strict=True))
-        self.counts = {int(found["layer"]): named[name] for name in named if (found := COUNTS.fullmatch(name))}
-        result = LAYER_RESULT if any(x.is_floating_point() for x in given) else MODEL_RESULT
-        wanted = {result, BALANCE} if self._graphs.has("aux_loss") else {result}
-        if missing := wanted.difference(forward.results):
+        found = list(zip(forward.results, self._run(forward, "", [list(given)]), strict=True))
+        counts = (each for each in found if each[0].role == "counts")
+        self.counts = {output.layer: rows for output, rows in counts if output.layer is not None}
+        of_role: dict[Role, PerRank] = {output.role: values for output, values in found if output.layer is None}
+        result: Role = "residual" if any(x.is_floating_point() for x in given) else "logits"
+        wanted: set[Role] = {result, "balance"} if self._graphs.has("aux_loss") else {result}
+        if missing := wanted.difference(of_role):
             raise StepError("", forward.output, KeyError(", ".join(sorted(missing))))
-        self.losses = {"loss": self.loss(named[result], targets)} if result == MODEL_RESULT else {}
-        if BALANCE in wanted:
+        self.losses = {"loss": self.loss(of_role[result], targets)} if result == "logits" else {}
+        if "balance" in wanted:
             num_tokens = self._scalar("num_tokens", [each.detach() for each in given])
-            self.losses["aux_loss"] = self._scalar("aux_loss", named[BALANCE], num_tokens)
-        if result == MODEL_RESULT:
+            self.losses["aux_loss"] = self._scalar("aux_loss", of_role["balance"], num_tokens)
+        if result == "logits":
             loss = _sums(*self.losses.values())
             self.scalars = {"loss": loss}
-            return named[result], loss
+            return of_role[result], loss
         self.scalars = dict(self.losses)
-        return named[result], _sums(self._products(named[result], targets), *self.losses.values())
+        return of_role[result], _sums(self._products(of_role[result], targets), *self.losses.values())
 
     def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:
         """`(y * cotangent).sum()` of every rank, in at least fp32. The gradient of y is the cotangent, exactly."""
@@ -284,10 +286,10 @@ def _sums(*terms: PerRank) -> PerRank:
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """A graph with what running it needs: its results' names, its output, and which values die at each node."""
+    """A graph with what running it needs: what its results are, its output, and which values die at each node."""
 
     graph: fx.Graph
-    results: tuple[str, ...]
+    results: tuple[Output, ...]
     output: fx.Node
     last_used_at: Mapping[fx.Node, tuple[fx.Node, ...]]
 

@@ -1,4 +1,4 @@
-"""What a plan loses by rounding in its own dtype, against what the unsharded model loses in the same."""
+"""Compares the rounding errors of a plan, in its dtype, with those of the unsharded model in the same dtype."""
 
 from __future__ import annotations
 

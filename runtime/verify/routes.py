@@ -15,7 +15,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Layout, local_slices
 from moec.passes.ir.interface import layer_calls
-from moec.passes.ir.ops import Route
+from moec.passes.ir.mixture_values import choices_of
 
 ROUTE = "moec.route.default"
 
@@ -31,13 +31,13 @@ class Routes:
         self._given = given
 
     def __call__(
-        self, path: str, rank: int, logits: Tensor, k: int, score: str, after: bool, normalize: bool
+        self, path: str, rank: int, logits: Tensor, k: int, score: str, order: str, normalize: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What `moec::route` gives, with the weights of the given choices where there are any."""
-        probabilities, weights, experts = torch.ops.moec.route.default(logits, k, score, after, normalize)
+        probabilities, weights, experts = torch.ops.moec.route.default(logits, k, score, order, normalize)
         if self._given is not None:
             experts = self._given[path][rank]
-            weights = _weights(logits, probabilities, experts, score, after, normalize)
+            weights = _weights(logits, probabilities, experts, score, order, normalize)
         self.experts.setdefault(path, {})[rank] = experts
         self.logits.setdefault(path, {})[rank] = logits.detach()
         return probabilities, weights, experts
@@ -46,23 +46,22 @@ class Routes:
 def shared_out(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Each rank's part of the global batch's choices (module path → `[B, S, k]`)."""
     dense = plan.meshes["dense"]
-    layouts = {f"layers.{call.layer}.": _layout_of_choices(plan, call.block) for call in layer_calls(plan.program)}
+    layouts = layouts_of_choices(plan)
     return {
         path: [whole[local_slices(whole.shape, layouts[path], dense, rank)] for rank in range(plan.world_size)]
         for path, whole in experts.items()
     }
 
 
-def _layout_of_choices(plan: Plan, block: str) -> Layout:
-    route = next((op for op in plan.program.block(block).ops if isinstance(op, Route)), None)
-    return (route.results[2].layout if route is not None else None) or REPLICATED
+def layouts_of_choices(plan: Plan) -> dict[str, Layout]:
+    """How the choices of each layer's tokens lie on the dense mesh, by the layer's path."""
+    chosen = ((call.layer, choices_of(plan.program.block(call.block))) for call in layer_calls(plan.program))
+    return {f"layers.{layer}.": (choices.layout or REPLICATED) for layer, choices in chosen if choices is not None}
 
 
-def _weights(
-    logits: Tensor, probabilities: Tensor, experts: Tensor, score: str, after: bool, normalize: bool
-) -> Tensor:
+def _weights(logits: Tensor, probabilities: Tensor, experts: Tensor, score: str, order: str, normalize: bool) -> Tensor:
     """The weights of given experts, as `moec::route` defines them for those that it chooses."""
     sigmoid = score == "sigmoid"
-    if normalize or (after and not sigmoid):
+    if normalize or (order == "after" and not sigmoid):
         return (F.logsigmoid(logits) if sigmoid else logits).gather(-1, experts).softmax(-1)
     return logits.gather(-1, experts).sigmoid() if sigmoid else probabilities.gather(-1, experts)

@@ -108,7 +108,7 @@ def _all_to_all(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
     """Forward: rows to their peers. Backward: the other direction."""
     rows, splits = inputs
     out, back = [s[0].tolist() for s in splits], [s[1].tolist() for s in splits]
-    if args[-1] is True:
+    if args[2]:
         out, back = back, out
 
     def moving(counts: list[list[int]]) -> Shuffle:
@@ -137,7 +137,7 @@ def _all_to_all_padded(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
     return list(declared(moving(given, wanted), moving(wanted, given), *inputs[0]))
 
 
-# ---- what depends on a rank's place in its group, and communicates nothing ---------------------------
+# ---- ops that depend on a rank's index in its group, and communicate nothing -------------------------
 
 
 def _embed_part(args: Args, inputs: list[list[Tensor]]) -> list[Any]:

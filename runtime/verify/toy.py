@@ -17,7 +17,7 @@ from moec.grammar import to_text
 from moec.grammar.diagnostics import InternalError
 from moec.grammar.spec import Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
 from moec.passes.ir import Block, Op, Parameter, Program
-from moec.passes.lower import context_of
+from moec.passes.lower.lower_model import context_of
 from moec.passes.pipeline import compile_program
 
 DIM, HEAD_DIM, HIDDEN, VOCAB = 16, 4, 8, 64
@@ -114,7 +114,7 @@ def _at(given: Any, own: Any, toy: Any) -> Any:
 
 
 def _require_same_but_for(own: Program, toy: Program, widths: Sequence[Width]) -> None:
-    """Ops, parameters and meshes are alike, but for shrunk widths and ranks' parts of them."""
+    """Requires ops, parameters and meshes to differ only in shrunk widths and ranks' parts of them."""
     if own.meshes != toy.meshes:
         raise InternalError(f"{own.name}: toy widths change its meshes")
     for before, after in _unequal(own.blocks, toy.blocks):
@@ -124,7 +124,7 @@ def _require_same_but_for(own: Program, toy: Program, widths: Sequence[Width]) -
 
 
 def _unequal(own: Any, toy: Any) -> Iterator[tuple[Any, Any]]:
-    """The pairs of leaves that differ; spans, which are of two texts, apart."""
+    """The pairs of leaves that differ, except spans, which come from two texts."""
     if isinstance(own, tuple) and isinstance(toy, tuple) and len(own) == len(toy):
         for before, after in zip(own, toy, strict=True):
             yield from _unequal(before, after)

@@ -1,4 +1,4 @@
-"""The unsharded model or layer as `moec verify` runs it: alike for both, parameters named as a plan names them."""
+"""The unsharded model or layer as `moec verify` runs it: one interface for both, parameters named as in a plan."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Unsharded = PlanModule | LayerModel
 class Outcome:
     """What a forward pass over a global batch gives.
 
-    `result`: logits or y. `scalars`: what every rank has alike, the loss of a model or the `aux_loss` of a layer.
+    `result`: logits or y. `scalars`: equal on every rank, the loss of a model or the `aux_loss` of a layer.
     `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: rows per expert, by layer.
     """
 

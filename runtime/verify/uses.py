@@ -1,4 +1,4 @@
-"""What each of a value's consumers adds to its gradient: in a plan, and in the reference."""
+"""The part of a value's gradient that each of its consumers adds, in a plan and in the reference."""
 
 from __future__ import annotations
 

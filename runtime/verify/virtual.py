@@ -56,7 +56,7 @@ class VirtualCluster:
         for parts in self.parameters.values():
             for leaf in parts:
                 leaf.grad = None
-        # A wrong plan's loss may depend on nothing; then nothing has a gradient.
+        # A wrong plan's loss may depend on no parameter; then no tensor has a gradient.
         live = [value for value in loss if value.requires_grad]
         try:
             torch.autograd.backward(live, [torch.ones_like(value) for value in live])

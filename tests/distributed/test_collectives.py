@@ -86,8 +86,8 @@ def send(counts: Tensor, rows: list[Tensor], scales: list[Tensor]) -> tuple[Tens
     own = rows[rank].requires_grad_()
     with world():
         _, splits = collectives.exchange_counts(counts[rank][None], "ep")
-        arrived = collectives.all_to_all(own, splits, "ep", False)
-        back = collectives.all_to_all(arrived, splits, "ep", True)
+        arrived = collectives.all_to_all(own, splits, False, "ep")
+        back = collectives.all_to_all(arrived, splits, True, "ep")
         (arrived * scales[rank]).sum().backward()
     assert own.grad is not None
     return arrived.detach(), back.detach(), own.grad
@@ -114,7 +114,7 @@ def send_reverse(counts: Tensor, rows: list[Tensor], scales: list[Tensor]) -> Te
     with world():
         _, splits = collectives.exchange_counts(counts[rank][None], "ep")
         arrived = there(counts, rows)[rank].requires_grad_()
-        (collectives.all_to_all(arrived, splits, "ep", True) * scales[rank]).sum().backward()
+        (collectives.all_to_all(arrived, splits, True, "ep") * scales[rank]).sum().backward()
     assert arrived.grad is not None
     return arrived.grad
 
@@ -155,7 +155,7 @@ def test_counts_below_0_are_refused_by_both_ranks_that_they_concern(gloo: GlooPo
 
 def send_below_zero() -> None:
     with world():
-        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[4, -1], [2, 2]]), "ep", False, "layer 3 (tiny.moe:9)")
+        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[4, -1], [2, 2]]), False, "ep", "layer 3 (tiny.moe:9)")
 
 
 def test_splits_below_0_are_refused_before_anything_moves(gloo: GlooPool) -> None:
@@ -167,7 +167,7 @@ def test_splits_below_0_are_refused_before_anything_moves(gloo: GlooPool) -> Non
 
 def send_too_few() -> None:
     with world():
-        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[2, 2], [2, 2]]), "ep", False)
+        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[2, 2], [2, 2]]), False, "ep")
 
 
 def test_rows_that_do_not_match_the_splits_are_refused_before_anything_moves(gloo: GlooPool) -> None:
@@ -212,7 +212,7 @@ def check_operators() -> None:
     with world():
         opcheck(collectives.exchange_counts, (counts, "ep"))
         _, splits = collectives.exchange_counts(counts, "ep")
-        opcheck(collectives.all_to_all, (rows.requires_grad_(), splits, "ep", False))
+        opcheck(collectives.all_to_all, (rows.requires_grad_(), splits, False, "ep"))
         opcheck(conversions.all_reduce, (torch.randn(3, 2, requires_grad=True), "ep"))
 
 
@@ -221,15 +221,15 @@ def test_operators_are_well_formed(gloo: GlooPool) -> None:
 
 
 def moe_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: str | None) -> Tensor:
-    probabilities, weights, experts = ops.route(x @ gate.t(), 2, "softmax", False, True)
+    probabilities, weights, experts = ops.route(x @ gate.t(), 2, "softmax", "before", True)
     rows, counts, positions = ops.permute(x, experts, NUM_EXPERTS)
     if group is None:
-        out, _ = ops.expert_mlp(rows, counts, up, down, None, None, "swiglu")
+        out, _ = ops.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
     else:
         received, splits = collectives.exchange_counts(counts, group)
-        arrived = collectives.all_to_all(rows, splits, group, False)
-        done, _ = ops.expert_mlp(arrived, received, up, down, None, None, "swiglu")
-        out = collectives.all_to_all(done, splits, group, True)
+        arrived = collectives.all_to_all(rows, splits, False, group)
+        done, _ = ops.expert_mlp(arrived, received, up, down, None, None, None, "swiglu")
+        out = collectives.all_to_all(done, splits, True, group)
     return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(
         probabilities, ops.count_choices(experts, NUM_EXPERTS, 0)
     )

@@ -54,6 +54,20 @@ def test_any_ranks_and_ep_give_the_unsharded_loss_curve(gloo: GlooPool, ranks: i
             )
 
 
+@pytest.mark.parametrize("degrees", [{"ranks": 2, "ep": 1}, {"ranks": 4, "ep": 2}], ids=str)
+def test_experts_stored_in_parts_give_the_unsharded_loss_curve(gloo: GlooPool, degrees: dict[str, int]):
+    options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
+    stored = {**options, **degrees, "store_experts_over_edp": True}
+    results = gloo.run(degrees["ranks"], train_as_rank, stored)
+    require_same_curve(results, unsharded(**options))
+    plan = moe_plan(**stored)
+    for name, data in plan.parameters.items():
+        for rank, result in enumerate(results):
+            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
+            whole = unsharded(**options)["parameters"][name]
+            torch.testing.assert_close(result["parameters"][name], whole[index], rtol=1e-2, atol=1e-3)
+
+
 FOLDED = {
     "tp 2": (2, {"tp": 2, "ep": 1}),
     "tp 2, ep 2": (2, {"tp": 2, "ep": 2}),
@@ -64,11 +78,16 @@ FOLDED = {
     "tp 4, ep 4, tokens whole": (4, {"tp": 4, "ep": 4, "sequence_parallel": False}),
     "tp 2, ep 4, tokens whole": (4, {"tp": 2, "ep": 4, "sequence_parallel": False}),
     "tp 2, shared, biases": (2, {"tp": 2, "ep": 2, "beside": "shared = swiglu(8, gated = true)", "bias": "all"}),
+    "tp 2, norm of each head": (4, {"tp": 2, "ep": 2, "qk_norm": "head"}),
+    "tp 4, norm of all heads together": (4, {"tp": 4, "ep": 2, "qk_norm": "projection"}),
     "tp 4, residual, tied": (
         4, {"tp": 4, "ep": 2, "beside": "residual = gelu(8)", "model": "embedding = tokens(tied = true)"}
     ),
     "tp 2, layer norm, positions": (
         4, {"tp": 2, "ep": 4, "model": "norm = layer_norm(); embedding = tokens(positions = learned)"}
+    ),
+    "tp 2, ep 4, experts by ids": (
+        4, {"tp": 2, "ep": 4, "gate": "hash(2)", "balance": "[]", "beside": "capacity = factor(1.0)", "model": PADDED}
     ),
     "dp 4, tp 2, ep 8": (8, {"tp": 2, "ep": 8}),
     "dp 2, tp 4, ep 2": (8, {"tp": 4, "ep": 2}),

@@ -10,7 +10,7 @@ import torch
 import moec
 from moec.codegen.plan import Plan
 from moec.runtime.backends.triton.triton_tiles import device_name, tiles_at, use
-from moec.runtime.tune.tune import bench_for, tune
+from moec.runtime.tune.tuning import bench_for, tune
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or AMD device")
 

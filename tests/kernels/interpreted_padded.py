@@ -190,7 +190,7 @@ def test_a_plan_lists_the_kernels_that_a_capacity_runs(capacity: str, monkeypatc
     run = noting(monkeypatch)
     # A rank of two: half the batch, half the experts, as many places from both.
     x = torch.randn(1, 4, 8)
-    _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), 2, "softmax", False, True)
+    _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), 2, "softmax", "before", True)
     if "factor" in capacity or "max" in capacity:
         starts = triton_backend.queue_starts(triton_backend.count_queues(experts, 4), 0)
     if "factor" in capacity:
@@ -202,7 +202,7 @@ def test_a_plan_lists_the_kernels_that_a_capacity_runs(capacity: str, monkeypatc
     places = 2 * rows.shape[1]
     exchanged, up, down = torch.randn(2 * places, 8), torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
     beside = permute_weights(weights, positions, rows).flatten()
-    triton_backend.expert_mlp(exchanged, torch.full((1, 2), places), up, down, None, None, "swiglu", beside)
+    triton_backend.expert_mlp(exchanged, torch.full((1, 2), places), up, down, None, None, beside, "swiglu")
     triton_backend.sum_rows(rows, positions, counts)
     assert run == set(listed)
     assert len(run) == len(listed), "a shape is listed twice"

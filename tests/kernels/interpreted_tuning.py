@@ -27,8 +27,8 @@ from moec.runtime.backends.triton import triton_experts
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.tune import tune_search
-from moec.runtime.tune.tune import tune
 from moec.runtime.tune.tune_layer import TunedLayer, agree, even_counts
+from moec.runtime.tune.tuning import tune
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -1,4 +1,4 @@
-"""The reference against Hugging Face's Mixtral with a tiny random configuration.
+"""The reference against Hugging Face's Mixtral, Qwen3-MoE and OLMoE with tiny random configurations.
 
 The mapping, tensor by tensor (theirs → ours); gate comes before up in both:
 
@@ -6,6 +6,7 @@ The mapping, tensor by tensor (theirs → ours); gate comes before up in both:
     input_layernorm, post_attention_layernorm        attention_norm, ffn_norm
     self_attn.{q,k,v}_proj [H·hd, D]                 attention.{q,k,v} [H, hd, D]
     self_attn.o_proj [D, H·hd]                       attention.o [D, H, hd]
+    self_attn.{q,k}_norm (Qwen3-MoE, OLMoE)          attention.{q,k}_norm: [hd], or [H·hd] as [H, hd]
     mlp.gate [E, D]                                  moe.gate [E, D]
     mlp.experts.gate_up_proj [E, 2·F, D]             moe.experts.up [E, 2, F, D]
     mlp.experts.down_proj [E, D, F]                  moe.experts.down [E, D, F]
@@ -19,11 +20,20 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
 from torch import Tensor
 from torch.nn import Parameter
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
@@ -44,7 +54,10 @@ NAMES = {
     "mlp.gate.weight": "moe.gate.weight",
     "mlp.experts.gate_up_proj": "moe.experts.up.weight",
     "mlp.experts.down_proj": "moe.experts.down.weight",
-} | {f"self_attn.{part}_proj.weight": f"attention.{part}.weight" for part in "qkvo"}
+} | {
+    **{f"self_attn.{part}_proj.weight": f"attention.{part}.weight" for part in "qkvo"},
+    **{f"self_attn.{part}_norm.weight": f"attention.{part}_norm.weight" for part in "qk"},
+}
 
 
 def our_name(theirs: str) -> str:
@@ -66,8 +79,13 @@ def mixtral(layers: int = LAYERS) -> MixtralForCausalLM:
         attn_implementation="eager",
         experts_implementation="eager",
     )
+    return drawn(MixtralForCausalLM, config)
+
+
+def drawn(model_class: type[PreTrainedModel], config: object) -> PreTrainedModel:
+    """A model with random weights, those of its norms too."""
     torch.manual_seed(0)
-    model = MixtralForCausalLM(config)
+    model = model_class(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -75,9 +93,8 @@ def mixtral(layers: int = LAYERS) -> MixtralForCausalLM:
     return model
 
 
-def ours_with_weights_of(theirs: MixtralForCausalLM, balance: str = "") -> PlanModule:
-    spec = small_spec(LAYER % balance, dim=DIM, depth=theirs.config.num_hidden_layers)
-    ours = reference(spec)
+def ours_with_weights_of(theirs: PreTrainedModel, layers: str = LAYER % "") -> PlanModule:
+    ours = reference(small_spec(layers, dim=DIM, depth=theirs.config.num_hidden_layers))
     parameters = dict(ours.named_parameters())
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -96,9 +113,54 @@ def shifted(tokens: Tensor) -> Tensor:
     return torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], dim=1)
 
 
-def test_logits_loss_and_gradients_equal_mixtrals() -> None:
-    theirs = mixtral()
-    ours = ours_with_weights_of(theirs)
+QK_NORMED = """
+    layers {
+      attention = gqa(heads = 4, kv_heads = 2, head_dim = %d, rope = rope(theta = 1e6), qk_norm = %s)
+      moe { experts = 6 * swiglu(20); gate = topk(2, normalize = true) }
+    }
+"""
+SHARED = {
+    "vocab_size": VOCAB,
+    "hidden_size": DIM,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+    "attn_implementation": "eager",
+    "experts_implementation": "eager",
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def qwen3() -> PreTrainedModel:
+    config = Qwen3MoeConfig(**SHARED, head_dim=16, moe_intermediate_size=HIDDEN, tie_word_embeddings=False)
+    return drawn(Qwen3MoeForCausalLM, config)
+
+
+def olmoe() -> PreTrainedModel:
+    return drawn(OlmoeForCausalLM, OlmoeConfig(**SHARED, intermediate_size=HIDDEN))
+
+
+MODELS = {
+    "mixtral": (mixtral, LAYER % ""),
+    "qwen3": (qwen3, QK_NORMED % (16, "head")),
+    "olmoe": (olmoe, QK_NORMED % (8, "projection")),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_loss_and_gradients_equal_theirs(name: str) -> None:
+    make, layers = MODELS[name]
+    theirs = make()
+    ours = ours_with_weights_of(theirs, layers)
     tokens = text()
     expected, output = theirs(tokens, labels=tokens), ours(tokens, shifted(tokens))
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=2e-5)
@@ -127,6 +189,6 @@ def test_mixtrals_balance_loss_is_k_times_ours_on_one_layer_and_sequence() -> No
     theirs = mixtral(layers=1)
     tokens = text()[:1]
     nothing = torch.full_like(tokens, -100)
-    ours = ours_with_weights_of(theirs, balance="switch_loss(1.0)")(tokens, nothing).loss
+    ours = ours_with_weights_of(theirs, LAYER % "switch_loss(1.0)")(tokens, nothing).loss
     aux = theirs(tokens, output_router_logits=True).aux_loss
     torch.testing.assert_close(2 * ours, aux, rtol=1e-6, atol=0)

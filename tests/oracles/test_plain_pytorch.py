@@ -39,6 +39,14 @@ SPECS = {
         "attention = gqa(heads = 4, kv_heads = 2, rope = rope(), bias = qkv)", "ffn = gelu(8, bias = true)"
     ),
     "all-biases": layers("attention = mha(heads = 4, bias = all)", "ffn = swiglu(8, bias = true)"),
+    "qk-norm-head": layers(
+        "attention = gqa(heads = 4, kv_heads = 2, rope = rope(), bias = qkv, qk_norm = head)", moe("topk(2)")
+    ),
+    "qk-norm-head-mha": layers("attention = mha(heads = 3, qk_norm = head)", "ffn = swiglu(8)"),
+    "qk-norm-projection": layers(
+        "attention = gqa(heads = 4, kv_heads = 2, rope = rope(), qk_norm = projection)", moe("topk(2)")
+    ),
+    "qk-norm-projection-mha": layers("attention = mha(heads = 3, qk_norm = projection)", "ffn = swiglu(8)"),
     "shared-bias": layers(
         MHA, moe("topk(2)", beside="shared = geglu(8, bias = true, gated = true); residual = relu(8, bias = true)")
     ),
@@ -204,7 +212,16 @@ def test_an_expert_never_used() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["gqa-rope", "topk-2-softmax-before-normalized", "gelu-experts", "geglu-experts", "shared-gated", "residual"],
+    [
+        "gqa-rope",
+        "qk-norm-head",
+        "qk-norm-projection",
+        "topk-2-softmax-before-normalized",
+        "gelu-experts",
+        "geglu-experts",
+        "shared-gated",
+        "residual",
+    ],
 )
 def test_bf16_is_as_close_to_float64_as_handwritten_bf16(name: str) -> None:
     """The two round in different places, so each is compared with the same weights in float64."""

@@ -9,7 +9,7 @@ from mutations import RUN, Change, broken_rule, mutate
 from moec.codegen.emit import emit_graph
 from moec.codegen.plan import Plan
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 PLANS = ({"gate": "topk(2)"}, {"gate": "topk(2)", "ranks": 8, "tp": 2, "ep": 4})
 """Where weights are normalized, it is the same whether they are scored before the choice or after it."""

@@ -20,7 +20,7 @@ from moec.passes.pipeline import compile_program
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.inputs import global_batch
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 SLOW_EXAMPLES = 2000
 
@@ -90,6 +90,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     hidden = (6, 5, 32) if tp == 1 else (2 * tp, 4, 8)
     topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
+    gate = draw(st.sampled_from([topk, topk, topk, "switch", f"hash({k}, seed = {k})"]))
     return moe_spec(
         ranks=ranks,
         tp=tp if tp > 1 else None,
@@ -97,12 +98,13 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
         experts=experts,
         expert=draw(st.sampled_from(EXPERTS)),
-        gate=draw(st.sampled_from([topk, topk, topk, "switch"])),
-        balance=balance,
+        gate=gate,
+        balance="[]" if gate.startswith("hash") else balance,
         model=draw(st.sampled_from(MODELS)),
         beside="; ".join([draw(st.sampled_from(BESIDE)).format(*hidden), draw(st.sampled_from(CAPACITIES))]),
         ffn=draw(st.sampled_from(FFNS)).format(*hidden),
         bias=draw(st.sampled_from(["none", "qkv", "all"])),
+        qk_norm=draw(st.sampled_from(["none", "head", "projection"])),
         dim=draw(st.sampled_from([8, 16])),
         depth=draw(st.integers(2, 4)),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),

@@ -1,49 +1,31 @@
 """Every op there is. Importing this package registers them all."""
 
-from moec.passes.ir.ops.attention import Attention, RepeatHeads, Rope
-from moec.passes.ir.ops.capacity import (
-    Capacity,
-    CombinePadded,
-    CountQueues,
-    ExpertMlpPadded,
-    KeepChoices,
-    LargestLoad,
-    PermuteDynamic,
-    PermutePadded,
-    QueueStarts,
-)
-from moec.passes.ir.ops.collective import (
+from moec.passes.ir.ops.attention_ops import Attention, RepeatHeads, Rope
+from moec.passes.ir.ops.balance_ops import CountChoices, SwitchLoss, WeightedSum, ZLoss
+from moec.passes.ir.ops.capacity_ops import Capacity, CountQueues, KeepChoices, LargestLoad, QueueStarts
+from moec.passes.ir.ops.collective_ops import (
     AllGather,
     AllGatherAlike,
     AllReduce,
-    AllToAll,
     AllToAllPadded,
     Collective,
     Conversion,
     CopyTo,
-    ExchangeCounts,
     ReduceScatter,
     Slice,
 )
-from moec.passes.ir.ops.control import Call
-from moec.passes.ir.ops.embedding import Embed, EmbedPositions, LayerNorm, RmsNorm
-from moec.passes.ir.ops.fused import MixtureMlp, PermuteWeights, SumRows
-from moec.passes.ir.ops.linear import Activation, Add, AddBias, Linear, Router
-from moec.passes.ir.ops.loss import CountLabels, CountTokens, CrossEntropy, Mean
-from moec.passes.ir.ops.moe import (
-    Combine,
-    CountChoices,
-    ExpertMlp,
-    Permute,
-    PermuteReal,
-    Route,
-    SwitchLoss,
-    WeightedSum,
-    ZLoss,
-)
-from moec.passes.ir.ops.padding import CountRealTokens, MaskChoices, RealTokens
-from moec.passes.ir.ops.paths import Mix, SigmoidGate
-from moec.passes.ir.ops.vocabulary import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
+from moec.passes.ir.ops.control_ops import Call
+from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, RmsNorm
+from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
+from moec.passes.ir.ops.gate_ops import HashRoute, Route
+from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router
+from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
+from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
+from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
+from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
+from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
+from moec.passes.ir.ops.ragged_ops import AllToAll, ExchangeCounts
+from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 
 __all__ = [
     "Activation",
@@ -74,6 +56,7 @@ __all__ = [
     "ExchangeCounts",
     "ExpertMlp",
     "ExpertMlpPadded",
+    "HashRoute",
     "KeepChoices",
     "LabelLogit",
     "LargestLoad",
@@ -87,7 +70,6 @@ __all__ = [
     "Permute",
     "PermuteDynamic",
     "PermutePadded",
-    "PermuteReal",
     "PermuteWeights",
     "QueueStarts",
     "RealTokens",

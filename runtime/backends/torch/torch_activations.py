@@ -68,8 +68,8 @@ def activate_backward(
 ) -> None:
     """grad_hidden [N, G, F], from grad [N, F] and hidden [N, G, F].
 
-    `activated` [N, F], where given, takes the forward's output: to compute it again is cheaper than to keep it. `weigh`
-    is called with each block of rows after they are activated and before their gradient is used; it needs `activated`.
+    `activated` [N, F], if given, receives the forward's output: recomputing it is cheaper than saving it. `weigh` is
+    called with each block of rows after they are activated and before their gradient is used; it needs `activated`.
     """
     kind = ACTIVATIONS[activation]
     function, gradient = FUNCTIONS[kind.function.name]

@@ -1,7 +1,7 @@
 """Plain torch: the definition of correct, and the backend for CPU.
 
-What is done to low-precision tensors is computed in float32 and rounded, sums once, the two products of a gated
-activation each. Sums are gathers in a fixed order, so every result is deterministic.
+Low-precision tensors are computed in float32 and rounded: a sum once, a gated activation after each of its two
+products. Sums gather their terms in a fixed order, so every result is deterministic.
 """
 
 from __future__ import annotations

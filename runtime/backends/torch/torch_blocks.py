@@ -1,4 +1,4 @@
-"""Element-wise work in blocks of rows, so that what lies between two steps of it stays in cache."""
+"""Splits elementwise computation into blocks of rows, so that intermediate values stay in cache."""
 
 from __future__ import annotations
 

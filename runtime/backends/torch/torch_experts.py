@@ -20,8 +20,8 @@ def expert_mlp(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    weights: Tensor | None,
     activation: str,
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
     width = down.shape[2]
@@ -59,8 +59,8 @@ def expert_mlp_backward(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    weights: Tensor | None,
     activation: str,
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
     factor, width = up.shape[1:3]
@@ -72,7 +72,7 @@ def expert_mlp_backward(
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
 
     def begin() -> Callable[[int], None]:
-        # What one expert needs at a time, reused by the next, so that it stays in cache.
+        # Buffers for one expert, reused by the next, so that they stay in cache.
         activated, grad_activated = rows.new_empty((2, longest(shares), width))
         grad_hidden = rows.new_empty((longest(shares), factor, width))
 
@@ -132,7 +132,7 @@ def sum_rows(rows: Tensor, out: Tensor) -> None:
 
 
 def weighing(grad: Tensor, activated: Tensor, scale: Tensor, of_weights: Tensor) -> Weigh:
-    """Weighs the gradient [N, F] of rows; before that, its product with them is the gradient of their weights [N]."""
+    """Makes a `Weigh`: writes the weights' gradient [N], sum(grad · activated), then scales grad [N, F] by them."""
 
     def weigh(block: slice, room: Tensor) -> None:
         torch.mul(grad[block], activated[block], out=room)

@@ -1,4 +1,4 @@
-"""Large tensors on CPU in memory that is used again, where the C library would give it back when they end."""
+"""Reuses the memory of large CPU tensors, which the C library would return to the kernel when a tensor is freed."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ until several more of their size have been taken (measured, glibc 2.36: 795 MB i
 """
 
 SLACK = 1.25
-"""A block serves for what is up to this many times smaller, for how many rows a rank receives changes every step."""
+"""A block is reused for tensors up to this many times smaller: the rows that a rank receives vary by step."""
 
 
 class Pool:
-    """Blocks that are in use, or wait to be used again: together never more bytes than once were in use at a time."""
+    """Blocks in use, and free blocks to reuse: together never more bytes than the most that were in use at one time."""
 
     def __init__(self) -> None:
         self.in_use = self.waiting = 0
         """Bytes."""
         self._most = 0
         self._free: list[Tensor] = []
-        """Who waits longest comes first."""
+        """Free blocks, the longest unused first."""
         self._returned: deque[Tensor] = deque()
         """A tensor may end at any moment, even while a block is taken: appending here is atomic, and never waits."""
         self._lock = threading.Lock()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor, of undefined contents, whose memory is used again when no tensor refers to it any more."""
+        """A tensor, of undefined contents, whose memory is reused once no tensor refers to it."""
         numel = math.prod(shape)
         with self._lock:
             block = self._take(numel * dtype.itemsize)
         buffer = block.numpy().data
-        # Torch lets go of the buffer with the last tensor that has its memory.
+        # Torch frees the buffer with the last tensor on its memory.
         weakref.finalize(buffer, self._returned.append, block).atexit = False
         return torch.frombuffer(buffer, dtype=dtype, count=numel).view(*shape)
 
     def release(self) -> None:
-        """Gives back what waits."""
+        """Frees the blocks that are not in use."""
         with self._lock:
             self._collect()
             self._free.clear()

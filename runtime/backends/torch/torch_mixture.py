@@ -1,4 +1,4 @@
-"""A local mixture in plain torch: each expert gathers its tokens, so that no copy of a token per choice is kept."""
+"""A local mixture in plain torch: each expert gathers its tokens, so that no copy of a token per choice is saved."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def mixture_mlp(
     choices = experts.reshape(-1)
     buckets = torch.bincount(choices + 1, minlength=num_experts + 1)
     dropped, *sizes = buckets.tolist()
-    # What is dropped stands after all others, and then nowhere.
+    # Dropped choices sort after all others; then their positions become −1.
     order = stable_order(choices.where(choices >= 0, num_experts) if dropped else choices, num_experts + 1)
     chosen = inverse(order)
     num_rows = choices.numel() - dropped
@@ -82,18 +82,18 @@ def mixture_mlp_backward(
     sizes: list[int] = counts[0].tolist()
     num_rows = sum(sizes)
     chosen, dropped = positions.reshape(-1), num_rows < positions.numel()
-    # The weights of what was dropped get the gradient 0, which stands last.
+    # Weights of dropped choices read the gradient 0 at the last index.
     places = chosen.where(chosen >= 0, num_rows) if dropped else chosen
     order = choices_of_rows(chosen, num_rows)
     tokens = order.div(k, rounding_mode="floor")
-    # As forward rounded them; besides, a product of two dtypes takes 15 times as long (measured, bfloat16 and float32).
+    # Rounded as in forward; also, a product of two dtypes takes 15 times as long (measured, bfloat16 and float32).
     scale = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
 
     grad, flat = grad.reshape(-1, dim), x.reshape(-1, dim)
     grad_up, grad_down = new_empty(up, up.shape), new_empty(down, down.shape)
     of_up_bias, of_down_bias = new_biases(up, up_bias, down_bias)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
-    # Summed as they come: an expert has a token once, so that the order of a token's sum is that of its experts.
+    # An expert has a token at most once, so adding expert by expert sums each token in the order of its experts.
     grad_x = torch.zeros(flat.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
     of_weights = weights.new_zeros(num_rows + 1)
     tokens_of, hidden_of, scale_of, weights_of = (
@@ -102,7 +102,7 @@ def mixture_mlp_backward(
     longest, sums, spare = max(sizes, default=0), InTurn(), []
 
     def begin() -> Callable[[int], None]:
-        # What one expert needs at a time, reused by the next, so that it stays in cache.
+        # Buffers for one expert, reused by the next, so that they stay in cache.
         rows = x.new_empty((longest, dim))
         activated, grad_activated = x.new_empty((2, longest, width))
         grad_hidden = x.new_empty((longest, factor, width))

@@ -30,7 +30,7 @@ def queue_starts(counts: Tensor, groups: int) -> Tensor:
 def places_of(batch: int, tokens: int, k: int, num_experts: int, *how: int) -> tuple[int, int]:
     """The capacity of an expert in one group, and the places that a rank has for its rows: from shapes alone.
 
-    `how` are groups, spread (how many times this rank's tokens of a group its whole is), and parts, whole and least:
+    `how` are groups, spread (tokens of a whole group / this rank's tokens of it), parts, whole and least:
     capacity = max(least, ⌈parts / whole · k · tokens of the group / experts⌉).
     """
     groups, spread, parts, whole, least = how
@@ -50,9 +50,9 @@ def keep_choices(experts: Tensor, starts: Tensor, *how: int) -> Tensor:
 
 
 def _finds_place(experts: Tensor, starts: Tensor, capacity: int) -> Tensor:
-    """Whether fewer choices than the capacity stand before each in its group's queue, [B, S, k]; never for −1."""
+    """Whether each choice's index in its group's queue is below the capacity, bool [B, S, k]; False for −1."""
     batch, tokens, k = experts.shape
-    # Choice j of a piece of a sequence, by the queue that it joins; those of no expert join the last, which is none's.
+    # Each choice's queue, by sequence, j and expert; choices of −1 go to one extra queue at the end.
     joined = experts + torch.arange(batch * k, device=experts.device).view(batch, 1, k) * starts.shape[3]
     joined = joined.where(experts >= 0, starts.numel())
     within = _rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
@@ -113,7 +113,7 @@ def combine_padded_backward(grad: Tensor, rows: Tensor, positions: Tensor, weigh
 
 
 def _rows_at(rows: Tensor, where: Tensor) -> Tensor:
-    """rows at these places, zeros for what was dropped."""
+    """The rows at these places, zeros for dropped choices."""
     if not rows.shape[0]:
         return rows.new_zeros((where.shape[0], rows.shape[1]))
     return rows.index_select(0, where.clamp_min(0)).masked_fill(where[:, None] < 0, 0)

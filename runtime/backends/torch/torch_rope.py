@@ -34,7 +34,7 @@ def _tables(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of position · theta^(-2i / head dim): [length, 1, head dim / 2] each.
 
-    In the order of operations of Hugging Face's Llama, so that float32 tables are equal bit for bit.
+    The order of operations is that of Hugging Face's Llama, so that float32 tables are equal bit for bit.
     """
     with torch.inference_mode(False):
         exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim

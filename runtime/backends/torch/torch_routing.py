@@ -9,21 +9,21 @@ from torch import Tensor
 from moec.runtime.job.unscored import note_or_refuse
 
 
-def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     sigmoid = score == "sigmoid"
     # A sigmoid is exp(logsigmoid), so sigmoids over their sum are a softmax of logsigmoids, which cannot be 0 / 0.
     log_scores = F.logsigmoid(logits) if sigmoid else logits
     probabilities = log_scores.softmax(dim=-1)
-    if after:
+    if order == "after":
         keys = logits
     elif sigmoid:
         keys = logits.sigmoid()
     else:
         keys = probabilities
     best, experts = _largest(keys, k)
-    if normalize or (after and not sigmoid):
+    if normalize or (order == "after" and not sigmoid):
         weights = log_scores.gather(-1, experts).softmax(dim=-1)
-    elif after:
+    elif order == "after":
         weights = best.sigmoid()
     else:
         weights = best
@@ -38,14 +38,14 @@ def route_backward(
     weights: Tensor,
     experts: Tensor,
     score: str,
-    after: bool,
+    order: str,
     normalize: bool,
 ) -> Tensor:
     sigmoid = score == "sigmoid"
-    # Gradients arrive at four places: probabilities, log-scores, and either of them at the chosen experts.
+    # Gradients of four tensors: probabilities, log-scores, and each of these at the chosen experts.
     grad_chosen_probabilities = grad_chosen = None
     if grad_weights is not None:
-        if normalize or (after and not sigmoid):
+        if normalize or (order == "after" and not sigmoid):
             grad_chosen = _softmax_backward(grad_weights, weights)
         elif sigmoid:
             grad_chosen = grad_weights * weights
@@ -74,8 +74,8 @@ def _softmax_backward(grad: Tensor, output: Tensor) -> Tensor:
 def _largest(keys: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest along the last dim, best first, equal ones by index.
 
-    `topk` breaks ties as it likes. k rounds of `max`, which promises the first of equals, cost about as much on CPU
-    from 8 to 256 experts, and a stable sort up to four times as much (measured). `max` takes NaN for the largest.
+    `topk` breaks ties in no defined order. k rounds of `max`, which returns the first of equals, take about as long on
+    CPU from 8 to 256 experts, and a stable sort up to four times as long (measured). `max` ranks NaN largest.
     """
     # Finite, so that an expert that was taken is below every other, even one whose key is -inf.
     remaining = keys.clamp_min(torch.finfo(keys.dtype).min)
@@ -108,7 +108,7 @@ def switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -
 
 
 def _shares(probabilities: Tensor, choices: Tensor) -> Tensor:
-    """E times each expert's share of the choices of a sequence's group: [B, E]."""
+    """E times each expert's fraction of the choices of a sequence's group: [B, E]."""
     total = choices.sum(dim=1, keepdim=True).clamp_min(1)
     shares = choices.to(probabilities.dtype) * (choices.shape[1] / total.to(probabilities.dtype))
     return shares.repeat_interleave(probabilities.shape[0] // max(choices.shape[0], 1), dim=0)

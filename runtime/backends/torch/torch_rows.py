@@ -31,7 +31,7 @@ def _permute_some(x: Tensor, experts: Tensor, choices: Tensor, num_experts: int)
     refuse_out_of_range("permute", choices, num_experts, -1)
     counts = torch.bincount(choices + 1, minlength=num_experts + 1)[1:].clone()
     num_rows = int(counts.sum())
-    # Choices of no expert stand after all others.
+    # Choices of no expert sort after all others.
     order = stable_order(choices.where(choices >= 0, num_experts), num_experts + 1)
     rows = gather(x.reshape(-1, x.shape[-1]), order[:num_rows].div(experts.shape[2], rounding_mode="floor"))
     places = inverse(order)
@@ -48,9 +48,9 @@ def permute_backward(grad: Tensor, positions: Tensor) -> Tensor:
 def sums_of(rows: Tensor, chosen: Tensor, weights: Tensor | None = None, some_are_none: bool = False) -> Tensor:
     """Each token's sum of its rows, weighted or not: rows [R, D], chosen and weights [T, k] -> [T, D].
 
-    Summed in at least float32, choice by choice; weights are rounded to the rows' dtype. `some_are_none` says that −1
-    is among those chosen. An embedding bag is a token with its rows: it gathers, weighs and adds in one pass, 3 to 10
-    times as fast as index_select and sums in blocks (measured, 256 to 2,048 tokens of 2 to 8 rows, on CPU).
+    Sums in at least float32, choice by choice; weights are rounded to the rows' dtype. `some_are_none`: `chosen` has
+    −1. Each token is a bag of `embedding_bag`, which gathers, weighs and adds in one pass, 3 to 10 times as fast as
+    index_select and sums in blocks (measured, 256 to 2,048 tokens of 2 to 8 rows, on CPU).
     """
     tokens, k = chosen.shape
     indices, scale = chosen.reshape(-1), None if weights is None else weights.reshape(-1).to(rows.dtype)
@@ -76,7 +76,7 @@ def combine(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
 def combine_backward(grad: Tensor, rows: Tensor, positions: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(rows.dtype, torch.float32)
     grad = grad.reshape(-1, rows.shape[1])
-    # By rows rather than by choices: each is written once, in order.
+    # Loops over rows, not over choices: each row is written once, in order.
     places = positions.reshape(-1)
     choices = choices_of_rows(places, rows.shape[0])
     tokens = choices.div(positions.shape[2], rounding_mode="floor")
@@ -111,12 +111,12 @@ def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Se
 
 
 def _some_are_none(rows: Tensor, positions: Tensor) -> bool:
-    """Whether some positions of rows [R, D], each of which is somebody's, are −1: there are fewer rows then."""
+    """Whether some positions are −1: then there are fewer rows [R, D] than positions, as each row has one position."""
     return rows.shape[0] != positions.numel()
 
 
 def refuse_other_number(operator: str, rows: Tensor, positions: Tensor) -> None:
-    """Rows [R, D] are each somebody's. Positions of no row are counted only where that costs no synchronisation."""
+    """Raises `RuntimeError` unless each row [R, D] has one position; counts −1 only on CPU, without synchronisation."""
     if rows.dim() == 2 and rows.shape[0] != positions.numel():
         named = positions.numel()
         if rows.device.type == "cpu":
@@ -127,7 +127,7 @@ def refuse_other_number(operator: str, rows: Tensor, positions: Tensor) -> None:
 
 
 def refuse_out_of_range(operator: str, experts: Tensor, num_experts: int, lowest: int = 0) -> None:
-    """Only where looking costs no synchronisation."""
+    """Raises `RuntimeError` for an expert out of range; only on CPU, where the check costs no synchronisation."""
     if experts.device.type == "cpu" and experts.numel():
         least, most = (int(bound) for bound in experts.aminmax())
         if least < lowest or most >= num_experts:
@@ -147,15 +147,15 @@ def stable_order(choices: Tensor, num_experts: int) -> Tensor:
 
 
 def choices_of_rows(places: Tensor, num_rows: int) -> Tensor:
-    """Which choice each row [num_rows] is of, by where each choice's row is; −1 stands for nowhere."""
+    """The choice of each row, [num_rows], from the row of each choice, −1 for none: inverts `places`."""
     if num_rows == places.numel():
         return inverse(places)
     order = places.new_empty(num_rows + 1)
-    # What is nowhere is written where nobody looks.
+    # Choices without a row write to one extra element, which is then cut off.
     numbers = torch.arange(places.numel(), device=places.device)
     return order.scatter_(0, places.where(places >= 0, num_rows), numbers)[:num_rows]
 
 
 def inverse(order: Tensor) -> Tensor:
-    """Where each of 0 … N - 1 stands in a permutation [N] of them."""
+    """The inverse of a permutation [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))

@@ -1,4 +1,4 @@
-"""Which rows are an expert's, where they come from several ranks."""
+"""The rows of each expert, if rows come from several ranks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Share:
         return self.gather(weights).to(dtype)[:, None]
 
     def room(self, out: Tensor) -> Tensor:
-        """Where to put the expert's rows of out [R, …]: there, if they lie side by side."""
+        """A buffer for the expert's rows of out [R, …]: a view of out if they are contiguous there."""
         return out[self.pieces[0]] if len(self.pieces) == 1 else out.new_empty((self.size, *out.shape[1:]))
 
     def scatter(self, own: Tensor, out: Tensor) -> None:
-        """Move what was put into `room` to its places in out."""
+        """Copies the buffer of `room` to the expert's rows of out."""
         if len(self.pieces) > 1:
             start = 0
             for piece in self.pieces:
@@ -45,7 +45,7 @@ class Share:
 
 
 def shares_of(counts: Tensor, num_rows: int) -> list[Share]:
-    """Each expert's share of rows that lie source-major, by counts [sources, E]."""
+    """Each expert's rows, by counts [sources, E], in rows sorted by source, then by expert."""
     by_source: list[list[int]] = counts.tolist()
     pieces: list[list[slice]] = [[] for _ in range(counts.shape[1])]
     start = 0

@@ -1,8 +1,8 @@
-"""Experts side by side on CPU: each thread computes whole experts, instead of all threads each of their products.
+"""Parallel experts on CPU: each thread computes whole experts, instead of all threads computing each product together.
 
-Threads that share a product wait for each other at its end, some hundred times in a layer. On two quiet cores that
-costs 1 to 8 % of a layer of 2,048 tokens; with another process on each core, sharing takes four to six times as long as
-side by side (measured, benchmarks/README.md).
+Threads that compute one product together wait for each other at its end, some hundred times in a layer. On two quiet
+cores that costs 1 to 8 % of a layer of 2,048 tokens; with another process on each core, it takes four to six times as
+long as parallel experts (measured, benchmarks/README.md).
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from heapq import heapreplace
 import torch
 
 ROWS_OF_WEIGHTS = 16
-"""Reading an expert's matrices takes as long as so many more rows would (measured: 32 and 256 rows, both dtypes)."""
+"""Reading an expert's matrices takes as long as this many rows (measured: 32 and 256 rows, both dtypes)."""
 
 EVEN = 1.15
-"""Side by side at most so many times the time of an even division, else products are shared."""
+"""Experts run in parallel if the busiest thread's cost is at most this many times an even division's."""
 
 ENOUGH = 2**30
-"""Multiplications, some ten milliseconds of a core: torch's own threads keep their cores busy for some milliseconds
-after they worked. At 1.2e9 of them both ways take as long on quiet cores (measured)."""
+"""Multiplications, some ten milliseconds of a core, from which experts run in parallel: torch's threads keep their
+cores busy for some milliseconds after a product. At 1.2e9 both ways take equally long on quiet cores (measured)."""
 
 
 def each_expert(
     sizes: Sequence[int], numbers: int, device: torch.device, begin: Callable[[], Callable[[int], None]]
 ) -> None:
-    """Calls what `begin` gives with every expert: on several threads at once where experts divide evenly among them.
+    """Computes every expert once, in order; on several CPU threads at once if experts divide evenly among them.
 
-    `sizes`: each expert's rows; `numbers`: of its weights; `device`: where both are, for threads are a matter of CPUs
-    alone. `begin` is called here, once for each thread, and gives what that one calls; every expert is computed once,
-    the first ones first. Raises what the first thread raised that did.
+    `sizes`: each expert's rows; `numbers`: elements of an expert's weights; `device`: only on CPU there are threads.
+    `begin()` makes one worker function per thread, on the calling thread; the worker is called with an expert.
+    Re-raises the exception of a thread; of several, that of the first thread in order.
     """
     waiting = deque(range(len(sizes)))
     works = [begin() for _ in range(_threads(sizes, numbers) if device.type == "cpu" else 1)]
@@ -42,13 +42,13 @@ def each_expert(
         _work(works[0], waiting)
         return
     done = [_THREADS.of(len(works)).submit(_work, work, waiting) for work in works]
-    wait(done)  # nothing is raised while one of them still writes to what the caller holds
+    wait(done)  # raise nothing while a thread still writes to the caller's tensors
     for future in done:
         future.result()
 
 
 def _work(compute: Callable[[int], None], waiting: deque[int]) -> None:
-    with torch.no_grad():  # an operator computes below autograd: that of its own thread, not of others
+    with torch.no_grad():  # operators run below autograd in the calling thread; other threads have grad enabled
         while True:
             try:
                 expert = waiting.popleft()
@@ -58,7 +58,7 @@ def _work(compute: Callable[[int], None], waiting: deque[int]) -> None:
 
 
 def _threads(sizes: Sequence[int], numbers: int) -> int:
-    """How many are to compute experts."""
+    """The number of threads that compute experts."""
     threads = torch.get_num_threads()
     costs = [size + ROWS_OF_WEIGHTS for size in sizes if size]
     total = sum(costs)
@@ -67,7 +67,7 @@ def _threads(sizes: Sequence[int], numbers: int) -> int:
 
 
 def _longest(costs: Sequence[int], threads: int) -> int:
-    """How long the last of the threads works."""
+    """The cost of the busiest thread."""
     busy = [0] * threads
     for cost in costs:
         heapreplace(busy, busy[0] + cost)
@@ -75,7 +75,7 @@ def _longest(costs: Sequence[int], threads: int) -> int:
 
 
 class InTurn:
-    """Actions done by turns 0, 1, 2, …, in whatever order they come: a sum does not depend on who is first."""
+    """Runs actions in the order of their turns 0, 1, 2, …, so that a sum does not depend on the threads' timing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class InTurn:
         self._waiting: dict[int, Callable[[], None]] = {}
 
     def put(self, turn: int, action: Callable[[], None]) -> None:
-        """Does it now, or leaves it to whoever brings the turn before it."""
+        """Runs the action if all earlier turns have run; otherwise the `put` of the last missing turn runs it."""
         with self._lock:
             self._waiting[turn] = action
             while self._turn in self._waiting:
@@ -92,7 +92,7 @@ class InTurn:
 
 
 class _Threads:
-    """Pools by how many threads they have, started when they are first needed; a forked child starts its own."""
+    """Thread pools by number of threads, started at first use; a forked child starts new ones."""
 
     def __init__(self) -> None:
         self.forget()
@@ -109,9 +109,9 @@ class _Threads:
 
 
 def _start(number: int) -> ThreadPoolExecutor:
-    """Threads for each of which torch computes alone.
+    """Starts a pool of threads, each with one torch thread.
 
-    torch keeps one number for threads it has not met and one for each that it has: asking makes them acquainted.
+    `torch.get_num_threads()` registers the calling thread; without it the setting is not inherited.
     """
     here = torch.get_num_threads()
     all_started = threading.Barrier(number + 1)

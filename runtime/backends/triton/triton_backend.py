@@ -1,6 +1,6 @@
 """Kernels rendered for the layer: the backend for CUDA and AMD devices.
 
-What has no kernel of its own here runs in plain torch, which is right on every device.
+Operators without a kernel run in plain torch, which is right on every device.
 """
 
 from __future__ import annotations

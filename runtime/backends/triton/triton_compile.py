@@ -1,4 +1,4 @@
-"""Rendered kernels compiled ahead of time, for a device that need not be here."""
+"""Compiles rendered kernels ahead of time, for a device that need not be present."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TARGETS: Mapping[str, GPUTarget] = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a kernel takes on a target: registers a thread, bytes a thread spills, bytes of shared memory a block."""
+    """A kernel's resources on a target: registers and spilled bytes per thread, shared memory bytes per block."""
 
     kernel: str
     target: str

@@ -1,8 +1,8 @@
 """Experts' feed-forwards by rendered kernels: grouped products without a host synchronisation.
 
-Rows of the experts' order are those of one expert side by side, whatever source they came from: `hidden` and what is
-between the two products lie so. Rows from one source lie so already; those of several are gathered where they are read
-and scattered where they are written.
+In the experts' order, the rows of one expert are contiguous, whichever source they came from: `hidden` and the values
+between the two products are in this order. Rows from one source are in it already; rows from several sources are
+gathered when they are read and scattered when they are written.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def expert_mlp(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    weights: Tensor | None,
     activation: str,
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, activation, weights)
+        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, weights, activation)
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
     out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
     if out.numel():
@@ -51,12 +51,12 @@ def expert_mlp_backward(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
+    weights: Tensor | None,
     activation: str,
-    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
         plain = torch_experts.expert_mlp_backward
-        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, activation, weights)
+        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, weights, activation)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
     grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
     of_biases = torch_experts.new_biases(up, up_bias, down_bias)
@@ -87,13 +87,13 @@ def expert_mlp_backward(
 
 
 def present(given: Tensor | None) -> tuple[Tensor, ...]:
-    """A bias, or weights, as kernels take them, which have no argument for what there is not."""
+    """An optional tensor as kernel arguments: kernels have no argument for a missing one."""
     return () if given is None else (given.contiguous(),)
 
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Which rows and tiles are of which expert: offsets [E + 1], and an expert and a first row for each tile."""
+    """Each expert's rows and tiles: row offsets [E + 1], and each tile's expert and first row."""
 
     offsets: Tensor
     experts: Tensor
@@ -107,7 +107,7 @@ class _Table:
 
 @dataclass(frozen=True, slots=True)
 class _Products:
-    """The kernels of one projection, and the table that they go by."""
+    """The kernels of one projection, and their table."""
 
     shape: ProductShape
     kernels: Kernels
@@ -137,9 +137,9 @@ class _Products:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Both projections over the same rows; `order` holds where rows lie, if not in the experts' order.
+    """Both projections over the same rows; `order` maps the experts' order to rows, empty if rows are in it.
 
-    Where rows are choices of tokens, `order` holds which.
+    If each row is a choice of a token, `order` has the choices.
     """
 
     up: _Products
@@ -159,9 +159,9 @@ class Work:
         *choices: Tensor,
         weighted: bool = False,
     ) -> Work:
-        """For `num_rows` rows of x's width, dtype and device; with `k` and `choices` [num_rows], which these are.
+        """For `num_rows` rows of x's width, dtype and device; with `k`, each row is a choice of `choices` [num_rows].
 
-        `weighted`: rows come with weights.
+        `weighted`: each row has a weight.
         """
         sources, experts = counts.shape
         if not k:
@@ -194,7 +194,7 @@ class Work:
 
 
 def _refuse_other_sum(counts: Tensor, num_rows: int) -> None:
-    """Only where looking costs no synchronisation; elsewhere the table stays within the rows that there are."""
+    """Raises `RuntimeError`, only on CPU, without synchronisation; on devices the table stays within `num_rows`."""
     if counts.device.type == "cpu" and int(counts.sum()) != num_rows:
         message = f"moec::expert_mlp: the counts add up to {int(counts.sum())}, but there are {num_rows} rows"
         raise RuntimeError(message)

@@ -22,9 +22,9 @@ _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", 
 
 
 def dtype_name(x: Tensor) -> str:
-    """What shapes of kernels call a tensor's dtype. Raises `BackendError` for bf16 in the interpreter, and for others.
+    """The name of a tensor's dtype in kernel shapes. Raises `BackendError` for other dtypes, and for interpreted bf16.
 
-    There its matrix product is wrong, and what devices round is cut off (Triton 3.6 to 3.9).
+    The interpreter's bf16 matrix product is wrong, and it truncates where devices round (Triton 3.6 to 3.9).
     """
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
         raise BackendError("Triton's interpreter computes bf16 wrongly", "use fp32 or fp64, or say MOEC_BACKEND=torch")
@@ -47,7 +47,7 @@ class Kernels:
                 getattr(self.module, kernel)[grid](*arguments, enable_fp_fusion=True, **options)
 
     def blocks(self, number: int, constant: str = "BLOCK") -> tuple[int]:
-        """The grid for `number` of what a program does `BLOCK` of."""
+        """The grid for `number` elements, `BLOCK` (or another `constant`) per program."""
         return (-(-number // getattr(self.module, constant).value),)
 
 
@@ -63,7 +63,7 @@ def kernels_of(shape: KernelShape, x: Tensor) -> Kernels:
 
 @cache
 def too_many(num_experts: int) -> bool:
-    """Whether plain torch must serve so many experts; warns of it, once."""
+    """Whether there are too many experts for the kernels, so that plain torch must run; warns once."""
     if num_experts <= MOST_EXPERTS:
         return False
     warn_first(f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", "RANK")
@@ -86,7 +86,7 @@ def _on(device: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _like_a_device() -> Iterator[None]:
-    """In the interpreter exp(1000) is inf, and the largest of NaNs is NaN, of which NumPy would warn."""
+    """Silences NumPy in the interpreter, which would warn that exp(1000) is inf and the maximum of NaNs is NaN."""
     with np.errstate(all="ignore"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "All-NaN slice encountered", RuntimeWarning)
         yield

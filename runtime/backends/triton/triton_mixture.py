@@ -1,6 +1,6 @@
-"""A local mixture by rendered kernels: tokens gathered where they are read, and nothing kept of a row per choice.
+"""A local mixture by rendered kernels: they gather tokens when they read them, and save no copy of a token per choice.
 
-The router's gradient comes out of the product with down's transpose, so that backward needs no expert's output
+The product with down's transpose gives the router's gradient, so that backward needs no expert's output
 (SonicMoE, Guo et al. 2025, arXiv 2512.14080).
 """
 

@@ -1,7 +1,7 @@
 """Rendered kernels as Python modules.
 
-What is executed is the text that this moec's own templates give for a shape, and nothing else: no plan, file or cache
-on a disk is read. Triton asks for a kernel's source through `inspect`, which asks the module's loader.
+Only text that this moec's templates render for a shape is executed; no plan, file or cache on disk is read. Triton gets
+a kernel's source through `inspect`, which asks the module's loader.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def permute_dynamic(x: Tensor, experts: Tensor, places: Tensor, num_experts: int
 
 
 def _placed(x: Tensor, kept: Tensor, num_experts: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The kept choices' rows in the places of their experts, in the order of their tokens: all in one queue."""
+    """Copies the kept choices' rows to the places of their experts, in token order, by one queue of all choices."""
     queues = Queues.of_all(kept, num_experts)
     positions, counts = queues.positions(kept.shape, places), queues.totals.view(1, num_experts)
     rows = x.new_empty((num_experts, places, x.shape[2]))

@@ -1,4 +1,4 @@
-"""Queues of experts by rendered kernels: by counting; nothing is sorted, and nothing waits for the device."""
+"""Queues of experts by rendered kernels that count: nothing is sorted, and the host never waits for the device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from moec.runtime.backends.triton.triton_launch import Kernels, kernels_of
 
 @dataclass(frozen=True, slots=True)
 class Queues:
-    """Choices [B, S, k], counted: of each queue's, those of each expert in earlier blocks, and all, [B, k, E] int64.
+    """Counts of choices [B, S, k] by queue and expert: those in earlier blocks, and in all blocks, [B, k, E] int64.
 
-    A queue is the j-th choices of one sequence. A choice of −1 stands in none.
+    A queue is the j-th choices of one sequence. Choices of −1 are in no queue.
     """
 
     kernels: Kernels
@@ -42,15 +42,15 @@ class Queues:
         return cls.of(experts.contiguous().view(1, -1, 1), num_experts)
 
     def kept(self, starts: Tensor, capacity: int) -> Tensor:
-        """Experts, −1 where as many as the capacity stand before; each queue goes on from starts [B, 1, k, E]."""
+        """Experts, −1 where the queue index reaches the capacity; a queue's indices begin at starts [B, 1, k, E]."""
         kept = torch.empty_like(self.experts)
         self._launch("keep", starts.contiguous(), kept, last=(capacity,))
         return kept
 
     def positions(self, shape: torch.Size, places: int | None = None) -> Tensor:
-        """Of the one queue of all choices, the row of each, as `shape`; with `places`, in so many of each expert.
+        """The row of each choice, as `shape`, for one queue of all choices; with `places`, that many per expert.
 
-        −1 for a choice of −1, and for one that finds no place.
+        −1 for a choice of −1, and for a choice beyond its expert's places.
         """
         positions = torch.empty_like(self.experts)
         if places is None:
@@ -60,7 +60,7 @@ class Queues:
         return positions.view(shape)
 
     def _launch(self, kernel: str, *tensors: Tensor, last: tuple[int, ...] = ()) -> None:
-        """With a program for each block of each queue."""
+        """Launches one program for each block of each queue."""
         queues, _, blocks = self.by_block.shape
         arguments = (self.experts, self.by_block, *tensors, self.experts.shape[1], blocks, *last)
         self.kernels.launch(kernel, (queues * blocks,), *arguments)

@@ -11,21 +11,26 @@ from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, t
 from moec.runtime.job.unscored import note_or_refuse
 
 
-def _shape(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> RouteShape:
+def _shape(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> RouteShape:
     return RouteShape(
-        experts=logits.shape[-1], k=k, score=score, after=after, normalize=normalize, dtype=dtype_name(logits)
+        experts=logits.shape[-1],
+        k=k,
+        score=score,
+        after=order == "after",
+        normalize=normalize,
+        dtype=dtype_name(logits),
     )
 
 
-def route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     if too_many(logits.shape[-1]):
-        return torch_routing.route(logits, k, score, after, normalize)
+        return torch_routing.route(logits, k, score, order, normalize)
     logits = logits.contiguous()
     probabilities, weights = torch.empty_like(logits), logits.new_empty((*logits.shape[:-1], k))
     experts = torch.empty_like(weights, dtype=torch.int64)
     num_tokens = weights.numel() // k
     if num_tokens:
-        shape = _shape(logits, k, score, after, normalize)
+        shape = _shape(logits, k, score, order, normalize)
         kernels = kernels_of(shape, logits)
         kernels.launch("route", kernels.blocks(num_tokens), logits, probabilities, weights, experts, num_tokens)
     note_or_refuse(probabilities, weights)
@@ -39,19 +44,19 @@ def route_backward(
     weights: Tensor,
     experts: Tensor,
     score: str,
-    after: bool,
+    order: str,
     normalize: bool,
 ) -> Tensor:
     if too_many(logits.shape[-1]):
         return torch_routing.route_backward(
-            logits, grad_probabilities, grad_weights, weights, experts, score, after, normalize
+            logits, grad_probabilities, grad_weights, weights, experts, score, order, normalize
         )
     logits = logits.contiguous()
     grad = torch.empty_like(logits)
     k = experts.shape[-1]
     num_tokens = experts.numel() // k
     if num_tokens:
-        kernels = kernels_of(_shape(logits, k, score, after, normalize), logits)
+        kernels = kernels_of(_shape(logits, k, score, order, normalize), logits)
         kernels.launch(
             "route_backward",
             kernels.blocks(num_tokens),

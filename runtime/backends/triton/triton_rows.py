@@ -54,7 +54,7 @@ def sum_rows_backward(grad: Tensor, positions: Tensor, counts: Tensor, shape: Se
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Which rows each token has: positions [B, S, k] int64, −1 for none, no two alike."""
+    """The rows of each token: positions [B, S, k] int64, −1 for none, otherwise distinct."""
 
     kernels: Kernels
     positions: Tensor
@@ -68,7 +68,7 @@ class Places:
         return cls(kernels_of(shape, x), positions.contiguous())
 
     def fill(self, x: Tensor, rows: Tensor, counts: Tensor | None = None) -> None:
-        """rows: each token's in its places. With counts [1, E], rows are [E, places, D], zeros from counts[e] on."""
+        """Copies tokens x to their rows. With counts [1, E], rows are [E, places, D], zeros from counts[e] on."""
         num_rows, places = 0, 1
         if counts is not None:
             num_rows, places = rows.shape[0] * rows.shape[1], rows.shape[1]
@@ -92,7 +92,7 @@ class Places:
     def combine_backward(
         self, grad: Tensor, rows: Tensor, weights: Tensor, spare: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """The gradients of rows and weights; `spare`: some rows are nobody's, and get zeros."""
+        """The gradients of rows and weights; `spare`: some rows belong to no token, and get zeros."""
         grad_rows, grad_weights = rows.new_empty(rows.shape), weights.new_empty(weights.shape)
         num_rows, taken = 0, self.positions
         if spare:
@@ -106,14 +106,14 @@ class Places:
         return grad_rows, grad_weights
 
     def order(self) -> Tensor:
-        """Which choice each row is, [B·S·k] int32; undefined beyond the rows that there are."""
+        """The choice of each row, [B·S·k] int32; undefined beyond the last row."""
         number = self.positions.numel()
         order = self.positions.new_empty(number, dtype=torch.int32)
         self.kernels.launch("invert", self.kernels.blocks(number), self.positions, order, number)
         return order
 
     def add_parts(self, parts: Tensor, grad_weights: Tensor) -> None:
-        """grad_weights [B, S, k]: of each choice's row, the sum of parts [parts, R]."""
+        """Writes grad_weights [B, S, k]: for each choice, the sum of its row's parts [parts, R]."""
         number = self.positions.numel()
         tensors = (parts, self.positions, grad_weights)
         self.kernels.launch("add_parts", self.kernels.blocks(number), *tensors, number, *parts.shape)
@@ -126,5 +126,5 @@ class Places:
         return rows.new_empty((*self.positions.shape[:2], rows.shape[-1]))
 
     def _programs(self, rows: Tensor, more: int = 0) -> tuple[int, ...]:
-        """One for each block of columns of each token, and of as many more."""
+        """The grid: one program for each block of columns of each token, and of `more` others."""
         return self._tokens + more, *self.kernels.blocks(rows.shape[-1], "BLOCK_D")

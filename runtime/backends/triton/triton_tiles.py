@@ -1,6 +1,6 @@
-"""Which tiles the kernels of grouped products take here: the running plan's own, where they were tuned on this device.
+"""Chooses the tiles of grouped products: the running plan's, if they were tuned on this device, else moec's.
 
-Nothing is measured here: choosing looks up, and `moec tune` alone measures.
+Nothing is measured here; only `moec tune` measures.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _tuned: tuple[tuple[str, Mapping[TileKey, Tiles]], ...] = ()
 
 @contextmanager
 def use(tiles: StoredTiles | None) -> Iterator[None]:
-    """Lets the kernels take a plan's tiles and no other's until the block ends; of None, what moec has for everyone."""
+    """Until the block ends, kernels take tiles only from this plan; with None, only moec's shipped tiles and rule."""
     global _tuned
     outer = _tuned
     _tuned = () if tiles is None else ((tiles.device, tiles.by_key()),)
@@ -40,7 +40,7 @@ def use(tiles: StoredTiles | None) -> Iterator[None]:
 
 @contextmanager
 def opened(tiles: StoredTiles | None) -> Iterator[None]:
-    """Lets the kernels take a job's tiles too, until the block ends; tiles change no number, so jobs can share them."""
+    """Until the block ends, kernels take this job's tiles too. Tiles change no result, so jobs can use each other's."""
     global _tuned
     own = () if tiles is None else ((tiles.device, tiles.by_key()),)
     _tuned = (*own, *_tuned)
@@ -53,7 +53,7 @@ def opened(tiles: StoredTiles | None) -> Iterator[None]:
 def tiles_at(
     device: torch.device, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str
 ) -> Tiles:
-    """The tiles of a product of `rows` rows in all on a device; those of a plan only where it was tuned for that."""
+    """The tiles of a product of `rows` rows in all on a device; a plan's only if it was tuned on such a device."""
     name = device_name(device)
     tuned: dict[TileKey, Tiles] = {}
     for own, tiles in reversed(_tuned):
@@ -77,7 +77,7 @@ def short_name(name: str) -> str:
 
 @cache
 def family_of(device: torch.device) -> str:
-    """Which of the rule's tiles a device takes; the interpreter takes any."""
+    """The family of a device, by which the rule chooses tiles; any family will do for the interpreter."""
     if device.type != "cuda":
         return "hopper"
     if torch.version.hip is not None:

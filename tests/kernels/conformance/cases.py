@@ -22,11 +22,11 @@ Case = Callable[[Backend, Numbers], Sequence[Tensor]]
 
 # ---- route -------------------------------------------------------------------------------------------
 
-HOW = list(itertools.product(("softmax", "sigmoid"), (False, True), (False, True)))
+HOW = list(itertools.product(("softmax", "sigmoid"), ("before", "after"), (False, True)))
 ROUTES = [(1, 1), (8, 8), (13, 3), (256, 8)]
 
 
-def route(backend: Backend, numbers: Numbers, how: tuple[str, bool, bool]) -> list[Tensor]:
+def route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
     results = []
     for (experts, k), tokens in itertools.product(ROUTES, (1, 65)):
         logits = numbers.logits(tokens, experts)
@@ -40,12 +40,12 @@ def route(backend: Backend, numbers: Numbers, how: tuple[str, bool, bool]) -> li
 
 def route_nothing(backend: Backend, numbers: Numbers) -> list[Tensor]:
     logits = numbers.of_router(2, 0, 5)
-    probabilities, weights, chosen = backend.route(logits, 2, "softmax", False, True)
-    grad = backend.route_backward(logits, None, weights, weights, chosen, "softmax", False, True)
+    probabilities, weights, chosen = backend.route(logits, 2, "softmax", "before", True)
+    grad = backend.route_backward(logits, None, weights, weights, chosen, "softmax", "before", True)
     return [probabilities, weights, chosen, grad]
 
 
-def equal_scores(backend: Backend, numbers: Numbers, how: tuple[str, bool, bool]) -> list[Tensor]:
+def equal_scores(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
     """Ties, also among -inf."""
     logits = torch.randint(-2, 3, (2, 40, 12), generator=numbers.draw).double()
     logits[0, 0] = -torch.inf
@@ -156,8 +156,8 @@ def experts(
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
     weights = numbers.of_router(given.shape[0]) if weighted else None
-    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, activation, weights)
-    grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, activation, weights)
+    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, weights, activation)
+    grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, weights, activation)
     return [out, *backend.expert_mlp_backward(grad, given, saved, *rest)]
 
 

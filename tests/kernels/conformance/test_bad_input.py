@@ -30,7 +30,7 @@ LOGITS = {
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("logits", LOGITS)
-def test_logits_make_finite_weights_or_are_refused(place: Place, logits: str, how: tuple[str, bool, bool]) -> None:
+def test_logits_make_finite_weights_or_are_refused(place: Place, logits: str, how: tuple[str, str, bool]) -> None:
     token, by_softmax, by_sigmoid = LOGITS[logits]
     x = torch.tensor([[[0, 1, 2, 3, 4], token]], dtype=torch.float32, device=place.device)
     fine = by_softmax if how[0] == "softmax" else by_sigmoid
@@ -58,11 +58,11 @@ def test_more_experts_than_kernels_take_run_in_plain_torch_with_one_warning(back
     up, down = numbers.normal(num_experts, 2, 3, 4), numbers.normal(num_experts, 4, 3)
 
     def layer(with_backend: Backend) -> list[torch.Tensor]:
-        probabilities, weights, chosen = with_backend.route(logits, 2, "softmax", False, True)
+        probabilities, weights, chosen = with_backend.route(logits, 2, "softmax", "before", True)
         rows, counts, positions = with_backend.permute(x, chosen, num_experts)
-        out, hidden = with_backend.expert_mlp(rows, counts, up, down, None, None, "swiglu")
-        grads = with_backend.expert_mlp_backward(out, rows, hidden, counts, up, down, None, None, "swiglu")
-        grad = with_backend.route_backward(logits, probabilities, None, weights, chosen, "softmax", False, True)
+        out, hidden = with_backend.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
+        grads = with_backend.expert_mlp_backward(out, rows, hidden, counts, up, down, None, None, None, "swiglu")
+        grad = with_backend.route_backward(logits, probabilities, None, weights, chosen, "softmax", "before", True)
         return [*grads, grad, with_backend.combine(out, positions, weights)]
 
     too_many.cache_clear()
@@ -103,9 +103,9 @@ def test_counts_that_do_not_add_up_are_refused_or_lead_nowhere(place: Place, cou
     if place.device == "cpu" or place.backend is torch_backend:
         total = sum(map(sum, counts))
         with pytest.raises(RuntimeError, match=f"the counts add up to {total}, but there are 5 rows"):
-            place.backend.expert_mlp(rows, given, up, down, None, None, "gelu")
+            place.backend.expert_mlp(rows, given, up, down, None, None, None, "gelu")
         return
-    out, _ = place.backend.expert_mlp(rows, given, up, down, None, None, "gelu")
+    out, _ = place.backend.expert_mlp(rows, given, up, down, None, None, None, "gelu")
     torch.cuda.synchronize()
     assert out.shape == rows.shape
 

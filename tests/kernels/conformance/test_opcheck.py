@@ -83,12 +83,12 @@ def experts(numbers: Numbers) -> Iterator[Call]:
             up, down = numbers.normal(num_experts, parts, 3, 4), numbers.normal(num_experts, 4, 3)
             for bias in (False, True) if (activation, name) == ("swiglu", "four sources") else (False,):
                 of_experts = up, down, *new_biases(numbers, up, down, bias)
-                yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), activation)
-                out, hidden = ops.expert_mlp(given, counts, *of_experts, activation)
-                yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, activation)
+                yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), None, activation)
+                out, hidden = ops.expert_mlp(given, counts, *of_experts, None, activation)
+                yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, None, activation)
                 weights = numbers.of_router(given.shape[0])
-                yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), activation, leaf(weights))
-                yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, activation, weights)
+                yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), leaf(weights), activation)
+                yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, weights, activation)
 
 
 def mixture(numbers: Numbers) -> Iterator[Call]:
@@ -134,10 +134,10 @@ def padded(numbers: Numbers) -> Iterator[Call]:
     queues = ops.count_queues(choices, 6)
     for groups in (2,) if INTERPRETED else (0, 2):
         yield "queue_starts", (queues, groups)
-        starts, how = ops.queue_starts(queues, groups), (None, groups, 1, 5, 4, 5, 4, 1)
+        starts, how = ops.queue_starts(queues, groups), (None, 5, 4, 5, 4, 1, groups, 1)
         yield "keep_choices", (choices, starts, *how)
         yield "permute_padded", (x.clone().requires_grad_(), choices, starts, *how)
-        varying = (torch.tensor(0), groups, 1, 5, 4, 3, 4, 1)
+        varying = (torch.tensor(0), 5, 4, 3, 4, 1, groups, 1)
         yield "keep_choices", (choices, starts, *varying)
         yield "permute_padded", (x.clone().requires_grad_(), choices, starts, *varying)
         kept = ops.keep_choices(choices, starts, *how)

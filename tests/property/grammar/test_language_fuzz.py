@@ -14,9 +14,9 @@ from moec.grammar import load_file, load_text, render, to_text
 from moec.grammar.diagnostics import CODES, STYLES, Severity
 from moec.grammar.format import formatted
 from moec.grammar.load import Loaded
-from moec.grammar.reference import vocabulary
 from moec.grammar.resolve.files import source_of
 from moec.grammar.schema import fields
+from moec.grammar.schema_in_words import vocabulary
 from moec.grammar.supported import unsupported
 from moec.grammar.syntax.parser import parse
 from moec.grammar.syntax.tables import KEYWORDS

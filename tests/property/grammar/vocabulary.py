@@ -96,6 +96,8 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
             given["experts"] = tuple(part.replace(body=ungated(part.body)) for part in parts)
         else:
             given["experts"] = parts[0].replace(body=ungated(parts[0].body))
+        if given.get("balance"):
+            given["balance"] = tuple(term for term in given["balance"] if term.needs in given["gate"].gives)
         if given.get("residual"):
             given["residual"] = ungated(given["residual"])
     return given

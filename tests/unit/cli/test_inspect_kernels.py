@@ -20,6 +20,9 @@ from moec.codegen.kernels.tiles import Tile, Tiles
 from moec.codegen.kernels.work import work_of
 from moec.commands.inspect_kernels import inspect_kernels
 from moec.driver import compile as compile_source
+from moec.passes.cost.formulas import experts_work
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import Value
 from moec.runtime.backends import BackendError
 
 SMALL = """
@@ -38,6 +41,14 @@ cluster "one" { device = "toy"; level "gpu" { size = 1 } }
 train { batch = 2; sequence = 64; optimizer = adamw(lr = 1e-2) }
 """
 TILE = Tile(16, 16, 16, 4, 2)
+EXPERTS = experts_work(
+    100,
+    25,
+    [Value(name=name, shape=shape, dtype="fp32") for name, shape in (("up", (4, 2, 32, 64)), ("down", (4, 64, 32)))],
+    Workload(batch=1, sequence=50),
+    forward=3,
+    backward=4,
+)
 COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "k": 0, "tile": TILE}
 
 
@@ -128,18 +139,18 @@ def test_kernels_are_of_a_plan(tmp_path: Path) -> None:
 
 def test_work_is_that_of_the_tensors() -> None:
     up, down = (cls(**COUNTED, activation="swiglu", bias=True) for cls in (UpShape, DownShape))
-    work = work_of(up, "up", 50, 100)
+    work = work_of(up, "up", EXPERTS, 50, 100)
     assert work is not None
     # Gate and up: 2 · 100 · 64 · 64; rows, hidden, activated and the matrices once each.
     assert (work.flops, work.moved) == (2 * 100 * 64 * 64, 4 * (100 * 64 + 100 * 64 + 100 * 32 + 4 * 64 * 64))
-    total = sum(work_of(up, name, 50, 100).flops for name in ("up", "up_backward", "up_weights"))
-    total += sum(work_of(down, name, 50, 100).flops for name in ("down", "down_backward", "down_weights"))
+    total = sum(work_of(up, name, EXPERTS, 50, 100).flops for name in ("up", "up_backward", "up_weights"))
+    total += sum(work_of(down, name, EXPERTS, 50, 100).flops for name in ("down", "down_backward", "down_weights"))
     assert total == 18 * 100 * 64 * 32  # 6 forward and 12 backward, gated
     # Sums of what is read once.
-    biases = work_of(up, "up_bias", 50, 100), work_of(down, "down_bias", 50, 100)
+    biases = work_of(up, "up_bias", EXPERTS, 50, 100), work_of(down, "down_bias", EXPERTS, 50, 100)
     assert [work and (work.flops, work.moved) for work in biases] == [(0, 4 * 100 * 64), (0, 4 * 100 * 64)]
 
-    combine = work_of(PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", 50, 100)
+    combine = work_of(PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32"), "combine", EXPERTS, 50, 100)
     assert combine is not None
     assert (combine.flops, combine.moved) == (0, 50 * 64 * 2 * 3 + 50 * 2 * 8)
     assert combine.bound(1e12, 1e12) == "memory"
@@ -148,9 +159,9 @@ def test_work_is_that_of_the_tensors() -> None:
 
 def test_work_of_queues_and_places_is_that_of_choices_and_rows() -> None:
     queues, places = QueuesShape(experts=8, k=2), PlacesShape(k=2, dim=64, dtype="bf16", weights="fp32")
-    moved = {name: work_of(queues, name, 50, 100) for name in ("count", "keep", "place")}
+    moved = {name: work_of(queues, name, EXPERTS, 50, 100) for name in ("count", "keep", "place")}
     assert {name: work and work.moved for name, work in moved.items()} == {"count": 800, "keep": 1600, "place": 1600}
-    assert work_of(queues, "scan", 50, 100) is None
+    assert work_of(queues, "scan", EXPERTS, 50, 100) is None
     row = 64 * 2
     for kernel, expected in {
         "fill": 50 * row + 100 * row + 800,
@@ -159,6 +170,6 @@ def test_work_of_queues_and_places_is_that_of_choices_and_rows() -> None:
         "mark": 800 + 100,
         "combine_backward": 50 * row + 200 * row + 800 + 100,
     }.items():
-        work = work_of(places, kernel, 50, 100)
+        work = work_of(places, kernel, EXPERTS, 50, 100)
         assert work is not None
         assert (work.flops, work.moved) == (0, expected), kernel

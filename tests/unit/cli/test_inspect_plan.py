@@ -46,6 +46,21 @@ def test_conversions_of_tensor_parallelism_name_their_backward(tmp_path):
     ]
 
 
+def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(plan: Path):
+    text = inspect_plan(plan, None, None)
+    table = text[text.index("layers[1..2], 2 layers") :].split("\n\n")[1]
+    head, *lines = [re.split(r"  +", line.strip()) for line in table.splitlines()]
+    assert head == ["op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "serves"]
+    rows = {row[0]: row[1:] for row in lines}
+    # 32 rows through 3 matrices of 16 by 16. Kept: rows, pre-activations [32, 2, 16], weights, counts from 2 sources.
+    kept = 32 * 16 * 4 + 32 * 32 * 4 + 32 * 4 + 2 * 4 * 8
+    assert rows["expert_mlp %weighted"] == ["49.2 k", "98.3 k", f"{kept / 1000:.3g} kB", "-", "tiny.moe:10"]
+    # q, k and v are projections of one value, which is kept once.
+    assert (rows["linear %q"][2], rows["linear %k"][2]) == ("1.02 kB", "-")
+    assert [row[0] for row in lines[-2:]] == ["18 others", "all"]
+    assert rows["all"][3] == "4.26 kB"
+
+
 def test_one_rank_cannot_send(tmp_path):
     text = inspect_plan(moe_plan(ranks=1, ep=1).save(tmp_path / "one.plan"), None, None)
     assert text.count("nothing is communicated") == 7
@@ -75,7 +90,7 @@ def test_pictures_have_every_op_once_and_show_collectives(plan: Path, kind: str,
         makers.update({v.name: op.results[0].name for op in block.ops for v in op.results})
         drawn += len(block.inputs) + len(block.ops) + 1
         edges += sum(len({makers[name] for name in op.operands if name in makers}) for op in block.ops)
-        edges += len({makers[name] for name in block.outputs})
+        edges += len({makers[output.name] for output in block.outputs})
     assert text.count(f" {arrow} ") == edges
     collectives = sum(isinstance(op, Collective) for block in program.blocks for op in block.ops)
     assert text.count(loud) == collectives > 0

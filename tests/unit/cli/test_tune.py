@@ -13,7 +13,7 @@ from moec.cli import app
 from moec.driver import compile as compile_source
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.backends.triton.triton_tiles import short_name
-from moec.runtime.tune.tune import require_fit, tune
+from moec.runtime.tune.tuning import require_fit, tune
 
 MIXTRAL = Path(__file__).parents[3] / "examples" / "mixtral_8x7b.moe"
 

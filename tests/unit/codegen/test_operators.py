@@ -20,7 +20,7 @@ from moec.codegen.emit.functions import EMISSIONS
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
 from moec.passes.ir import Op
-from moec.passes.lower import lower
+from moec.passes.lower.lower_model import lower
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.moe"))
@@ -50,6 +50,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "relu2": {"expert": "relu2(8)", "ffn": "relu2(8)", "gate": "topk(1, score = sigmoid)"},
     "expert biases": {"expert": "swiglu(8, bias = true)", "ffn": "swiglu(8, bias = true)"},
     "no balance": {"balance": "[]"},
+    "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that between them make every op (`test_every_op_is_in_one_of_these_plans`)."""

@@ -135,7 +135,9 @@ def test_names_that_are_code_stay_text(quote: str, tmp_path: Path, monkeypatch: 
     for block in functions(program):
         function = emit_function(program, block, groups=code(quote))
         require_text(function.module)
-        assert all(name.endswith(code(quote)) for name in (*function.weights, *function.results))
+        assert all(
+            name.endswith(code(quote)) for name in (*function.weights, *(each.name for each in function.results))
+        )
         for node in collectives(function.module.graph):
             (group,) = (arg for arg in node.args if isinstance(arg, str))
             assert group.startswith(code(quote))
@@ -165,7 +167,7 @@ def _renamed(program: Program, words: str) -> Program:
                 inputs=tuple(map(value, block.inputs)),
                 parameters=tuple(replace(p, name=p.name + words) for p in block.parameters),
                 ops=tuple(found),
-                outputs=tuple(name + words for name in block.outputs),
+                outputs=tuple(replace(each, name=each.name + words) for each in block.outputs),
                 experts=block.experts + words if block.experts else None,
             )
         )

@@ -10,7 +10,7 @@ import pytest
 from running import Run
 
 from moec.grammar.diagnostics import CODES
-from moec.grammar.reference import vocabulary
+from moec.grammar.schema_in_words import vocabulary
 
 
 def test_the_starter_checks_and_is_laid_out_and_compiles(moec: Run) -> None:

@@ -85,7 +85,7 @@ def token_out_of_range() -> Sequence[Diagnostic]:
 
 
 def too_large_to_verify() -> Sequence[Diagnostic]:
-    from moec.runtime.verify.verify import verify
+    from moec.runtime.verify.verification import verify
 
     return raised(lambda: verify(moe_plan(dim=8192, expert="swiglu(65_536)"), scale=False))
 
@@ -110,7 +110,7 @@ def killed() -> Sequence[Diagnostic]:
 
 
 def unknown_backend() -> Sequence[Diagnostic]:
-    from moec.runtime.verify.verify import verify
+    from moec.runtime.verify.verification import verify
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOEC_BACKEND", "tritn")
@@ -187,7 +187,7 @@ def model_of_another_job() -> Sequence[Diagnostic]:
 
 def another_device() -> Sequence[Diagnostic]:
     from moec.driver import compile as compile_source
-    from moec.runtime.tune.tune import require_fit
+    from moec.runtime.tune.tuning import require_fit
 
     file = Path(__file__).parents[3] / "examples" / "mixtral_8x7b.moe"
     device = compile_source(file).spec.cluster.device

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from moec.driver import to_spec
 from moec.grammar import load_text
-from moec.grammar.reference import markdown
+from moec.grammar.schema_in_words import markdown
 from moec.grammar.supported import unsupported
+from moec.passes.pipeline import compile_program
 
 PAGE = Path(__file__).parents[3] / "docs" / "language.md"
 MARK = "<!-- generated -->\n"
 MODEL = 'model "m" {{ vocab = 8; dim = 64; depth = 24; context = 8\n{}}}\n'
+TRAIN = "train { batch = 1; sequence = 8 }"
 
 
 def test_the_tables_are_current(update_golden: bool) -> None:
@@ -25,6 +28,10 @@ def test_the_tables_are_current(update_golden: bool) -> None:
 
 def test_the_examples_are_good() -> None:
     written = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    whole, layers = re.findall(r"```moe\n(.*?)```", written, re.DOTALL)
+    whole, layers, attentions = re.findall(r"```moe\n(.*?)```", written, re.DOTALL)
     assert unsupported(load_text(whole).unwrap()) == []
+    assert compile_program(to_spec(MODEL.format(attentions) + TRAIN)).program.layer_blocks == {
+        "layers[0..11]",
+        "layers[12..23]",
+    }
     assert load_text(MODEL.format(layers)).unwrap().model.layers[21].moe.num_experts == 64

@@ -13,7 +13,7 @@ from pygments.token import Error, Keyword, Name, Number, Token
 from moec.commands.init import STARTER
 from moec.grammar.editor import textmate
 from moec.grammar.editor.lexer import MoeLexer
-from moec.grammar.editor.tokens import table
+from moec.grammar.editor.token_table import table
 from moec.grammar.syntax.tokens import lex
 
 ROOT = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ from torch import fx
 
 from moec.codegen.emit import facts_of
 from moec.runtime.verify.lockstep import Lockstep
-from moec.runtime.verify.verify import BOUND, verify
+from moec.runtime.verify.verification import BOUND, verify
 
 WHOLE_TOKENS = {"tp": 2, "ep": 4, "sequence_parallel": False}
 STOPS = {

@@ -12,7 +12,7 @@ from faults import change_op, op_giving, with_program
 from models import moe_plan
 
 from moec.passes.ir.ops import Capacity, PermutePadded
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 EVALUATED = "capacity = factor(0.5, eval = 1.5); group = {}"
 BODY = "layers[1..2]"
@@ -51,7 +51,7 @@ def test_a_plan_that_has_lost_its_setting_is_refused(setting: bool):
     plan = moe_plan(beside=EVALUATED.format("batch"))
     permuted = op_giving(plan, BODY, "rows")
     assert permuted.operands[-1] == "$training"
-    wrong = change_op(plan, BODY, "rows", operands=permuted.operands[:-1])
+    wrong = change_op(plan, BODY, "rows", operands=permuted.operands[:-1], optional=())
     if not setting:
         blocks = tuple(replace(block, settings=()) for block in wrong.program.blocks)
         wrong = with_program(wrong, replace(wrong.program, blocks=blocks))

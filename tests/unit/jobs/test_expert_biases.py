@@ -9,7 +9,7 @@ from models import moe_plan, moe_spec
 from moec.codegen.plan import Plan
 from moec.passes.ir import Init
 from moec.passes.pipeline import compile_program
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
 EXPERT = "swiglu(16, bias = true)"
@@ -63,8 +63,9 @@ def test_they_start_at_zero_do_not_decay_and_lie_with_their_experts(part: str, e
 @pytest.mark.parametrize("ep", [1, 2])
 def test_biases_that_are_forgotten_are_found(capacity: str, ep: int) -> None:
     plan, value = biased(capacity, ep=ep), "mixed" if ep == 1 else "weighted"
-    without = tuple(name for name in op_giving(plan, BODY, value).operands if not name.endswith(".bias"))
-    report = verify(change_op(plan, BODY, value, operands=without))
+    op = op_giving(plan, BODY, value)
+    without = {name: operand for name, operand in op.named(op.operands).items() if not name.endswith("_bias")}
+    report = verify(change_op(plan, BODY, value, **op.taking(without)))
     assert not report.ok
     found = report.first_difference
     assert found is not None

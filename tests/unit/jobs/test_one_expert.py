@@ -10,7 +10,7 @@ from moec.grammar.spec import Spec
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 from moec.runtime.verify import inputs, unsharded
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 CAPACITIES = {
     "dropless": "",

@@ -15,7 +15,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir.ops import CountLabels
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 
 PADDING, VOCAB, CHOICES, IGNORED_LABEL = 3, 32, 2, -100
 EMBEDDING = f"embedding = tokens(padding = {PADDING})"

@@ -26,7 +26,7 @@ from moec.driver import compile as compile_source
 from moec.passes.ir import Op, Value
 from moec.passes.ir.ops import LabelLogit, Widen
 from moec.runtime.verify.rounding import FACTOR, STEP_BOUND, measure_rounding
-from moec.runtime.verify.verify import verify
+from moec.runtime.verify.verification import verify
 from moec.runtime.verify.virtual import VirtualCluster
 
 BODY = "layers[1..2]"
@@ -58,7 +58,7 @@ def test_only_a_plan_that_loses_too_much_on_every_draw_is_refused(unkind: int, m
         seeds.append(inputs.given)
         return replace(measure_rounding(plan, model, inputs, **options), ok=len(seeds) > unkind)
 
-    monkeypatch.setattr("moec.runtime.verify.verify.measure_rounding", measured)
+    monkeypatch.setattr("moec.runtime.verify.verification.measure_rounding", measured)
     report = verify(moe_plan(dtype="bf16", ranks=1, ep=1), float32=False)
     assert report.ok == (unkind < 3)
     assert len(seeds) == min(unkind + 1, 3)

@@ -16,7 +16,7 @@ from moec.passes.ir import Op
 from moec.passes.ir.ops import AllToAll
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.verify import shuffles
-from moec.runtime.verify.verify import BOUND, relative_error, verify
+from moec.runtime.verify.verification import BOUND, relative_error, verify
 
 BODY = "layers[1..2]"
 

@@ -10,7 +10,7 @@ from models import moe_plan
 from moec.passes.ir.ops import Rope
 from moec.runtime.errors import JobError
 from moec.runtime.verify.toy import at_toy_widths
-from moec.runtime.verify.verify import BOUND, Report, verify
+from moec.runtime.verify.verification import BOUND, Report, verify
 
 LARGE = {"dim": 4096, "expert": "swiglu(14336)", "experts": 16, "ffn": "swiglu(8192)"}
 BODY = "layers[1..2]"
@@ -115,7 +115,7 @@ def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(pla
 
 
 def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatch):
-    monkeypatch.setattr("moec.runtime.verify.verify.MANY_LAYERS", 1)
+    monkeypatch.setattr("moec.runtime.verify.verification.MANY_LAYERS", 1)
     report = verify(moe_plan(ranks=4, ep=2))
     assert report.ok, report
 
@@ -123,7 +123,7 @@ def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatc
 @pytest.mark.parametrize(("dim", "threads"), [(16, 1), (256, 3)])
 def test_small_models_run_on_one_thread_and_the_number_is_restored(dim: int, threads: int, monkeypatch):
     seen: list[int] = []
-    from moec.runtime.verify import verify as module
+    from moec.runtime.verify import verification as module
 
     compare = module._compare
     monkeypatch.setattr(module, "SMALL", 100_000)

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
-from faults import Planted, bypass, change_groups, change_kind, change_op, change_sums, insert_after
+from faults import (
+    Planted,
+    bypass,
+    change_groups,
+    change_kind,
+    change_op,
+    change_ops,
+    change_sums,
+    insert_after,
+    op_giving,
+)
 from models import moe_plan
 
 from moec.codegen.plan import Plan
 from moec.passes.ir.ops import AllGatherAlike, AllReduce, Slice
-from moec.runtime.verify.verify import BOUND, verify
+from moec.runtime.verify.verification import BOUND, verify
 
 BODY = "layers[1..2]"
 TP = {"ranks": 8, "tp": 2, "ep": 4, "beside": "shared = swiglu(8)"}
 COPIED = {**TP, "sequence_parallel": False}
 REPEATED = {"ranks": 8, "tp": 4, "ep": 4}
 """Two kv heads on four ranks: each is there twice."""
+NORMED = {**TP, "qk_norm": "head"}
+NORMED_TOGETHER = {**TP, "qk_norm": "projection"}
+NORMED_REPEATED = {**REPEATED, "qk_norm": "projection"}
 
 
 class Fault(NamedTuple):
@@ -30,6 +44,14 @@ class Fault(NamedTuple):
     value: str
     line: int | None
     gradient: bool
+
+
+def norm_k_after_rope(plan: Plan) -> Plan:
+    """k is rotated first and then normed, by the same two ops."""
+    norm, rope = (op_giving(plan, BODY, name) for name in ("k.1", "k.2"))
+    first = replace(rope, operands=norm.operands[:1], results=norm.results)
+    then = replace(norm, operands=("k.1", norm.operands[1]), results=rope.results)
+    return change_ops(plan, BODY, lambda ops: [{norm: first, rope: then}.get(op, op) for op in ops])
 
 
 FAULTS: dict[str, Fault] = {
@@ -234,10 +256,58 @@ FAULTS: dict[str, Fault] = {
         8,
         gradient=True,
     ),
+    "the norm of k is forgotten": Fault(
+        NORMED, lambda p: bypass(p, BODY, "k.1"), "layers.1", "rope", "k.2", 8, gradient=False
+    ),
+    "the norm of k is forgotten, over all heads": Fault(
+        NORMED_TOGETHER, lambda p: bypass(p, BODY, "k.1"), "layers.1", "rope", "k.2", 8, gradient=False
+    ),
+    "k has the norm of q": Fault(
+        NORMED,
+        lambda p: change_op(p, BODY, "k.1", operands=("k", "@attention.q_norm.weight")),
+        "layers.1",
+        "rms_norm",
+        "k.1",
+        8,
+        gradient=False,
+    ),
+    "k is normed after its rotation": Fault(NORMED, norm_k_after_rope, "layers.1", "rope", "k.1", 8, gradient=False),
+    "gradients of a norm of heads are not summed over tp": Fault(
+        NORMED,
+        lambda p: change_sums(p, "attention.q_norm.weight", ("dp",)),
+        "layers.1",
+        "rms_norm",
+        "@attention.q_norm.weight",
+        8,
+        gradient=True,
+    ),
+    "gradients of a norm over all heads are not summed over tp": Fault(
+        NORMED_TOGETHER,
+        lambda p: change_sums(p, "attention.k_norm.weight", ("dp",)),
+        "layers.1",
+        "rms_norm",
+        "@attention.k_norm.weight",
+        8,
+        gradient=True,
+    ),
 }
 
 
-@pytest.mark.parametrize("options", [TP, COPIED, REPEATED], ids=["sequence parallel", "copied", "repeated kv heads"])
+PLANS = {
+    "sequence parallel": TP,
+    "copied": COPIED,
+    "repeated kv heads": REPEATED,
+    "q and k normed by head": NORMED,
+    "q and k normed by head, copied, bf16": {**NORMED, "sequence_parallel": False, "dtype": "bf16", "bias": "all"},
+    "q and k normed by head, repeated": {**REPEATED, "qk_norm": "head"},
+    "q and k normed over all heads": NORMED_TOGETHER,
+    "q and k normed over all heads, bf16": {**NORMED_TOGETHER, "dtype": "bf16"},
+    "q and k normed over all heads, repeated": NORMED_REPEATED,
+    "q and k normed over all heads, repeated, copied": {**NORMED_REPEATED, "sequence_parallel": False},
+}
+
+
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("scale", [False, True])
 def test_a_plan_equals_the_unsharded_model(options: dict[str, object], scale: bool):
     report = verify(moe_plan(**options, **({"dim": 64, "expert": "gelu(96)"} if scale else {})), scale=scale)

@@ -100,7 +100,21 @@ PLANTED = {
     "a parameter of another block": ("@ffn.up.weight {", "@moe.gate.weight {"),
     "a value of another block": ("%y = linear %active", "%y = linear %logits"),
     "a value before its definition": ("%q = linear %h", "%q = linear %h.1"),
-    "an output that is not defined": ("return %x.2", "return %x.3"),
+    "an output that is not defined": ("return %x.2 as", "return %x.3 as"),
+    "an unknown role of an input": ("as tokens)", "as token)"),
+    "an unknown role of an output": ("%logits as logits", "%logits as logit"),
+    "an input without a role": (" as tokens)", ")"),
+    "an output without a role": ("%logits as logits", "%logits"),
+    "a role that is code": ("as tokens)", f"as {IMPORT})"),
+    "two roles": ("as tokens)", "as tokens as tokens)"),
+    "an input of a layer's number": ("as tokens)", "as tokens(1))"),
+    "a layer that is no number": ("as counts(1)", "as counts(one)"),
+    "a layer −1": ("as counts(1)", "as counts(-1)"),
+    "a layer of 20 digits": ("as counts(1)", f"as counts({10**19})"),
+    "a layer 01": ("as counts(1)", "as counts(01)"),
+    "a layer with no number": ("as counts(1)", "as counts()"),
+    "a comma after the outputs": ("as counts(1)", "as counts(1), "),
+    "an output that is no name": ("return %logits", "return %lo gits"),
     "a stage of no block": ('"num_tokens", "aux_loss"}', '"num_tokens", "aux_lost"}'),
     "a block twice in a stage": ('"num_tokens", "aux_loss"}', '"num_tokens", "num_tokens"}'),
     "a second stage first": ("stage 0", "stage 1"),
@@ -217,6 +231,10 @@ def test_a_line_left_out_or_repeated_is_refused():
 
 
 def test_an_unknown_word_is_answered_with_the_nearest_one():
-    for old, new, meant in (("= rms_norm", "= rms_nrm", "'rms_norm'"), ("{eps", "{epz", "'eps'")):
+    for old, new, meant in (
+        ("= rms_norm", "= rms_nrm", "'rms_norm'"),
+        ("{eps", "{epz", "'eps'"),
+        ("as tokens)", "as token)", "'tokens'"),
+    ):
         with pytest.raises(IrError, match=f"did you mean {meant}"):
             parse_program(planted(old, new)[0])

@@ -12,8 +12,8 @@ import pytest
 
 MIB = 2**20
 HEAD = 'program "p" {\n  mesh "dense" {pp = 1, dp = 2}\n'
-BLOCK = '\n  block "b" (%x: fp32[1] @ replicate) {\n'
-RETURN = "    return %x\n  }\n"
+BLOCK = '\n  block "b" (%x: fp32[1] @ replicate as residual) {\n'
+RETURN = "    return %x as residual\n  }\n"
 RESULT = ": fp32[1] @ replicate\n"
 
 
@@ -68,12 +68,20 @@ LARGE: dict[str, tuple[Callable[[], str], str]] = {
     "a shape of 300,000 dims": (lambda: HEAD + BLOCK.replace("[1]", f"[1{', 1' * 300_000}]"), "more than 8 dims"),
     "lists 10,000 deep": (lambda: weights("[" * 10_000 + "]" * 10_000), "more than 4 lists"),
     "200,000 numbers": (lambda: weights(f"[0.0{', 0.0' * 200_000}]"), "more than 100_000 items"),
+    "a million outputs": (
+        lambda: f"{HEAD}{BLOCK}    return %x as loss{', %x as loss' * 10**6}\n",
+        "1_048_576 characters",
+    ),
+    "80,000 outputs of one role": (
+        lambda: f"{HEAD}{BLOCK}    return %x as loss{', %x as loss' * 80_000}\n  }}\n}}\n",
+        "the stages hold []",
+    ),
     "250,000 operands": (lambda: f"{HEAD}{BLOCK}    %y = add %x{', %x' * 250_000} {RESULT}", "100_000 operands"),
     "250,000 results": (lambda: f"{HEAD}{BLOCK}    {'%y, ' * 250_000}%y = add %x {RESULT}", "a type for each result"),
     "a million backslashes": (lambda: 'program "' + "\\" * (10**6 + 1) + '" {\n', "is wanted"),
     "150,000 brackets": (lambda: HEAD + BLOCK.replace("(%x", "(" + ') at "' * 150_000), "an input and its type"),
     "500,000 braces": (lambda: HEAD + BLOCK + "    %y = add %x" + " {" * 500_000 + "\n", "an attribute is wanted"),
-    "a chain of 45,000 copies": (lambda: chain(45_000), "the gradient of c44999 is summed over"),
+    "a chain of 45,000 copies": (lambda: chain(45_000), "is summed over dp twice"),
 }  # fmt: skip
 
 READ_IN_A_PROCESS = """

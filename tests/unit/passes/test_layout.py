@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from moec.codegen.emit import emit_graph, target_name
-from moec.passes.communicate import Communicate
 from moec.passes.ir import (
     Block,
     Dim,
@@ -22,6 +21,7 @@ from moec.passes.ir import (
     LayoutError,
     Mesh,
     Meshes,
+    Output,
     Partial,
     Program,
     Shard,
@@ -33,6 +33,7 @@ from moec.passes.ir.ops import AllGather, Call
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import connected, laid_out, well_typed
+from moec.passes.place.communicate import Communicate
 from moec.runtime.job.shards import dtensor_placements
 from moec.runtime.verify.shuffles import SHUFFLES
 
@@ -123,11 +124,11 @@ def test_an_order_of_cuts_that_dtensor_does_not_know_is_refused():
 
 def converting(source: Layout, target: Layout, shape: tuple[Dim, ...] = SHAPE, dtype: str = "fp64") -> Program:
     """`forward` is given a value that is `source`, and calls a block that wants it as `target`."""
-    x = Value(name="x", shape=shape, dtype=dtype, layout=source)
+    x = Value(name="x", shape=shape, dtype=dtype, layout=source, role="residual")
     wanted = replace(x, layout=target)
-    inner = Block(name="inner", inputs=(wanted,), parameters=(), ops=(), outputs=("x",))
-    call = Call(operands=("x",), results=(replace(wanted, name="y"),), block="inner", layer=0)
-    forward = Block(name="forward", inputs=(x,), parameters=(), ops=(call,), outputs=("y",))
+    inner = Block(name="inner", inputs=(wanted,), parameters=(), ops=(), outputs=(Output("x", "residual"),))
+    call = Call(operands=("x",), results=(replace(wanted, name="y", role=None),), block="inner", layer=0)
+    forward = Block(name="forward", inputs=(x,), parameters=(), ops=(call,), outputs=(Output("y", "residual"),))
     return Program(name="conversions", meshes=(MESH,), blocks=(inner, forward))
 
 

@@ -9,7 +9,7 @@ from moec.driver import load
 from moec.grammar import load_text, to_text
 from moec.passes.ir.ops import PermutePadded
 from moec.passes.ir.text import print_program
-from moec.passes.lower import lower
+from moec.passes.lower.lower_model import lower
 from moec.passes.pipeline import compile_program
 from moec.runtime.job.reference import reference_program
 
@@ -63,6 +63,38 @@ def test_biases_start_as_zeros_and_do_not_decay_whatever_their_shape():
     }
     assert biases["attention.q.bias"].shape == (4, 4)
     assert {(p.init.kind, p.decays) for p in biases.values()} == {("zeros", False)}
+
+
+@pytest.mark.parametrize(("kind", "shapes"), [("head", [(4,), (4,)]), ("projection", [(4, 4), (2, 4)])])
+@pytest.mark.parametrize("norm", ["rms(eps = 1e-4)", "layer_norm(eps = 1e-4)"])
+def test_queries_and_keys_are_normed_after_their_biases_and_before_rope(
+    kind: str, shapes: list[tuple[int, ...]], norm: str
+):
+    spec = moe_spec(qk_norm=kind, bias="qkv", model=f"norm = {norm}")
+    block = lower(spec).block("layers[1..2]")
+    for name, shape in zip("qk", shapes, strict=True):
+        made = [op for op in block.ops if op.results[0].name.split(".")[0] == name]
+        assert [op.mnemonic for op in made] == ["linear", "add_bias", "rms_norm", "rope"]
+        weight = block.scope[f"@attention.{name}_norm.weight"]
+        assert (weight.shape, weight.init.kind, weight.decays) == (shape, "ones", False)
+        assert (made[2].eps, made[2].span.line) == (1e-4, 8)
+    assert "attention.v_norm.weight" not in {p.name for p in block.parameters}
+
+
+def test_a_parameter_says_where_it_is_declared_which_dim_an_axis_cuts():
+    program = lower(moe_spec(bias="all", beside="shared = swiglu(4, bias = true)"))
+    cut = {p.name: dict(p.shard) for block in program.blocks for p in block.parameters if p.shard}
+    heads, hidden, vocabulary = ("q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias"), {"tp": 1}, {"tp": 0}
+    assert cut == {
+        **{f"attention.{name}": {"tp": 0} for name in heads},
+        "attention.o.weight": {"tp": 1},
+        **{f"{path}.{name}.weight": hidden for path in ("ffn", "moe.shared") for name in ("up", "down")},
+        "moe.shared.up.bias": hidden,
+        "moe.experts.up.weight": {"ep": 0},
+        "moe.experts.down.weight": {"ep": 0},
+        "embedding.weight": vocabulary,
+        "head.weight": vocabulary,
+    }
 
 
 def test_a_tied_head_has_no_parameter_of_its_own():
@@ -136,10 +168,10 @@ def test_a_mixture_is_told_which_tokens_are_real_and_a_dense_layer_is_not():
     assert inputs["layers[0]"] == ["x"]
     assert inputs["layers[1..2]"] == ["x", "real"]
     ops = {op.mnemonic: op for op in program.block("layers[1..2]").ops}
-    assert "permute" not in ops
     experts = ops["mask_choices"].results[0].name
-    assert ops["permute_real"].operands[1] == ops["count_choices"].operands[0] == experts
-    assert ops["switch_loss"].operands[2] == ops["z_loss"].operands[1] == "real"
+    assert ops["permute"].attributes()["some_are_none"]
+    assert ops["permute"].operands[1] == ops["count_choices"].operands[0] == experts
+    assert all(ops[loss].named(ops[loss].operands)["real"] == "real" for loss in ("switch_loss", "z_loss"))
     assert [op.mnemonic for op in program.block("num_tokens").ops] == ["count_real_tokens"]
 
 
@@ -148,5 +180,6 @@ def test_without_a_padding_id_or_a_mixture_nothing_is_masked():
         model=moe_spec(model=PADDED).model.replace(depth=1, layers=moe_spec().model.layers[:1])
     )
     for program in (lower(moe_spec()), lower(dense)):
-        mnemonics = {op.mnemonic for block in program.blocks for op in block.ops}
-        assert not mnemonics & {"real_tokens", "count_real_tokens", "mask_choices", "permute_real"}
+        ops = [op for block in program.blocks for op in block.ops]
+        assert not {op.mnemonic for op in ops} & {"real_tokens", "count_real_tokens", "mask_choices"}
+        assert not any(op.attributes().get("some_are_none") for op in ops)

@@ -7,11 +7,12 @@ from models import layer_spec, moe_spec
 
 from moec.driver import run_passes
 from moec.grammar.diagnostics import DiagnosticError
-from moec.passes.degrees import choose_degrees
-from moec.passes.ir import Layout, Program, Shard
-from moec.passes.lower import lower
-from moec.passes.ranks import for_ranks
-from moec.passes.tally import NOMINAL_SEQUENCE, tally
+from moec.passes.cost.totals import tally
+from moec.passes.cost.workload import NOMINAL_SEQUENCE
+from moec.passes.ir import Layout, Output, Program, Shard
+from moec.passes.lower.lower_model import lower
+from moec.passes.place.degrees import choose_degrees
+from moec.passes.place.ranks import for_ranks
 
 
 def placed(**options: object) -> Program:
@@ -30,7 +31,7 @@ def test_a_layer_is_its_mixture_with_no_norm_no_residual_and_no_loss():
 def test_a_layer_without_balance_has_no_blocks_for_it():
     program = lower(layer_spec(balance="[]"))
     assert [block.name for block in program.blocks] == ["layers[0]", "forward"]
-    assert program.block("forward").outputs == ("y", "counts_0")
+    assert program.block("forward").outputs == (Output("y", "residual"), Output("counts_0", "counts", 0))
 
 
 def test_x_and_y_have_the_layers_width_and_dtype_and_are_cut_over_dp_along_sequences():

@@ -5,7 +5,7 @@ from models import moe_spec, moe_text
 
 from moec.driver import check
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.passes.degrees import choose_degrees
+from moec.passes.place.degrees import choose_degrees
 
 
 def problems(**options: object) -> list[Diagnostic]:

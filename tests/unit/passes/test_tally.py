@@ -4,8 +4,8 @@ import pytest
 from models import moe_spec, moe_text
 
 from moec.grammar import load_text
+from moec.passes.cost.totals import tally
 from moec.passes.pipeline import compile_program
-from moec.passes.tally import tally
 from moec.runtime.backends.torch.torch_padded import places_of
 
 

@@ -9,10 +9,10 @@ from models import moe_plan, moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
-from moec.passes.degrees import choose_degrees
 from moec.passes.ir import Layout, Shard
 from moec.passes.pipeline import compile_program
-from moec.runtime.verify.verify import verify
+from moec.passes.place.degrees import choose_degrees
+from moec.runtime.verify.verification import verify
 
 
 def program(**options):
@@ -74,6 +74,27 @@ def test_fewer_kv_heads_than_ranks_are_repeated_and_sharded():
     assert copies.shape == ("batch", "sequence", 4, 4)
     assert str(copies.layout) == "dp:shard(0) tp:shard(2)"
     assert verify(moe_plan(ranks=8, tp=4, ep=4, batch=8, bias="all")).ok
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_norm_of_each_head_moves_nothing_and_its_gradient_is_summed_over_tp(tp: int):
+    normed, plain = (program(tp=tp, qk_norm=kind).block("layers[1..2]") for kind in ("head", "none"))
+    assert ops(normed) - ops(plain) == {"rms_norm": 2}
+    for name in "qk":
+        weight = normed.scope[f"@attention.{name}_norm.weight"]
+        assert (str(weight.layout), weight.sum_over) == ("replicate", ("dp", "tp"))
+
+
+def test_a_norm_over_all_heads_exchanges_heads_for_tokens_and_back():
+    normed, plain = (program(tp=2, qk_norm=kind).block("layers[1..2]") for kind in ("projection", "none"))
+    assert ops(normed) - ops(plain) == {"rms_norm": 2, "all_to_all_padded": 4}
+    norms = [
+        op
+        for op in normed.ops
+        if op.mnemonic == "rms_norm" and op.operands[1].endswith(("q_norm.weight", "k_norm.weight"))
+    ]
+    assert [str(op.results[0].layout) for op in norms] == ["dp:shard(0) tp:shard(1)"] * 2
+    assert {normed.scope[op.operands[1]].sum_over for op in norms} == {("dp", "tp")}
 
 
 def test_a_vocabulary_that_tp_does_not_divide_stays_whole():

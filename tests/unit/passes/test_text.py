@@ -15,7 +15,7 @@ from moec.driver import run_passes, to_spec
 from moec.passes.ir import Op, Program, SourceLine
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attributes import attribute_types
-from moec.passes.ir.ops.linear import Activation
+from moec.passes.ir.ops.linear_ops import Activation
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
@@ -51,6 +51,13 @@ def test_programs_of_our_own_files_read_back_with_their_lines_and_pass_every_che
 def test_the_text_of_a_changed_program_is_another():
     one, two = (print_program(compile_program(moe_spec(gate=f"topk({k})")).program) for k in (1, 2))
     assert one != two
+
+
+def test_text_says_how_a_parameter_is_sharded_until_its_layout_does():
+    lowered, sharded = (print_program(compile_program(moe_spec(tp=2), name).program) for name in ("lower", "shard"))
+    head = "parameter @head.weight: fp32[32, 16]"
+    assert f"{head} = normal(0.02) decays shard(tp = 0) at" in lowered
+    assert f"{head} @ tp:shard(0) = normal(0.02) decays at" in sharded
 
 
 def test_text_cites_the_line_of_each_op():

@@ -7,7 +7,7 @@ import pytest
 from models import moe_spec
 
 from moec.grammar.diagnostics import InternalError
-from moec.passes.ir import REPLICATED, Block, Layout, Mesh, Op, Program, Shard
+from moec.passes.ir import REPLICATED, Block, Layout, Mesh, Op, Output, Program, Shard
 from moec.passes.ir.verifier import connected, laid_out, placed, staged, well_typed
 from moec.passes.pipeline import compile_program
 
@@ -57,7 +57,7 @@ BROKEN = {
     ),
     "an output that nothing defines": (
         well_typed,
-        lambda p: with_block(p, lambda b: replace(b, outputs=("nothing",))),
+        lambda p: with_block(p, lambda b: replace(b, outputs=(Output("nothing", "residual"),))),
         "nothing defines",
     ),
     "two definitions": (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -147,3 +149,17 @@ def test_without_triton_plain_torch_serves_all_with_one_warning(monkeypatch: pyt
     done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False)
     said = "moec runs its operators in plain torch, which is slow on this device: Triton is not installed\n"
     assert (done.stdout, done.returncode) == (said, 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    "backend", [torch_backend, triton_backend], ids=lambda backend: backend.__name__.split(".")[-1]
+)
+def test_a_backend_has_one_function_per_operator_with_its_arguments(backend: ModuleType):
+    names = [name for name in backend.__all__ if hasattr(torch.ops.moec, name)]
+    assert len(names) == len(backend.__all__) > 20
+    for name in names:
+        wanted = [argument.name for argument in getattr(torch.ops.moec, name).default._schema.arguments]
+        taken = [p.name for p in inspect.signature(getattr(backend, name)).parameters.values()]
+        if taken[-1] == "how":  # which capacity is in force, the operator has decided
+            taken, wanted = taken[:-1], wanted[: len(taken) - 1]
+        assert taken == wanted, name

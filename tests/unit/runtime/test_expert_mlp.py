@@ -85,7 +85,7 @@ def test_expert_mlp_and_its_gradients_agree_with_a_loop_over_rows(
     tensors += biases_of(*tensors[1:]) if bias else []
     exact = [t.detach().double().requires_grad_() for t in tensors]
     rows, up, down = tensors[:3]
-    out, hidden = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(tensors[3:] or (None, None)), activation)
+    out, hidden = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(tensors[3:] or (None, None)), None, activation)
     expected = naive_expert_mlp(exact[0], counts, exact[1], exact[2], activation, *exact[3:])
     assert out.dtype == dtype
     assert not hidden.requires_grad
@@ -104,7 +104,7 @@ def test_expert_mlp_and_its_gradients_agree_with_a_loop_over_rows(
 @activations
 def test_an_unused_expert_gets_zero_gradients(activation: str) -> None:
     rows, up, down = inputs([[2, 0, 3]], activation, torch.float32)
-    out, _ = ops.expert_mlp(rows, torch.tensor([[2, 0, 3]]), up, down, None, None, activation)
+    out, _ = ops.expert_mlp(rows, torch.tensor([[2, 0, 3]]), up, down, None, None, None, activation)
     out.sum().backward()
     assert up.grad is not None
     assert down.grad is not None
@@ -117,8 +117,10 @@ def test_rows_from_many_sources_cost_the_same_numbers_as_from_one() -> None:
     rows, up, down = inputs(counts, "swiglu", torch.float64)
     owners = torch.tensor([e for source in counts for e, count in enumerate(source) for _ in range(count)])
     order = owners.sort(stable=True)[1]
-    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, None, None, "swiglu")
-    merged, _ = ops.expert_mlp(rows[order], torch.tensor(counts).sum(0, keepdim=True), up, down, None, None, "swiglu")
+    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, None, None, None, "swiglu")
+    merged, _ = ops.expert_mlp(
+        rows[order], torch.tensor(counts).sum(0, keepdim=True), up, down, None, None, None, "swiglu"
+    )
     assert torch.equal(out[order], merged)
 
 
@@ -132,8 +134,8 @@ def test_layouts_that_are_not_contiguous_give_the_same_numbers() -> None:
     ]
     for t in strided:
         t.requires_grad_()
-    ours = ops.expert_mlp(strided[0], counts, strided[1], strided[2], None, None, "swiglu")[0]
-    torch.testing.assert_close(ours, ops.expert_mlp(rows, counts, up, down, None, None, "swiglu")[0])
+    ours = ops.expert_mlp(strided[0], counts, strided[1], strided[2], None, None, None, "swiglu")[0]
+    torch.testing.assert_close(ours, ops.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")[0])
     ours.sum().backward()  # a gradient with stride 0
     assert all(t.grad is not None for t in strided)
 
@@ -146,7 +148,7 @@ def test_gradients(counts: list[list[int]], activation: str, bias: bool) -> None
     tensors += biases_of(*tensors[1:]) if bias else []
 
     def run(rows: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), activation)
+        out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), None, activation)
         return out
 
     assert gradcheck(run, tensors)
@@ -155,22 +157,22 @@ def test_gradients(counts: list[list[int]], activation: str, bias: bool) -> None
 def test_counts_that_do_not_add_up_are_refused() -> None:
     rows, up, down = inputs([[2, 3]], "gelu", torch.float32)
     with pytest.raises(RuntimeError, match="the counts add up to 6, but there are 5 rows"):
-        ops.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, None, None, "gelu")
+        ops.expert_mlp(rows, torch.tensor([[2, 4]]), up, down, None, None, None, "gelu")
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     rows, up, down = inputs([[2, 3]], "gelu", torch.float32)
     counts = torch.tensor([[2, 3]])
     with pytest.raises(RuntimeError, match=r"activation must be one of swiglu, geglu, gelu, .*, not 'tanh'"):
-        ops.expert_mlp(rows, counts, up, down, None, None, "tanh")
+        ops.expert_mlp(rows, counts, up, down, None, None, None, "tanh")
     with pytest.raises(RuntimeError, match=r"up \[2, 1, 5, 6\] does not fit swiglu"):
-        ops.expert_mlp(rows, counts, up, down, None, None, "swiglu")
+        ops.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
     with pytest.raises(RuntimeError, match="must share a dtype"):
-        ops.expert_mlp(rows.bfloat16(), counts, up, down, None, None, "gelu")
+        ops.expert_mlp(rows.bfloat16(), counts, up, down, None, None, None, "gelu")
     up_bias, down_bias = biases_of(up, down)
     with pytest.raises(RuntimeError, match="must both have biases, or none"):
-        ops.expert_mlp(rows, counts, up, down, up_bias, None, "gelu")
+        ops.expert_mlp(rows, counts, up, down, up_bias, None, None, "gelu")
     with pytest.raises(RuntimeError, match=r"biases must be \[E, G, F\] and \[E, D\]"):
-        ops.expert_mlp(rows, counts, up, down, up_bias, up_bias, "gelu")
+        ops.expert_mlp(rows, counts, up, down, up_bias, up_bias, None, "gelu")
     with pytest.raises(RuntimeError, match=r"not \[2, 1, 5\], torch.float32 and \[2, 6\], torch.float64"):
-        ops.expert_mlp(rows, counts, up, down, up_bias, down_bias.double(), "gelu")
+        ops.expert_mlp(rows, counts, up, down, up_bias, down_bias.double(), None, "gelu")

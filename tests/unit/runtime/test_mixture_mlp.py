@@ -105,7 +105,7 @@ def test_it_is_what_permute_expert_mlp_and_combine_compute() -> None:
     x, experts, weights, up, down = inputs((3, 40, 7, 3, 0.0), "swiglu", torch.float64)
     mixed, counts, hidden, positions = ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
     rows, alone, places = ops.permute(x, experts, 7)
-    out, saved = ops.expert_mlp(rows, alone, up, down, None, None, "swiglu")
+    out, saved = ops.expert_mlp(rows, alone, up, down, None, None, None, "swiglu")
     for one, other in zip(
         (mixed, counts, hidden, positions), (ops.combine(out, places, weights), alone, saved, places), strict=True
     ):

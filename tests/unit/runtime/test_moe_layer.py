@@ -22,9 +22,11 @@ class MoeLayer(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = ops.rope(x[:, :, None], 1e4)[:, :, 0]
-        probabilities, weights, experts = ops.route((x @ self.gate.to(x.dtype).t()).float(), 2, self.score, False, True)
+        probabilities, weights, experts = ops.route(
+            (x @ self.gate.to(x.dtype).t()).float(), 2, self.score, "before", True
+        )
         rows, counts, positions = ops.permute(x, experts, 5)
-        out, _ = ops.expert_mlp(rows, counts, self.up, self.down, None, None, self.activation)
+        out, _ = ops.expert_mlp(rows, counts, self.up, self.down, None, None, None, self.activation)
         return ops.combine(out, positions, weights), ops.switch_loss(probabilities, ops.count_choices(experts, 5, 0))
 
 

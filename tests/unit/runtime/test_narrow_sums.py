@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from moec.codegen.emit import emit_graph, facts_of
 from moec.passes.ir import Program
 from moec.passes.ir.interface import FORWARD
-from moec.passes.lower import lower
+from moec.passes.lower.lower_model import lower
 from moec.runtime import ops
-from moec.runtime.ops.embedding import embed
+from moec.runtime.ops.embed import embed
 from moec.runtime.verify.shuffles import SHUFFLES
 
 TOKENS, DIM, VOCAB = 4096, 16, 32
@@ -103,7 +103,7 @@ def test_counts_of_choices_are_exact_integers_in_any_dtype(dtype: torch.dtype):
     for counts in (
         ops.permute(x, experts, 3)[1],
         ops.count_choices(experts, 3, 0),
-        ops.permute_padded(x, experts, starts, None, 0, 1, 3, 1, 3, 1, 1)[1],
+        ops.permute_padded(x, experts, starts, None, 3, 1, 3, 1, 1, 0, 1)[1],
         ops.mixture_mlp(x, experts, weights, up, down, None, None, "gelu")[1],
     ):
         assert counts.dtype == torch.int64

@@ -35,7 +35,7 @@ def by_hand(experts: Tensor, groups: int, capacity: int) -> Tensor:
 
 def permuted(x: Tensor, experts: Tensor, groups: int, parts: int, whole: int, least: int = 1) -> tuple[Tensor, ...]:
     starts = ops.queue_starts(ops.count_queues(experts, EXPERTS), groups)
-    return ops.permute_padded(x, experts, starts, None, groups, 1, parts, whole, parts, whole, least)
+    return ops.permute_padded(x, experts, starts, None, parts, whole, parts, whole, least, groups, 1)
 
 
 @pytest.mark.parametrize("groups", [0, 1, 3])
@@ -61,12 +61,12 @@ def test_a_setting_says_which_of_two_capacities_is_in_force(groups: int):
     experts, x = chosen(), torch.randn(3, 5, 6)
     starts = ops.queue_starts(ops.count_queues(experts, EXPERTS), groups)
     for training, factor in ((1, (1, 2)), (0, (3, 2))):
-        setting, capacity = torch.tensor(training), (groups, 1, 1, 2, 3, 2, 1)
+        setting, capacity = torch.tensor(training), (1, 2, 3, 2, 1, groups, 1)
         found = ops.permute_padded(x, experts, starts, setting, *capacity)
         for got, wanted in zip(found, permuted(x, experts, groups, *factor), strict=True):
             assert torch.equal(got, wanted)
         kept = ops.keep_choices(experts, starts, setting, *capacity)
-        assert torch.equal(kept, ops.keep_choices(experts, starts, None, groups, 1, *factor, *factor, 1))
+        assert torch.equal(kept, ops.keep_choices(experts, starts, None, *factor, *factor, 1, groups, 1))
 
 
 def test_pieces_of_a_sequence_stand_in_one_queue():
@@ -77,7 +77,7 @@ def test_pieces_of_a_sequence_stand_in_one_queue():
     queues = torch.cat([ops.count_queues(piece, EXPERTS) for piece in pieces], 1)
     starts = ops.queue_starts(queues, 0).chunk(2, dim=1)
     cut = [
-        ops.permute_padded(part, piece, start, None, 0, 2, 1, 1, 1, 1, 1)[2]
+        ops.permute_padded(part, piece, start, None, 1, 1, 1, 1, 1, 0, 2)[2]
         for part, piece, start in zip(x.chunk(2, dim=1), pieces, starts, strict=True)
     ]
     assert torch.equal(torch.cat(cut, 1) >= 0, whole >= 0)
@@ -99,7 +99,7 @@ def test_choices_are_kept_as_a_capacity_keeps_them(groups: int, parts: int, whol
     experts, x = chosen(), torch.randn(3, 5, 6)
     _, counts, positions = permuted(x, experts, groups, parts, whole)
     starts = ops.queue_starts(ops.count_queues(experts, EXPERTS), groups)
-    kept = ops.keep_choices(experts, starts, None, groups, 1, parts, whole, parts, whole, 1)
+    kept = ops.keep_choices(experts, starts, None, parts, whole, parts, whole, 1, groups, 1)
     assert torch.equal(kept, experts.where(positions >= 0, -1))
     largest = ops.largest_load(kept, EXPERTS)
     assert largest == counts.max()

@@ -12,11 +12,11 @@ from torch.autograd import gradcheck
 
 from moec.runtime import ops
 
-MODES = list(itertools.product(("softmax", "sigmoid"), (False, True), (False, True)))
-every_mode = pytest.mark.parametrize(("score", "after", "normalize"), MODES)
+MODES = list(itertools.product(("softmax", "sigmoid"), ("before", "after"), (False, True)))
+every_mode = pytest.mark.parametrize(("score", "order", "normalize"), MODES)
 
 
-def naive_route(logits: Tensor, k: int, score: str, after: bool, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def naive_route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
     def scored(values: Tensor) -> Tensor:
         return values.softmax(-1) if score == "softmax" else values.sigmoid()
 
@@ -25,9 +25,9 @@ def naive_route(logits: Tensor, k: int, score: str, after: bool, normalize: bool
     weights, experts = [], []
     for sequence in range(logits.shape[0]):
         for token in range(logits.shape[1]):
-            keys = (logits if after else scores)[sequence, token]
+            keys = (logits if order == "after" else scores)[sequence, token]
             chosen = sorted(range(logits.shape[2]), key=lambda e, keys=keys: (-keys[e].item(), e))[:k]
-            kept = scored(logits[sequence, token, chosen]) if after else scores[sequence, token, chosen]
+            kept = scored(logits[sequence, token, chosen]) if order == "after" else scores[sequence, token, chosen]
             weights.append(kept / kept.sum() if normalize else kept)
             experts.append(torch.tensor(chosen))
     shape = (*logits.shape[:2], k)
@@ -38,12 +38,12 @@ def naive_route(logits: Tensor, k: int, score: str, after: bool, normalize: bool
 @pytest.mark.parametrize(("num_experts", "k"), [(8, 2), (6, 1), (5, 5), (1, 1), (64, 8)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_route_and_its_gradient_agree_with_a_loop_over_tokens(
-    num_experts: int, k: int, dtype: torch.dtype, score: str, after: bool, normalize: bool
+    num_experts: int, k: int, dtype: torch.dtype, score: str, order: str, normalize: bool
 ) -> None:
     logits = torch.randn(2, 5, num_experts, dtype=dtype, requires_grad=True)
     exact = logits.detach().double().requires_grad_()
-    probabilities, weights, experts = ops.route(logits, k, score, after, normalize)
-    expected = naive_route(exact, k, score, after, normalize)
+    probabilities, weights, experts = ops.route(logits, k, score, order, normalize)
+    expected = naive_route(exact, k, score, order, normalize)
     assert probabilities.dtype == weights.dtype == dtype
     assert torch.equal(experts, expected[2])
     tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
@@ -58,47 +58,47 @@ def test_route_and_its_gradient_agree_with_a_loop_over_tokens(
 
 
 @every_mode
-def test_route_gradients(score: str, after: bool, normalize: bool) -> None:
+def test_route_gradients(score: str, order: str, normalize: bool) -> None:
     logits = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     for output in ((0,), (1,), (0, 1)):
         assert gradcheck(
-            lambda x, output=output: [ops.route(x, 2, score, after, normalize)[i] for i in output], (logits,)
+            lambda x, output=output: [ops.route(x, 2, score, order, normalize)[i] for i in output], (logits,)
         )
 
 
 @every_mode
-def test_ties_go_to_the_lower_expert(score: str, after: bool, normalize: bool) -> None:
+def test_ties_go_to_the_lower_expert(score: str, order: str, normalize: bool) -> None:
     for num_experts, k in ((8, 3), (16, 2), (64, 8), (256, 8), (7, 7)):
         level = torch.zeros(1, 4, num_experts)
-        assert torch.equal(ops.route(level, k, score, after, normalize)[2], torch.arange(k).expand(1, 4, k)), (
+        assert torch.equal(ops.route(level, k, score, order, normalize)[2], torch.arange(k).expand(1, 4, k)), (
             f"{num_experts} equal logits"
         )
         few = torch.randint(0, 3, (2, 16, num_experts)).double()
         assert torch.equal(
-            ops.route(few, k, score, after, normalize)[2], naive_route(few, k, score, after, normalize)[2]
+            ops.route(few, k, score, order, normalize)[2], naive_route(few, k, score, order, normalize)[2]
         )
 
 
 def test_weights_come_best_first_and_sum_to_one_when_normalized() -> None:
     logits = torch.randn(2, 50, 16)
-    for score, after, normalize in MODES:
-        weights = ops.route(logits, 4, score, after, normalize)[1]
+    for score, order, normalize in MODES:
+        weights = ops.route(logits, 4, score, order, normalize)[1]
         assert (weights.diff(dim=-1) <= 0).all()
-        if normalize or (after and score == "softmax"):
+        if normalize or (order == "after" and score == "softmax"):
             torch.testing.assert_close(weights.sum(-1), torch.ones(2, 50))
 
 
 @every_mode
-def test_experts_are_distinct_even_where_logits_are_minus_infinity(score: str, after: bool, normalize: bool) -> None:
+def test_experts_are_distinct_even_where_logits_are_minus_infinity(score: str, order: str, normalize: bool) -> None:
     logits = torch.full((1, 1, 6), -math.inf)
     logits[..., 3] = 0.5
     logits[..., 5] = 1.0
-    assert ops.route(logits, 4, score, after, normalize)[2].tolist() == [[[5, 3, 0, 1]]]
+    assert ops.route(logits, 4, score, order, normalize)[2].tolist() == [[[5, 3, 0, 1]]]
 
 
 def test_sigmoid_scores_that_underflow_still_normalize() -> None:
     logits = torch.full((1, 1, 4), -200.0, requires_grad=True)
-    probabilities, weights, _ = ops.route(logits, 2, "sigmoid", False, True)
+    probabilities, weights, _ = ops.route(logits, 2, "sigmoid", "before", True)
     torch.testing.assert_close(probabilities, torch.full((1, 1, 4), 0.25))
     torch.testing.assert_close(weights, torch.full((1, 1, 2), 0.5))
     (probabilities[..., 0].sum() + weights[..., 0].sum()).backward()
@@ -107,17 +107,17 @@ def test_sigmoid_scores_that_underflow_still_normalize() -> None:
 
 
 @every_mode
-def test_logits_that_are_nan_are_refused_and_located(score: str, after: bool, normalize: bool) -> None:
+def test_logits_that_are_nan_are_refused_and_located(score: str, order: str, normalize: bool) -> None:
     logits = torch.randn(2, 3, 4)
     logits[1, 2, 3] = math.nan
     with pytest.raises(FloatingPointError, match=r"are NaN or infinite for 1 of 6 tokens, first token 2 of sequence 1"):
-        ops.route(logits, 2, score, after, normalize)
+        ops.route(logits, 2, score, order, normalize)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])
 def test_no_tokens_route_nowhere(shape: tuple[int, ...]) -> None:
     logits = torch.randn(shape, requires_grad=True)
-    probabilities, weights, experts = ops.route(logits, 2, "softmax", False, True)
+    probabilities, weights, experts = ops.route(logits, 2, "softmax", "before", True)
     assert weights.shape == experts.shape == (*shape[:2], 2)
     (probabilities.sum() + weights.sum()).backward()
     assert logits.grad is not None
@@ -126,7 +126,7 @@ def test_no_tokens_route_nowhere(shape: tuple[int, ...]) -> None:
 
 def test_only_the_outputs_in_use_get_gradients() -> None:
     logits = torch.randn(1, 3, 4, requires_grad=True)
-    _, _, experts = ops.route(logits, 2, "softmax", False, True)
+    _, _, experts = ops.route(logits, 2, "softmax", "before", True)
     assert not experts.requires_grad
 
 
@@ -134,8 +134,8 @@ def test_arguments_out_of_range_are_refused() -> None:
     logits = torch.randn(1, 2, 4)
     for k in (0, 5):
         with pytest.raises(RuntimeError, match=f"k must be between 1 and the 4 experts, not {k}"):
-            ops.route(logits, k, "softmax", False, True)
+            ops.route(logits, k, "softmax", "before", True)
     with pytest.raises(RuntimeError, match="score must be one of softmax, sigmoid, not 'tanh'"):
-        ops.route(logits, 1, "tanh", False, True)
+        ops.route(logits, 1, "tanh", "before", True)
     with pytest.raises(RuntimeError, match=r"must be float32 or float64, not torch\.bfloat16"):
-        ops.route(logits.bfloat16(), 1, "softmax", False, True)
+        ops.route(logits.bfloat16(), 1, "softmax", "before", True)

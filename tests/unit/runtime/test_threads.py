@@ -152,8 +152,8 @@ def results_of_sources(activation: str, dtype: torch.dtype, biased: bool) -> lis
     )
     biases = (torch.randn(7, factor, 16).to(dtype), torch.randn(7, 24).to(dtype)) if biased else (None, None)
     weights = torch.rand(350)
-    out, hidden = torch_backend.expert_mlp(rows, counts, up, down, *biases, activation, weights)
-    grads = torch_backend.expert_mlp_backward(grad, rows, hidden, counts, up, down, *biases, activation, weights)
+    out, hidden = torch_backend.expert_mlp(rows, counts, up, down, *biases, weights, activation)
+    grads = torch_backend.expert_mlp_backward(grad, rows, hidden, counts, up, down, *biases, weights, activation)
     return [out, hidden, *grads]
 
 

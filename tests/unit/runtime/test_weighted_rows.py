@@ -10,7 +10,7 @@ from torch.autograd import gradcheck
 
 from moec.runtime import ops
 
-CAPACITY = (None, 0, 1, 3, 4, 3, 4, 1)
+CAPACITY = (None, 3, 4, 3, 4, 1, 0, 1)
 
 
 def weights_of(rows: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def test_weighted_experts_and_their_gradients_agree_with_a_loop_over_rows(
     rows, up, down = inputs(counts, activation, dtype)
     biases = biases_of(up, down) if bias else []
     weights = weights_of(rows)
-    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), activation, weights)
+    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)
     ours = (rows, up, down, *biases, weights)
     exact = [t.detach().double().requires_grad_() for t in ours]
     of_rows = naive_expert_mlp(exact[0], counts, exact[1], exact[2], activation, *exact[3:-1])
@@ -51,7 +51,7 @@ def test_gradients_of_weighted_experts(counts: list[list[int]], activation: str,
     tensors = (rows, weights_of(rows), up, down, *(biases_of(up, down) if bias else []))
 
     def run(rows: Tensor, weights: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), activation, weights)
+        out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)
         return out
 
     assert gradcheck(run, tensors)
@@ -69,13 +69,13 @@ def mixed(x: Tensor, choices: Tensor, weights: Tensor, up: Tensor, down: Tensor,
     if not capacity:
         rows, counts, positions = ops.permute(x, choices, up.shape[0])
         beside = ops.permute_weights(weights, positions, rows)
-        out, _ = ops.expert_mlp(rows, counts, up, down, None, None, "swiglu", beside)
+        out, _ = ops.expert_mlp(rows, counts, up, down, None, None, beside, "swiglu")
         return ops.sum_rows(out, positions, counts)
     starts = ops.queue_starts(ops.count_queues(choices, up.shape[0]), 0)
     rows, counts, positions = ops.permute_padded(x, choices, starts, *CAPACITY)
     beside = ops.permute_weights(weights, positions, rows)
     even = torch.full((1, len(rows)), rows.shape[1])
-    out, _ = ops.expert_mlp(rows.flatten(0, 1), even, up, down, None, None, "swiglu", beside.flatten())
+    out, _ = ops.expert_mlp(rows.flatten(0, 1), even, up, down, None, None, beside.flatten(), "swiglu")
     return ops.sum_rows(out.view(rows.shape), positions, counts)
 
 
@@ -155,7 +155,7 @@ def test_of_rows_only_those_that_came_are_saved() -> None:
 def test_weights_that_do_not_fit_are_refused(weights: Tensor, complaint: str) -> None:
     rows, up, down = inputs([[2, 3]], "gelu", torch.float32)
     with pytest.raises(RuntimeError, match=complaint):
-        ops.expert_mlp(rows, torch.tensor([[2, 3]]), up, down, None, None, "gelu", weights)
+        ops.expert_mlp(rows, torch.tensor([[2, 3]]), up, down, None, None, weights, "gelu")
 
 
 def test_rows_that_are_not_as_many_as_positions_are_refused() -> None:

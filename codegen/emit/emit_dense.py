@@ -1,0 +1,166 @@
+"""Emits the dense parts of a model: embeddings, norms, projections, attention, and sums of paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.value import promoted
+
+aten = torch.ops.aten
+moec = torch.ops.moec
+
+
+def _embed(e: Emitter, op: Op) -> None:
+    ids, table = e.refs(op)
+    layout = e.value(op.operands[1]).layout
+    if layout is None or not layout.axes:
+        e.result(op, moec.embed.default, ids, table)
+    else:
+        (axis,) = layout.axes
+        e.result(op, moec.embed_part.default, ids, table, e.group(axis))
+
+
+def _embed_positions(e: Emitter, op: Op) -> None:
+    """Counts positions from the ids, so that the graph holds no length."""
+    ids, table = e.refs(op)
+    counted = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, ids), 1)
+    e.result(op, moec.embed.default, e.call(op, aten.sub.Scalar, counted, 1), table)
+
+
+def _layer_norm(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.LayerNorm)
+    given, dtype = op.named(e.refs(op)), op.results[0].dtype
+    x, weight, bias = given["x"], given["weight"], given.get("bias")
+    if dtype == promoted(dtype):
+        e.result(op, aten.layer_norm.default, x, list(e.shape(op.operands[1])), weight, bias, op.eps)
+    else:
+        e.result(op, moec.layer_norm.default, x, weight, bias, op.eps)
+
+
+def _rms_norm(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.RmsNorm)
+    x, weight = e.refs(op)
+    e.result(op, aten.rms_norm.default, x, list(e.shape(op.operands[1])), weight, op.eps)
+
+
+def _linear(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.Linear)
+    x, weight = e.refs(op)
+    weight_shape = e.shape(op.operands[1])
+    rank, n = len(e.value(op.operands[0]).shape), op.contract
+    out = weight_shape[:-n]
+    if n > 1:
+        x = e.call(op, aten.flatten.using_ints, x, rank - n, rank - 1)
+        weight = e.call(op, aten.flatten.using_ints, weight, len(out), len(weight_shape) - 1)
+    if len(out) == 1:
+        e.result(op, aten.linear.default, x, weight)
+        return
+    weight = e.call(op, aten.flatten.using_ints, weight, 0, len(out) - 1)
+    e.result(op, aten.unflatten.int, e.call(op, aten.linear.default, x, weight), -1, list(out))
+
+
+def _attention(e: Emitter, op: Op) -> None:
+    q, k, v = (e.call(op, aten.transpose.int, ref, 1, 2) for ref in e.refs(op))
+    heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
+    # mask, dropout, causal; the scale is 1/sqrt(head_dim).
+    attend = aten.scaled_dot_product_attention.default
+    attended = e.call(op, attend, q, k, v, None, 0.0, True, enable_gqa=heads != kv_heads)
+    e.result(op, aten.transpose.int, attended, 1, 2)
+
+
+def _activation(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.Activation)
+    (x,) = e.refs(op)
+    if ACTIVATIONS[op.kind].gated:
+        e.result(op, moec.gated.default, x, op.kind)
+        return
+    x = e.call(op, aten.squeeze.dim, x, -2)
+    *inner, outer = ACTIVATIONS[op.kind].function.aten
+    for name in inner:
+        x = e.call(op, getattr(aten, name).default, x)
+    e.result(op, getattr(aten, outer).default, x)
+
+
+def _add(e: Emitter, op: Op) -> None:
+    total, *rest = e.refs(op)
+    if not rest:
+        e.result(op, aten.mul.Scalar, total, 1.0)
+        return
+    for term in rest[:-1]:
+        total = e.call(op, aten.add.Tensor, total, term)
+    e.result(op, aten.add.Tensor, total, rest[-1])
+
+
+def _add_bias(e: Emitter, op: Op) -> None:
+    e.result(op, aten.add.Tensor, *e.refs(op))
+
+
+def _weighted_sum(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.WeightedSum)
+    terms = list(zip(e.refs(op), op.weights, strict=True))
+    if len(terms) == 1:
+        e.result(op, aten.mul.Scalar, *terms[0])
+        return
+    total, *rest = [e.call(op, aten.mul.Scalar, ref, weight) for ref, weight in terms]
+    for term in rest[:-1]:
+        total = e.call(op, aten.add.Tensor, total, term)
+    e.result(op, aten.add.Tensor, total, rest[-1])
+
+
+def _router(e: Emitter, op: Op) -> None:
+    x, weight = e.refs(op)
+    result = op.results[0]
+    if e.value(op.operands[0]).dtype != result.dtype:
+        x = e.call(op, aten.to.dtype, x, e.dtype(result.dtype))
+        weight = e.call(op, aten.to.dtype, weight, e.dtype(result.dtype))
+    e.result(op, aten.linear.default, x, weight)
+
+
+def _sigmoid_gate(e: Emitter, op: Op) -> None:
+    x, logits = e.refs(op)
+    e.result(op, aten.mul.Tensor, x, e.call(op, aten.sigmoid.default, logits))
+
+
+def _mix(e: Emitter, op: Op) -> None:
+    *paths, logits = e.refs(op)
+    weights = e.call(op, aten.softmax.int, logits, -1)
+    terms = [
+        e.call(op, aten.mul.Tensor, path, e.call(op, aten.narrow.default, weights, -1, index, 1))
+        for index, path in enumerate(paths)
+    ]
+    e.result(op, aten.add.Tensor, *terms)
+
+
+def _repeat_heads(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.RepeatHeads)
+    e.result(op, aten.repeat_interleave.self_int, *e.refs(op), op.copies, 0)
+
+
+def _call(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.Call)
+    e.call_layer(op, op.layer, len(e.program.block(op.block).outputs))
+
+
+DENSE: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.Activation: _activation,
+    o.Add: _add,
+    o.AddBias: _add_bias,
+    o.Attention: _attention,
+    o.Call: _call,
+    o.Embed: _embed,
+    o.EmbedPositions: _embed_positions,
+    o.LayerNorm: _layer_norm,
+    o.Linear: _linear,
+    o.Mix: _mix,
+    o.RepeatHeads: _repeat_heads,
+    o.RmsNorm: _rms_norm,
+    o.Router: _router,
+    o.SigmoidGate: _sigmoid_gate,
+    o.WeightedSum: _weighted_sum,
+}

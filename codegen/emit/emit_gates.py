@@ -1,0 +1,55 @@
+"""Emits the ops of gates that are compositions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir.ops import gate_ops as g
+
+aten = torch.ops.aten
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64 (Steele et al. 2014): the step from one state to the next, and the factors of its mix."""
+_WORD = 1 << 64
+
+
+def _hash_route(e: Emitter, op: Op) -> None:
+    """SplitMix64 in int64: products wrap; `>>` copies the sign bit, and a mask removes the copies."""
+    assert isinstance(op, g.HashRoute)
+    (ids,) = e.refs(op)
+    numbers = e.call(op, aten.cumsum.default, e.call(op, aten.new_ones.default, ids, [op.num_experts]), 0)
+    experts = e.call(op, aten.sub.Scalar, numbers, 1)
+    of_ids = e.call(op, aten.mul.Scalar, e.call(op, aten.unsqueeze.default, ids, -1), 1 << 31)
+    steps = e.call(op, aten.mul.Scalar, e.call(op, aten.add.Tensor, of_ids, experts), _signed(_GOLDEN))
+    mixed = e.call(op, aten.add.Scalar, steps, _signed(_mix(op.seed)))
+    for bits, factor in ((30, _FIRST), (27, _SECOND)):
+        mixed = e.call(op, aten.mul.Scalar, _xor_shifted(e, op, mixed, bits), _signed(factor))
+    whole = e.call(op, aten.topk.default, _xor_shifted(e, op, mixed, 31), op.k)
+    chosen = e.item(op, whole, 1)
+    weights = e.call(op, aten.full_like.default, chosen, 1 / op.k, dtype=e.dtype(op.results[0].dtype))
+    e.several(op, weights, chosen)
+
+
+def _xor_shifted(e: Emitter, op: Op, x: fx.Node, bits: int) -> fx.Node:
+    shifted = e.call(op, aten.bitwise_right_shift.Tensor_Scalar, x, bits)
+    return e.call(op, aten.bitwise_xor.Tensor, x, e.call(op, aten.bitwise_and.Scalar, shifted, (_WORD >> bits) - 1))
+
+
+def _mix(x: int) -> int:
+    for bits, factor in ((30, _FIRST), (27, _SECOND)):
+        x = (x ^ x >> bits) * factor % _WORD
+    return x ^ x >> 31
+
+
+def _signed(x: int) -> int:
+    return x - _WORD if x >= _WORD >> 1 else x
+
+
+GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    g.HashRoute: _hash_route,
+}

@@ -1,0 +1,48 @@
+"""Emits ops that map to one torch operator each, from what their classes declare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir.op import operand_names
+from moec.passes.ir.operator_schema import given_attributes, resolved_arguments
+from moec.passes.ir.ops import Collective
+
+
+def emit_operator(e: Emitter, op: Op) -> None:
+    """Emits one node that calls the op's torch operator, and one node per result where it has several."""
+    kind = type(op)
+    given = op.named(e.refs(op))
+    required, optional = operand_names(kind)
+    operands = [given[name] for name in required if name not in kind.typing]
+    operands += [given.get(name) for name in optional]
+    attributes = [getattr(op, name) for name in given_attributes(kind)]
+    resolved = [_resolve(e, op, name) for name in resolved_arguments(kind)]
+    target = getattr(torch.ops.moec, op.torch_operator()).default
+    where = e.site(op) if kind.sited else {}
+    arguments = (*operands, *attributes, *resolved)
+    if len(op.results) == 1 and kind.saved:
+        e.first_of(op, e.call(op, target, *arguments, **where))
+    elif len(op.results) == 1:
+        e.result(op, target, *arguments, **where)
+    else:
+        e.results(op, target, *arguments, **where)
+
+
+def _resolve(e: Emitter, op: Any, name: str) -> Any:
+    """An argument that follows from an attribute and the meshes."""
+    match name:
+        case "group":
+            assert isinstance(op, Collective)
+            return e.group(op.axis)
+        case "groups":  # routing groups that a process's sequences form: 0 where each sequence is a group
+            return {"sequence": 0, "batch": 1, "rank": e.program.shares}[op.group]
+        case "spread":  # tokens of a routing group / tokens of it on one rank
+            if e.meshes is None:
+                return 1
+            return e.meshes.dense.size("tp") * (e.meshes.dense.size("dp") if op.group == "batch" else 1)
+    raise AssertionError(name)

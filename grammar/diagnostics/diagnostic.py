@@ -1,0 +1,68 @@
+"""Diagnostics of a user's mistakes: code, place, message and, where possible, a fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from moec.grammar.source import Span
+
+
+class Severity(StrEnum):
+    """An error stops the compilation, a warning does not."""
+
+    ERROR = "error"
+    WARNING = "warning"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """A further place that a diagnostic points at, with the reason."""
+
+    span: Span
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Replaces `span` by `text`: a fix that a tool may apply without asking."""
+
+    span: Span
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnostic:
+    """One thing wrong with what the user wrote.
+
+    `code` is stable (`MOE0311`); `title` names the broken rule; `message`, under the primary span, says how this value
+    breaks the rule; `help` suggests a correction; `fix` has the edits, where there is only one correction.
+    """
+
+    code: str
+    title: str
+    span: Span | None
+    message: str = ""
+    labels: tuple[Label, ...] = ()
+    help: str = ""
+    severity: Severity = Severity.ERROR
+    fix: tuple[Edit, ...] = ()
+
+
+class DiagnosticError(Exception):
+    """Raised when a user's mistake stops moec; carries every diagnostic found."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        self.diagnostics = tuple(diagnostics)
+        super().__init__("\n".join(_line(d) for d in self.diagnostics))
+
+
+class InternalError(Exception):
+    """A bug in moec. The command line asks for a report and exits with 3."""
+
+
+def _line(diagnostic: Diagnostic) -> str:
+    place = f"{diagnostic.span}: " if diagnostic.span else ""
+    text = f"{place}{diagnostic.severity}[{diagnostic.code}]: {diagnostic.title}"
+    return f"{text}: {diagnostic.message}" if diagnostic.message else text

@@ -1,0 +1,138 @@
+"""Clusters and devices: `from`, `nodes`, and devices by name, declared or built in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from moec.grammar.diagnostics.diagnostic import Label
+from moec.grammar.resolve.parts import Given, Part, build, merged
+from moec.grammar.resolve.scope import BROKEN, Broken, Scope
+from moec.grammar.schema import fields
+from moec.grammar.spec import Cluster, ClusterText, Device
+from moec.grammar.suggest import advice, nearest
+
+_BASE, _NODES, _DEVICE, _LEVEL = "from", "nodes", "device", "level"
+assert {_BASE, _NODES, _DEVICE, _LEVEL} == set(fields(ClusterText))
+
+
+@dataclass(slots=True)
+class Machines:
+    """The clusters and devices of all files read, by name in the order read.
+
+    `built_in` gives a device of the library by its name; `shipped_devices` and `shipped_clusters` name what it has.
+    """
+
+    built_in: Callable[[str], Part | None]
+    shipped_devices: list[str]
+    shipped_clusters: list[str]
+    clusters: dict[str, Part] = field(default_factory=dict)
+    devices: dict[str, Part] = field(default_factory=dict)
+
+
+def resolve_clusters(scope: Scope, machines: Machines) -> Cluster | Broken:
+    """The last cluster, which is the one used. All clusters and devices are checked."""
+    resolved: dict[str, Part | Broken] = {}
+    cluster: Cluster | Broken = BROKEN
+    for part in machines.devices.values():
+        build(scope, part)
+    for name in machines.clusters:
+        cluster = _cluster(scope, machines, _applied(scope, machines, name, resolved))
+    return cluster
+
+
+def _applied(scope: Scope, machines: Machines, name: str, resolved: dict[str, Part | Broken]) -> Part | Broken:
+    """Cluster `name` with its `from` and `nodes` applied; kept in `resolved`."""
+    chain: list[Part] = []
+    current: str | None = name
+    while current is not None and current not in resolved:
+        part = machines.clusters[current]
+        if any(part is other for other in chain):
+            _report_circle(scope, part, chain)
+            resolved[name] = BROKEN
+            return BROKEN
+        chain.append(part)
+        current = _base(scope, machines, part)
+        if current is None and _BASE in part.given:  # no such cluster: diagnosed
+            resolved[name] = BROKEN
+            return BROKEN
+    base = resolved[current] if current is not None else None
+    for part in reversed(chain):
+        assert part.label
+        applied: Part | Broken = BROKEN
+        if not isinstance(base, Broken):
+            applied = _multiplied(merged(base, part) if base else part)
+        resolved[part.label.value] = base = applied
+    return resolved[name]
+
+
+def _base(scope: Scope, machines: Machines, part: Part) -> str | None:
+    given = part.given.get(_BASE)
+    if given is None or not isinstance(given.value, str):
+        return None
+    if given.value in machines.clusters:
+        return given.value
+    help = advice(given.value, machines.clusters)
+    if given.value in machines.shipped_clusters:
+        help = f'it is in the library: add `use "clusters/{given.value}"`'
+    instead = _written(nearest(given.value, machines.clusters))
+    scope.error("MOE0201", given.span, f"no cluster `{given.value}` is declared", help=help, instead=instead)
+    return None
+
+
+def _written(name: str | None) -> str | None:
+    """A block's name as a value."""
+    return name if name is None or name.isidentifier() else f'"{name}"'
+
+
+def _report_circle(scope: Scope, part: Part, chain: list[Part]) -> None:
+    begin = next(index for index, other in enumerate(chain) if other is part)
+    names = [other.label.value for other in chain[begin:] if other.label]
+    given = part.given[_BASE]
+    message = f"{' from '.join([*names, names[0]])}"
+    labels = [Label(span=other.given[_BASE].span, message="and here") for other in chain[begin + 1 :]]
+    scope.error("MOE0216", given.span, message, *labels)
+
+
+def _multiplied(part: Part) -> Part:
+    """`nodes` times the outermost level."""
+    nodes, levels = part.given.get(_NODES), part.blocks.get(_LEVEL, [])
+    given = {word: value for word, value in part.given.items() if word not in (_NODES, _BASE)}
+    if nodes and levels:
+        *inner, outermost = levels
+        size = outermost.given.get("size")
+        if size:
+            counts = isinstance(nodes.value, int) and isinstance(size.value, int)
+            value = nodes.value * size.value if counts else BROKEN  # type: ignore[operator]
+            larger = outermost.given | {"size": Given(value, nodes.span, nodes.name)}
+            levels = [*inner, replace(outermost, given=larger)]
+    return replace(part, given=given, blocks={**part.blocks, _LEVEL: levels})
+
+
+def _cluster(scope: Scope, machines: Machines, part: Part | Broken) -> Cluster | Broken:
+    if isinstance(part, Broken):
+        return BROKEN
+    text = build(scope, part)
+    device = part.given.get(_DEVICE)
+    lacks = [] if device else [f"`{_DEVICE}`"]
+    lacks += [] if part.blocks.get(_LEVEL) else [f"`{_LEVEL}`"]
+    if lacks and not part.incomplete:
+        scope.error("MOE0203", part.span, f"`cluster` needs {' and '.join(lacks)}")
+    made = _device(scope, machines, device) if device else BROKEN
+    if isinstance(made, Broken) or lacks or not isinstance(text, ClusterText):
+        return BROKEN
+    spans = {word: span for word in ("", "name", "device", "levels") if (span := text.span(word))}
+    return Cluster.checked({"name": text.name, "device": made, "levels": text.levels}, spans)
+
+
+def _device(scope: Scope, machines: Machines, given: Given) -> Device | Broken:
+    if not isinstance(given.value, str):
+        return BROKEN
+    part = machines.devices.get(given.value) or machines.built_in(given.value)
+    if part is None:
+        allowed = [*machines.devices, *machines.shipped_devices]
+        help = advice(given.value, allowed)
+        instead = _written(nearest(given.value, allowed))
+        return scope.error("MOE0201", given.span, f"no device `{given.value}` is known", help=help, instead=instead)
+    device = build(scope, part)
+    return device if isinstance(device, Device) else BROKEN

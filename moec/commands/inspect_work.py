@@ -1,0 +1,65 @@
+"""What a block makes a rank compute, keep and send: a table of `moec inspect PLAN`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moec.commands.summary import amount_of_bytes, si
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.totals import BlockCost
+from moec.passes.ir import Op
+
+MOST = 4
+"""Ops with a line of their own: so many by FLOPs, and as many by what they keep."""
+
+HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "serves")
+
+Line = tuple[str, float, float, float, float, str]
+
+
+def work_table(cost: BlockCost) -> Iterator[str]:
+    """The largest ops of a block in order, then the others, then all; nothing where nothing is computed or kept.
+
+    An op keeps what no op before it does. What it sends is forward and backward together.
+    """
+    lines = [_line(op, of_op, kept) for (op, of_op), (_, kept) in zip(cost.costs, cost.newly_saved(), strict=True)]
+    if not any(line[1] or line[3] for line in lines):
+        return
+    shown = _largest(lines)
+    others = [line for i, line in enumerate(lines) if i not in shown]
+    rows = [lines[i] for i in sorted(shown)]
+    if others:
+        rows.append(_sum(f"{len(others)} others", others))
+    rows.append(_sum("all", lines))
+    cells = [HEAD, *map(_cells, rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
+    yield ""
+    for row in cells:
+        yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
+
+
+def _line(op: Op, cost: Cost, kept: dict[str, float]) -> Line:
+    name = f"{op.mnemonic} %{op.results[0].name}" if op.results else op.mnemonic
+    work, sent = cost.work, sum(each.bytes for each in cost.sent)
+    return name, work.forward.flops, work.backward.flops, sum(kept.values()), sent, str(op.span) if op.span else ""
+
+
+def _largest(lines: list[Line]) -> set[int]:
+    """The ops with the most FLOPs, and those that keep the most."""
+    found: set[int] = set()
+    for column in (1, 3):
+        ordered = sorted(range(len(lines)), key=lambda i: -float(lines[i][column]))
+        found.update(i for i in ordered[:MOST] if lines[i][column])
+    return found
+
+
+def _sum(name: str, lines: list[Line]) -> Line:
+    forward, backward, kept, sent = (sum(float(line[column]) for line in lines) for column in range(1, 5))
+    return name, forward, backward, kept, sent, ""
+
+
+def _cells(line: Line) -> tuple[str, ...]:
+    name, forward, backward, kept, sent, serves = line
+    flops = (si(number) if number else "-" for number in (forward, backward))
+    sizes = (amount_of_bytes(number) if number else "-" for number in (kept, sent))
+    return name, *flops, *sizes, serves

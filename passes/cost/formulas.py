@@ -1,0 +1,120 @@
+"""Cost formulas that several ops use: element-wise ops, projections, attention, experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+    from moec.passes.ir.op import Op
+    from moec.passes.ir.value import Value
+
+
+def elementwise(
+    op: Op,
+    operands: Sequence[Value],
+    results: Sequence[Value],
+    workload: Workload,
+    *,
+    keeps: Sequence[Saved] = (),
+    forward: int = 1,
+    backward: int = 1,
+) -> Cost:
+    """No matrix product: each tensor is read or written once. `forward` and `backward` are kernel launches.
+
+    Backward reads `keeps` and the gradients of results, and writes the gradients of operands. An op without a
+    differentiable operand or result has no backward.
+    """
+    given = _differentiable(results)
+    wanted = _differentiable([value for name, value in op.named(operands).items() if name not in op.constants])
+    ahead = Direction(moved=workload.bytes(*operands, *results), launches=forward)
+    if not given or not wanted:
+        return Cost(work=Work(forward=ahead))
+    kept = sum(saved.bytes for saved in keeps)
+    behind = Direction(moved=workload.bytes(*given, *wanted) + kept, launches=backward)
+    return Cost(work=Work(forward=ahead, backward=behind), saved=tuple(keeps))
+
+
+def _differentiable(values: Sequence[Value]) -> list[Value]:
+    return [value for value in values if value.dtype != "int64"]
+
+
+def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Workload) -> Work:
+    """`[…, in] × [out…, in]`, computed in `dtype`. Backward: one product for x and one for the weight."""
+    held = workload.shape(weight)
+    k = math.prod(held[-contract:])
+    n = math.prod(held[:-contract])
+    ahead = Product(name="linear", m=workload.count(x) / k, n=n, k=k, width=workload.width(dtype))
+    behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
+    return Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))
+
+
+def causal_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload) -> Work:
+    """The products q·kᵀ and scores·v, the causal half of each: the convention of MFU figures.
+
+    Scores stay on chip. Backward counts twice the forward, without the scores that a fused kernel recomputes.
+    """
+    batch, sequence, heads, width = workload.shape(q)
+    rows, half, groups = batch * sequence * heads, sequence / 2, batch * heads
+    scores = Product(name="scores", m=rows, n=half, k=width, groups=groups, width=0)
+    values = Product(name="values", m=rows, n=width, k=half, groups=groups, width=0)
+    moved = workload.bytes(q, k, v, out)
+    return Work(
+        forward=Direction(products=(scores, values), moved=moved, launches=1),
+        backward=Direction(products=(scores, values) * 2, moved=2 * moved, launches=1),
+    )
+
+
+def experts_work(
+    rows: float,
+    largest: float,
+    experts: Sequence[Value],
+    workload: Workload,
+    *,
+    forward: int,
+    backward: int,
+    moved: float = 0,
+) -> Work:
+    """Up, activation and down over `rows` rows. `experts` are the rank's up, down and, where given, both biases.
+
+    The up product writes the pre-activation, which is saved, and the activated rows. Backward recomputes the activated
+    rows and writes the gradient of the pre-activation. `moved` are further bytes, the same forward and backward.
+    """
+    up, _, *biases = experts
+    groups, parts, hidden, dim = workload.shape(up)
+    width = workload.width(up.dtype)
+    wide = Product(name="up", m=rows, n=parts * hidden, k=dim, groups=groups, largest=largest, width=width)
+    narrow = replace(wide, name="down", n=dim, k=hidden)
+    behind = (
+        replace(narrow, name="down_backward"),
+        replace(narrow, name="down_weights"),
+        replace(wide, name="up_backward"),
+        replace(wide, name="up_weights"),
+    )
+    of_biases = rows * (parts * hidden + dim) * width if biases else 0
+    return Work(
+        forward=Direction(products=(wide, narrow), moved=rows * hidden * width + moved, launches=forward),
+        backward=Direction(
+            products=behind,
+            moved=2 * rows * parts * hidden * width + of_biases + moved,
+            launches=backward + len(biases),
+        ),
+    )
+
+
+def pre_activation(result: Value, rows: float, up: Value, workload: Workload) -> Saved:
+    """The saved pre-activation of `rows` rows, in the dtype of `up`."""
+    _, parts, hidden, _ = workload.shape(up)
+    return workload.inner(result, "hidden", rows * parts * hidden, up.dtype)
+
+
+def used_share(experts: Value, workload: Workload) -> float:
+    """The fraction of all experts that one token goes to."""
+    count = experts.shape[0]
+    assert isinstance(count, int)
+    return workload.sizes["choices"] / count

@@ -1,0 +1,217 @@
+"""Sums the costs of ops: per block, and per rank and training step of a placed Program."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from moec.grammar.spec import Spec
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import DTYPE_BYTES, Block, Op, Program
+from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.mesh import EXPERT_AXES, group_name
+from moec.passes.ir.op import layout_of
+
+MASTER_BYTES = 4
+"""Parameters are fp32, and so are the sums of their gradients."""
+
+# ---- a block -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCost:
+    """The cost of one run of a block on one rank, op by op."""
+
+    block: Block
+    workload: Workload
+    costs: tuple[tuple[Op, Cost], ...]
+
+    @classmethod
+    def of(cls, program: Program, block: Block, workload: Workload) -> BlockCost:
+        """The cost of every op of `block`. Binds `workload` to the block first."""
+        bound = workload.bound_to(program, block)
+        costs = tuple((op, op.cost(block.operands(op), op.results, bound)) for op in block.ops)
+        return cls(block, bound, costs)
+
+    def saved(self) -> dict[str, float]:
+        """Bytes of the saved activations by name; an activation that two ops save counts once."""
+        return {name: size for _, names in self.newly_saved() for name, size in names.items()}
+
+    def newly_saved(self) -> Iterator[tuple[Op, dict[str, float]]]:
+        """Each op with the activations that it saves and no earlier op saves."""
+        known: set[str] = set()
+        for op, cost in self.costs:
+            new = {s.name: s.bytes for s in cost.saved if s.name not in known and not s.is_parameter}
+            known.update(new)
+            yield op, new
+
+    def model_flops(self) -> float:
+        """FLOPs of a forward pass over all ranks; replicated computation counts once."""
+        return sum(cost.work.forward.flops * self._num_parts(op) for op, cost in self.costs)
+
+    def _num_parts(self, op: Op) -> int:
+        """Number of ranks that divide the op's computation: on the dense or the expert mesh, whichever is more."""
+        values = (*self.block.operands(op), *op.results)
+        axes = {axis for value in values for axis in layout_of(value).axes}
+        meshes = self.workload.meshes
+        of_experts = axes.intersection(EXPERT_AXES)
+        return max(math.prod(map(meshes.size, of_experts)), math.prod(map(meshes.size, axes - of_experts)))
+
+    def used(self) -> dict[str, float]:
+        """The fraction of each value and parameter (`@name`) that one token uses: below 1 only for experts."""
+        found: dict[str, float] = {}
+        for op, cost in reversed(self.costs):
+            # An op that only moves a parameter uses the same fraction of it as of its result.
+            share = found.get(op.results[0].name, 1.0) if op.moves else cost.used
+            found.update(dict.fromkeys(op.operands, share))
+        return found
+
+    def skew(self) -> float:
+        """Rows of the busiest rank over the mean. 1 where rows stay on their rank, or are padded to equal places."""
+        return max(map(self.workload.skew, self.block.scope.values()), default=1.0)
+
+
+def costs_of(program: Program, workload: Workload) -> dict[str, BlockCost]:
+    """The cost of one run of each block, by the block's name."""
+    return {block.name: BlockCost.of(program, block, workload) for block in program.blocks}
+
+
+# ---- a rank and a step -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank sends over one group in a training step, for one purpose."""
+
+    group: str
+    ranks: int
+    purpose: str
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tally:
+    """Counts are exact; traffic is that of an even load, and `imbalance` says how uneven `train.routing` is.
+
+    `flops_per_token` is forward plus backward (twice forward), with the causal half of attention and no recomputation.
+    `imbalance` is the rows of the busiest rank over the mean, experts placed in order: the largest over all layers.
+    `state_bytes` are fp32 masters, gradients, AdamW's two moments, and narrow copies of parameters narrower than fp32.
+    `activation_bytes` are the saved activations of a whole batch under an even load; `most_activation_bytes` are those
+    of the busiest rank.
+    """
+
+    parameters: int
+    active_parameters: int
+    local_parameters: int
+    state_bytes: int
+    activation_bytes: float
+    most_activation_bytes: float
+    sequences: int
+    tokens: int
+    flops_per_token: float
+    traffic: tuple[Traffic, ...]
+    imbalance: float
+
+
+def tally(program: Program, spec: Spec) -> Tally:
+    """Totals of a Program after all passes, for the workload of its file."""
+    workload = Workload.of(spec, program)
+    costs = costs_of(program, workload.even)
+    most = costs_of(program, workload) if workload.exponent else costs
+    runs = [(costs[name], count) for name, count in _runs(program).items() if count]
+    total, active, local, state = (sum(column) for column in zip(*map(_parameters, runs), strict=True))
+    flops = sum(count * cost.model_flops() for cost, count in runs)
+    return Tally(
+        parameters=total,
+        active_parameters=active,
+        local_parameters=local,
+        state_bytes=state,
+        activation_bytes=activation_bytes(program, costs),
+        most_activation_bytes=activation_bytes(program, most),
+        sequences=workload.batch,
+        tokens=workload.tokens,
+        flops_per_token=3 * flops / workload.tokens,
+        traffic=(*_collective_traffic(runs), *_gradient_traffic(runs)),
+        imbalance=max((cost.skew() for cost in most.values()), default=1.0),
+    )
+
+
+def activation_bytes(program: Program, costs: Mapping[str, BlockCost]) -> float:
+    """Bytes of saved activations of a training step on one rank; `costs` are by the names of blocks.
+
+    A layer's inputs and results are values of `forward`, and the inputs of the loss are outputs of `forward`: an
+    activation that both blocks save counts once.
+    """
+    kept = dict(costs[FORWARD].saved())
+    inside = 0.0
+    for call in layer_calls(program):
+        callee = costs[call.block]
+        outer = dict(zip((o.name for o in callee.block.outputs), (v.name for v in call.results), strict=True))
+        outer |= dict(zip((v.name for v in callee.block.inputs), call.operands, strict=True))
+        inside += _split(callee.saved(), outer, kept)
+    given = {output.role: output.name for output in costs[FORWARD].block.outputs}
+    for name in costs.keys() - program.layer_blocks - {FORWARD}:
+        taken = {v.name: given[v.role] for v in costs[name].block.inputs if v.role in given}
+        inside += _split(costs[name].saved(), taken, kept)
+    return inside + sum(kept.values())
+
+
+def _split(saved: Mapping[str, float], outer: Mapping[str, str], kept: dict[str, float]) -> float:
+    """Adds activations with an `outer` name to `kept` under that name; returns the bytes of all others."""
+    kept.update({outer[name]: size for name, size in saved.items() if name in outer})
+    return sum(size for name, size in saved.items() if name not in outer)
+
+
+def _runs(program: Program) -> dict[str, int]:
+    """How often each block runs in a forward pass."""
+    calls = Counter(call.block for call in layer_calls(program))
+    return {block.name: calls.get(block.name, 1) for block in program.blocks}
+
+
+def _parameters(run: tuple[BlockCost, int]) -> tuple[int, int, int, int]:
+    """Elements of a block's parameters: all, those that a token uses, those of a rank; and the rank's state bytes."""
+    cost, count = run
+    used, totals = cost.used(), [0, 0, 0, 0]
+    for p in cost.block.parameters:
+        elements = cost.workload.whole(p)
+        held = math.prod(cost.workload.shape(p))
+        met = int(elements * used.get(f"@{p.name}", 1.0))
+        for i, number in enumerate((elements, met, held, held * _state_bytes(p.dtype))):
+            totals[i] += count * number
+    whole, active, local, state = totals
+    return whole, active, local, state
+
+
+def _state_bytes(dtype: str) -> int:
+    """Bytes per element: fp32 master, gradient and AdamW's two moments, plus a narrow copy below fp32."""
+    narrow = DTYPE_BYTES[dtype]
+    return 4 * MASTER_BYTES + (narrow if narrow < MASTER_BYTES else 0)
+
+
+def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
+    """Traffic of the graphs' collectives, forward and backward, without flows below 1/1000 of the largest (counts)."""
+    bytes_of: dict[tuple[str, int, str], float] = {}
+    for block_cost, count in runs:
+        meshes, experts = block_cost.workload.meshes, block_cost.block.experts
+        for sent in (sent for _, cost in block_cost.costs for sent in cost.sent):
+            key = (group_name(sent.axis, experts), meshes.size(sent.axis), sent.purpose)
+            bytes_of[key] = bytes_of.get(key, 0.0) + count * sent.bytes
+    most = max(bytes_of.values(), default=0.0)
+    flows = [Traffic(group=g, ranks=n, purpose=what, bytes=b) for (g, n, what), b in bytes_of.items()]
+    return [flow for flow in flows if flow.bytes > most / 1000]
+
+
+def _gradient_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
+    """Traffic of gradient all-reduces: a ring sends 2(n−1)/n of the summed bytes."""
+    bytes_of: dict[tuple[str, int], float] = {}
+    for cost, count in runs:
+        for p in cost.block.parameters:
+            held = math.prod(cost.workload.shape(p)) * MASTER_BYTES
+            for axis in p.sum_over or ():
+                ranks = cost.workload.meshes.size(axis)
+                group = (group_name(axis, cost.block.experts), ranks)
+                bytes_of[group] = bytes_of.get(group, 0.0) + count * held * 2 * (ranks - 1) / ranks
+    return [Traffic(group=g, ranks=n, purpose="all_reduce of gradients", bytes=b) for (g, n), b in bytes_of.items()]

@@ -1,0 +1,101 @@
+"""Attention, and the ops on heads before it: rotary positions and repeated kv heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import causal_attention
+from moec.passes.ir.attribute_types import Count, Positive
+from moec.passes.ir.layout import REPLICATED, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, settled
+from moec.passes.ir.value import Value, promoted
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
+    """Every rank has whole sequences of some heads: a cut of the sequence dim becomes a cut of the heads dim."""
+    layout = settled(operands[0], meshes)
+    for axis, placement in layout.placements:
+        if placement == Shard(1):
+            layout = layout.replace(axis, Shard(2))
+        elif placement not in (Shard(0), Shard(2)):
+            raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
+    return Placing((layout,) * len(operands), (layout,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rope(Op):
+    """Rotary positions on `[batch, sequence, heads, head_dim]`, half-split convention (Su et al. 2021)."""
+
+    mnemonic: ClassVar[str] = "rope"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "y"
+    operator: ClassVar[str | None] = "rope"
+    theta: Positive
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        width = x.shape[-1]
+        require(len(x.shape) == 4 and isinstance(width, int) and width % 2 == 0, self, "wants heads of even width")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return _by_heads(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Op):
+    """Causal softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads."""
+
+    mnemonic: ClassVar[str] = "attention"
+    takes: ClassVar[str] = "q k v"
+    gives: ClassVar[str] = "attended"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        q, k, v = operands
+        require(k.shape == v.shape and q.shape[:2] == k.shape[:2], self, "wants k like v, over the tokens of q")
+        require(q.shape[3] == k.shape[3], self, "wants one head width")
+        return (Type(shape=q.shape, dtype=q.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return _by_heads(self, operands, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        q, k, v = operands
+        (attended,) = results
+        batch, sequence, heads, _ = workload.shape(q)
+        log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
+        work = causal_attention(q, k, v, attended, workload)
+        return Cost(work=work, saved=(*workload.keep(q, k, v, attended), log_sums))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RepeatHeads(Op):
+    """Repeats each head `copies` times: `[heads, …]` → `[heads · copies, …]`, copies side by side.
+
+    Grouped-query attention over the copies is exact, and tensor parallelism may cut between copies.
+    """
+
+    mnemonic: ClassVar[str] = "repeat_heads"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "copies"
+    copies: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        heads, *rest = x.shape
+        require(isinstance(heads, int), self, "wants a known number of heads")
+        assert isinstance(heads, int)
+        return (Type(shape=(heads * self.copies, *rest), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return Placing((REPLICATED,), (REPLICATED,))

@@ -1,0 +1,136 @@
+"""The balance terms of a mixture, and the counts that they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count, RoutingGroup
+from moec.passes.ir.layout import Layout, Partial
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.padding_ops import require_real
+from moec.passes.ir.ops.token_layouts import Blocks, sum_tokens
+from moec.passes.ir.value import Dim, Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountChoices(Op):
+    """Counts a routing group's choices of each expert: experts `[batch, sequence, k]` → `[groups, experts]`.
+
+    A choice of −1 is not counted. A group is a `sequence`, the `batch` of all ranks, or the sequences of one
+    data-parallel rank (`rank`). Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "count_choices"
+    takes: ClassVar[str] = "experts"
+    gives: ClassVar[str] = "choices"
+    operator: ClassVar[str | None] = "count_choices"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    num_experts: Count
+    group: RoutingGroup
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        groups: Dim = {"sequence": experts.shape[0], "batch": 1, "rank": "shares"}[self.group]
+        return (Type(shape=(groups, self.num_experts), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens, whole = meshes.own_tokens, grouped(self.group, meshes)
+        counted = Layout.of((axis, whole.get(axis) or Partial()) for axis in tokens.axes)
+        return Placing((tokens,), (counted,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchLoss(Op):
+    """Sum over routing groups of `tokens · E · Σ fᵢ·Pᵢ` (Fedus et al. 2021, eq. 4): probabilities, choices → scalar.
+
+    fᵢ, from `choices` `[groups, experts]`, covers whole groups; Pᵢ may cover a part, because the sum is linear in Pᵢ.
+    With the operand `real`, tokens and Pᵢ are those of real tokens; a group without real tokens adds 0.
+    """
+
+    mnemonic: ClassVar[str] = "switch_loss"
+    takes: ClassVar[str] = "probabilities choices real?"
+    gives: ClassVar[str] = "loss"
+    group: RoutingGroup
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        probabilities, choices, *real = self.named(operands).values()
+        require(choices.shape[1] == probabilities.shape[2], self, "wants the choices of each group")
+        require_real(self, probabilities, real)
+        return (Type(shape=(), dtype=probabilities.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        real = (tokens,) * len(operands[2:])
+        return Placing(
+            (tokens, grouped(self.group, meshes), *real), (Layout.of(dict.fromkeys(tokens.axes, Partial())),)
+        )
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        probabilities, choices, *real = operands
+        kept = workload.keep(probabilities)
+        if real:  # masking copies the probabilities
+            kept = (
+                workload.inner(results[0], "masked", workload.count(probabilities), probabilities.dtype),
+                workload.inner(results[0], "real", workload.count(*real), "bool"),
+            )
+        return elementwise(self, operands, results, workload, keeps=(*kept, *workload.keep(choices)))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZLoss(Op):
+    """Sum over tokens of the squared log-sum-exp of the logits (ST-MoE, eq. 5).
+
+    With the operand `real`, the sum is over real tokens.
+    """
+
+    mnemonic: ClassVar[str] = "z_loss"
+    takes: ClassVar[str] = "logits real?"
+    gives: ClassVar[str] = "loss"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        require_real(self, operands[0], operands[1:])
+        return (Type(shape=(), dtype=operands[0].dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return sum_tokens(self, operands, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        logits, *real = operands
+        tokens = workload.count(logits) / workload.shape(logits)[-1]
+        masks = [workload.inner(results[0], "real", workload.count(value), "bool") for value in real]
+        keeps = (*workload.keep(logits), workload.inner(results[0], "log_sums", tokens, logits.dtype), *masks)
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=3, backward=3)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedSum(Op):
+    """`Σ weightᵢ · operandᵢ` over scalars: a layer's balance terms."""
+
+    mnemonic: ClassVar[str] = "weighted_sum"
+    takes: ClassVar[str] = "terms*"
+    gives: ClassVar[str] = "total"
+    weights: tuple[float, ...]
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        require(len(operands) == len(self.weights) > 0, self, "wants one weight for each operand")
+        require(
+            all(v.shape == () and v.dtype == operands[0].dtype for v in operands), self, "wants scalars of one dtype"
+        )
+        return (Type(shape=(), dtype=operands[0].dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        layout = layout_of(operands[0])
+        return Placing((layout,) * len(operands), (layout,))

@@ -1,0 +1,178 @@
+"""Queues of experts, and the capacity beyond which choices are dropped.
+
+Each expert has a queue of a group's choices: all first choices before all second choices, tokens in order (GShard,
+Lepikhin et al. 2020, section 3.1 and algorithm 1). Choices beyond the capacity are dropped. Groups are `sequence`,
+`batch` (of all ranks) or `rank` (the sequences of one data-parallel rank). A padding token's choice, −1, is in no
+queue and takes no place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count, RoutingGroup, WideCount
+from moec.passes.ir.layout import REPLICATED, Layout, Partial
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import TRAINING, Setting, Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountQueues(Op):
+    """Counts, for each piece of a sequence, its j-th choices of each expert.
+
+    experts `[batch, sequence, k]` → `[batch, pieces, k, experts]`; a rank has one piece of each of its sequences.
+    """
+
+    mnemonic: ClassVar[str] = "count_queues"
+    takes: ClassVar[str] = "experts"
+    gives: ClassVar[str] = "queues"
+    operator: ClassVar[str | None] = "count_queues"
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        return (Type(shape=(experts.shape[0], "pieces", experts.shape[2], self.num_experts), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=2)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueStarts(Op):
+    """The start of each piece's choices in its group's queues: counts `[batch, pieces, k, experts]` → same shape."""
+
+    mnemonic: ClassVar[str] = "queue_starts"
+    takes: ClassVar[str] = "counts"
+    gives: ClassVar[str] = "starts"
+    operator: ClassVar[str | None] = "queue_starts"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    group: RoutingGroup
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (counts,) = operands
+        require(counts.dtype == "int64" and len(counts.shape) == 4, self, "wants counts of each piece")
+        return (Type(shape=counts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        return Placing((whole,), (whole,))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity(Op):
+    """Base of ops with a capacity: at most `max(least, ⌈factor · k · tokens / experts⌉)` choices per group and expert.
+
+    `factor` is `parts / whole` in training and `eval_parts / eval_whole` in evaluation; where the two differ, the last
+    operand is the setting `$training`.
+    """
+
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups, int spread"}
+    group: RoutingGroup
+    parts: WideCount
+    whole: WideCount
+    eval_parts: WideCount
+    eval_whole: WideCount
+    least: Count
+
+    @property
+    def varies(self) -> bool:
+        """Whether the capacity factors of training and evaluation differ."""
+        return self.parts * self.eval_whole != self.eval_parts * self.whole
+
+    def capacity(self) -> dict[str, Any]:
+        """The attributes that define the capacity, by name."""
+        return {name: getattr(self, name) for name in Capacity.attribute_names()}
+
+    def require_setting(self, settings: Sequence[Value]) -> None:
+        """Requires `$training` exactly where the capacity depends on it."""
+        scalar = all(isinstance(v, Setting) and v.name == TRAINING.name for v in settings)
+        require(len(settings) == int(self.varies) and scalar, self, "wants $training where its capacity varies")
+
+    def room(self, k: int, experts: int, workload: Workload) -> tuple[int, int, int]:
+        """In training: routing groups of a rank, places per expert and group, and the rank's tokens per group."""
+        dp, tp = workload.meshes.size("dp"), workload.meshes.size("tp")
+        of_rank = {
+            "sequence": max(1, workload.batch // dp),
+            "batch": 1,
+            "rank": max(1, int(workload.sizes["shares"]) // dp),
+        }
+        groups = of_rank[self.group]
+        tokens = workload.tokens // (dp * tp * groups)
+        whole = tokens * tp * (dp if self.group == "batch" else 1)
+        return groups, max(self.least, -(-self.parts * k * whole // (self.whole * experts))), tokens
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepChoices(Capacity):
+    """Replaces dropped choices by −1: experts `[batch, sequence, k]`, starts → kept, of the shape of experts.
+
+    Drops the same choices as `permute_padded` with the same attributes.
+    """
+
+    mnemonic: ClassVar[str] = "keep_choices"
+    takes: ClassVar[str] = "experts starts training?"
+    gives: ClassVar[str] = "kept"
+    operator: ClassVar[str | None] = "keep_choices"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        experts, starts, *settings = self.named(operands).values()
+        self.require_setting(settings)
+        require(experts.dtype == "int64" and starts.shape[2] == experts.shape[2], self, "wants starts in each queue")
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        settings = (REPLICATED,) * len(operands[2:])
+        return Placing(((meshes.own_tokens,) * 2 + settings), (meshes.own_tokens,))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        chosen, starts, *_ = operands
+        *_, k, experts = workload.shape(starts)
+        groups, capacity, _ = self.room(k, experts, workload)
+        shares = 1 if self.group == "batch" else workload.meshes.size("dp")
+        return {"rows": min(workload.whole(chosen), experts * capacity * groups * shares)}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=3)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestLoad(Op):
+    """Number of rows of a rank's busiest expert: experts `[batch, sequence, k]` → scalar.
+
+    A choice of −1 is not counted. Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "largest_load"
+    takes: ClassVar[str] = "experts"
+    gives: ClassVar[str] = "places"
+    operator: ClassVar[str | None] = "largest_load"
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        return (Type(shape=(), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        return Placing((tokens,), (Layout.of(dict.fromkeys(tokens.axes, Partial("max"))),))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=2)

@@ -1,0 +1,42 @@
+"""The op that runs a layer's block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.ir.attribute_types import BlockName, LayerNumber
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Op):
+    """Runs a block with the parameters of layer `layer`: identical layers share one body."""
+
+    mnemonic: ClassVar[str] = "call"
+    takes: ClassVar[str] = "inputs*"
+    gives: ClassVar[str] = "*"
+    moves: ClassVar[bool] = True
+    block: BlockName
+    layer: LayerNumber
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        callee = blocks[self.block]
+        given = [(v.shape, v.dtype) for v in operands]
+        require(given == [(v.shape, v.dtype) for v in callee.inputs], self, "operands are not the block's inputs")
+        return tuple(Type(shape=v.shape, dtype=v.dtype) for v in callee.output_values())
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        callee = blocks[self.block]
+        return Placing(tuple(layout_of(v) for v in callee.inputs), tuple(layout_of(v) for v in callee.output_values()))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return Cost()  # counted by the block's ops

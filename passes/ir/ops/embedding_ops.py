@@ -1,0 +1,156 @@
+"""Embeddings and norms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost, Direction, Saved, Work
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Positive
+from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, follow_tokens, settled
+from moec.passes.ir.value import Value, promoted
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embed(Op):
+    """Looks up rows of a table: ids `[batch, sequence]`, table `[vocab, dim]` → `[batch, sequence, dim]`."""
+
+    mnemonic: ClassVar[str] = "embed"
+    takes: ClassVar[str] = "ids table"
+    gives: ClassVar[str] = "x"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        ids, table = operands
+        require(ids.dtype == "int64" and len(table.shape) == 2, self, "wants int64 ids and a [vocab, dim] table")
+        return (Type(shape=(*ids.shape, table.shape[1]), dtype=table.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        held = layout_of(operands[1])
+        ids = meshes.tokens
+        for axis, placement in held.placements:
+            if placement != Shard(0):
+                raise LayoutError(f"embed has no rule for a table with {axis}:{placement}")
+            # Each rank takes all tokens and looks up the ids in its part of the table: the result is a partial sum.
+            ids = ids.replace(axis, None)
+        found = Layout.of((*ids.placements, *((axis, Partial()) for axis in held.axes)))
+        return Placing((ids, held), (found,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return _lookup(workload.keep(operands[0]), operands, results, workload)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbedPositions(Op):
+    """The first rows of a table for each sequence: ids `[batch, sequence]`, table `[context, dim]` → as `embed`."""
+
+    mnemonic: ClassVar[str] = "embed_positions"
+    takes: ClassVar[str] = "ids table"
+    gives: ClassVar[str] = "x"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        ids, table = operands
+        require(len(ids.shape) == 2 and len(table.shape) == 2, self, "wants ids and a [context, dim] table")
+        return (Type(shape=(*ids.shape, table.shape[1]), dtype=table.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # Positions are counted from the start of a sequence.
+        whole = Layout.of((axis, p) for axis, p in layout_of(operands[0]).placements if p == Shard(0))
+        return Placing((whole, REPLICATED), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        positions = workload.inner(results[0], "positions", workload.count(operands[0]), "int64")
+        return _lookup((positions,), operands, results, workload)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RmsNorm(Op):
+    """`x / sqrt(mean(x²) + eps) * weight` over the last dims of x, which are those of weight; in at least fp32.
+
+    Zhang & Sennrich 2019.
+    """
+
+    mnemonic: ClassVar[str] = "rms_norm"
+    takes: ClassVar[str] = "x weight"
+    gives: ClassVar[str] = "y"
+    eps: Positive
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        normed = len(x.shape) - len(weight.shape)
+        require(TOKEN_DIMS <= normed < len(x.shape), self, "wants a weight for the last dims, tokens apart")
+        require(weight.shape == x.shape[normed:], self, "wants a weight as wide as the last dims")
+        require(weight.dtype == x.dtype, self, "wants one dtype")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        x, weight = operands
+        layout, normed = settled(x, meshes), len(x.shape) - len(weight.shape)
+        for axis, placement in layout.placements:
+            if isinstance(placement, Shard) and placement.dim >= normed:
+                # A cut of a dim that the norm sums over becomes a cut of the tokens: one all-to-all before the norm and
+                # one after it, as DeepSpeed-Ulysses changes heads for tokens (arXiv 2309.14509). This sends less than
+                # gathering x, and each token is normed on one rank only.
+                layout = layout.replace(axis, meshes.own_tokens.get(axis))
+        return Placing((layout, REPLICATED), (layout,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, weight = operands
+        (y,) = results
+        wide, tokens = promoted(x.dtype), workload.count(x) / workload.count(weight)
+        saved = (*workload.keep(weight), workload.inner(y, "rstd", tokens, wide))
+        if workload.device != "cpu":  # `_fused_rms_norm` (torch's derivatives.yaml)
+            return elementwise(self, operands, results, workload, keeps=(*workload.keep(x), *saved))
+        # On CPUs torch composes the norm from operators, which save x in fp32 and x/rms.
+        given = workload.keep(x) if wide == x.dtype else (workload.inner(y, "wide", workload.count(x), wide),)
+        normalized = workload.inner(y, "normalized", workload.count(x), wide)
+        return elementwise(self, operands, results, workload, keeps=(*given, normalized, *saved), forward=5, backward=8)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerNorm(Op):
+    """`(x − mean) / sqrt(variance + eps) * weight + bias` over the last dim, in at least fp32 (Ba et al. 2016).
+
+    The bias is optional.
+    """
+
+    mnemonic: ClassVar[str] = "layer_norm"
+    takes: ClassVar[str] = "x weight bias?"
+    gives: ClassVar[str] = "y"
+    eps: Positive
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, *vectors = operands
+        require(len(vectors) in (1, 2), self, "wants a weight, and at most a bias")
+        require(all(v.shape == x.shape[-1:] for v in vectors), self, "wants vectors as wide as the last dim")
+        require(all(v.dtype == x.dtype for v in vectors), self, "wants one dtype")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], meshes, parameters=len(operands) - 1)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, weight, *_ = operands
+        keeps = workload.keep(x, weight)
+        if x.dtype == promoted(x.dtype):  # torch's norm saves mean and rstd; moec's kernel recomputes both
+            tokens = workload.count(x) / workload.shape(x)[-1]
+            keeps += tuple(workload.inner(results[0], what, tokens, x.dtype) for what in ("mean", "rstd"))
+        return elementwise(self, operands, results, workload, keeps=keeps)
+
+
+def _lookup(keeps: tuple[Saved, ...], operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+    """The cost of a lookup. Forward reads and writes the looked-up rows; backward writes the whole table's gradient."""
+    ids, table = operands
+    ahead = Direction(moved=workload.bytes(ids, *results, *results), launches=1)
+    behind = Direction(moved=workload.bytes(ids, *results, table), launches=1)
+    return Cost(work=Work(forward=ahead, backward=behind), saved=keeps)

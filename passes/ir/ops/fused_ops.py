@@ -1,0 +1,129 @@
+"""The ops that `fuse` makes: one op where rows stay on their rank, else ops that send the weights with the rows.
+
+`communicate` runs before `fuse` and has already set the axes over which gradients of experts are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost, Direction, Work
+from moec.passes.cost.formulas import elementwise, experts_work, pre_activation, used_share
+from moec.passes.ir.attribute_types import ActivationName
+from moec.passes.ir.layout import REPLICATED, Shard
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import experts_layout, require_experts
+from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureMlp(Op):
+    """Each token's weighted sum of its experts' feed-forwards: x, experts, weights, up, down → mixed, counts.
+
+    Equals permute, expert_mlp and combine with no conversion in between, but saves no copy of a token per choice. Up,
+    down and the optional biases are as `require_experts` says. A choice of −1 is dropped.
+    """
+
+    mnemonic: ClassVar[str] = "mixture_mlp"
+    takes: ClassVar[str] = "x experts weights up down up_bias? down_bias?"
+    gives: ClassVar[str] = "mixed counts"
+    operator: ClassVar[str | None] = "mixture_mlp"
+    saved: ClassVar[str] = "hidden positions"
+    moves: ClassVar[bool] = True
+    activation: ActivationName
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        x, experts, weights = given["x"], given["experts"], given["weights"]
+        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require(experts.shape == weights.shape, self, "wants a weight for each choice")
+        require_experts(self, self.activation, x, given)
+        return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", given["up"].shape[0]), dtype="int64"))
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        weights = (REPLICATED,) * len(operands[3:])
+        return Placing((*(tokens,) * 3, *weights), (tokens, experts_layout(meshes, {}, Shard(0))))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        chosen = operands[1]
+        return {"rows": workload.whole(chosen), "choices": workload.shape(chosen)[-1]}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, chosen, weights, *experts = operands
+        mixed, counts = results
+        rows, largest = workload.rows_that_stay(chosen, experts[0])
+        # Forward gathers rows from tokens and adds the results of rows to tokens.
+        moved = workload.bytes(x, chosen, weights) + rows * workload.shape(x)[-1] * workload.width(x.dtype)
+        work = experts_work(rows, largest, experts, workload, forward=7, backward=7, moved=moved)
+        hidden = pre_activation(mixed, workload.count(chosen), experts[0], workload)
+        positions = workload.inner(mixed, "positions", workload.count(chosen), "int64")
+        saved = (*workload.keep(x, counts, weights, *experts), hidden, positions)
+        return Cost(work=work, saved=saved, used=used_share(experts[0], workload))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermuteWeights(Op):
+    """Each row's weight: weights, positions, rows → weights of rows `[experts, rows]` or `[experts, places]`.
+
+    Conversions then send weights and rows alike, and `expert_mlp` applies the weights. The operand `rows` only gives
+    the shape. Empty places get 0.
+    """
+
+    mnemonic: ClassVar[str] = "permute_weights"
+    takes: ClassVar[str] = "weights positions rows"
+    gives: ClassVar[str] = "row_weights"
+    operator: ClassVar[str | None] = "permute_weights"
+    constants: ClassVar[frozenset[str]] = frozenset({"rows"})
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        weights, positions, rows = operands
+        require(positions.shape == weights.shape, self, "wants a weight for each position")
+        return (Type(shape=rows.shape[:-1], dtype=weights.dtype, ragged=rows.ragged),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        rows = experts_layout(meshes, {}, Shard(1))
+        return Placing((meshes.own_tokens, meshes.own_tokens, rows), (rows,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        weights, positions, _ = operands
+        given = Direction(moved=workload.bytes(weights, positions, *results), launches=1)
+        return Cost(work=Work(forward=given, backward=given), saved=workload.keep(positions))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumRows(Op):
+    """Sums each token's weighted rows: rows, positions, counts → mixed; from the expert mesh to the dense mesh.
+
+    Replaces `combine` and `combine_padded`, but saves neither rows nor weights.
+    """
+
+    mnemonic: ClassVar[str] = "sum_rows"
+    takes: ClassVar[str] = "rows positions counts"
+    gives: ClassVar[str] = "mixed"
+    operator: ClassVar[str | None] = "sum_rows"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        rows, positions, counts = operands
+        require(rows.ragged in (None, counts.name), self, f"rows are counted by {rows.ragged}, not {counts.name}")
+        return (Type(shape=(*positions.shape[:-1], rows.shape[-1]), dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        rows, counts = (experts_layout(meshes, {}, Shard(dim)) for dim in (1, 0))
+        return Placing((rows, tokens, counts), (tokens,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        _, positions, counts = operands
+        return elementwise(self, operands, results, workload, keeps=workload.keep(positions, counts))

@@ -1,0 +1,91 @@
+"""Ops of gates: the experts that each token goes to, and their weights.
+
+The passes after `lower` use a token's choices and do not depend on the op that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route(Op):
+    """Chooses k experts for each token: logits `[batch, sequence, experts]` → probabilities, weights, experts.
+
+    `order = before` scores all experts and keeps the best k, `after` scores only the k best logits; ties go to the
+    lower index. The probabilities are for balance terms: the softmax, or sigmoid scores divided by their sum
+    (DeepSeek-V3, eq. 19).
+    """
+
+    mnemonic: ClassVar[str] = "route"
+    takes: ClassVar[str] = "logits"
+    gives: ClassVar[str] = "probabilities weights experts"
+    operator: ClassVar[str | None] = "route"
+    k: Count
+    score: Literal["softmax", "sigmoid"]
+    order: Literal["before", "after"]
+    normalize: bool
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (logits,) = operands
+        experts = logits.shape[-1]
+        require(isinstance(experts, int) and self.k <= experts, self, f"k = {self.k} of {experts} experts")
+        chosen = (*logits.shape[:-1], self.k)
+        return (
+            Type(shape=logits.shape, dtype=logits.dtype),
+            Type(shape=chosen, dtype=logits.dtype),
+            Type(shape=chosen, dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (logits,), (_, weights, experts) = operands, results
+        return elementwise(self, operands, results, workload, keeps=workload.keep(logits, weights, experts))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HashRoute(Op):
+    """A fixed choice of `k` different experts for each id: ids `[batch, sequence]` → weights, all 1 / k, and experts.
+
+    The random hash of Roller et al. 2021 (arXiv 2106.04426, section 3.1), computed by a function instead of a table of
+    the vocabulary. Every pair of id and expert has a random number; the k experts with the largest numbers are chosen,
+    largest first (highest random weight: Thaler and Ravishankar 1998). The number is
+    `mix(mix(seed) + golden · (id · 2³¹ + expert))` modulo 2⁶⁴, compared as signed, with `mix` and `golden` of
+    SplitMix64 (Steele et al. 2014). It is a bijection of the pairs, so there are no ties, and an integer, so every
+    device and every rank makes the same choice.
+    """
+
+    mnemonic: ClassVar[str] = "hash_route"
+    takes: ClassVar[str] = "ids"
+    gives: ClassVar[str] = "weights experts"
+    k: Count
+    num_experts: Count
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (ids,) = operands
+        require(ids.dtype == "int64" and len(ids.shape) == 2, self, "wants ids")
+        require(self.k <= self.num_experts, self, f"k = {self.k} of {self.num_experts} experts")
+        chosen = (*ids.shape, self.k)
+        return Type(shape=chosen, dtype="fp32"), Type(shape=chosen, dtype="int64")
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)

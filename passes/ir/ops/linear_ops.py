@@ -1,0 +1,174 @@
+"""Dense ops: projections, biases, activations, sums and the router's logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise, projection
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.attribute_types import ActivationName
+from moec.passes.ir.layout import Layout, Partial, Placement, Shard
+from moec.passes.ir.limits import MAX_RANK
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
+from moec.passes.ir.value import Value, promoted
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear(Op):
+    """Contracts the last `contract` dims of x and weight: `[…, in]`, `[out…, in]` → `[…, out…]`."""
+
+    mnemonic: ClassVar[str] = "linear"
+    takes: ClassVar[str] = "x weight"
+    gives: ClassVar[str] = "y"
+    contract: Annotated[int, Field(ge=1, le=MAX_RANK)] = 1
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        n = self.contract
+        require(x.shape[-n:] == weight.shape[-n:], self, f"{x.shape[-n:]} and {weight.shape[-n:]} do not contract")
+        require(x.dtype == weight.dtype, self, "wants one dtype")
+        return (Type(shape=(*x.shape[:-n], *weight.shape[:-n]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        x, weight = operands
+        kept, out = len(x.shape) - self.contract, len(weight.shape) - self.contract
+        held = layout_of(weight)
+        given = settled(x, meshes)
+        wanted: dict[str, Placement] = {}
+        result: dict[str, Placement] = {}
+        # Contracted dims and outputs are cut in the order of the weight's cuts, all other dims in that of x.
+        for axis in dict.fromkeys((*held.axes, *given.axes)):
+            match held.get(axis), given.get(axis):
+                case Shard(dim=dim), _ if dim < out:  # by columns: each rank computes its outputs
+                    result[axis] = Shard(kept + dim)
+                case Shard(dim=dim), _:  # by rows: each rank computes a term of every output
+                    wanted[axis], result[axis] = Shard(kept + dim - out), Partial()
+                case None, Shard(dim=dim) as placement if dim < kept:
+                    wanted[axis] = result[axis] = placement
+                case placements:
+                    raise LayoutError(f"linear has no rule for {axis}: weight and x are {placements}")
+        return Placing((Layout.of(wanted), held), (Layout.of(result),))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, weight = operands
+        return Cost(work=projection(x, weight, x.dtype, self.contract, workload), saved=workload.keep(x, weight))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddBias(Op):
+    """x `[batch, sequence, out…]`, bias `[out…]` → x + bias. Separate from `linear`, which may give a partial sum."""
+
+    mnemonic: ClassVar[str] = "add_bias"
+    takes: ClassVar[str] = "x bias"
+    gives: ClassVar[str] = "y"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, bias = operands
+        require(x.shape[2:] == bias.shape and x.dtype == bias.dtype, self, "wants a bias for each output")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        x = settled(operands[0], meshes)
+        outs = ((axis, p) for axis, p in x.placements if isinstance(p, Shard) and p.dim >= TOKEN_DIMS)
+        bias = Layout.of((axis, Shard(p.dim - TOKEN_DIMS)) for axis, p in outs)
+        return Placing((x, bias), (x,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activation(Op):
+    """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`."""
+
+    mnemonic: ClassVar[str] = "activation"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "y"
+    kind: ActivationName
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        require(x.shape[-2] == ACTIVATIONS[self.kind].parts, self, f"{x.shape[-2]} parts")
+        return (Type(shape=(*x.shape[:-2], x.shape[-1]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        last = len(operands[0].shape) - 1
+        x = settled(operands[0], meshes)
+        if any(placement == Shard(last - 1) for _, placement in x.placements):
+            raise LayoutError("activation has no rule for parts on different ranks")
+        moved = ((axis, Shard(last - 1) if placement == Shard(last) else placement) for axis, placement in x.placements)
+        return Placing((x,), (Layout.of(moved),))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (x,), (y,) = operands, results
+        kind = ACTIVATIONS[self.kind]
+        given = workload.keep(x)
+        if not kind.gated and kind.function.keeps == "result":
+            given = workload.keep(y)
+        elif not kind.gated and kind.function.keeps == "inner":
+            given = (workload.inner(y, "inner", workload.count(y), y.dtype),)
+        return elementwise(self, operands, results, workload, keeps=given)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Add(Op):
+    """The sum of values of one type."""
+
+    mnemonic: ClassVar[str] = "add"
+    takes: ClassVar[str] = "terms*"
+    gives: ClassVar[str] = "total"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        first = operands[0]
+        require(all(v.shape == first.shape and v.dtype == first.dtype for v in operands), self, "types differ")
+        return (Type(shape=first.shape, dtype=first.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # Addition is linear: partial sums add to a partial sum. Where layouts differ, use that of the tokens.
+        given = [layout_of(v) for v in operands]
+        # Axes go in the order of the tokens' cuts, because `replace` appends a new cut as the last of its dim.
+        layout = given[0]
+        for axis in dict.fromkeys(axis for other in (meshes.tokens, *given) for axis in other.axes):
+            if len({other.get(axis) for other in given}) > 1:
+                layout = layout.replace(axis, meshes.tokens.get(axis) if operands[0].shape else None)
+        return Placing((layout,) * len(operands), (layout,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Router(Op):
+    """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`."""
+
+    mnemonic: ClassVar[str] = "router"
+    takes: ClassVar[str] = "x weight"
+    gives: ClassVar[str] = "logits"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight = operands
+        require(x.shape[-1] == weight.shape[-1], self, "widths differ")
+        require(x.dtype == weight.dtype, self, "wants one dtype")
+        return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(x.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes, parameters=1)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, weight = operands
+        (logits,) = results
+        work = projection(x, weight, logits.dtype, 1, workload)
+        if x.dtype == logits.dtype:
+            return Cost(work=work, saved=workload.keep(x, weight))
+        # The router widens x and the weight first, and saves the wide copies.
+        copies = (("x", x), ("weight", weight))
+        keeps = tuple(workload.inner(logits, what, workload.count(v), logits.dtype) for what, v in copies)
+        return Cost(work=work, saved=keeps)

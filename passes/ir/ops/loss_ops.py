@@ -1,0 +1,98 @@
+"""Ops of the loss: sums over the rank's tokens, counts, and the division by the global count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.layout import REPLICATED
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, sum_tokens
+from moec.passes.ir.value import Value, promoted
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropy(Op):
+    """Sum over valid labels of −log softmax(logits)[label], in at least fp32; −100 is ignored."""
+
+    mnemonic: ClassVar[str] = "cross_entropy"
+    takes: ClassVar[str] = "logits labels"
+    gives: ClassVar[str] = "nll"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, labels = operands
+        require(labels.dtype == "int64" and logits.shape[:-1] == labels.shape, self, "wants a label for each token")
+        return (Type(shape=(), dtype=promoted(logits.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return sum_tokens(self, operands, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        logits, labels = operands
+        log_probabilities = workload.inner(results[0], "log_probabilities", workload.count(logits), results[0].dtype)
+        keeps = (log_probabilities, *workload.keep(labels))
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=2, backward=2)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountLabels(Op):
+    """Number of labels: of the valid labels with `valid_only`, else of all."""
+
+    mnemonic: ClassVar[str] = "count_labels"
+    takes: ClassVar[str] = "labels"
+    gives: ClassVar[str] = "count"
+    valid_only: bool
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (labels,) = operands
+        require(labels.dtype == "int64", self, "wants labels")
+        return (Type(shape=(), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return sum_tokens(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountTokens(Op):
+    """Number of tokens of x `[batch, sequence, dim]`. Not differentiated."""
+
+    mnemonic: ClassVar[str] = "count_tokens"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "count"
+    constants: ClassVar[frozenset[str]] = frozenset({"x"})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        require(len(x.shape) == 3, self, "wants a vector for each token")
+        return (Type(shape=(), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return sum_tokens(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mean(Op):
+    """`total / max(count, 1)`: total may be a partial sum, count must be the global count."""
+
+    mnemonic: ClassVar[str] = "mean"
+    takes: ClassVar[str] = "total count"
+    gives: ClassVar[str] = "mean"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        total, count = operands
+        require(total.shape == () and count.shape == () and count.dtype == "int64", self, "wants a scalar and a count")
+        return (Type(shape=(), dtype=total.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        layout = layout_of(operands[0])
+        return Placing((layout, REPLICATED), (layout,))

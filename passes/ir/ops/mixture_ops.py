@@ -1,0 +1,176 @@
+"""Ops of a mixture of experts after its gate: permute, expert_mlp, combine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise, experts_work, pre_activation, used_share
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.attribute_types import ActivationName, Count
+from moec.passes.ir.layout import Layout, Placement, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+def experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise: Placement) -> Layout:
+    """The layout on the expert mesh with the placements `by_expert`, and `otherwise` on all other wide axes.
+
+    Cuts of one dim are in the order of `by_expert`, then in the order of the mesh.
+    """
+    assert meshes.experts is not None, "an op of a mixture stands in a block without an expert mesh"
+    return Layout.of({**by_expert, **{axis: otherwise for axis in meshes.experts.wide_axes() if axis not in by_expert}})
+
+
+def grouped(group: str, meshes: Meshes) -> Layout:
+    """The layout of per-group counts: sharded over `dp`, or replicated for `group = batch`, which spans all ranks."""
+    return Layout.of((axis, p) for axis, p in meshes.own_tokens.placements if p == Shard(0) and group != "batch")
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Permute(Op):
+    """Makes rows, sorted by expert: x, experts → rows (ragged), counts `[sources, experts]`, positions.
+
+    Values go from the dense mesh to the expert mesh here: a rank's tokens become its rows. With `some_are_none` some
+    choices may be −1: these get no row, and the position −1.
+    """
+
+    mnemonic: ClassVar[str] = "permute"
+    takes: ClassVar[str] = "x experts"
+    gives: ClassVar[str] = "rows counts positions"
+    operator: ClassVar[str | None] = "permute"
+    moves: ClassVar[bool] = True
+    num_experts: Count
+    some_are_none: bool = False
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, experts = operands
+        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        counts = self.results[1].name
+        return (
+            Type(shape=(self.num_experts, "rows", x.shape[-1]), dtype=x.dtype, ragged=counts),
+            Type(shape=("sources", self.num_experts), dtype="int64"),
+            Type(shape=experts.shape, dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = own_tokens(self, 2, meshes).operands
+        own_rows = experts_layout(meshes, {}, Shard(1))
+        own_counts = experts_layout(meshes, {}, Shard(0))
+        return Placing(tokens, (own_rows, own_counts, tokens[0]))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        chosen = operands[1]
+        return {"rows": workload.whole(chosen), "choices": workload.shape(chosen)[-1]}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=4)
+
+
+def require_experts(op: Op, activation: str, x: Value, given: Mapping[str, Value]) -> None:
+    """Experts of x `[…, dim]`: up `[experts, parts, hidden, dim]`, down `[experts, dim, hidden]`, maybe both biases.
+
+    All have the dtype of x. A bias is `[experts, parts, hidden]` or `[experts, dim]`: one number for each output.
+    """
+    up, down = given["up"], given["down"]
+    experts, parts, hidden, _ = up.shape
+    require(parts == ACTIVATIONS[activation].parts, op, f"{parts} parts")
+    dim = x.shape[-1]
+    require(up.shape[3] == dim and down.shape == (experts, dim, hidden), op, "widths differ")
+    biases = [given[name] for name in ("up_bias", "down_bias") if name in given]
+    require(all(value.dtype == x.dtype for value in (up, down, *biases)), op, "wants one dtype")
+    wanted = [up.shape[:-1], down.shape[:-1]]
+    require(not biases or [bias.shape for bias in biases] == wanted, op, "wants a bias for each output, or none")
+
+
+def experts_of(given: Mapping[str, Value]) -> list[Value]:
+    """Up, down and, where given, both biases, from operands by name."""
+    return [given[name] for name in ("up", "down", "up_bias", "down_bias") if name in given]
+
+
+def require_weights(op: Op, rows: Value, given: Mapping[str, Value]) -> None:
+    """Requires one weight for each row, or no weights."""
+    weights = given.get("weights")
+    fits = weights is None or (weights.shape, weights.ragged) == (rows.shape[:-1], rows.ragged)
+    require(fits, op, "wants a weight for each row, or none")
+
+
+def experts_held(op: Op, up: Value) -> Layout:
+    """The layout that an op needs for up, down and biases: each expert whole on every rank of one `ep` coordinate.
+
+    A cut over `edp`, which divides an expert's storage among its replicas, is undone before the op.
+    """
+    layout = layout_of(up)
+    for axis, placement in layout.placements:
+        if not isinstance(placement, Shard) or axis not in ("ep", "edp") or (axis == "ep" and placement.dim):
+            raise LayoutError(f"{op.mnemonic} has no rule for experts with {axis}:{placement}")
+    return layout.replace("edp", None)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMlp(Op):
+    """Applies to each row its expert: rows, counts, experts as in `require_experts`, and optional weights of rows."""
+
+    mnemonic: ClassVar[str] = "expert_mlp"
+    takes: ClassVar[str] = "rows counts up down up_bias? down_bias? weights?"
+    gives: ClassVar[str] = "y"
+    operator: ClassVar[str | None] = "expert_mlp"
+    saved: ClassVar[str] = "hidden"
+    activation: ActivationName
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        rows, counts = given["rows"], given["counts"]
+        require(rows.ragged == counts.name, self, f"rows are counted by {rows.ragged}, not {counts.name}")
+        require_weights(self, rows, given)
+        require_experts(self, self.activation, rows, given)
+        return (Type(shape=rows.shape, dtype=rows.dtype, ragged=rows.ragged),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        given = self.named(operands)
+        held = experts_held(self, given["up"])
+        rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
+        counts = experts_layout(meshes, dict.fromkeys(held.axes, Shard(1)), Shard(0))
+        wanted = {"rows": rows, "counts": counts, "weights": rows}
+        return Placing(tuple(wanted.get(name, held) for name in given), (rows,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        given = self.named(operands)
+        rows, experts = given["rows"], experts_of(given)
+        count = workload.count(rows) / workload.row(rows)
+        work = experts_work(count, workload.most_rows(rows), experts, workload, forward=3, backward=4)
+        hidden = pre_activation(results[0], count, experts[0], workload)
+        saved = (*workload.keep(*operands), hidden)
+        return Cost(work=work, saved=saved, used=used_share(experts[0], workload))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Combine(Op):
+    """Sums each token's weighted rows; from the expert mesh to the dense mesh."""
+
+    mnemonic: ClassVar[str] = "combine"
+    takes: ClassVar[str] = "rows positions weights"
+    gives: ClassVar[str] = "mixed"
+    operator: ClassVar[str | None] = "combine"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        rows, positions, weights = operands
+        require(positions.shape == weights.shape, self, "wants a weight for each position")
+        return (Type(shape=(*positions.shape[:-1], rows.shape[-1]), dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = own_tokens(self, 2, meshes)
+        return Placing((experts_layout(meshes, {}, Shard(1)), *tokens.operands), tokens.results)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(*operands))

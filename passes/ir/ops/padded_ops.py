@@ -1,0 +1,165 @@
+"""Ops on padded rows: each expert has the same number of places, filled or empty."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise, experts_work, pre_activation, used_share
+from moec.passes.ir.attribute_types import ActivationName, Count
+from moec.passes.ir.layout import REPLICATED, Shard
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.capacity_ops import Capacity
+from moec.passes.ir.ops.mixture_ops import experts_held, experts_layout, experts_of, require_experts, require_weights
+from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermutePadded(Capacity):
+    """Puts rows in places: x, experts, starts → rows `[experts, places, dim]`, counts `[sources, experts]`, positions.
+
+    The number of places of a rank depends only on shapes and `$training`; empty places are zeros. The position of a
+    dropped choice is −1.
+    """
+
+    mnemonic: ClassVar[str] = "permute_padded"
+    takes: ClassVar[str] = "x experts starts training?"
+    gives: ClassVar[str] = "rows counts positions"
+    operator: ClassVar[str | None] = "permute_padded"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, experts, starts, *settings = self.named(operands).values()
+        self.require_setting(settings)
+        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require(starts.shape[2] == experts.shape[2], self, "wants starts in each queue")
+        return (
+            Type(shape=(starts.shape[3], "places", x.shape[-1]), dtype=x.dtype),
+            Type(shape=("sources", starts.shape[3]), dtype="int64"),
+            Type(shape=experts.shape, dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        rows = experts_layout(meshes, {}, Shard(1))
+        counts = experts_layout(meshes, {}, Shard(0))
+        settings = (REPLICATED,) * len(operands[3:])
+        return Placing(((tokens,) * 3 + settings), (rows, counts, tokens))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        _, _, k, experts = workload.shape(operands[2])
+        groups, capacity, tokens = self.room(k, experts, workload)
+        return {"places": workload.meshes.dense.ranks * groups * min(capacity, tokens), "choices": k}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=7)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PermuteDynamic(Op):
+    """Like `permute_padded`, but each expert has `places` places, the rows of the busiest expert: x, experts, places.
+
+    Drops only choices of −1 (Tutel, Hwang et al. 2022, section 3.3).
+    """
+
+    mnemonic: ClassVar[str] = "permute_dynamic"
+    takes: ClassVar[str] = "x experts places"
+    gives: ClassVar[str] = "rows counts positions"
+    operator: ClassVar[str | None] = "permute_dynamic"
+    moves: ClassVar[bool] = True
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, experts, places = operands
+        require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
+        require(places.shape == () and places.dtype == "int64", self, "wants a number of places")
+        return (
+            Type(shape=(self.num_experts, "places", x.shape[-1]), dtype=x.dtype),
+            Type(shape=("sources", self.num_experts), dtype="int64"),
+            Type(shape=experts.shape, dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        rows = experts_layout(meshes, {}, Shard(1))
+        counts = experts_layout(meshes, {}, Shard(0))
+        return Placing((tokens, tokens, REPLICATED), (rows, counts, tokens))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        chosen = operands[1]
+        ranks = workload.meshes.dense.ranks
+        _, largest = workload.rows_of(workload.whole(chosen) / ranks, self.num_experts)
+        return {"places": ranks * math.ceil(largest), "choices": workload.shape(chosen)[-1]}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=4)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertMlpPadded(Op):
+    """Applies to each row its expert: rows `[experts, places, dim]`, experts, and optional weights of rows.
+
+    Experts are as in `require_experts`.
+    """
+
+    mnemonic: ClassVar[str] = "expert_mlp_padded"
+    takes: ClassVar[str] = "rows up down up_bias? down_bias? weights?"
+    gives: ClassVar[str] = "y"
+    activation: ActivationName
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        rows = given["rows"]
+        require_weights(self, rows, given)
+        require_experts(self, self.activation, rows, given)
+        return (Type(shape=rows.shape, dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        given = self.named(operands)
+        held = experts_held(self, given["up"])
+        rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
+        wanted = {"rows": rows, "weights": rows}
+        return Placing(tuple(wanted.get(name, held) for name in given), (rows,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        given = self.named(operands)
+        rows, experts = given["rows"], experts_of(given)
+        held, places, _ = workload.shape(rows)
+        work = experts_work(held * places, places, experts, workload, forward=3, backward=4)
+        hidden = pre_activation(results[0], held * places, experts[0], workload)
+        saved = (*workload.keep(*operands), hidden)
+        return Cost(work=work, saved=saved, used=used_share(experts[0], workload))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CombinePadded(Op):
+    """Sums each token's weighted rows, without dropped choices: rows, positions, weights."""
+
+    mnemonic: ClassVar[str] = "combine_padded"
+    takes: ClassVar[str] = "rows positions weights"
+    gives: ClassVar[str] = "mixed"
+    operator: ClassVar[str | None] = "combine_padded"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        rows, positions, weights = operands
+        require(positions.shape == weights.shape, self, "wants a weight for each position")
+        return (Type(shape=(*positions.shape[:-1], rows.shape[-1]), dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        return Placing((experts_layout(meshes, {}, Shard(1)), tokens, tokens), (tokens,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(*operands), backward=2)

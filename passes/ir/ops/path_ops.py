@@ -1,0 +1,67 @@
+"""Ops that join experts with dense paths: the sigmoid gate of a shared expert, and the weighted sum of two paths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SigmoidGate(Op):
+    """x `[…, dim]`, logits `[…, 1]` → `x · sigmoid(logits)`: how Qwen2-MoE gates its shared expert."""
+
+    mnemonic: ClassVar[str] = "sigmoid_gate"
+    takes: ClassVar[str] = "x logits"
+    gives: ClassVar[str] = "gated"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, logits = operands
+        require(logits.shape == (*x.shape[:-1], 1) and logits.dtype == x.dtype, self, "wants a logit for each token")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, logits = operands
+        gate = workload.inner(results[0], "gate", workload.count(logits), logits.dtype)
+        return elementwise(self, operands, results, workload, keeps=(*workload.keep(x), gate), forward=2, backward=4)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mix(Op):
+    """first, second `[…, dim]`, logits `[…, 2]` → `first · c₀ + second · c₁` with c = softmax(logits).
+
+    DeepSpeed's Residual-MoE (Rajbhandari et al. 2022, arXiv 2201.05596, section 4.1): first is the experts' result.
+    """
+
+    mnemonic: ClassVar[str] = "mix"
+    takes: ClassVar[str] = "first second logits"
+    gives: ClassVar[str] = "mixed"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        first, second, logits = operands
+        require(first.shape == second.shape and logits.shape == (*first.shape[:-1], 2), self, "wants two logits each")
+        require(first.dtype == second.dtype == logits.dtype, self, "wants one dtype")
+        return (Type(shape=first.shape, dtype=first.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        first, second, logits = operands
+        shares = workload.inner(results[0], "shares", workload.count(logits), logits.dtype)
+        keeps = (*workload.keep(first, second), shares)
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=4, backward=6)

@@ -1,0 +1,1 @@
+"""Lowers a `Spec` to a `Program` for one device: the reference semantics."""

@@ -1,0 +1,148 @@
+"""Builds a block op by op: each op's type rule types its results. Also the initial values of weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from moec.grammar.source import Span
+from moec.passes.ir import Block, Init, Op, Output, Parameter, Setting, SourceLine, Value
+from moec.passes.ir.op import operand_names
+from moec.passes.ir.ops import AddBias
+
+INIT_STD = 0.02
+"""Standard deviation of new weights (GPT-2, Radford et al. 2019); projections into the residual stream take
+`INIT_STD / sqrt(2 * depth)`, so that its variance does not grow with depth (ibid., section 2.3)."""
+
+
+Located = Span | SourceLine | None
+"""The place in a `.moe` file that a block, an op or a parameter comes from."""
+
+
+def normal(std: float = INIT_STD) -> Init:
+    """Initial values of a weight: normal with standard deviation `std`."""
+    return Init(kind="normal", std=std)
+
+
+def residual_init(depth: int) -> Init:
+    """Initial values of a projection into the residual stream of a model with `depth` layers."""
+    return normal(INIT_STD / math.sqrt(2 * depth))
+
+
+_NONE: Mapping[str, str] = MappingProxyType({})
+
+
+class Builder:
+    """Appends ops to a block, naming results and keeping spans."""
+
+    def __init__(self, name: str, inputs: Sequence[Value], span: Located) -> None:
+        self.name, self.inputs, self.span = name, tuple(inputs), SourceLine.of(span)
+        self.parameters: list[Parameter] = []
+        self.settings: list[Setting] = []
+        self.ops: list[Op] = []
+        self.scope: dict[str, Value] = {v.name: v for v in inputs}
+        self.blocks: dict[str, Block] = {}
+        self._numbers: dict[str, int] = {}
+
+    def parameter(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: str,
+        init: Init,
+        span: Located,
+        shard: Mapping[str, int] | None = None,
+    ) -> str:
+        """Declares a parameter; returns its operand name. `shard` maps a mesh axis to the dim it cuts, `{"tp": 0}`:
+        `tp` cuts heads, hidden widths and the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, section 3).
+
+        Norm weights and biases, which start as ones or zeros, get no weight decay.
+        """
+        parameter = Parameter(
+            name=name,
+            shape=tuple(shape),
+            dtype=dtype,
+            init=init,
+            decays=init.kind == "normal",
+            shard=tuple((shard or {}).items()),
+            span=SourceLine.of(span) or self.span,
+        )
+        self.parameters.append(parameter)
+        self.scope[f"@{name}"] = parameter
+        return f"@{name}"
+
+    def setting(self, setting: Setting) -> str:
+        """Declares a setting unless the block has it already; returns its operand name."""
+        if setting not in self.settings:
+            self.settings.append(setting)
+        self.scope[f"${setting.name}"] = setting
+        return f"${setting.name}"
+
+    def add(
+        self,
+        op: type[Op],
+        *operands: str,
+        to: str,
+        span: Located = None,
+        beside: Mapping[str, str] = _NONE,
+        **attributes: Any,
+    ) -> list[str]:
+        """Appends an op. `to` lists names for its results; returns these names, made unique.
+
+        `beside` maps the names of optional operands, as the op's class declares them, to operands.
+        """
+        names = [self._fresh(name) for name in to.split()]
+        unnamed = tuple(Value(name=name, shape=(), dtype="") for name in names)
+        optional = tuple(name for name in operand_names(op)[1] if name in beside)
+        operands = (*operands, *(beside[name] for name in optional))
+        placed = SourceLine.of(span) or self.span
+        made = op(operands=operands, optional=optional, results=unnamed, span=placed, **attributes)
+        types = made.infer([self.scope[name] for name in operands], self.blocks)
+        results = [
+            Value(name=name, shape=t.shape, dtype=t.dtype, ragged=t.ragged)
+            for name, t in zip(names, types, strict=True)
+        ]
+        self.scope.update({v.name: v for v in results})
+        self.ops.append(made.with_results(results))
+        return names
+
+    def one(
+        self,
+        op: type[Op],
+        *operands: str,
+        to: str,
+        span: Located = None,
+        beside: Mapping[str, str] = _NONE,
+        **attributes: Any,
+    ) -> str:
+        """`add` for an op with one result."""
+        (name,) = self.add(op, *operands, to=to, span=span, beside=beside, **attributes)
+        return name
+
+    def biased(self, x: str, name: str, span: Located, shard: Mapping[str, int] | None = None) -> str:
+        """Adds to x a new parameter `name`, initially zeros; returns the sum's name: the name of x, made unique."""
+        value = self.scope[x]
+        shape = [dim for dim in value.shape[2:] if isinstance(dim, int)]
+        bias = self.parameter(name, shape, value.dtype, Init(kind="zeros"), span, shard)
+        return self.one(AddBias, x, bias, to=x.split(".")[0], span=span)
+
+    def _fresh(self, name: str) -> str:
+        if name not in self.scope:
+            return name
+        self._numbers[name] = self._numbers.get(name, 0) + 1
+        return f"{name}.{self._numbers[name]}"
+
+    def block(self, outputs: Sequence[Output], final: bool = False) -> Block:
+        """The finished block."""
+        return Block(
+            name=self.name,
+            inputs=self.inputs,
+            parameters=tuple(self.parameters),
+            ops=tuple(self.ops),
+            outputs=tuple(outputs),
+            settings=tuple(self.settings),
+            final=final,
+            span=self.span,
+        )

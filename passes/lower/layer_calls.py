@@ -1,0 +1,25 @@
+"""Lowers the calls of layers in `forward`, and the outputs of `forward`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moec.passes.ir import Block, Output
+from moec.passes.ir import ops as o
+from moec.passes.lower.block_builder import Builder
+
+
+def call_layer(b: Builder, block: Block, number: int, operands: Sequence[str], to: str = "x") -> list[Output]:
+    """Calls `block` as layer `number`; returns its outputs. `to` names the first one, the residual stream."""
+    b.blocks[block.name] = block
+    names = [to, *(f"{output.role}_{number}" for output in block.outputs[1:])]
+    given = b.add(o.Call, *operands, to=" ".join(names), span=block.span, block=block.name, layer=number)
+    return [Output(name, output.role, number) for name, output in zip(given, block.outputs, strict=True)]
+
+
+def forward_outputs(b: Builder, first: Output, of_layers: Sequence[Output]) -> list[Output]:
+    """The outputs of `forward`: its result, the sum of the layers' balance terms, and the counts of each layer."""
+    counts = [output for output in of_layers if output.role == "counts"]
+    balances = [output.name for output in of_layers if output.role == "balance"]
+    balance = [Output(b.one(o.Add, *balances, to="balance"), "balance")] if balances else []
+    return [first, *balance, *counts]

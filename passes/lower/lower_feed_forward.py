@@ -1,0 +1,57 @@
+"""Lowers feed-forwards that every token goes through: `ffn`, and shared and residual experts."""
+
+from __future__ import annotations
+
+from moec.grammar.spec import Activated, FeedForward, Moe, Subject
+from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS, ActivationKind
+from moec.passes.lower.block_builder import Builder, normal, residual_init
+
+
+def activation_of(body: Activated) -> ActivationKind:
+    """The activation of a feed-forward."""
+    kind = ACTIVATIONS[body.word]
+    assert all(getattr(body, name) is None for name in kind.parameters)
+    return kind
+
+
+def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:
+    """`down(activation(up(h)))`, with parameters named under `prefix`; returns the result's name."""
+    assert isinstance(body, Activated)
+    activation, span = activation_of(body), body.span()
+    up_shape, down_shape = (activation.parts, body.hidden, subject.dim), (subject.dim, body.hidden)
+    up = b.parameter(f"{prefix}.up.weight", up_shape, subject.dtype, normal(), span, shard={"tp": 1})
+    init = residual_init(subject.depth)
+    down = b.parameter(f"{prefix}.down.weight", down_shape, subject.dtype, init, span, shard={"tp": 1})
+    hidden = b.one(o.Linear, h, up, to="hidden", span=span)
+    if body.bias:
+        hidden = b.biased(hidden, f"{prefix}.up.bias", body.span("bias"), shard={"tp": 1})
+    active = b.one(o.Activation, hidden, to="active", span=span, kind=activation.word)
+    y = b.one(o.Linear, active, down, to="y", span=span)
+    return b.biased(y, f"{prefix}.down.bias", body.span("bias")) if body.bias else y
+
+
+def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -> str:
+    """`mixed · c₀ + residual(h) · c₁ + shared(h)`, with the terms that the layer has; returns the result's name."""
+    if moe.residual is not None:
+        span = moe.residual.span()
+        beside = feed_forward(b, subject, moe.residual, "moe.residual", h)
+        # DeepSpeed's coefficients have a bias (deepspeed/moe/layer.py, 0.19.8).
+        shares = b.biased(
+            _logits(b, subject, "moe.coefficient.weight", 2, moe.residual, h), "moe.coefficient.bias", span
+        )
+        mixed = b.one(o.Mix, mixed, beside, shares, to="mixed", span=span)
+    if moe.shared is not None:
+        assert isinstance(moe.shared, Activated)
+        shared = feed_forward(b, subject, moe.shared, "moe.shared", h)
+        if moe.shared.gated:
+            logits = _logits(b, subject, "moe.shared_gate.weight", 1, moe.shared, h)
+            shared = b.one(o.SigmoidGate, shared, logits, to="shared", span=moe.shared.span("gated"))
+        mixed = b.one(o.Add, mixed, shared, to="mixed", span=moe.shared.span())
+    return mixed
+
+
+def _logits(b: Builder, subject: Subject, name: str, count: int, body: FeedForward, h: str) -> str:
+    """`count` logits per token, in the model's dtype, as in DeepSpeed and Qwen2."""
+    weight = b.parameter(name, (count, subject.dim), subject.dtype, normal(), body.span())
+    return b.one(o.Linear, h, weight, to="shares", span=body.span())

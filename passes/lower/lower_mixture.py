@@ -1,0 +1,148 @@
+"""Lowers a mixture of experts: its gate (`lower_gates.py`), its experts and its balance terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moec.grammar.source import Span
+from moec.grammar.spec import (
+    Activated,
+    Dropless,
+    Dynamic,
+    Experts,
+    Factor,
+    Moe,
+    Subject,
+    SwitchLoss,
+)
+from moec.passes.ir import TRAINING, Init, Output, Role
+from moec.passes.ir import ops as o
+from moec.passes.lower.block_builder import Builder, normal, residual_init
+from moec.passes.lower.lower_feed_forward import activation_of, beside_experts
+from moec.passes.lower.lower_gates import Gated, lower_gate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Routed(Gated):
+    """The gate's results, with `e` = -1 for padding tokens; `real` marks real tokens in a model with a padding id."""
+
+    experts: int
+    real: tuple[str, ...]
+
+
+def mixture(
+    b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str]
+) -> tuple[str, Output, *tuple[Output, ...]]:
+    """Returns the mixed value's name, the counts of rows per expert, and the layer's balance term if it has one.
+
+    `beside` names the layer's inputs beside the residual stream: `tokens` where the gate takes them, and `real` in a
+    model with a padding id.
+    """
+    routed = _routed(b, subject, moe, h, beside)
+    run = _dropless if isinstance(moe.capacity, Dropless) else _padded
+    mixed, counts = run(b, subject, moe, h, routed)
+    mixed = beside_experts(b, subject, moe, h, mixed)
+    balance = (Output(name, "balance") for name in _balance(b, moe, routed))
+    return mixed, Output(counts, "counts"), *balance
+
+
+def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str]) -> _Routed:
+    declared = moe.experts
+    assert isinstance(declared, Experts)
+    gated = lower_gate(b, subject, moe.gate, declared.count, h, beside)
+    e, real = gated.e, (beside["real"],) if "real" in beside else ()
+    if real:
+        e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())
+    return _Routed(w=gated.w, e=e, logits=gated.logits, p=gated.p, experts=declared.count, real=real)
+
+
+def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, str], dict[str, str], str]:
+    """The names of the up and down weights, of their biases (if any), and of the activation."""
+    declared = moe.experts
+    assert isinstance(declared, Experts)
+    body, span = declared.body, declared.span()
+    assert isinstance(body, Activated)
+    activation = activation_of(body)
+    shard = {"ep": 0}
+    up_shape = (declared.count, activation.parts, body.hidden, subject.dim)
+    up = b.parameter("moe.experts.up.weight", up_shape, subject.dtype, normal(), span, shard)
+    down_shape, init = (declared.count, subject.dim, body.hidden), residual_init(subject.depth)
+    down = b.parameter("moe.experts.down.weight", down_shape, subject.dtype, init, span, shard)
+    if not body.bias:
+        return (up, down), {}, activation.word
+    zeros, span = Init(kind="zeros"), body.span("bias")
+    up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], subject.dtype, zeros, span, shard)
+    down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], subject.dtype, zeros, span, shard)
+    return (up, down), {"up_bias": up_bias, "down_bias": down_bias}, activation.word
+
+
+def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed) -> tuple[str, str]:
+    span = moe.span("capacity")
+    rows, counts, positions = b.add(
+        o.Permute, h, routed.e, to="rows counts positions", span=span,
+        num_experts=routed.experts, some_are_none=bool(routed.real),
+    )  # fmt: skip
+    (up, down), biases, activation = _expert_weights(b, subject, moe)
+    y = b.one(o.ExpertMlp, rows, counts, up, down, beside=biases, to="y", span=_declared(moe), activation=activation)
+    return b.one(o.Combine, y, positions, routed.w, to="mixed", span=span), counts
+
+
+def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed) -> tuple[str, str]:
+    """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
+    capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
+
+    def starts() -> str:
+        queues = b.one(o.CountQueues, routed.e, to="queues", span=span, num_experts=experts)
+        return b.one(o.QueueStarts, queues, to="starts", span=span, group=moe.group)
+
+    if isinstance(capacity, Factor):
+        factor, in_evaluation = capacity.factor, capacity.eval or capacity.factor
+        varying = {"training": b.setting(TRAINING)} if factor != in_evaluation else {}
+        rows, counts, positions = b.add(
+            o.PermutePadded, h, routed.e, starts(), beside=varying, to="rows counts positions", span=span,
+            group=moe.group, parts=factor.numerator, whole=factor.denominator,
+            eval_parts=in_evaluation.numerator, eval_whole=in_evaluation.denominator, least=capacity.min,
+        )  # fmt: skip
+    else:
+        assert isinstance(capacity, Dynamic)
+        chosen = routed.e
+        if capacity.max is not None:
+            most = capacity.max
+            chosen = b.one(
+                o.KeepChoices, chosen, starts(), to="kept", span=span,
+                group=moe.group, parts=most.numerator, whole=most.denominator,
+                eval_parts=most.numerator, eval_whole=most.denominator, least=1,
+            )  # fmt: skip
+        places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=experts)
+        rows, counts, positions = b.add(
+            o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts
+        )
+    (up, down), biases, activation = _expert_weights(b, subject, moe)
+    y = b.one(o.ExpertMlpPadded, rows, up, down, beside=biases, to="y", span=_declared(moe), activation=activation)
+    return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts
+
+
+def _declared(moe: Moe) -> Span | None:
+    assert isinstance(moe.experts, Experts)
+    return moe.experts.span()
+
+
+def _balance(b: Builder, moe: Moe, routed: _Routed) -> list[str]:
+    if not moe.balance:
+        return []
+    terms, real = [], dict(zip(("real",), routed.real, strict=False))
+    for term in moe.balance:
+        if isinstance(term, SwitchLoss):
+            assert routed.p is not None, "the language refuses a term over what the gate does not give"
+            choices = b.one(
+                o.CountChoices, routed.e, to="choices", span=term.span(), num_experts=routed.experts, group=moe.group,
+            )  # fmt: skip
+            terms.append(
+                b.one(o.SwitchLoss, routed.p, choices, beside=real, to="switch_loss", span=term.span(), group=moe.group)
+            )
+        else:
+            assert routed.logits is not None
+            terms.append(b.one(o.ZLoss, routed.logits, beside=real, to="z_loss", span=term.span()))
+    weights = tuple(term.weight for term in moe.balance)
+    return [b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)]

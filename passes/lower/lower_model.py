@@ -1,0 +1,148 @@
+"""lower: `Spec` → `Program` on one imaginary device: the reference semantics, which can be run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Spec, Subject, distinct_layers
+from moec.grammar.supported import unsupported
+from moec.passes.ir import Block, Init, Output, Program, Role, Value
+from moec.passes.ir import ops as o
+from moec.passes.layer_names import layer_set_name
+from moec.passes.lower.block_builder import Builder, normal, residual_init
+from moec.passes.lower.layer_calls import call_layer, forward_outputs
+from moec.passes.lower.lower_feed_forward import feed_forward
+from moec.passes.lower.lower_layer import layer_blocks
+from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, loss_blocks, of_tokens
+from moec.passes.lower.lower_mixture import mixture
+
+
+def lower(spec: Spec) -> Program:
+    """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the loss blocks.
+
+    It depends neither on the number of ranks nor on any degree of parallelism.
+
+    A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
+
+    Raises `DiagnosticError` for words that no pass compiles yet, so later passes never see them.
+    """
+    if refused := unsupported(spec):
+        raise DiagnosticError(refused)
+    blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer)
+    return Program(name=spec.subject.name, blocks=tuple(blocks))
+
+
+def _model_blocks(spec: Spec) -> list[Block]:
+    model = spec.model
+    subject, layers = model.subject, distinct_layers(model.layers)
+    blocks = [_layer_block(model, subject, layer, numbers) for layer, numbers in layers]
+    calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
+    forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
+    balance = balance_blocks_of_tokens(model) if forward.output("balance") is not None else []
+    return [*blocks, forward, *loss_blocks(model), *balance]
+
+
+def context_of(spec: Spec) -> int:
+    """The longest sequence that the model takes."""
+    context = spec.model.context or (spec.train.sequence if spec.train else None)
+    assert context is not None, "the language requires a context or a train.sequence"
+    return context
+
+
+def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
+    norm, span = model.norm, model.norm.span()
+    weight = b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), span)
+    if isinstance(norm, RmsNorm):
+        return b.one(o.RmsNorm, x, weight, to=to, span=span, eps=norm.eps)
+    zeros = Init(kind="zeros")
+    bias = {"bias": b.parameter(f"{name}.bias", (model.dim,), model.dtype, zeros, span)} if norm.bias else {}
+    return b.one(o.LayerNorm, x, weight, beside=bias, to=to, span=span, eps=norm.eps)
+
+
+def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
+    x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
+    beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
+    b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
+    attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
+    residual = b.one(o.Add, "x", attended, to="x")
+    h = _norm(b, model, residual, "ffn_norm", "h")
+    if layer.moe is None:
+        assert layer.ffn is not None
+        fed = feed_forward(b, subject, layer.ffn, "ffn", h)
+        return b.block([Output(b.one(o.Add, residual, fed, to="x"), "residual")])
+    mixed, *others = mixture(b, subject, layer.moe, h, {role: value.name for role, value in beside.items()})
+    return b.block([Output(b.one(o.Add, residual, mixed, to="x"), "residual"), *others])
+
+
+def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
+    """The roles of a layer's inputs beside the residual stream, which its mixture uses."""
+    if layer.moe is None:
+        return ()
+    padded: tuple[Role, ...] = ("real",) if model.embedding.padding is not None else ()
+    return (*layer.moe.gate.takes, *padded)
+
+
+def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
+    assert isinstance(attention, Gqa | Mha)
+    heads = attention.heads
+    kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
+    width = attention.head_dim or model.dim // heads
+    span = attention.span()
+
+    def project(name: str, count: int) -> str:
+        shape = (count, width, model.dim)
+        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, shard={"tp": 0})
+        projected = b.one(o.Linear, h, weight, to=name, span=span)
+        if attention.bias == "none":
+            return projected
+        return b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
+
+    def normed(name: str, count: int) -> str:
+        projected, line = project(name, count), attention.span("qk_norm")
+        if attention.qk_norm == "none":
+            return projected
+        shape = (width,) if attention.qk_norm == "head" else (count, width)
+        weight = b.parameter(f"attention.{name}_norm.weight", shape, model.dtype, Init(kind="ones"), line)
+        return b.one(o.RmsNorm, projected, weight, to=name, span=line, eps=model.norm.eps)
+
+    q, k, v = normed("q", heads), normed("k", kv_heads), project("v", kv_heads)
+    if attention.rope is not None:
+        rope = attention.rope
+        q = b.one(o.Rope, q, to="q", span=rope.span(), theta=rope.theta)
+        k = b.one(o.Rope, k, to="k", span=rope.span(), theta=rope.theta)
+    a = b.one(o.Attention, q, k, v, to="attended", span=span)
+    shape, init = (model.dim, heads, width), residual_init(model.depth)
+    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, shard={"tp": 1})
+    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
+
+
+def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
+    model = spec.model
+    b = Builder("forward", [of_tokens("tokens")], model.span())
+    span = model.embedding.span()
+    shape = (model.vocab, model.dim)
+    table = b.parameter("embedding.weight", shape, model.dtype, normal(), span, shard={"tp": 0})
+    x = b.one(o.Embed, "tokens", table, to="x", span=span)
+    if model.embedding.positions == "learned":
+        line = model.embedding.span("positions")
+        learned = b.parameter("positions.weight", (context_of(spec), model.dim), model.dtype, normal(), line)
+        added = b.one(o.EmbedPositions, "tokens", learned, to="positions", span=line)
+        x = b.one(o.Add, x, added, to="x", span=span)
+    handed: dict[Role | None, str] = {"tokens": "tokens"}
+    if any(block.input("real") is not None for block in layers):
+        padding = model.embedding.span("padding")
+        handed["real"] = b.one(o.RealTokens, "tokens", to="real", span=padding, padding=model.embedding.padding)
+    of_layers: list[Output] = []
+    for number, block in enumerate(layers):
+        stream, *beside = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
+        x = stream.name
+        of_layers += beside
+    h = _norm(b, model, x, "norm", "h")
+    head, head_span = table, model.embedding.span("tied")
+    if not model.embedding.tied:
+        head = b.parameter("head.weight", shape, model.dtype, normal(), model.span(), shard={"tp": 0})
+        head_span = None
+    logits = b.one(o.Linear, h, head, to="logits", span=head_span)
+    return b.block(forward_outputs(b, Output(logits, "logits"), of_layers))

@@ -1,0 +1,1 @@
+"""Places a Program on its ranks: degrees, meshes, layouts, and the conversions between layouts."""

@@ -1,0 +1,74 @@
+"""Chooses the degrees of a Spec, stated or default, and checks them. `moec check` runs nothing else of passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.spec import Spec
+from moec.passes.place.degree_rules import problems_of
+from moec.passes.place.stated_degrees import Mixtures, divisors, mixtures_of, number_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertDegrees:
+    """The expert degrees of some layers: one factorisation of the ranks, and so one mesh.
+
+    `stated` says whether the file gives this `ep` for all of these layers; `edp` is ranks / `ep`.
+    """
+
+    layers: tuple[int, ...]
+    ep: int
+    edp: int
+    stated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Degrees:
+    """The degree of every axis, and whether the file states it. `experts` is in the order of the layers."""
+
+    ranks: int
+    dp: int
+    dp_stated: bool
+    tp: int
+    tp_stated: bool
+    experts: tuple[ExpertDegrees, ...]
+
+
+def choose_degrees(spec: Spec) -> Degrees:
+    """The degrees of `spec`, stated or default. Raises `DiagnosticError`."""
+    ranks, parallel = spec.cluster.ranks, spec.parallel
+    mixtures = mixtures_of(spec)
+    if problems := problems_of(spec, mixtures):
+        raise DiagnosticError(problems)
+    tp = number_of(parallel.tp) or 1
+    return Degrees(
+        ranks=ranks,
+        dp=number_of(parallel.dp) or ranks // tp,
+        dp_stated=parallel.dp is not None,
+        tp=tp,
+        tp_stated=parallel.tp is not None,
+        experts=_experts(ranks, mixtures),
+    )
+
+
+def _experts(ranks: int, mixtures: Mixtures) -> tuple[ExpertDegrees, ...]:
+    """One factorisation per distinct `ep`. Layers without a stated `ep` get the largest that fits all of them."""
+    default = _largest_ep(ranks, [moe.num_experts for moe, stated, _ in mixtures if stated is None])
+    layers: dict[int, list[int]] = {}
+    by_default: set[int] = set()
+    for _, stated, numbers in mixtures:
+        ep = stated.ep if stated else default
+        layers.setdefault(ep, []).extend(numbers)
+        by_default |= set() if stated else {ep}
+    degrees = (
+        ExpertDegrees(layers=tuple(sorted(numbers)), ep=ep, edp=ranks // ep, stated=ep not in by_default)
+        for ep, numbers in layers.items()
+    )
+    return tuple(sorted(degrees, key=lambda degree: degree.layers[0]))
+
+
+def _largest_ep(ranks: int, expert_counts: list[int]) -> int:
+    if not expert_counts:
+        return 1
+    return max(d for d in divisors(ranks) if all(count % d == 0 for count in expert_counts))

@@ -1,0 +1,62 @@
+"""The degrees that a Spec states, and their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moec.grammar.source import Span
+from moec.grammar.spec import Moe, Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Stated:
+    """An `ep` that the file states, and its span."""
+
+    ep: int
+    span: Span | None
+
+
+def number_of(degree: object) -> int | None:
+    """A degree that the file states, or None; lists and `auto` were rejected earlier."""
+    assert degree is None or isinstance(degree, int)
+    return degree
+
+
+def data_shares(spec: Spec) -> int:
+    """Number of data-parallel ranks that divide the batch: `dp`, stated or default, if the degrees are valid."""
+    return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // (number_of(spec.parallel.tp) or 1))
+
+
+def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
+    """Every stated `ep` with its layers; for a layer with several, the last one counts."""
+    every, parallel = range(spec.subject.depth), spec.parallel
+    given: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
+    given += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
+    return [(layers, Stated(ep, span)) for layers, degree, span in given if (ep := number_of(degree)) is not None]
+
+
+Mixtures = list[tuple[Moe, Stated | None, list[int]]]
+"""Triples of a mixture, its stated `ep`, and the layers with both."""
+
+
+def mixtures_of(spec: Spec) -> Mixtures:
+    """Each distinct mixture with each `ep` stated for it, in the order of the layers."""
+    mixtures = spec.subject.mixtures
+    stated: list[Stated | None] = [None] * len(mixtures)
+    for layers, given in stated_eps(spec):
+        for number in layers:
+            stated[number] = given
+    found: dict[tuple[int, int], tuple[Moe, Stated | None, list[int]]] = {}
+    for number, moe in enumerate(mixtures):
+        if moe is not None:
+            given_here = stated[number]
+            key = (id(moe), id(given_here))
+            found.setdefault(key, (moe, given_here, []))[2].append(number)
+    return list(found.values())
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of `n`, ascending."""
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})

@@ -1,0 +1,106 @@
+"""tensor_parallel: rewrites kv heads and the cross-entropy so that `tp` can shard them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from moec.passes.ir import Block, Op, Program, Value
+from moec.passes.ir import ops as o
+from moec.passes.ir.value import promoted
+
+KV_PARAMETERS = ("@attention.k.weight", "@attention.v.weight", "@attention.k.bias", "@attention.v.bias")
+KV_NORM = "@attention.k_norm.weight"
+"""With two dims, `[heads, head_dim]`, it has a weight for each kv head, and is repeated like the kv heads."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallel:
+    """Two exact rewrites for `tp` > 1.
+
+    Fewer kv heads than ranks: each kv head is repeated, and every rank slices its copy before the projection. Logits
+    with a sharded vocabulary: the cross-entropy becomes a maximum, two sums and the remaining per-token terms, with
+    reductions over `tp` in between.
+    """
+
+    def apply(self, program: Program) -> Program:
+        """The rewritten Program, with the same semantics."""
+        tp = program.mesh("dense").size("tp")
+        if tp == 1:
+            return program
+        blocks = tuple(_rewrite(program, block, tp) for block in program.blocks)
+        return replace(program, blocks=blocks)
+
+
+def _rewrite(program: Program, block: Block, tp: int) -> Block:
+    if (logits := block.input("logits")) is not None:
+        vocab = logits.shape[-1]
+        assert isinstance(vocab, int)
+        return block if vocab % tp else _Rewriter(program, block).run(_cross_entropy_in_parts)
+    kv = block.scope.get(KV_PARAMETERS[0])
+    heads = kv.shape[0] if kv is not None else tp
+    assert isinstance(heads, int)
+    if heads % tp == 0:
+        return block
+    return _Rewriter(program, block).run(lambda rewriter, op: _repeat_kv_heads(rewriter, op, tp // heads))
+
+
+class _Rewriter:
+    """Rebuilds a block, and infers the types of results again."""
+
+    def __init__(self, program: Program, block: Block) -> None:
+        self.program, self.block = program, block
+        self.ops: list[Op] = []
+        self.scope = block.declared()
+        self.renamed: dict[str, str] = {}
+
+    def run(self, rule: Callable[[_Rewriter, Op], None]) -> Block:
+        """The block rebuilt by `rule`, which appends the replacement of each op."""
+        for op in self.block.ops:
+            rule(self, op)
+        return replace(self.block, ops=tuple(self.ops))
+
+    def append(self, op: Op) -> None:
+        """Appends `op` with renamed operands; a result whose shape has changed gets a new name."""
+        op = replace(op, operands=tuple(self.renamed.get(name, name) for name in op.operands))
+        types = op.infer([self.scope[name] for name in op.operands], self.program.block_map)
+        results = []
+        for value, t in zip(op.results, types, strict=True):
+            name = value.name
+            if value.shape and value.shape != t.shape:
+                name = self.renamed[value.name] = f"{value.name}_copies"
+            results.append(replace(value, name=name, shape=t.shape, dtype=t.dtype))
+        self.scope.update({v.name: v for v in results})
+        self.ops.append(op.with_results(results))
+
+    def one(self, kind: type[Op], operands: Sequence[str], to: str, like: Op, **attributes: Any) -> str:
+        """Appends a new op with one result called `to`, with the span of `like`; returns the name."""
+        unnamed = Value(name=to, shape=(), dtype="")
+        self.append(kind(operands=tuple(operands), results=(unnamed,), span=like.span, **attributes))
+        return to
+
+
+def _repeat_kv_heads(rewriter: _Rewriter, op: Op, copies: int) -> None:
+    operands = list(op.operands)
+    for i, operand in enumerate(operands):
+        of_all_heads = operand == KV_NORM and len(rewriter.scope[operand].shape) == 2
+        if operand in KV_PARAMETERS or of_all_heads:
+            stem = operand.removeprefix("@attention.").replace(".", "_")
+            operands[i] = rewriter.one(o.RepeatHeads, [operand], f"{stem}_copies", op, copies=copies)
+        if operand in KV_PARAMETERS:
+            operands[i] = rewriter.one(o.Slice, [operands[i]], f"{stem}_copy", op, axis="tp", dim=0)
+    rewriter.append(replace(op, operands=tuple(operands)))
+
+
+def _cross_entropy_in_parts(rewriter: _Rewriter, op: Op) -> None:
+    if not isinstance(op, o.CrossEntropy):
+        rewriter.append(op)
+        return
+    logits, labels = op.operands
+    if (dtype := rewriter.scope[logits].dtype) != promoted(dtype):
+        logits = rewriter.one(o.Widen, [logits], "wide_logits", op)
+    largest = rewriter.one(o.LogitMax, [logits], "largest", op)
+    sums = rewriter.one(o.SumExp, [logits, largest], "sums", op)
+    label_logit = rewriter.one(o.LabelLogit, [logits, labels], "label_logit", op)
+    rewriter.one(o.CrossEntropyOfSums, [sums, largest, label_logit, labels], op.results[0].name, op)

@@ -1,0 +1,180 @@
+"""`expert_mlp`: every local expert's feed-forward over the rows it was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops.registry import check, define, differentiate
+
+
+def _check_expert_mlp(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weights: Tensor | None,
+    activation: str,
+) -> None:
+    check(
+        activation in ACTIVATIONS,
+        lambda: f"moec::expert_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
+    )
+    check(
+        rows.dim() == 2 and counts.dim() == 2 and up.dim() == 4 and down.dim() == 3,
+        lambda: (
+            "moec::expert_mlp: rows must be [R, D], counts [sources, E], up [E, G, F, D] and down [E, D, F], not "
+            f"{list(rows.shape)}, {list(counts.shape)}, {list(up.shape)} and {list(down.shape)}"
+        ),
+    )
+    experts, factor, hidden, dim = up.shape
+    check(
+        factor == ACTIVATIONS[activation].parts
+        and down.shape == (experts, dim, hidden)
+        and counts.shape[1] == experts
+        and rows.shape[1] == dim,
+        lambda: (
+            f"moec::expert_mlp: up {list(up.shape)} does not fit {activation}, rows {list(rows.shape)}, "
+            f"counts {list(counts.shape)} and down {list(down.shape)}"
+        ),
+    )
+    check(
+        rows.dtype == up.dtype == down.dtype,
+        lambda: (
+            f"moec::expert_mlp: rows, up and down must share a dtype, not {rows.dtype}, {up.dtype} and {down.dtype}"
+        ),
+    )
+    check_biases("expert_mlp", up, down, up_bias, down_bias)
+    if weights is not None:
+        check(
+            weights.dim() == 1 and weights.dtype in (torch.float32, torch.float64),
+            lambda: (
+                "moec::expert_mlp: weights must be [R] in float32 or float64, not "
+                f"{list(weights.shape)} in {weights.dtype}"
+            ),
+        )
+        check(
+            weights.shape[0] == rows.shape[0],
+            lambda: f"moec::expert_mlp: {weights.shape[0]} weights for {rows.shape[0]} rows",
+        )
+
+
+def check_biases(name: str, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> None:
+    """Requires both biases or none, of shapes [E, G, F] and [E, D] for up [E, G, F, D] and down, and of up's dtype."""
+    check(
+        (up_bias is None) == (down_bias is None),
+        lambda: f"moec::{name}: up and down must both have biases, or none",
+    )
+    if up_bias is not None and down_bias is not None:
+        check(
+            up_bias.shape == up.shape[:3]
+            and down_bias.shape == down.shape[:2]
+            and up_bias.dtype == down_bias.dtype == up.dtype,
+            lambda: (
+                f"moec::{name}: biases must be [E, G, F] and [E, D] in the dtype of up {list(up.shape)}, {up.dtype}, "
+                f"not {list(up_bias.shape)}, {up_bias.dtype} and {list(down_bias.shape)}, {down_bias.dtype}"
+            ),
+        )
+
+
+def _fake_expert_mlp(
+    rows: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weights: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor]:
+    return rows.new_empty(rows.shape), rows.new_empty((rows.shape[0], *up.shape[1:3]))
+
+
+expert_mlp = define(
+    schema_of(o.ExpertMlp),
+    fake=_fake_expert_mlp,
+    check=_check_expert_mlp,
+)
+"""`activation(row @ up[e]ᵀ + up_bias[e]) @ down[e]ᵀ + down_bias[e]` for the rows of each expert e, times their weights.
+
+rows [R, D], counts [sources, E] int64, up [E, G, F, D], down [E, D, F], up_bias [E, G, F] and down_bias [E, D] or
+neither bias; all but counts of one floating dtype; weights [R] float32 or float64, None for all 1; activation one of
+`ACTIVATIONS`, of G parts (the gate first), computed in at least float32. Rows are sorted by source, then by expert, as
+an all-to-all delivers them; sources is 1 without an all-to-all. Gives
+  - out [R, D], in the rows' order;
+  - hidden [R, G, F], the pre-activation, for backward: not differentiable, its rows in the backend's own order.
+Raises `RuntimeError` if the counts do not add up to R.
+"""
+
+
+def _check_expert_mlp_backward(grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, *others: Any) -> None:
+    _check_expert_mlp(rows, counts, *others)
+
+
+def _fake_expert_mlp_backward(
+    grad: Tensor,
+    rows: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    weights: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, ...]:
+    of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
+    return *(t.new_empty(t.shape) for t in (rows, up, down)), *empty_biases(up, up_bias, down_bias), of_weights
+
+
+def empty_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Allocates the biases' gradients, of shape [0] without a bias: operators return no optional tensors."""
+    of_up, of_down = (up.new_empty(0 if bias is None else bias.shape) for bias in (up_bias, down_bias))
+    return of_up, of_down
+
+
+expert_mlp_backward = define(
+    "expert_mlp_backward(Tensor grad, Tensor rows, Tensor hidden, Tensor counts, Tensor up, Tensor down,"
+    " Tensor? up_bias, Tensor? down_bias, Tensor? weights, str activation)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_expert_mlp_backward,
+    check=_check_expert_mlp_backward,
+)
+"""The gradients of rows, up, down, both biases and weights; of shape [0] for an operand that is None.
+
+The gradient of a row's weight is the inner product of `grad` and the row's output. It equals `grad @ down[e]` times the
+activated hidden row (plus `grad` times down_bias), so that forward need not save the output.
+"""
+
+
+def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rows, counts, *of_experts, weights, ctx.activation = inputs
+    _, hidden = output
+    ctx.mark_non_differentiable(hidden)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(rows, hidden, counts, *of_experts, weights)
+
+
+def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    *saved, weights = ctx.saved_tensors
+    grad_rows, grad_up, grad_down, *others = expert_mlp_backward(grad, *saved, weights, ctx.activation)
+    of_up_bias, of_down_bias, of_weights = of_given(others, (*saved[-2:], weights))
+    return grad_rows, None, grad_up, grad_down, of_up_bias, of_down_bias, of_weights, None
+
+
+def of_given(gradients: Sequence[Tensor], given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """The gradients of optional operands, such as biases; None for an operand that is None."""
+    return tuple(None if one is None else gradient for gradient, one in zip(gradients, given, strict=True))
+
+
+differentiate(expert_mlp, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)

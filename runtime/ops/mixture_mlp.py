@@ -1,0 +1,149 @@
+"""`mixture_mlp`: a whole mixture whose rows stay on one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops.expert_mlp import check_biases, empty_biases, of_given
+from moec.runtime.ops.registry import check, define, differentiate
+
+
+def _check_mixture_mlp(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> None:
+    check(
+        activation in ACTIVATIONS,
+        lambda: f"moec::mixture_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
+    )
+    check(
+        x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.shape == weights.shape,
+        lambda: (
+            "moec::mixture_mlp: x must be [B, S, D], experts and weights [B, S, k], not "
+            f"{list(x.shape)}, {list(experts.shape)} and {list(weights.shape)}"
+        ),
+    )
+    check(
+        up.dim() == 4
+        and up.shape[1] == ACTIVATIONS[activation].parts
+        and down.shape == (up.shape[0], up.shape[3], up.shape[2])
+        and x.shape[2] == up.shape[3],
+        lambda: (
+            "moec::mixture_mlp: up must be [E, G, F, D] and down [E, D, F], as wide as x, with the G of "
+            f"{activation}; not {list(up.shape)} and {list(down.shape)} for x {list(x.shape)}"
+        ),
+    )
+    check(experts.dtype == torch.int64, lambda: f"moec::mixture_mlp: experts must be int64, not {experts.dtype}")
+    check(
+        weights.dtype in (torch.float32, torch.float64),
+        lambda: f"moec::mixture_mlp: weights must be float32 or float64, not {weights.dtype}",
+    )
+    check(
+        x.dtype == up.dtype == down.dtype,
+        lambda: f"moec::mixture_mlp: x, up and down must share a dtype, not {x.dtype}, {up.dtype} and {down.dtype}",
+    )
+    check_biases("mixture_mlp", up, down, up_bias, down_bias)
+
+
+def _fake_mixture_mlp(
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x.new_empty(x.shape),
+        experts.new_empty((1, up.shape[0])),
+        x.new_empty((experts.numel(), *up.shape[1:3])),
+        experts.new_empty(experts.shape),
+    )
+
+
+mixture_mlp = define(
+    schema_of(o.MixtureMlp),
+    fake=_fake_mixture_mlp,
+    check=_check_mixture_mlp,
+)
+"""mixed[t] = Σⱼ weights[t, j] · f_e(x[t]), e = experts[t, j], with f as `expert_mlp`'s; nothing for e = −1.
+
+x [B, S, D], up [E, G, F, D], down [E, D, F], up_bias [E, G, F] and down_bias [E, D] (or neither) of one floating
+dtype, experts [B, S, k] int64, weights [B, S, k] float32 or float64. Gives
+  - mixed [B, S, D], summed in at least float32;
+  - counts [1, E] int64: how many choices each expert got;
+  - hidden [B·S·k, G, F] and positions [B, S, k] int64, for backward: the pre-activations sorted by expert, and each
+    choice's row of hidden (−1 for a choice of −1; such choices leave as many last rows of hidden undefined).
+Computes `permute`, `expert_mlp` and `combine` without saved activations of size B·S·k·D.
+Raises `RuntimeError` on CPU if an expert index is out of range.
+"""
+
+
+def _check_backward(
+    grad: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    *others: Any,
+) -> None:
+    check(grad.shape == x.shape, lambda: f"moec::mixture_mlp_backward: grad must be {list(x.shape)}")
+    _check_mixture_mlp(x, positions, *others)
+
+
+def _fake_backward(
+    grad: Tensor,
+    x: Tensor,
+    hidden: Tensor,
+    counts: Tensor,
+    positions: Tensor,
+    weights: Tensor,
+    up: Tensor,
+    down: Tensor,
+    up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+) -> tuple[Tensor, ...]:
+    return *(t.new_empty(t.shape) for t in (x, weights, up, down)), *empty_biases(up, up_bias, down_bias)
+
+
+mixture_mlp_backward = define(
+    "mixture_mlp_backward(Tensor grad, Tensor x, Tensor hidden, Tensor counts, Tensor positions, Tensor weights,"
+    " Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_backward,
+    check=_check_backward,
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, _, weights, *of_experts, ctx.activation = inputs
+    _, counts, hidden, positions = output
+    ctx.mark_non_differentiable(counts, hidden, positions)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, hidden, counts, positions, weights, *of_experts)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    saved = ctx.saved_tensors
+    grad_x, *grads = mixture_mlp_backward(grad, *saved, ctx.activation)
+    return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), None
+
+
+differentiate(mixture_mlp, setup=_setup, backward=_differentiate)

@@ -1,0 +1,42 @@
+"""The summary at the end of `moec compile`: what a rank holds, keeps and sends."""
+
+from __future__ import annotations
+
+import pytest
+from models import moe_text
+
+from moec.commands.summary import summary
+from moec.driver import compile as compile_source
+
+
+def lines_of(text: str) -> list[str]:
+    """The summary of the plan of a file's text."""
+    plan = compile_source(text)
+    return summary(plan, plan.program, None, 0.1).splitlines()
+
+
+def test_activations_are_those_of_a_ranks_sequences() -> None:
+    (line,) = (line for line in lines_of(moe_text(batch=8, sequence=8)) if "activations of" in line)
+    assert line == "            activations of 2 sequences, kept for backward: 55.9 kB"
+
+
+def test_the_busiest_rank_keeps_more_activations() -> None:
+    text = moe_text(experts=4, sequence=32).replace("sequence = 32;", "sequence = 32; routing = zipf(1);")
+    (line,) = (line for line in lines_of(text) if "activations of" in line)
+    assert line.endswith(" on the busiest rank")
+
+
+@pytest.mark.parametrize(
+    ("memory", "warning"),
+    [
+        ("1GB", None),
+        ("0.2MB", "states and activations do not fit the device: use more ranks, or micro-batches"),
+        ("0.1MB", "the states alone do not fit the device: use more ranks, or fewer experts per rank"),
+    ],
+)
+def test_what_does_not_fit_is_warned_of(memory: str, warning: str | None) -> None:
+    """States are 178 kB, activations 55.9 kB."""
+    device = f'device "small" {{ kind = cpu; memory = {memory}; bandwidth = 10GB/s }}\n'
+    lines = lines_of(device + moe_text(batch=8, sequence=8).replace("device = cpu", 'device = "small"'))
+    found = [line.removeprefix("  warning   ") for line in lines if line.startswith("  warning")]
+    assert found == ([] if warning is None else [warning])

@@ -1,0 +1,122 @@
+"""What ops say that they cost: products, what backward keeps, and what goes over the wire, for every op of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from models import moe_spec, moe_text
+
+from moec.driver import run_passes, to_spec
+from moec.grammar import load_text
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.totals import BlockCost, tally
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import Op, Program
+from moec.passes.pipeline import compile_program
+
+REPOSITORY = Path(__file__).parents[3]
+FILES = [*sorted(REPOSITORY.glob("tests/cases/*.moe")), *sorted(REPOSITORY.glob("examples/*.moe"))]
+
+
+def costs_of(text: str, block: str = "layers[1..2]") -> dict[str, Cost]:
+    """What the ops of a block cost, by their first result."""
+    spec = load_text(text).unwrap()
+    program = compile_program(spec).program
+    cost = BlockCost.of(program, program.block(block), Workload.of(spec, program))
+    return {op.results[0].name: of_op for op, of_op in cost.costs}
+
+
+def every_op(program: Program, workload: Workload) -> list[tuple[BlockCost, Op, Cost]]:
+    """Every op of a Program with its cost."""
+    costs = [BlockCost.of(program, block, workload) for block in program.blocks]
+    return [(cost, op, of_op) for cost in costs for op, of_op in cost.costs]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_op_names_what_it_keeps(file: Path) -> None:
+    """An operand, a result, or a tensor of its own; parameters are among its operands."""
+    spec = to_spec(file)
+    program = run_passes(spec).program
+    for _, op, cost in every_op(program, Workload.of(spec, program)):
+        results = {value.name for value in op.results}
+        for saved in cost.saved:
+            name, _, inner = saved.name.partition(":")
+            assert name in (results if inner else {*op.operands, *results}), (op.mnemonic, saved)
+            assert saved.bytes > 0, (op.mnemonic, saved)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_backward_computes_twice_what_forward_does(file: Path) -> None:
+    spec = to_spec(file)
+    program = run_passes(spec).program
+    for _, op, cost in every_op(program, Workload.of(spec, program)):
+        assert cost.work.backward.flops == 2 * cost.work.forward.flops, op.mnemonic
+        assert cost.work.forward.moved >= 0
+        assert (cost.work.backward.launches > 0) == (cost.work.backward.moved > 0 or cost.work.backward.flops > 0)
+
+
+def test_experts_say_their_products() -> None:
+    """4 ranks, edp 2 × ep 2: of 64 tokens' 128 choices a rank gets 32, for 4 of 8 experts."""
+    work = costs_of(moe_text(batch=8, sequence=8))["weighted"].work
+    up, down = work.forward.products
+    assert (up.name, up.m, up.n, up.k, up.groups, up.rows_per_group) == ("up", 32, 2 * 16, 16, 4, 8)
+    assert (down.name, down.m, down.n, down.k, down.groups) == ("down", 32, 16, 16, 4)
+    assert [product.name for product in work.backward.products] == [
+        "down_backward", "down_weights", "up_backward", "up_weights",
+    ]  # fmt: skip
+    assert up.moved == 4 * (32 * 16 + 4 * 32 * 16 + 32 * 32)
+
+
+def test_an_uneven_load_is_that_of_the_busiest_rank_and_its_busiest_expert() -> None:
+    """Loads 1, 1/2, 1/3, 1/4 on two ranks: the first has 1.5 of 2.083, and its first expert 1."""
+    text = moe_text(experts=4, batch=8, sequence=8)
+    even, uneven = (
+        costs_of(text.replace("sequence = 8;", f"sequence = 8; routing = {r};")) for r in ("uniform", "zipf(1)")
+    )
+    total, choices = 1 + 1 / 2 + 1 / 3 + 1 / 4, 64
+    up, _ = uneven["weighted"].work.forward.products
+    assert up.m == pytest.approx(choices * 1.5 / total)
+    assert up.most_rows == pytest.approx(choices / total)
+    # What goes out is even; the busiest rank receives more than that, and sends it back.
+    (there,), (usual,) = uneven["rows.1"].sent, even["rows.1"].sent
+    assert there.forward == there.backward == pytest.approx(usual.forward * 1.5 / total * 2)
+    assert uneven["rows"] == even["rows"]
+
+
+def test_the_busiest_rank_keeps_more() -> None:
+    text = moe_text(experts=4).replace("sequence = 8;", "sequence = 8; routing = zipf(1);")
+    spec = load_text(text).unwrap()
+    counts = tally(compile_program(spec).program, spec)
+    assert counts.activation_bytes < counts.most_activation_bytes < counts.imbalance * counts.activation_bytes
+    even = moe_spec(experts=4)
+    assert tally(compile_program(even).program, even).activation_bytes == counts.activation_bytes
+
+
+def test_what_two_ops_keep_is_counted_once() -> None:
+    """q, k and v are projections of one value, which is the sum of nothing that is kept."""
+    spec = moe_spec()
+    program = compile_program(spec).program
+    cost = BlockCost.of(program, program.block("layers[0]"), Workload.of(spec, program))
+    of_op = [{saved.name for saved in c.saved if not saved.is_parameter} for _, c in cost.costs]
+    assert sum(map(len, of_op)) > len(cost.saved()) == len(set.union(*of_op))
+    assert [op.mnemonic for op, c in cost.costs if any(s.name == "h" for s in c.saved)] == ["linear"] * 3
+
+
+def test_bytes_over_an_axis_are_said_for_each_direction() -> None:
+    """8 ranks, dp 2 × tp 4: a rank's 4 sequences of 8 tokens, 16 wide in fp32, of which it sends three quarters."""
+    sent = costs_of(moe_text(ranks=8, tp=4, ep=4, batch=8), "layers[0]")["h.2"].sent
+    assert [(s.axis, s.forward, s.backward, s.backward_op) for s in sent] == [("tp", 1536, 1536, "reduce_scatter")]
+
+
+def test_processors_keep_more_of_a_norm_than_devices_with_a_fused_one() -> None:
+    def kept(device: str) -> set[str]:
+        spec = moe_spec(dtype="bf16")
+        program = compile_program(spec).program
+        workload = Workload(batch=8, sequence=8, device=device)
+        cost = BlockCost.of(program, program.block("layers[0]"), workload)
+        norm = next(of_op for op, of_op in cost.costs if op.mnemonic == "rms_norm")
+        return {saved.name for saved in norm.saved if not saved.is_parameter}
+
+    assert kept("cuda") == {"x", "h:rstd"}
+    assert kept("cpu") == {"h:wide", "h:normalized", "h:rstd"}
