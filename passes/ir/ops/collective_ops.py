@@ -72,6 +72,9 @@ class Collective(Op):
 class Conversion(Collective):
     """Changes the placement of a value on the axis. The shape, which is global, stays the same."""
 
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "y"
+
     @abstractmethod
     def source(self) -> Placement | None:
         """The placement that the operand must have on the axis; None is replicated."""
@@ -99,8 +102,6 @@ class AllReduce(Conversion):
     """
 
     mnemonic: ClassVar[str] = "all_reduce"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "all_reduce"
     backward: ClassVar[str] = "identity"
     sends: ClassVar[tuple[int, int]] = (2, 0)
@@ -123,8 +124,6 @@ class ReduceScatter(Conversion):
     """Partial → Shard(dim). Forward: sum over the axis; each rank keeps its piece. Backward: all_gather."""
 
     mnemonic: ClassVar[str] = "reduce_scatter"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "reduce_scatter"
     backward: ClassVar[str] = "all_gather"
     sends: ClassVar[tuple[int, int]] = (1, 1)
@@ -147,8 +146,6 @@ class CopyTo(Conversion):
     """
 
     mnemonic: ClassVar[str] = "copy_to"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "copy_to"
     backward: ClassVar[str] = "all_reduce"
     sends: ClassVar[tuple[int, int]] = (0, 2)
@@ -166,8 +163,6 @@ class Slice(Conversion):
     """Replicate → Shard(dim). Forward: each rank keeps its piece. Backward: all_gather."""
 
     mnemonic: ClassVar[str] = "slice"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "slice"
     backward: ClassVar[str] = "all_gather"
     sends: ClassVar[tuple[int, int]] = (0, 1)
@@ -186,8 +181,6 @@ class AllGather(Conversion):
     """Shard(dim) → Replicate, for ops that are sharded on the axis. Forward: all_gather. Backward: reduce_scatter."""
 
     mnemonic: ClassVar[str] = "all_gather"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "all_gather"
     backward: ClassVar[str] = "reduce_scatter"
     sends: ClassVar[tuple[int, int]] = (1, 1)
@@ -206,8 +199,6 @@ class AllGatherAlike(Conversion):
     """Shard(dim) → Replicate, for ops that are replicated on the axis. Forward: all_gather. Backward: slice."""
 
     mnemonic: ClassVar[str] = "all_gather_alike"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "all_gather_alike"
     backward: ClassVar[str] = "slice"
     sends: ClassVar[tuple[int, int]] = (1, 0)
@@ -226,8 +217,6 @@ class AllToAllPadded(Conversion):
     """Shard(given) → Shard(wanted), for values with one shape on every rank. Backward: Shard(wanted) → Shard(given)."""
 
     mnemonic: ClassVar[str] = "all_to_all_padded"
-    takes: ClassVar[str] = "x"
-    gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "all_to_all_padded"
     backward: ClassVar[str] = "all_to_all_padded"
     sends: ClassVar[tuple[int, int]] = (1, 1)
