@@ -1,4 +1,4 @@
-"""How much memory a piece of work takes, by the profiler's record of every allocation on CPU."""
+"""Peak memory of a function, by the profiler's record of every allocation on CPU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moec.runtime.backends.torch import torch_memory
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that `work` holds at a time, beyond what was there before."""
-    torch_memory.POOL.release()  # a block that is used again allocates nothing, so the profiler would miss it
+    """Peak bytes of `work`, beyond the bytes before it."""
+    torch_memory.POOL.release()  # a reused block is no allocation, so the profiler would miss it
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         work()
     events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -29,7 +29,7 @@ from moec.runtime.backends import select
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 HELD_CYCLES = 1_000_000
-"""About half a millisecond: several times what launching an operator's kernels takes."""
+"""About half a millisecond: several times an operator's launches."""
 
 SHAPES = {"cpu": (*CPU_SHAPES, Shape(16384, 1024, 1024, 64, 8)), "cuda": CUDA_SHAPES}
 
@@ -50,7 +50,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What to run, and what it must read and write."""
+    """A function, and the bytes that it must read and write."""
 
     operator: str
     run: Callable[[], Any]
@@ -68,8 +68,8 @@ def works(shape: Shape, dtype: torch.dtype, device: str, load: str) -> Iterator[
     experts, k, x = shape.experts, shape.k, problem.x[None]
     logits = F.linear(x, problem.gate).float()
     how = ("softmax", False, True)
-    probabilities, weights, chosen = backend.route(logits, k, *how)
-    yield Work("route", lambda: backend.route(logits, k, *how), (logits,), (probabilities, weights, chosen))
+    probabilities, weights, chosen = backend.route(logits, None, k, *how)
+    yield Work("route", lambda: backend.route(logits, None, k, *how), (logits,), (probabilities, weights, chosen))
     given = (logits, probabilities, weights, weights, chosen)
     grad = backend.route_backward(*given, *how)
     yield Work("route backward", lambda: backend.route_backward(*given, *how), given, (grad,))
@@ -128,7 +128,7 @@ def main() -> None:
     if chosen.device == "cuda" and not torch.cuda.is_available():
         sys.exit("no CUDA device here: nothing was measured")
     torch.set_num_threads(chosen.threads)
-    clock = Clock(chosen.device, 2)  # on the wall: threads are what fills a memory bus
+    clock = Clock(chosen.device, 2)  # wall time: several threads fill a memory bus
     rows: list[Row] = []
     for shape in chosen.shapes or SHAPES[chosen.device]:
         for dtype in chosen.dtype:

@@ -37,7 +37,7 @@ def one_block() -> str:
 
 
 def sixty_blocks() -> str:
-    """Sixty layers, each declared in a block of its own and unlike its neighbours: the worst case."""
+    """Sixty layers, each in a separate block and different from its neighbours: the worst case."""
     return FILE % "".join(LAYER % (number, 64 + 2 * number, 8 * (1 + number)) for number in range(60))
 
 

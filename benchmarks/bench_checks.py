@@ -1,4 +1,4 @@
-"""What checks cost: steps of the demo model on gloo ranks, by default and without any check.
+"""The cost of checks: steps of the demo model on gloo ranks, by default and without any check.
 
 There is one core per rank unless `--ranks` asks for more ranks.
 
@@ -33,7 +33,7 @@ RESULT = "MOEC_BENCH_CHECKS"
 
 
 class Unchecked(Checks):
-    """Looks at nothing and compares nothing. The step's labels and tokens are still counted over all ranks."""
+    """Checks nothing. The step's labels and tokens are still counted over all ranks."""
 
     def __init__(self) -> None:
         super().__init__("none")
@@ -49,7 +49,7 @@ class Unchecked(Checks):
 
 
 def rank_main(ranks: int, steps: int, result: Path) -> None:
-    """What every rank runs; rank 0 writes the figures."""
+    """The function of every rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     with moec.launch(moec.compile(FILE, ranks=ranks), device="cpu") as job:
         train = job.plan.spec.train

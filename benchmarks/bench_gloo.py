@@ -1,4 +1,4 @@
-"""The demo model on four gloo ranks: time per step, the share of it in collectives, and the bytes that move.
+"""The demo model on four gloo ranks: time per step, its fraction in collectives, and the bytes sent.
 
 Every collective is timed where it is called. A second run puts a barrier before each, which tells waiting for the
 slowest rank (four ranks may share two cores) from moving. Bytes are those that leave a rank; the minimum sends a token
@@ -31,16 +31,16 @@ from moec.runtime.job.module import PlanModule
 FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
 RANKS = 4
 PASSES = 4
-"""How often a row crosses the wire: dispatch and combine, forward and backward."""
+"""How often a row is sent: dispatch and combine, forward and backward."""
 
 LEARNING_RATE = 1e-5
-"""So low that routing stays as balanced as it starts: there is nothing to learn in random tokens."""
+"""So low that routing stays as balanced as initially; random tokens teach nothing."""
 
 COLLECTIVES = ("all_to_all_single", "all_reduce", "broadcast")
 
 
 class Meter:
-    """Stands in for torch.distributed's collectives, and keeps the seconds spent and the bytes sent in each."""
+    """Replaces torch.distributed's collectives, and records seconds and bytes of each."""
 
     def __init__(self, barrier: bool) -> None:
         self.barrier = barrier
@@ -87,7 +87,7 @@ class Timer:
 
 
 class MeteredWork:
-    """An asynchronous collective, the wait for which counts too."""
+    """An asynchronous collective, whose wait is timed too."""
 
     def __init__(self, work: dist.Work, meter: Meter, name: str) -> None:
         self.work, self.meter, self.name = work, meter, name
@@ -108,7 +108,7 @@ def sent(name: str, *arguments: Any, group: Any = None, **_: Any) -> float:
 
 
 class Choices(TorchDispatchMode):
-    """Keeps the experts that every layer chose."""
+    """Records the chosen experts of every layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Choices(TorchDispatchMode):
 
 
 def least_bytes(job: moec.Job, model: PlanModule, chosen: list[Tensor]) -> dict[str, float]:
-    """What this rank must send in a step with these choices."""
+    """The bytes that this rank must send in a step with these choices."""
     spec = job.plan.spec
     rows = 0
     for experts, layer in zip(chosen, (layer for layer in spec.model.layers if layer.moe), strict=True):
@@ -143,7 +143,7 @@ def least_bytes(job: moec.Job, model: PlanModule, chosen: list[Tensor]) -> dict[
 
 
 def rank_main(steps: int, result: Path) -> None:
-    """What every rank runs; rank 0 writes the figures."""
+    """The function of every rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     with moec.launch(moec.compile(FILE, ranks=RANKS), device="cpu") as job:
         train = job.plan.spec.train

@@ -1,4 +1,4 @@
-"""The language: how fast `moec check` answers and how that grows, and what its messages say about planted faults."""
+"""The language: the time of `moec check` by file size, and its messages about planted faults."""
 
 from __future__ import annotations
 

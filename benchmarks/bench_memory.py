@@ -1,4 +1,4 @@
-"""A training step in bf16 with fp32 masters in one process: time, what is kept between steps, and what a step adds."""
+"""A training step in bf16 with fp32 masters in one process: time, memory between steps, and a step's peak."""
 
 from __future__ import annotations
 

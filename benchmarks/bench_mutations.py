@@ -26,7 +26,7 @@ DEGREES = ("ep = 2", "tp = 2; ep = 4", "tp = 4; ep = 2; sequence_parallel = fals
 SEEDS = (1, 2, 3)
 
 STOPS = (RuntimeError, ValueError, IndexError, KeyError, TypeError, AttributeError, AssertionError)
-"""What stops `verify` before it has a report: a Program that breaks the rules may have no graph."""
+"""Exceptions of `verify`: a Program that breaks the rules may have no graph."""
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
 LIMIT = 1.05
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-5
-"""So low that training does not amplify how the two round, and the losses can be compared at every step."""
+"""So low that training does not amplify rounding differences: losses are comparable at every step."""
 
 SAME_LOSS = 1e-5
 """Largest relative difference of the losses."""
@@ -36,7 +36,7 @@ PARTS = ("forward", "backward", "clip", "optimizer")
 
 
 class Contender:
-    """A model with its optimizer, and how long each part of each of its steps took."""
+    """A model, its optimizer, and the times of the parts of its steps."""
 
     clock = staticmethod(time.process_time)
 
@@ -97,7 +97,7 @@ def measure(spec: Spec, pair: tuple[Contender, Contender], steps: int, warm_up: 
     for step in range(warm_up + steps):
         tokens, labels = torch.randint(spec.model.vocab, shape, generator=generator)
         losses = {}
-        # Who goes first changes too: the second finds the batch in cache.
+        # The order alternates: the second run has the batch in cache.
         for contender in pair if step % 2 else reversed(pair):
             losses[contender] = contender.step(tokens, labels)
         first, second = (losses[contender] for contender in pair)

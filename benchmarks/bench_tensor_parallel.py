@@ -36,7 +36,7 @@ FILE = Path(__file__).parents[1] / "examples" / "folded.moe"
 LIMIT = 1.10
 MAX_NORM = 1.0
 LEARNING_RATE = 1e-5
-"""So low that training does not amplify how the two round, and the losses can be compared at every step."""
+"""So low that training does not amplify rounding differences: losses are comparable at every step."""
 SAME_LOSS = 1e-5
 WARM_UP = 3
 
@@ -59,10 +59,13 @@ class Sent:
         self.depth = 0
         import plain_tensor_parallel
 
-        from moec.runtime.ops import conversions
+        from moec.runtime.ops import dense_collectives
 
         self.places = [(dist, name, name) for name in KINDS if hasattr(dist, name)]
-        for module, prefix in ((conversions, "_all_gather_single"), (conversions, "_reduce_scatter_single")):
+        for module, prefix in (
+            (dense_collectives, "_all_gather_single"),
+            (dense_collectives, "_reduce_scatter_single"),
+        ):
             self.places.append((module, prefix, prefix.removeprefix("_")))
         for name in ("gather_single", "reduce_scatter_single"):
             self.places.append((plain_tensor_parallel, name, "all_" * (name[0] == "g") + name))
@@ -105,7 +108,7 @@ def leaving(kind: str, first: Tensor, second: object = None, *rest: Any, group: 
 
 
 def least_bytes(job: moec.Job, model: nn.Module, shape: tuple[int, int], chosen: list[Tensor]) -> dict[str, float]:
-    """What this rank must send in a step with these choices, in fp32."""
+    """The bytes that this rank must send in a step with these choices, in fp32."""
     spec = job.plan.spec
     dim, layers = spec.model.dim, len(spec.model.layers)
     tp, ep = job.plan.meshes["dense"].size("tp"), resolve("ep[0..3]")
@@ -174,7 +177,7 @@ def slow(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def rank_main(steps: int, dim: int, sequence: int, result: Path) -> None:
-    """What every rank runs; rank 0 writes the figures."""
+    """The function of every rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     with moec.launch(moec.compile(FILE, dim=dim, sequence=sequence), device="cpu") as job:
         train = job.plan.spec.train

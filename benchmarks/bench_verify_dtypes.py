@@ -1,4 +1,4 @@
-"""What sharding costs in bf16: gradient errors of random plans against float64, over the unsharded model's in bf16.
+"""Precision lost by sharding in bf16: random plans' gradient errors against float64, over the unsharded model's errors.
 
 Random models on tp 2 × ep 2 (or with `--ranks`, more ranks), each parameter's gradient apart; `--layers`: random layers
 on ep 2, whose x has a gradient as well.
@@ -13,8 +13,8 @@ from argparse import ArgumentParser
 import torch
 
 import moec
-from moec.runtime.verify.rounding import STEP_BOUND, Rounding
 from moec.runtime.verify.verification import verify
+from moec.runtime.verify.verify_report import STEP_BOUND, Rounding
 
 GATES = ("topk(1)", "topk(2, normalize = true)", "topk(2, score = sigmoid)", "topk(3, order = after)", "switch")
 EXPERTS = ("swiglu(8)", "gelu(12)", "geglu(8, bias = true)", "relu2(8)", "gelu(7, bias = true)")

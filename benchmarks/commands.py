@@ -1,4 +1,4 @@
-"""Running `moec` as a user does, and what that took."""
+"""Runs `moec` as a user does, and measures time and memory."""
 
 from __future__ import annotations
 

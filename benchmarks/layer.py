@@ -97,7 +97,7 @@ class Contender:
         ended = clock.mark()
         self.seconds.append((clock.between(started, turned), clock.between(turned, ended)))
         for parameter in self.layer.parameters:
-            parameter.grad = None  # not held while the others run: of the largest layers there is room for one's
+            parameter.grad = None  # freed before the next implementation: memory suffices for one of the largest layers
         return out.detach()
 
     def forget(self) -> None:
@@ -105,7 +105,7 @@ class Contender:
 
 
 def peak_bytes(contender: Contender, x: Tensor, grad: Tensor, clock: Clock) -> float:
-    """The most that one step holds beyond what was there before."""
+    """Peak bytes of one step, beyond the bytes before it."""
     contender.forget()
     x.grad = None
     if clock.cuda:
@@ -118,7 +118,7 @@ def peak_bytes(contender: Contender, x: Tensor, grad: Tensor, clock: Clock) -> f
 
 
 class WrongError(Exception):
-    """An implementation computes another layer."""
+    """An implementation's results differ from the reference layer's."""
 
 
 def check(contender: Contender, problem: Problem, x: Tensor, exact: tuple[Tensor, Tensor]) -> None:
@@ -180,7 +180,7 @@ def measure(
 
 
 def why(error: Exception) -> str:
-    """In one line."""
+    """The row as one line."""
     text = str(error).strip().partition("\n")[0]
     return text if isinstance(error, (NotRun, WrongError)) else f"{type(error).__name__}: {text}"
 

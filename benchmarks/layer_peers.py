@@ -23,7 +23,7 @@ GIGABYTE = 2**30
 
 
 class NotRun(Exception):  # noqa: N818 - the reason why there is no figure, not an error
-    """The implementation is not here, or cannot do this shape."""
+    """The implementation is not installed, or does not support this shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def moec(problem: Problem) -> Layer:
 
     def run(x: Tensor) -> Tensor:
         logits = F.linear(x, gate).float()[None]
-        _, weights, chosen = ops.route(logits, problem.shape.k, "softmax", "before", True)
+        _, weights, chosen = ops.route(logits, None, problem.shape.k, "softmax", "before", True)
         return ops.mixture_mlp(x[None], chosen, weights, up.view(by_parts), down, None, None, "swiglu")[0][0]
 
     return Layer(run, (gate, up, down))
@@ -178,7 +178,7 @@ def deepspeed(problem: Problem) -> Layer:
 
 
 def liger(problem: Problem) -> Layer:
-    """Measures its tiles at the first call. Its products of float32 are TF32's, which the check finds out."""
+    """Measures its tiles at the first call. Its float32 products are TF32, which the check detects."""
     function = _needs("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     gate, up, down = _weights(problem)
 
@@ -191,13 +191,13 @@ def liger(problem: Problem) -> Layer:
 
 def scattermoe(problem: Problem) -> Layer:
     mlp = _needs("scattermoe.mlp")
-    # Its products of float32 are TF32's unless told otherwise, and everybody else's here are not.
+    # Its float32 products are TF32 by default; the other implementations' are not.
     _needs("scattermoe.kernels.ops").ALLOW_TF32 = problem.x.dtype != torch.float32
     shape = problem.shape
     gate, _, _ = _weights(problem)
     with torch.device("meta"):
         experts = mlp.GLUMLP(shape.dim, shape.hidden, shape.experts, shape.k, activation=nn.SiLU())
-    # Its activation is on the second half.
+    # Its activation applies to the second half.
     weights = {"experts.weight": problem.up.roll(shape.hidden, 1), "output_experts.weight": problem.down}
     experts.load_state_dict(weights, assign=True)
 

@@ -1,4 +1,4 @@
-"""What every implementation of one MoE layer is given, and the float64 layer that it must agree with."""
+"""The inputs of every implementation of one MoE layer, and the float64 reference."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Reads what `str` writes. Raises `ValueError`."""
+        """Reads the text of `str`. Raises `ValueError`."""
         match = re.fullmatch(r"T(\d+)-D(\d+)-F(\d+)-E(\d+)-k(\d+)", text)
         if match is None:
             raise ValueError(f"a shape is written as {CPU_SHAPES[0]}, not {text}")

@@ -20,7 +20,7 @@ from moec.passes.ir.ops import (
     AllGatherAlike,
     AllReduce,
     Call,
-    Collective,
+    Conversion,
     CopyTo,
     ReduceScatter,
     Slice,
@@ -162,9 +162,9 @@ def another_conversion(plan: Plan, draw: random.Random) -> Found | None:
 
 def another_axis(plan: Plan, draw: random.Random) -> Found | None:
     """A collective over another axis of more than one rank."""
-    place = draw.choice(_places(plan, lambda op: isinstance(op, Collective)))
+    place = draw.choice(_places(plan, lambda op: isinstance(op, Conversion)))
     block, op = place
-    assert isinstance(op, Collective)
+    assert isinstance(op, Conversion)
     axes = [axis for axis in _axes(plan, block) if axis != op.axis]
     if not axes:
         return None
@@ -264,7 +264,7 @@ def an_op_less(plan: Plan, draw: random.Random) -> Found | None:
 
 def a_conversion_twice(plan: Plan, draw: random.Random) -> Found | None:
     """What a collective gives goes through it once more: a sum is doubled, or a value that is whole is cut."""
-    place = draw.choice(_places(plan, lambda op: isinstance(op, Collective) and len(op.operands) == 1))
+    place = draw.choice(_places(plan, lambda op: isinstance(op, Conversion) and len(op.operands) == 1))
     op = place[1]
     first = replace(op, results=(replace(op.results[0], name="once"), *op.results[1:]))
     again = replace(op, operands=("once",), results=op.results[:1])
@@ -322,7 +322,7 @@ def another_layout_of_a_parameter(plan: Plan, draw: random.Random) -> Found | No
     if layout is None:
         return None
     words = f"{block.name}: @{parameter.name} is {layout} for {parameter.layout}"
-    return words, _with_parameter(plan, block, parameter, replace(parameter, layout=layout))
+    return words, _with_parameter(plan, block, parameter, parameter.placed(layout))
 
 
 def _other_layout(plan: Plan, block: Block, value: Value, draw: random.Random) -> Layout | None:

@@ -149,7 +149,7 @@ class PlainRope(nn.Module):
         super().__init__()
         frequencies = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
         angles = torch.outer(torch.arange(context, dtype=torch.float64), frequencies)
-        # Plain attributes, which `.to(bfloat16)` leaves alone.
+        # Plain attributes, which `.to(bfloat16)` does not convert.
         self.tables = {
             dtype: (angles.cos().to(dtype), angles.sin().to(dtype)) for dtype in (torch.float32, torch.float64)
         }
@@ -199,7 +199,7 @@ def feed_forward(dim: int, body: Activated) -> nn.Module:
 
 
 class PlainMoe(nn.Module):
-    """A router and its experts; gives the mixed tokens and the weighted balance terms."""
+    """A router and its experts; returns the mixed tokens and the weighted balance terms."""
 
     def __init__(self, dim: int, moe: Moe) -> None:
         super().__init__()
@@ -215,8 +215,7 @@ class PlainMoe(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         """x [batch, sequence, dim]."""
-        dtype = at_least_fp32(x.dtype)
-        logits = F.linear(x.to(dtype), self.gate.weight.to(dtype))
+        logits = self.logits(x)
         weights, chosen = choose(logits, self.topk)
         factor, least = self.places()
         if factor is not None:
@@ -224,6 +223,11 @@ class PlainMoe(nn.Module):
             weights = weights * kept_choices(chosen, factor, least, groups, self.num_experts)
         mixed = self.mix(x.flatten(0, 1), weights, chosen).view_as(x)
         return self.with_dense_paths(x, mixed), self.balance(logits, chosen)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """The router's scores, in at least fp32."""
+        dtype = at_least_fp32(x.dtype)
+        return F.linear(x.to(dtype), self.gate.weight.to(dtype))
 
     def places(self) -> tuple[float | None, int]:
         """The capacity factor that drops choices, if one does, and the places that there are at least."""
@@ -285,7 +289,7 @@ def choose(logits: Tensor, topk: TopK) -> tuple[Tensor, Tensor]:
 
 
 def probabilities(logits: Tensor, score: str) -> Tensor:
-    """What balance terms count: the scores of all experts, summing to 1."""
+    """The scores of all experts for balance terms, which sum to 1."""
     if score == "softmax":
         return logits.softmax(-1)
     scores = logits.sigmoid()
@@ -293,7 +297,7 @@ def probabilities(logits: Tensor, score: str) -> Tensor:
 
 
 def kept_choices(chosen: Tensor, factor: float, least: int, groups: int, num_experts: int) -> Tensor:
-    """Which of [batch, sequence, k] choices find a place, as 0 and 1, counted one by one (GShard, algorithm 1)."""
+    """1 for each of [batch, sequence, k] choices with a place, else 0, counted one by one (GShard, algorithm 1)."""
     kept = torch.zeros_like(chosen)
     for members in torch.arange(chosen.shape[0]).chunk(groups):
         tokens = len(members) * chosen.shape[1]

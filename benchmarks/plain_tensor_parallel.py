@@ -28,14 +28,14 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
-    """Every rank's x [batch, sequence / n, ...] side by side along the sequence."""
+    """Every rank's x [batch, sequence / n, ...], concatenated along the sequence."""
     pieces = x.new_empty((group.size(), *x.shape))
     gather_single(pieces.view(-1), x.contiguous().view(-1), group=group)
     return torch.cat(pieces.unbind(0), 1)
 
 
 def scattered(x: Tensor, group: Group) -> Tensor:
-    """The sum of every rank's x [batch, sequence, ...], cut along the sequence."""
+    """The sum of every rank's x [batch, sequence, ...], sharded along the sequence."""
     pieces = torch.stack(x.chunk(group.size(), 1))
     out = torch.empty_like(pieces[0])
     reduce_scatter_single(out.view(-1), pieces.view(-1), group=group)
@@ -105,7 +105,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
 
 class ShardedAttention(PlainAttention):
-    """A rank's heads over all tokens; takes and gives a rank's piece of each sequence."""
+    """A rank's heads over all tokens; input and output are a rank's part of each sequence."""
 
     def __init__(self, dim: int, attention: Gqa | Mha, context: int, tp: Group) -> None:
         kv_heads = attention.kv_heads if isinstance(attention, Gqa) else attention.heads
@@ -123,7 +123,7 @@ class ShardedAttention(PlainAttention):
 
 
 class ShardedMoe(PlainMoe):
-    """A rank's experts; its tokens travel to the others' and back."""
+    """A rank's experts; tokens are sent to other ranks' experts and back."""
 
     def __init__(self, dim: int, moe: Moe, ep: Group, tp: Group) -> None:
         super().__init__(dim, moe)
@@ -143,7 +143,7 @@ class ShardedMoe(PlainMoe):
         dist.all_to_all_single(theirs, counts, group=self.ep)
         send, receive = counts.sum(1).tolist(), theirs.sum(1).tolist()
         rows = AllToAll.apply(x.index_select(0, order // k), send, receive, self.ep)
-        # They come source by source; experts want theirs side by side.
+        # Rows arrive by source; grouped products need them by expert.
         chunks = rows.split(theirs.flatten().tolist())
         out: list[Tensor] = [x] * (ranks * self.own)
         for number, expert in enumerate(self.experts):
@@ -195,7 +195,7 @@ class ShardedModel(nn.Module):
         self.head = nn.Linear(model.dim, model.vocab // tp.size(), bias=False)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """What to differentiate, and the loss."""
+        """The scalar to differentiate, and the loss."""
         local = tokens - self.tp.rank() * self.embedding.num_embeddings
         mine = (local >= 0) & (local < self.embedding.num_embeddings)
         x = Scatter.apply(self.embedding(local.where(mine, 0)) * mine[..., None], self.tp)
@@ -215,7 +215,7 @@ class ShardedModel(nn.Module):
 
     @cached_property
     def parts(self) -> list[tuple[list[nn.Parameter], Group | None]]:
-        """Parameters by what their gradients are summed over; None: all ranks."""
+        """Parameters by the group that sums their gradients; None: all ranks."""
         named = dict(self.named_parameters())
         experts = [name for name in named if ".experts." in name]
         replicated = [name for name in named if "norm" in name or name.endswith("moe.gate.weight")]

@@ -84,7 +84,7 @@ def _planted(dice: random.Random, kind: str, name: str, text: str, tokens: Seque
 
 
 def _misspelt(dice: random.Random, word: str) -> str:
-    """One slip of the fingers: a letter lost, doubled, wrong, or swapped with the next."""
+    """One typo: a letter missing, doubled, wrong, or swapped with the next."""
     at = dice.randrange(len(word))
     match dice.randrange(4):
         case 0:
@@ -98,7 +98,7 @@ def _misspelt(dice: random.Random, word: str) -> str:
 
 
 def diagnosed(text: str) -> list[Diagnostic]:
-    """What `moec check` says."""
+    """The diagnostics of `moec check`."""
     loaded = load_text(text, "fault.moe")
     found = list(loaded.diagnostics)
     if loaded.spec:
@@ -123,7 +123,7 @@ def points_at(fault: Fault, found: Sequence[Diagnostic]) -> bool:
 
 
 def restored(fault: Fault, found: Sequence[Diagnostic]) -> bool:
-    """Whether doing what the diagnostics suggest gives the original back."""
+    """Whether applying the diagnostics' suggestions restores the original."""
     text = fault.text
     edits = {(edit.span.start, edit.span.end, edit.text) for one in found for edit in one.fix}
     for start, end, new in sorted(edits, reverse=True):

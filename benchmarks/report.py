@@ -1,4 +1,4 @@
-"""How a benchmark says what it measured: one table, and the same as JSON where it is asked for."""
+"""The output of benchmarks: one table, and JSON on request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure. `limit` is the most that it may be, in the same unit; None where it is only to be known."""
+    """One figure. `limit` is its upper bound in the same unit, or None."""
 
     what: str
     value: float

@@ -11,7 +11,7 @@ from moec.codegen.kernels.stored_tiles import StoredTiles
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
-from moec.passes.ir import REPLICATED, Block, Init, Layout, Mesh, Parameter, Program
+from moec.passes.ir import REPLICATED, Block, Init, Layout, Mesh, Parameter, Program, State
 from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 
@@ -24,13 +24,18 @@ Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
-    """A parameter of the whole model: global shape, layout on a mesh, initial values, groups that sum its gradient."""
+    """A parameter of the whole model: global shape, layout on a mesh, initial values, groups that sum its gradient.
+
+    `gradient` and `optimizer_state` are the layouts of the summed gradient and of the optimizer state.
+    """
 
     name: str
     mesh: str
     shape: tuple[int, ...]
     dtype: str
     layout: Layout
+    gradient: Layout
+    optimizer_state: Layout
     init: Init
     decays: bool
     sum_over: tuple[str, ...]
@@ -83,6 +88,12 @@ class Plan:
     def parameters(self) -> Mapping[str, PlanParameter]:
         """Every parameter by its full name, `layers.3.attention.q.weight`; identical layers share the entries."""
         return parameters_of(self.program)
+
+    @cached_property
+    def states(self) -> Mapping[str, State]:
+        """Every state by its full name, `layers.3.moe.gate.bias`; identical layers share the entries."""
+        called = ((call.layer, self.program.block(call.block)) for call in layer_calls(self.program))
+        return {f"layers.{layer}.{state.name}": state for layer, block in called for state in block.states}
 
     def data_rank(self, rank: int) -> int:
         """The index of the part of the batch that `rank` reads, of `data_size` parts."""
@@ -137,6 +148,12 @@ def parameters_of(program: Program) -> dict[str, PlanParameter]:
     return found
 
 
+def states_of(program: Program) -> dict[str, State]:
+    """Every state of a Program by its full name."""
+    blocks = ((call.layer, program.block(call.block)) for call in layer_calls(program))
+    return {f"layers.{layer}.{state.name}": state for layer, block in blocks for state in block.states}
+
+
 def parameters_of_block(block: Block) -> tuple[PlanParameter, ...]:
     """The parameters of one block, named relative to it."""
     return tuple(_placed(parameter, block) for parameter in block.parameters)
@@ -151,6 +168,8 @@ def _placed(p: Parameter, block: Block) -> PlanParameter:
         shape=tuple(d for d in p.shape if isinstance(d, int)),
         dtype=str(p.dtype),
         layout=layout,
+        gradient=p.gradient or layout,
+        optimizer_state=p.optimizer_state or layout,
         init=p.init,
         decays=p.decays,
         sum_over=tuple(group_name(axis, block.experts) for axis in axes),

@@ -14,13 +14,15 @@ from moec.codegen.folder import MANIFEST, PROGRAM, SPEC, PlanError, canonical, d
 from moec.codegen.kernels.of_plan import products_of
 from moec.codegen.kernels.stored_tiles import FILE as TILES
 from moec.codegen.kernels.stored_tiles import StoredTiles
-from moec.codegen.plan import FORMAT, Plan, groups_of
+from moec.codegen.plan import FORMAT, Plan, groups_of, parameters_of, states_of
 from moec.grammar import to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.passes.ir import IrError, Program
-from moec.passes.ir.interface import result_role
+from moec.passes.ir.interface import FORWARD, layer_calls, result_role
+from moec.passes.ir.ops import Capacity
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.verifier import check_program
+from moec.passes.lower.lower_model import lower
 
 MAX_FILE_BYTES = 64 * 1024 * 1024
 """A larger file is refused unread. A Program of 1,000 distinct layers has about 20 MB."""
@@ -81,7 +83,7 @@ def _program(path: Path, content: bytes) -> Program:
 
 
 def _require_consistent(root: Path, plan: Plan) -> None:
-    """Requires a canonical Spec that compiles, of the Program's model, and tiles for the plan's kernels only."""
+    """Requires a canonical Spec that compiles and has the Program's parameters and states, and tiles of its kernels."""
     try:
         spec = plan.spec
     except DiagnosticError as error:
@@ -92,10 +94,32 @@ def _require_consistent(root: Path, plan: Plan) -> None:
         raise refuse(root / SPEC, "it is of another model than the Program")
     if result_role(plan.program) != ("logits" if spec.has_model else "residual"):
         raise refuse(root / PROGRAM, "forward does not give what the Spec says")
+    declared, stated = _declared(lower(spec)), _declared(plan.program)
+    for name in declared | stated:
+        if declared.get(name) != stated.get(name):
+            raise refuse(root / PROGRAM, f"its {name} is not that of the Spec")
     stored = plan.tiles.by_key() if plan.tiles is not None else {}
     foreign = sorted(map(str, stored.keys() - {product.key for product in products_of(plan)})) if stored else []
     if foreign:
         raise refuse(root / TILES, f"it has tiles for {foreign[0]}, which the plan does not have")
+
+
+def _declared(program: Program) -> dict[str, tuple[object, ...]]:
+    """What a lowered and a placed Program say alike: of parameters and their order, of states and of capacities.
+
+    `moec verify` runs short sequences, on which two capacities may have the same places.
+    """
+    parameters = {f"parameter {n}": (p.shape, p.dtype, p.init, p.decays) for n, p in parameters_of(program).items()}
+    states = {f"state {n}": (s.shape, s.dtype, s.init) for n, s in states_of(program).items()}
+    stated: dict[str, tuple[object, ...]] = {}
+    for where, block in [
+        ("forward", program.block(FORWARD)),
+        *((f"layer {call.layer}", program.block(call.block)) for call in layer_calls(program)),
+    ]:
+        stated[f"order of the parameters of {where}"] = tuple(p.name for p in block.parameters)
+        capacities = {tuple(op.capacity().items()) for op in block.ops if isinstance(op, Capacity)}
+        stated[f"capacity of {where}"] = tuple(sorted(capacities))
+    return parameters | states | stated
 
 
 def _manifest(path: Path) -> Manifest:

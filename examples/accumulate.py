@@ -2,7 +2,7 @@
 
 `torchrun --nproc-per-node 4 examples/accumulate.py`, or without torchrun on one process: `--ranks 1`.
 
-Labels are masked unevenly, as in instruction tuning: a mean of each micro-batch's mean would be another gradient.
+Labels are masked unevenly, as in instruction tuning: the mean of micro-batches' means would have another gradient.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def main() -> None:
         model = job.build()
         tokens, labels = (ids.chunk(job.data_size)[job.data_rank] for ids in a_batch())
 
-        # 1. The whole batch at once, where memory allows.
+        # 1. The whole batch at once, if memory allows.
         job.step(model, tokens, labels)
         at_once = take_gradients(model)
 
-        # 2. moec cuts the batch. Gradients are summed over the ranks once, at the end.
+        # 2. moec splits the batch. Gradients are summed over the ranks once, at the end.
         job.step(model, tokens, labels, microbatches=PARTS)
         by_moec = take_gradients(model)
 
-        # 3. By hand, in a loop of one's own: every loss is divided by the number of these labels that are valid.
+        # 3. In a custom loop: every loss is divided by the number of valid labels of all micro-batches.
         with job.accumulate(model, *labels.tensor_split(PARTS)):
             for some_tokens, some_labels in zip(tokens.tensor_split(PARTS), labels.tensor_split(PARTS), strict=True):
                 model(some_tokens, some_labels).loss.backward()
@@ -70,7 +70,7 @@ def a_batch() -> tuple[Tensor, Tensor]:
 
 
 def take_gradients(model: nn.Module) -> list[Tensor]:
-    """This rank's parts of the gradients, which are cleared."""
+    """Returns this rank's parts of the gradients, and clears them."""
     gradients = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
     model.zero_grad()
     return gradients

@@ -1,8 +1,8 @@
-"""Losses of one's own: a student learns from a teacher's logits, under another plan in the same process.
+"""A custom loss: a student learns from a teacher's logits; the teacher runs another plan in the same process.
 
 `torchrun --nproc-per-node 4 examples/custom_loss.py`
 
-The student runs at tp 2 × ep 2, the teacher at ep 4 without tensor parallelism. Each job has process groups of its own.
+The student runs at tp 2 × ep 2, the teacher at ep 4 without tensor parallelism. Each job has its own process groups.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
 
         optimizer = job.optimizer(student)
         for step, (tokens, labels) in zip(range(steps), random_windows(text.train, 16, 64, seed=1), strict=False):
-            # Each rank of the teacher has sequences of its own; in the student two ranks share theirs.
+            # Each rank of the teacher has different sequences; in the student two ranks have the same.
             targets = teachers_logits(teacher_job, teacher, tokens, job)
             loss = job.step(
                 student, mine(tokens, job), mine(labels, job), loss=distillation, inputs={"targets": targets}
@@ -65,12 +65,12 @@ def main() -> None:
 
 
 def mine(rows: Tensor, job: moec.Job) -> Tensor:
-    """This rank's share of a batch."""
+    """This rank's part of a batch."""
     return rows.chunk(job.data_size)[job.data_rank]
 
 
 def teachers_logits(teacher_job: moec.Job, teacher: torch.nn.Module, tokens: Tensor, job: moec.Job) -> Tensor:
-    """The teacher's logits of this rank's share of the student's batch: every rank's are gathered, then cut anew."""
+    """The teacher's logits of this rank's part of the student's batch: gathered from all ranks, then split again."""
     own = teacher_job.whole_logits(teacher(mine(tokens, teacher_job)))
     every = [torch.empty_like(own) for _ in range(teacher_job.data_size)]
     torch.distributed.all_gather(every, own)
@@ -78,7 +78,7 @@ def teachers_logits(teacher_job: moec.Job, teacher: torch.nn.Module, tokens: Ten
 
 
 def distillation(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
-    """Half the cross-entropy of the next byte, half that of the teacher (Hinton et al. 2015); a sum over tokens."""
+    """Half the cross-entropy of the next byte, half the teacher's (Hinton et al. 2015); a sum over tokens."""
     hard = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     soft = F.kl_div((logits / TEMPERATURE).log_softmax(-1), (targets / TEMPERATURE).softmax(-1), reduction="sum")
     return hard / 2 + soft * TEMPERATURE**2 / 2

@@ -1,6 +1,6 @@
-"""The whole road in one run, `make demo`: compile a `.moe` file, prove the plan, train it on four ranks, see it write.
+"""All steps in one run, `make demo`: compile a `.moe` file, verify the plan, train it on four ranks, generate text.
 
-Each step is a command that could be typed, shown before it runs.
+Each step is a shell command, printed before it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moec.driver import to_spec
 EXAMPLES = Path(os.path.relpath(__file__)).parent
 RANKS = 4
 BOUND = 0.75
-"""What the demo promises: the model needs at most this share of the unigram entropy."""
+"""The demo's target: the model's bits per byte over the unigram entropy are at most this."""
 
 SECONDS, STEPS = 130, 3000
 """Training stops at whichever comes first."""
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def require_text(source: Path, data: str | None) -> None:
-    """Says what is wrong with the data before anything long begins."""
+    """Reports errors in the data before any long step."""
     try:
         train = to_spec(source).train
         assert train is not None
@@ -56,14 +56,14 @@ def require_text(source: Path, data: str | None) -> None:
 
 
 MODULES = {"moec": "moec", "torchrun": "torch.distributed.run"}
-"""The commands by the module that this interpreter runs for each, so that no PATH is needed."""
+"""The module of each command, which this interpreter runs: no PATH is needed."""
 
 
 def run(command: str, *arguments: object) -> None:
-    """Shows a command and runs it; a failure ends the demo, having said why itself."""
+    """Prints a command and runs it; a failure, which prints its own error, ends the demo."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ {shlex.join([command, *words])}\n", flush=True)
-    # Without it each of the ranks would take every core.
+    # Without it each rank would use every core.
     threads = str(max(1, (os.cpu_count() or 1) // RANKS))
     environment = os.environ | ({"OMP_NUM_THREADS": threads} if command == "torchrun" else {})
     finished = subprocess.run([sys.executable, "-m", MODULES[command], *words], env=environment, check=False)

@@ -1,8 +1,8 @@
 """Layers of moec in a plain PyTorch transformer: `torchrun --nproc-per-node 4 examples/drop_in.py [--fsdp]`.
 
-Two feed-forwards of the transformer are mixtures of experts (ffn.moe), spread over the ranks that torchrun started. The
-model is wrapped in DistributedDataParallel, or with `--fsdp` in `fully_shard`, and trained a little. Before that the
-script shows that its gradients are those of the same model on one process over the whole batch.
+Two feed-forwards of the transformer are mixtures of experts (ffn.moe), sharded over torchrun's ranks. The
+model is wrapped in DistributedDataParallel, or with `--fsdp` in `fully_shard`, and trained for a few steps. Before
+that the script compares its gradients with those of the same model in one process over the whole batch.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import moec
 
 FFN = Path(__file__).parent / "ffn.moe"
 DIM, HEADS, VOCAB, SEQUENCE, SEQUENCES, STEPS = 64, 4, 256, 32, 4, 20
-"""SEQUENCES are those of one rank."""
+"""SEQUENCES is per rank."""
 
 CLOSE = 1e-4
-"""Largest difference of a gradient, over its largest element: sums in another order, in fp32."""
+"""Bound of a gradient's difference over its largest element: fp32 sums in another order."""
 
 
 class Block(nn.Module):
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Four blocks, of which the second and the fourth have a mixture of experts in the place of the feed-forward."""
+    """Four blocks; the second and the fourth have a mixture of experts as feed-forward."""
 
     def __init__(self, mixture: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -65,14 +65,14 @@ class Transformer(nn.Module):
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """The mean over this rank's tokens, and the balance terms of the mixtures, which are over all ranks' already."""
+    """The mean over this rank's tokens, plus the balance terms of the mixtures, which are over all ranks already."""
     loss = nn.functional.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:].flatten())
     mixtures = [module for module in model.modules() if isinstance(module, moec.MoeLayer)]
     return loss + sum(mixture.aux_loss for mixture in mixtures)
 
 
 def wrap(model: nn.Module, *, fsdp: bool) -> nn.Module:
-    """The model in its host, which is told to leave the experts alone: every rank has different ones."""
+    """The model in its host, which must ignore the experts: ranks have different ones."""
     experts = moec.expert_parameters(model)
     if not fsdp:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, experts)
@@ -83,7 +83,7 @@ def wrap(model: nn.Module, *, fsdp: bool) -> nn.Module:
 
 
 def largest_difference(model: nn.Module, whole: nn.Module) -> float:
-    """Of this rank's gradients and those of the model that is whole, over the largest element of each gradient."""
+    """Largest difference of this rank's gradients from the unsharded model's, over each gradient's largest element."""
     held = next(module for module in model.modules() if isinstance(module, moec.MoeLayer)).local_experts
     experts, found = moec.expert_parameters(model), 0.0
     for name, parameter in model.named_parameters():
@@ -104,7 +104,7 @@ def main() -> None:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
 
-    # Layers with one seed would start as the same layer.
+    # Layers with the same seed would have the same initial values.
     model = Transformer(lambda number: moec.layer(FFN, seed=number))
     hosted = wrap(model, fsdp=options.fsdp)
     batch = torch.randint(VOCAB, (ranks * SEQUENCES, SEQUENCE + 1), generator=torch.Generator().manual_seed(1))
@@ -123,7 +123,7 @@ def main() -> None:
         verdict = "equal" if equal else "DIFFER from"
         print(f"gradients {verdict} the unsharded model's (largest difference {difference:.1e})")
 
-    # Groups of their own: `fully_shard` makes DTensors of all but the experts, and one step takes only one kind.
+    # Two groups: `fully_shard` makes DTensors of all but the experts, and a group's tensors must be of one kind.
     experts = moec.expert_parameters(model)
     dense = [parameter for name, parameter in model.named_parameters() if name not in experts]
     optimizer = torch.optim.AdamW([{"params": dense}, {"params": list(experts.values())}], lr=3e-3)

@@ -1,8 +1,8 @@
-"""An exponential moving average of the weights, and evaluation with it: torch's own `AveragedModel` around the model.
+"""An exponential moving average of the weights, and evaluation with it: torch's `AveragedModel` around the model.
 
 `torchrun --nproc-per-node 4 examples/ema.py`, or without torchrun on one process: `--ranks 1`.
 
-Every rank averages its own parts; nothing is sent. The copy shares the job's process groups.
+Every rank averages its parts without communication. The copy uses the job's process groups.
 """
 
 from __future__ import annotations

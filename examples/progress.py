@@ -1,4 +1,4 @@
-"""What the first rank shows while it trains: a live display on a terminal, plain lines elsewhere."""
+"""The first rank's progress display: live on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ import moec
 SECONDS_BETWEEN_LINES = 10.0
 BARS = " ▁▂▃▄▅▆▇█"
 Loads = Mapping[int, Tensor]
-"""Layer → how many rows each expert got in a step."""
+"""Layer → rows per expert in a step."""
 
 
 def make_display(job: moec.Job, description: str) -> Display:
-    """The display for this rank: one that says nothing, unless the rank is 0."""
+    """The display of this rank: a silent one unless the rank is 0."""
     kind = Display if job.rank else LiveDisplay if sys.stdout.isatty() else PlainDisplay
     train = job.plan.spec.train
     return kind(description, train.batch * train.sequence)
@@ -97,12 +97,12 @@ class LiveDisplay(Display):
 
 
 def bars(counts: Tensor) -> str:
-    """One bar an expert; half height is a fair share."""
+    """One bar per expert; half height is the mean."""
     fair = max(1.0, float(counts.sum()) / len(counts))
     return "".join(BARS[min(8, round(4 * count / fair))] for count in counts.tolist())
 
 
 def spread(counts: Tensor) -> str:
-    """What the least and the most loaded expert got, of the mean."""
+    """The least and the most loaded expert's rows over the mean."""
     fair = max(1.0, float(counts.sum()) / len(counts))
     return f"{int(counts.min()) / fair:.1f}–{int(counts.max()) / fair:.1f}×"

@@ -1,7 +1,7 @@
 """Text as bytes, for a model whose vocabulary is the 256 bytes: no tokenizer, no download.
 
-By default Python's own standard library, some megabytes of real text on every machine; or a file or folder of yours.
-Whole files are held out where they can be, always the same ones, and every rank reads the same bytes.
+By default Python's standard library, some megabytes of real text on every machine; or your own file or folder.
+Whole files are held out if possible, always the same ones, and every rank reads the same bytes.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from torch import Tensor
 
 HELD_OUT = 1 / 20
-"""Share of the bytes that training does not see."""
+"""Fraction of the bytes that is held out from training."""
 
 MAX_BYTES = 64 * 1024 * 1024
-"""What is read of a larger file or folder."""
+"""The most bytes read of a file or folder."""
 
 NOT_SOURCES = {"site-packages", "test", "tests", "__pycache__"}
-"""Folders of the standard library's tree that are left out: tests hold much that is no prose of anybody's."""
+"""Folders of the standard library's tree that are left out: tests contain much generated text."""
 
 
 class TextError(Exception):
-    """There is no text to train on; says why in one line."""
+    """There is no text to train on; the message gives the reason in one line."""
 
 
 class Text(NamedTuple):
-    """Two uint8 tensors, and where they come from."""
+    """Two uint8 tensors, and their source."""
 
     train: Tensor
     held_out: Tensor
@@ -83,7 +83,7 @@ def read_files(path: Path | None) -> dict[str, bytes]:
 
 
 def walk(root: Path, skipped: set[str] | frozenset[str] = frozenset()) -> Iterator[Path]:
-    """Every regular file under `root`, but for hidden ones and `skipped` folders."""
+    """Every regular file under `root`, without hidden files and `skipped` folders."""
 
     def complain(error: OSError) -> None:
         raise error
@@ -99,7 +99,7 @@ def hashed(path: Path) -> str:
 
 
 def split(files: dict[str, bytes]) -> tuple[bytes, bytes]:
-    """What to train on and what to hold out: whole files, or where none is small enough, the end of the largest."""
+    """Splits into training and held-out text: whole files, or if none is small enough, the end of the largest."""
     room = int(sum(map(len, files.values())) * HELD_OUT)
     train: list[bytes] = []
     held_out: list[bytes] = []
@@ -131,7 +131,7 @@ def random_windows(text: Tensor, batch: int, sequence: int, seed: int) -> Iterat
 
 
 def even_windows(text: Tensor, most: int, batch: int, sequence: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Whole batches of windows that are spread evenly over `text` and, in text enough, do not overlap."""
+    """Full batches of windows, evenly spaced over `text`, which do not overlap if the text is long enough."""
     fitting = min(most, (len(text) - 1) // sequence)
     count = max(batch, fitting // batch * batch)
     starts = torch.linspace(0, len(text) - sequence - 1, count, dtype=torch.float64).long()
@@ -144,6 +144,6 @@ def windows(text: Tensor, starts: Tensor, sequence: int) -> tuple[Tensor, Tensor
 
 
 def unigram_entropy(labels: Tensor) -> float:
-    """Bits per byte of the best prediction that sees no context: what counting the bytes of this text alone gives."""
+    """Bits per byte of the best prediction without context: the entropy of this text's byte frequencies."""
     share = torch.bincount(labels.flatten(), minlength=256).double() / labels.numel()
     return -float(torch.special.xlogy(share, share).sum()) / math.log(2)

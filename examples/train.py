@@ -1,7 +1,7 @@
 """Trains a byte-level plan: `torchrun --nproc-per-node 4 examples/train.py tiny.plan`.
 
-A training script of one's own looks like this. What moec asks of it: every rank makes the same calls in the same order,
-and takes its own share of each batch. The learning rate, the data, when to stop and what to print are the script's.
+A template for training scripts. moec requires that every rank makes the same calls in the same order, with its part of
+each batch. Learning rate, data, end of training and output are up to the script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import moec
 
 WARM_UP, FINAL_LR = 0.05, 0.02
-"""The learning rate rises over this share of the training, then falls along a cosine to this share of itself."""
+"""The learning rate rises over this fraction of the training, then falls along a cosine to this fraction of itself."""
 
 MAX_NORM = 1.0
 REPORT_EVERY = 10
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def train(job: moec.Job, model: nn.Module, text: Text, options: argparse.Namespace) -> int:
-    """Trains until the steps or the seconds are used up; gives the number of steps."""
+    """Trains for at most so many steps and seconds; returns the number of steps."""
     settings = job.plan.spec.train
     optimizer = job.optimizer(model)
     started = time.monotonic()
@@ -81,14 +81,14 @@ def share_of(rows: Tensor, job: moec.Job) -> Tensor:
 
 
 def agreed_progress(*shares: float) -> float:
-    """How far the training is, from 0 to 1, by the first rank's clock: all ranks must stop at the same step."""
+    """The fraction of the training done, by the first rank's clock: all ranks must stop at the same step."""
     progress = torch.tensor(max(shares))
     dist.broadcast(progress, src=0)
     return float(progress)
 
 
 def learning_rate(progress: float) -> float:
-    """As a share of the file's."""
+    """The learning rate as a fraction of the file's."""
     if progress < WARM_UP:
         return (progress + WARM_UP / 20) / WARM_UP
     falling = (progress - WARM_UP) / (1 - WARM_UP)
@@ -97,12 +97,12 @@ def learning_rate(progress: float) -> float:
 
 @torch.no_grad()
 def evaluate(job: moec.Job, model: nn.Module, text: Text) -> dict[str, float]:
-    """Bits per byte of the model, and of the bytes' frequencies alone, on the same held-out text."""
+    """Bits per byte of the model, and the entropy of byte frequencies, on the same held-out text."""
     nats, seen = 0.0, []
     settings = job.plan.spec.train
     model.eval()
     for tokens, labels in even_windows(text.held_out, EVALUATED_WINDOWS, settings.batch, settings.sequence):
-        # In evaluation the cross-entropy alone, already that of the labels of all ranks.
+        # In evaluation the cross-entropy alone, already over the labels of all ranks.
         nats += float(model(share_of(tokens, job), share_of(labels, job)).loss) * labels.numel()
         seen.append(labels)
     model.train()
@@ -126,7 +126,7 @@ def write_sample(job: moec.Job, model: nn.Module, held_out: Tensor, sequence: in
     model.eval()
     for _ in range(SAMPLE_BYTES):
         recent = written[-sequence:]
-        # Always a whole sequence: what stands behind changes nothing before, and tensor parallelism divides it.
+        # Always a full sequence, which tensor parallelism divides: later tokens do not change earlier ones.
         output = model(F.pad(recent, (0, sequence - len(recent)))[None])
         logits = job.whole_logits(output)[0, len(recent) - 1].float()
         following = torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)

@@ -16,7 +16,7 @@ from moec.grammar.syntax.parser import parse
 from moec.grammar.syntax.tree import File
 
 SHOWN_HOPS = 4
-"""Number of `use` labels shown of a long chain from the main file to the mistake: the innermost ones and the first."""
+"""Most `use` labels shown of a chain from the main file to an error: the innermost ones and the first."""
 
 Lets = Mapping[str, str | int | float]
 
@@ -46,7 +46,7 @@ def load_file(path: str | Path, lets: Lets | None = None) -> Loaded:
 
 
 def load_text(text: str, name: str = "<text>", lets: Lets | None = None, folder: str | Path | None = None) -> Loaded:
-    """As `load_file`, of a text. `folder` is where the files beside it are; without one it can use the library only."""
+    """Like `load_file`, for a text. `use` looks in `folder`; without a folder only in the library."""
     source, diagnostics = checked_source(text, name)
     return _load(source, diagnostics, Path(folder) if folder is not None else None, lets or {}, identity=name)
 
@@ -88,7 +88,7 @@ def _failed(diagnostics: list[Diagnostic]) -> bool:
 
 
 def _ordered(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
-    """File by file in the order in which they first matter, and in each from the top."""
+    """Sorts diagnostics by file, in the order of first appearance, and by position in each file."""
     files: dict[str, int] = {}
     for diagnostic in diagnostics:
         if diagnostic.span:

@@ -39,22 +39,26 @@ def check(spec: Spec) -> list[Diagnostic]:
     for block in spec.parallel.layers:
         for first, last in ((block.layers[0], block.layers[-1]),) if block.layers else ():
             found += selected(first, last, block.span(), model.depth, model.span("depth"))
-    found += padding(model.embedding, model.vocab, model.span("vocab"))
+    found += special_ids(model.embedding, model.vocab, model.span("vocab"))
     sequence = (train.sequence, train.span("sequence")) if train else None
     found += lengths((model.context, model.span("context")), sequence, model.span())
     return found
 
 
-def padding(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) -> Iterator[Diagnostic]:
-    """The padding id is in the vocabulary."""
-    if embedding.padding is not None and embedding.padding >= vocab:
-        yield diagnose(
-            "MOE0324",
-            embedding.span("padding"),
-            f"ids are 0 to {vocab - 1}",
-            labels=_labels((vocab_span, f"{vocab} ids")),
-            help="give the id that your tokenizer pads with, or a larger `vocab` that holds it",
-        )
+def special_ids(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) -> Iterator[Diagnostic]:
+    """The ids of padding and of separators are in the vocabulary."""
+    for name, id, use in (
+        ("padding", embedding.padding, "pads with"),
+        ("separator", embedding.separator, "ends a text with"),
+    ):
+        if id is not None and id >= vocab:
+            yield diagnose(
+                "MOE0324",
+                embedding.span(name),
+                f"ids are 0 to {vocab - 1}",
+                labels=_labels((vocab_span, f"{vocab} ids")),
+                help=f"give the id that your tokenizer {use}, or a larger `vocab` that holds it",
+            )
 
 
 def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""The schema as the resolver, the printer and the messages need it: read off the annotations in spec/.
+"""The schema as the resolver, the printer and the messages need it: derived from the annotations in spec/.
 
 No word of the language is listed here. A field of a node becomes a `Field` with the kinds of value it takes.
 """
@@ -33,7 +33,7 @@ class TextKind:
 
 @dataclass(frozen=True, slots=True)
 class WordKind:
-    """One of some words; `values` says what each stands for."""
+    """One of several words; `values` maps each to its Python value."""
 
     values: dict[str, object]
 
@@ -68,7 +68,7 @@ class ReferenceKind:
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """A block `word { … }` inside this one; `many` where it may come more than once."""
+    """A block `word { … }` inside this one; `many` if it may occur more than once."""
 
     cls: type[Node]
     many: bool

@@ -1,4 +1,4 @@
-"""The schema in words: what a block or call takes, for `moec explain`, hovers and docs/language.md."""
+"""The schema in words: the fields of blocks and calls, for `moec explain`, hovers and docs/language.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from moec.grammar.units import EXAMPLES
 
 
 def vocabulary() -> dict[str, list[type[Node]]]:
-    """Every block and call of the language by its word; one word can mean two things in two places."""
+    """Every block and call of the language by its word; a word can have two meanings."""
     found: dict[str, list[type[Node]]] = {}
     todo: list[type[Node]] = [Spec, ClusterText, Device]
     seen: set[type[Node]] = set(todo)
@@ -70,7 +70,7 @@ def choices(word: str) -> list[tuple[type[Node], Field]]:
 
 
 def describe(cls: type[Node]) -> str:
-    """A block or call: what it is, who described it, how it is written, and a table of what it takes."""
+    """The section of a block or call: meaning, source, syntax, and a table of its fields."""
     lines = [(cls.__doc__ or "").strip()]
     if cls.source:
         lines.append(f"Source: {cls.source}.")

@@ -14,6 +14,7 @@ from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, field
 from moec.grammar.source import Span
 from moec.grammar.spec import Spec
 from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import Online
 
 
 def unsupported(spec: Spec) -> list[Diagnostic]:
@@ -29,9 +30,15 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
         yield _refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
     for layer in () if spec.has_model else spec.layers:
-        if "tokens" in (gate := layer.moe.gate).takes:
-            help = "it is given vectors without token ids; use this gate in a `model`"
-            yield _refused(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
+        gate = layer.moe.gate
+        if needed := gate.inputs():
+            what = f"`{gate.word}`" if "tokens" in needed else "`jitter`"
+            span = gate.span() if "tokens" in needed else gate.span("jitter")
+            help = "a layer is given vectors, without ids or numbers of tokens; use this gate in a `model`"
+            yield _refused(span, f"{what} in the file of one `layer`", help)
+        if isinstance(bias := getattr(gate, "bias", None), Online):
+            help = "nothing in a plain PyTorch model says when a step ends; use it in a `model`"
+            yield _refused(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
 
 
 def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""Units: what may stand behind a number, and how to write a quantity so that it reads back exactly."""
+"""Units of numbers, and the exact text of a quantity."""
 
 from __future__ import annotations
 

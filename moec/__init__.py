@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from moec.runtime.job.hosted import clip_grad_norm_, expert_parameters
     from moec.runtime.job.job import Job
     from moec.runtime.job.layer import MoeLayer
-    from moec.runtime.verify.verification import Report
+    from moec.runtime.verify.verify_report import Report
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ _HOMES = {
     "Job": "moec.runtime.job.job",
     "MoeLayer": "moec.runtime.job.layer",
     "Plan": "moec.codegen.plan",
-    "Report": "moec.runtime.verify.verification",
+    "Report": "moec.runtime.verify.verify_report",
     "Spec": "moec.grammar.spec",
     "clip_grad_norm_": "moec.runtime.job.hosted",
     "compile": "moec.driver",

@@ -1,4 +1,4 @@
-"""The command line. It holds no semantics: what changes a plan is in the file, or overrides one of its `let`s."""
+"""The command line. It has no semantics: only the file and `--let` change a plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ app = typer.Typer(
 )
 
 Lets = Annotated[list[str] | None, typer.Option("--let", metavar="NAME=VALUE", help="Override a `let` of the file.")]
-Format = Annotated[str, typer.Option("--format", help="How diagnostics look: full, concise, json or github.")]
+Format = Annotated[str, typer.Option("--format", help="Format of diagnostics: full, concise, json or github.")]
 
 
 @app.command()
@@ -31,9 +31,9 @@ def check(
     files: Annotated[list[Path], typer.Argument(help="`.moe` files.")],
     lets: Lets = None,
     format: Format = "full",
-    fix: Annotated[bool, typer.Option("--fix", help="First mend what has only one remedy, in place.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="First apply unambiguous fixes to the files.")] = False,
 ) -> None:
-    """Say what is wrong with files; nothing if nothing is. Never imports torch."""
+    """Report every error in files. Never imports torch."""
     from moec.commands.check import run
 
     _require("--format", format, STYLES)
@@ -42,11 +42,11 @@ def check(
 
 @app.command()
 def fmt(
-    files: Annotated[list[Path], typer.Argument(help="`.moe` files; `-` is stdin, and goes to stdout.")],
+    files: Annotated[list[Path], typer.Argument(help="`.moe` files; `-` reads stdin and writes stdout.")],
     check: Annotated[bool, typer.Option("--check", help="Write nothing; exit 1 if a file would change.")] = False,
     diff: Annotated[bool, typer.Option("--diff", help="Write nothing; print what would change.")] = False,
 ) -> None:
-    """Lay files out in the one way there is. Keeps comments; never changes what a file says."""
+    """Format files in the standard layout. Keeps comments and meaning."""
     from moec.commands.fmt import run
 
     raise typer.Exit(run(files, check, diff))
@@ -56,7 +56,7 @@ def fmt(
 def explain(
     subject: Annotated[str, typer.Argument(metavar="CODE|WORD", help="MOE0311, topk, kv_heads, …")],
 ) -> None:
-    """Say what a diagnostic means and how to mend it, or what a word of the language means and takes."""
+    """Explain a diagnostic and its fix, or a word of the language and its arguments."""
     from moec.commands.explain import explain as run
 
     print(run(subject), end="")
@@ -64,9 +64,9 @@ def explain(
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(help="The file to write; it must not be there yet.")] = Path("model.moe"),
+    file: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("model.moe"),
 ) -> None:
-    """Write a commented file to start from."""
+    """Write a commented starter file."""
     from moec.commands.init import run
 
     run(file)
@@ -77,19 +77,19 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A `.moe` file, or a plan folder.")],
     lets: Lets = None,
     format: Format = "full",
-    rank: Annotated[int | None, typer.Option(help="Of a plan: what this rank holds, and whom it talks to.")] = None,
+    rank: Annotated[int | None, typer.Option(help="Of a plan: this rank's parts and groups.")] = None,
     graph: Annotated[str | None, typer.Option(help="Of a plan: its ops as `mermaid` or `dot`.")] = None,
     kernels: Annotated[
-        bool, typer.Option("--kernels", help="Of a plan: its kernels, compiled for its device, and what bounds each.")
+        bool, typer.Option("--kernels", help="Of a plan: its compiled kernels and the limit of each.")
     ] = False,
-    source: Annotated[bool, typer.Option("--source", help="With --kernels: their source, not compiled.")] = False,
+    source: Annotated[bool, typer.Option("--source", help="With --kernels: print their source only.")] = False,
     fx: Annotated[bool, typer.Option("--fx", help="Of a plan: its torch.fx graphs as readable Python.")] = False,
 ) -> None:
-    """Show every value of a file and where it came from; or a plan's groups, collectives and shards."""
+    """Show every value of a file with its source line, or a plan's groups, collectives and shards."""
     _require("--format", format, STYLES)
     _require("--graph", graph, ("mermaid", "dot"))
     if source and not kernels:
-        raise typer.BadParameter("--source goes with --kernels")
+        raise typer.BadParameter("--source needs --kernels")
     if path.is_dir() and kernels:
         from moec.commands.inspect_kernels import inspect_kernels, inspect_sources
 
@@ -106,7 +106,7 @@ def inspect(
         print(inspect_plan(path, rank, graph))
         return
     if rank is not None or graph is not None or kernels or fx:
-        raise typer.BadParameter("--rank, --graph, --kernels and --fx are of a plan")
+        raise typer.BadParameter("--rank, --graph, --kernels and --fx need a plan, not a file")
     from moec.commands.inspect import run
 
     show(run(path, _lets(lets)), format)
@@ -123,13 +123,13 @@ def compile(
     emit: Annotated[
         str | None, typer.Option(help="Print ast, spec, ir, placed, fx or kernels, and write no plan.")
     ] = None,
-    stop_after: Annotated[str | None, typer.Option(help="Run no pass after this one (with --emit=ir).")] = None,
+    stop_after: Annotated[str | None, typer.Option(help="Stop after this pass (with --emit=ir).")] = None,
     print_ir_after: Annotated[
         str | None, typer.Option(help="Print the Program after a pass: its name, `all`, or `changed`.")
     ] = None,
-    time_passes: Annotated[bool, typer.Option("--time-passes", help="Print how long each pass took.")] = False,
+    time_passes: Annotated[bool, typer.Option("--time-passes", help="Print the time of each pass.")] = False,
 ) -> None:
-    """Turn a `.moe` file into a plan. Never imports torch, except to print what is torch's (`--emit=fx`)."""
+    """Turn a `.moe` file into a plan. Imports torch only for `--emit=fx`."""
     from moec.commands.compile import PASS_CHOICES, STAGES, run
 
     _require("--format", format, STYLES)
@@ -137,7 +137,7 @@ def compile(
     _require("--stop-after", stop_after, PASS_CHOICES[:-2])
     _require("--print-ir-after", print_ir_after, PASS_CHOICES)
     if stop_after and emit not in ("ir", "placed"):
-        raise typer.BadParameter("--stop-after makes no plan; it goes with --emit=ir")
+        raise typer.BadParameter("--stop-after needs --emit=ir: it makes no plan")
     warnings = run(file, output, _lets(lets), emit, stop_after, print_ir_after, time_passes)
     show(warnings, format)
 
@@ -147,10 +147,10 @@ def verify(
     plan: Annotated[Path, typer.Argument(help="A plan folder.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     trust_nothing: Annotated[
-        bool, typer.Option("--trust-nothing", help="Compile the Spec inside the plan again and compare first.")
+        bool, typer.Option("--trust-nothing", help="First compile the plan's Spec again and compare.")
     ] = False,
     scale: Annotated[
-        bool, typer.Option("--scale", help="At toy widths; the default only for plans too large for this machine.")
+        bool, typer.Option("--scale", help="Use toy widths; default: only for plans too large for this machine.")
     ] = False,
 ) -> None:
     """Prove a plan equal to the unsharded model or layer: all ranks in one process, forward, gradients, one step."""
@@ -171,15 +171,15 @@ def verify(
 def load(
     plan: Annotated[Path, typer.Argument(help="A plan folder.")],
     trust_nothing: Annotated[
-        bool, typer.Option("--trust-nothing", help="Compile the Spec inside it again and compare.")
+        bool, typer.Option("--trust-nothing", help="Compile the plan's Spec again and compare.")
     ] = False,
 ) -> None:
-    """Check that a plan is whole and holds nothing that it may not. Never imports torch."""
+    """Check that a plan is complete and valid. Never imports torch."""
     from moec.driver import load as run
 
     loaded = run(plan, trust_nothing=trust_nothing)
     ranks = "1 rank" if loaded.world_size == 1 else f"{loaded.world_size} ranks"
-    print(f"{plan}: {loaded.name}, {ranks}, {len(loaded.parameters)} parameters, whole")
+    print(f"{plan}: {loaded.name}, {ranks}, {len(loaded.parameters)} parameters, valid")
 
 
 @app.command()
@@ -192,7 +192,7 @@ def tune(
         int | None, typer.Option(min=1, help="Tiles to try for each product and height of tiles; default: 12.")
     ] = None,
 ) -> None:
-    """Measure which tiles a plan's kernels are fastest with, on the device that is here, and store them in the plan."""
+    """Measure the fastest tiles of a plan's kernels on this machine's device, and store them in the plan."""
     from moec.commands.tune import run
 
     run(plan, output, most)
@@ -206,7 +206,7 @@ NOT_YET = {
     "calibrate": "measuring a cluster",
     "lsp": "a language server",
 }
-"""Commands of the design that are not there yet, and what they will do."""
+"""Commands that are not built yet, and what they will do."""
 
 
 def _not_yet(name: str) -> None:

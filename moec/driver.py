@@ -1,6 +1,6 @@
-"""Walks the road: text → Spec → Program → Plan → job. What `import moec` offers and the command line calls.
+"""Walks the road: text → Spec → Program → Plan → job. The API of `import moec` and of the command line.
 
-Each function imports the rooms that it walks through: `moec check` is to answer as fast as a linter.
+Each function imports only the packages that it needs, so that `moec check` is as fast as a linter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from moec.runtime.job.layer import MoeLayer
     from moec.runtime.job.layer_home import Reduction
     from moec.runtime.job.module import PlanModule
-    from moec.runtime.verify.verification import Report
+    from moec.runtime.verify.verify_report import Report
 
 Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
@@ -33,8 +33,8 @@ Source = str | Path | Spec
 def compile(source: Source, *, world_size: int | None = None, **lets: float | str) -> Plan:
     """The plan of a model or a layer; `lets` override the file's `let` constants.
 
-    `world_size` compiles for so many of the cluster's devices, instead of for as many as the cluster has. Raises
-    `DiagnosticError` with every mistake found in the file, and `ValueError` for a `world_size` below 1.
+    `world_size` compiles for so many of the cluster's devices instead of all. Raises `DiagnosticError` with every error
+    in the file, and `ValueError` for a `world_size` below 1.
     """
     from moec.codegen.plan import make_plan
     from moec.passes.pipeline import compile_program
@@ -49,9 +49,9 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
 
 
 def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
-    """Reads a plan folder; executes nothing of it. `trust_nothing` compiles the Spec inside it again and compares.
+    """Reads a plan folder; executes nothing of it. `trust_nothing` compiles its Spec again and compares.
 
-    Raises `PlanError` for a plan that moec did not write like this, or, with `trust_nothing`, would not write today.
+    Raises `PlanError` for an invalid plan, and with `trust_nothing` for a plan that differs from its compiled Spec.
     """
     from moec.codegen.reading import read_plan
 
@@ -64,7 +64,7 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
 def reference(source: Source | Plan, *, seed: int = 0) -> PlanModule | MoeLayer:
     """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`. Of a layer: `module(x)`.
 
-    In no process group, and unsharded in every one. `source` may be a plan too: the model that it shards.
+    Uses no process group. `source` may also be a plan: the result is the model that the plan shards.
     """
     from moec.codegen.plan import Plan as PlanClass
     from moec.runtime.job.reference import layer_reference
@@ -82,15 +82,15 @@ def layer(
     seed: int = 0,
     device: str | torch.device | None = None,
 ) -> MoeLayer:
-    """The mixture of a `layer` file as an `nn.Module` for a model of your own: `[…, dim] → […, dim]`, `.aux_loss`.
+    """The mixture of a `layer` file as an `nn.Module` for a plain PyTorch model: `[…, dim] → […, dim]`, `.aux_loss`.
 
-    `source` is a `.moe` file, its text, a Spec, or a plan for as many ranks as there are. Experts are spread over
-    `group`: by default over all ranks of `torch.distributed`, and whole in a process without. `reduction` says what the
-    host does with the gradients of its ranks, "mean" (DistributedDataParallel, `fully_shard`) or "sum";
-    `expert_parameters` names what it must leave out of that. Layers with the same `seed` start as the same layer.
-    Parameters are made on `device`, torch's default device where it is None.
+    `source` is a `.moe` file, its text, a Spec, or a plan for as many ranks as there are. Experts are sharded
+    over `group`, by default over all ranks of `torch.distributed`; a single process has all experts. `reduction` is how
+    the host reduces gradients over ranks: "mean" (DistributedDataParallel, `fully_shard`) or "sum". The host must not
+    reduce `expert_parameters`. Layers with the same `seed` have the same initial values. Parameters are made on
+    `device`, by default torch's default device.
 
-    Raises `DiagnosticError`, alike on every rank, for degrees that do not divide the ranks.
+    Raises the same `DiagnosticError` on every rank for degrees that do not divide the ranks.
     """
     from moec.codegen.plan import Plan as PlanClass
     from moec.runtime.job.layer_home import make_layer, ranks_of, require_layer
@@ -106,7 +106,7 @@ def layer(
     else:
         spec = to_spec(source)
         require_layer(spec)
-        # Batches and sequences are the host's.
+        # The host chooses batches and sequences.
         plan = compile(spec.replace(train=None), world_size=len(ranks))
     return make_layer(plan, ranks, reduction, seed=seed, device=device)
 
@@ -114,7 +114,7 @@ def layer(
 def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
     """Compares a plan with the unsharded model or layer on a virtual cluster, in float64 and in the plan's dtype.
 
-    `scale` does so at toy widths, by default only for a plan too large for this machine.
+    `scale` uses toy widths; the default does so only for a plan too large for this machine.
     """
     from moec.runtime.verify.verification import verify as run
 
@@ -131,30 +131,30 @@ def launch(
 ) -> Job:
     """This process as one rank of a plan: `with moec.launch(plan) as job`. Reads torchrun's environment.
 
-    `device` is "cuda" or "cpu"; by default the first of these that torch has. `check_replicas=N` compares
+    `device` is "cuda" or "cpu"; by default "cuda" if torch finds a GPU. `check_replicas=N` compares
     replicated parameters at the start of every N-th step (0: never). `timeout`: seconds that a collective may take
-    before the job ends with MOE0705, which names the rank that holds it up.
+    before the job ends with MOE0705, which names the rank that blocks it.
 
-    `checks`: in which forward passes the ranks look at values on the device (ids out of range, router logits that are
-    not finite, a tp group given different tokens): all, the first of each kind (training, evaluation, with labels or
-    without), or none. Dtypes and shapes are always checked, and on CPU, which is never waited for, "first" is "all".
+    `checks`: the forward passes that check values on the device (ids out of range, router logits that are not finite,
+    different tokens within a tp group): all, the first of each kind (training, evaluation, with labels or without), or
+    none. Dtypes and shapes are always checked. On CPU "first" means "all".
     """
     from moec.runtime.job.job import Job
 
-    found = _plan(plan)
-    if not found.spec.has_model:
+    loaded = _plan(plan)
+    if not loaded.spec.has_model:
         from moec.runtime.errors import JobError
 
         raise JobError(
             "MOE0721",
-            f"{found.name} is a layer, and `moec.launch` trains models",
-            "`moec.layer` makes a module of it, for a model of your own",
+            f"{loaded.name} is a layer, but `moec.launch` trains models",
+            "use `moec.layer`, which makes a module for a plain PyTorch model",
         )
-    return Job(found, device, check_replicas, timeout, checks)
+    return Job(loaded, device, check_replicas, timeout, checks)
 
 
 def to_spec(source: Source, **lets: float | str) -> Spec:
-    """The Spec that `source` names, is the text of, or is. Raises `DiagnosticError`."""
+    """The Spec of a path, a text or a Spec. Raises `DiagnosticError`."""
     if isinstance(source, Spec):
         return source
     loaded = read(source, **lets)
@@ -170,7 +170,7 @@ def read(source: str | Path, **lets: float | str) -> Loaded:
 
 
 def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
-    """Every mistake in a file that compiling it would find, those of the degrees included. Needs no torch."""
+    """Every error in a file, including those of its degrees. Needs no torch."""
     from moec.passes.place.degrees import choose_degrees
 
     loaded = read(Path(path), **lets)
@@ -202,7 +202,7 @@ def _plan(plan: Plan | str | Path) -> Plan:
 
 
 def _require_same(plan: Plan, path: Path) -> None:
-    """Spans apart, which point into the file the plan was made from, and tiles, which were measured."""
+    """Compares all but spans, which point into the original file, and tiles, which were measured."""
     from moec.codegen.folder import PROGRAM
     from moec.codegen.reading import refuse
 

@@ -1,9 +1,9 @@
 """Where `moec` begins: picks the command, and turns every outcome into an exit code.
 
-Exit 0: done; 1: diagnostics; 2: usage; 3: a mistake of moec's own. stdout is the artifact, stderr the diagnostics.
+Exit 0: done; 1: diagnostics; 2: usage; 3: a bug in moec. Artifacts go to stdout, diagnostics to stderr.
 
-The command line is typer's (cli.py). Importing it, and having it read its arguments, takes longer than checking a
-file, so the plainest form of the command that runs at every keystroke, `moec check FILE…`, does not wait for it.
+The command line is typer's (cli.py), whose import takes longer than checking a file. `moec check FILE…`, which editors
+run at every keystroke, therefore skips it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def main() -> NoReturn:
     try:
         sys.exit(check(arguments[1:]) if is_plain_check(arguments) else _other())
     except BrokenPipeError:
-        # The reader of our stdout has gone (`moec compile --emit=ir … | head`).
+        # The reader of stdout has exited (`moec compile --emit=ir … | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
-    except Exception as error:  # noqa: BLE001  (the last resort: what is no diagnostic is ours, and must say so)
+    except Exception as error:  # noqa: BLE001  (any exception that is no diagnostic is a bug, reported below)
         sys.exit(_failed(error, arguments))
 
 
@@ -33,12 +33,12 @@ def is_plain_check(arguments: list[str]) -> bool:
 
 
 def check(files: list[str]) -> int:
-    """`moec check FILE…`; gives the exit status."""
+    """`moec check FILE…`; returns the exit status."""
     import gc
 
     from moec.commands.check import run
 
-    gc.disable()  # trees and Specs hold no cycles, and the process ends before collecting could pay
+    gc.disable()  # trees and Specs have no cycles, and the process ends soon
     return run([Path(file) for file in files], {})
 
 
@@ -65,6 +65,6 @@ def _failed(error: Exception, arguments: list[str]) -> int:
     from moec import __version__
 
     print("".join(traceback.format_exception(error)), file=sys.stderr)
-    where = f"moec {__version__}, Python {platform.python_version()}, {platform.platform()}"
-    print(f"This is a bug in moec. Please report it with the text above, the file, and: {where}", file=sys.stderr)
+    environment = f"moec {__version__}, Python {platform.python_version()}, {platform.platform()}"
+    print(f"This is a bug in moec. Please report it with the text above, the file, and: {environment}", file=sys.stderr)
     return 3

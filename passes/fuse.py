@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 
 from moec.passes.ir import Block, Op, Program, Value
 from moec.passes.ir.ops import (
-    AllToAll,
-    AllToAllPadded,
     Combine,
     CombinePadded,
+    Conversion,
     ExpertMlp,
     ExpertMlpPadded,
     KeepChoices,
@@ -76,7 +75,7 @@ def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture:
 def _journey(rows: str, given: Mapping[str, Op]) -> tuple[tuple[Op, ...], Op]:
     """The conversions of `rows`, in order, and the op that made the rows."""
     conversions: list[Op] = []
-    while isinstance(op := given[rows], AllToAll | AllToAllPadded):
+    while isinstance(op := given[rows], Conversion):
         conversions.insert(0, op)
         rows = op.operands[0]
     return tuple(conversions), op
@@ -89,9 +88,9 @@ def _local(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op
     permute, experts, combine = mixture.permute, mixture.experts, mixture.combine
     chosen, kept = _kept(block, permute, names)
     given = experts.named(experts.operands)
-    held: dict[str, str] = {name: given[name] for name in given if name not in ("rows", "counts")}
+    weights: dict[str, str] = {name: given[name] for name in given if name not in ("rows", "counts")}
     fused = MixtureMlp(
-        **MixtureMlp.taking(held | {"x": permute.operands[0], "experts": chosen, "weights": combine.operands[2]}),
+        **MixtureMlp.taking(weights | {"x": permute.operands[0], "experts": chosen, "weights": combine.operands[2]}),
         results=(*combine.results, permute.results[1]),
         span=experts.span,
         activation=experts.activation,

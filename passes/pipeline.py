@@ -29,7 +29,7 @@ class Pass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PassStep:
     """A pass, its name, and the invariants that hold from this pass on."""
 
     name: str
@@ -58,15 +58,15 @@ class Compilation:
 PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition")
 
 
-def pipeline(spec: Spec, store_experts_over_edp: bool = False) -> Sequence[Step]:
+def pipeline(spec: Spec, store_experts_over_edp: bool = False) -> Sequence[PassStep]:
     """The passes after `lower`, in order; `store_experts_over_edp` is an option of `ShardLayouts`."""
     return (
-        Step("place", Place(spec).apply, (placed,)),
-        Step("tensor_parallel", TensorParallel().apply, ()),
-        Step("shard", ShardLayouts(store_experts_over_edp).apply, (laid_out, evenly_cut)),
-        Step("communicate", Communicate().apply, (connected,)),
-        Step("fuse", Fuse().apply, ()),
-        Step("partition", Partition().apply, (staged, has_interface)),
+        PassStep("place", Place(spec).apply, (placed,)),
+        PassStep("tensor_parallel", TensorParallel().apply, ()),
+        PassStep("shard", ShardLayouts(store_experts_over_edp).apply, (laid_out, evenly_cut)),
+        PassStep("communicate", Communicate().apply, (connected,)),
+        PassStep("fuse", Fuse().apply, ()),
+        PassStep("partition", Partition().apply, (staged, has_interface)),
     )
 
 

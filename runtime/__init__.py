@@ -1,1 +1,1 @@
-"""`Plan` to a training step: operators, the job under torchrun, and the virtual cluster that proves a plan."""
+"""`Plan` to a training step: operators, the job under torchrun, and the virtual cluster that verifies a plan."""

@@ -1,4 +1,4 @@
-"""Errors of users at run time: raised on every rank, printed once."""
+"""Errors at run time, raised on every rank and printed once."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class JobError(DiagnosticError):
 
 
 class RankError(JobError):
-    """Another rank has died or stalled, and this one was told or found out. One rank has printed it already."""
+    """Another rank has died or stalled. One rank has printed the error already."""
 
     def __init__(self, text: str) -> None:
         super().__init__("MOE0705", text)
 
 
 def speak_once(rank: int) -> None:
-    """From here on an uncaught `DiagnosticError` is printed by rank 0 alone, as a diagnostic and not as a traceback."""
+    """Installs a hook by which rank 0 alone prints an uncaught `DiagnosticError`, as a diagnostic without traceback."""
     inner = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -37,7 +37,7 @@ def speak_once(rank: int) -> None:
         elif rank == 0:
             print(render(error.diagnostics, "full").rstrip("\n"), file=sys.stderr, flush=True)
         else:
-            # The first rank to exit has the launcher kill the others: rank 0 must have spoken by then.
+            # The launcher kills all ranks when the first one exits: rank 0 must print before that.
             time.sleep(HEAD_START_SECONDS)
 
     sys.excepthook = hook

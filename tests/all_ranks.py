@@ -1,11 +1,11 @@
-"""All ranks of a plan in one process by torch's own means: `LocalTensorMode`, a second opinion on the virtual cluster.
+"""All ranks of a plan in one process by torch's `LocalTensorMode`, an independent check of the virtual cluster.
 
 A `LocalTensor` is every rank's tensor at once; torch's collectives on it move rows between the ranks. It is private to
 torch (2.10 and later), so tests may import this module, where there is one, and nothing else may.
 
 What is moec's own here is what runs on a cluster: the collectives' kernels with their checks, the backward rules of
-autograd, and the gradient sums. One kernel cannot: `all_to_all_single` takes splits that differ between ranks only as
-torch's functional collective, which stands in for it.
+autograd, and the gradient sums. Kernels of ragged rows cannot: `all_to_all_single` takes splits that differ between
+ranks only as torch's functional collective, which stands in for it (`STAND_INS`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch._C import DispatchKey
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from moec.codegen.emit import emit_graph, facts_of
+from moec.codegen.emit import emit_graph, info_of
 from moec.codegen.plan import Plan
 from moec.passes.ir import Output, Setting, local_slices
 from moec.passes.ir.interface import FORWARD
@@ -32,12 +32,15 @@ from moec.runtime.job.gradients import Bucket, Summed
 from moec.runtime.job.reference import reference
 from moec.runtime.job.settings import setting_values
 from moec.runtime.verify.inputs import Inputs, global_batch
+from moec.runtime.verify.lockstep import VERIFY_SETTINGS
 from moec.runtime.verify.shuffles import SHUFFLES
 from moec.runtime.verify.unsharded import training_loss
 from moec.runtime.verify.virtual import VirtualCluster
 
-COLLECTIVES = SHUFFLES.keys() - {"moec.embed_part.default", "moec.label_logit.default", "moec.slice.default"}
-"""The operators that communicate. The three others depend on a rank's place in a group."""
+ALONE = {f"moec.{name}.default" for name in ("embed_part", "label_logit", "slice", "slice_rows")}
+"""The operators that depend on a rank's place in a group and do not communicate."""
+
+COLLECTIVES = SHUFFLES.keys() - ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Seat:
 
 
 class AllRanks(LocalTensorMode):
-    """Runs moec's operators for the ranks of `plan`: collectives for all of them together, others one by one."""
+    """Runs moec's operators for the ranks of `plan`: collectives for all ranks together, others rank by rank."""
 
     def __init__(self, plan: Plan) -> None:
         super().__init__(plan.world_size)
@@ -68,9 +71,18 @@ class AllRanks(LocalTensorMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if str(func) not in COLLECTIVES:
             return self._one_by_one(func, args)
+        if str(func) == "moec.reduce_scatter_rows.default":
+            return self._summed_and_cut(*args)
         # The mode is off while it dispatches.
         with AllRanks(self._plan):
-            return _all_to_all(*args) if str(func) == "moec.all_to_all.default" else func._op_dk(DispatchKey.CPU, *args)
+            stand_in = STAND_INS.get(str(func))
+            return stand_in(*args) if stand_in else func._op_dk(DispatchKey.CPU, *args)
+
+    def _summed_and_cut(self, rows: Tensor, gathered: Tensor, group: str, *_: object) -> Any:
+        with AllRanks(self._plan):
+            whole = rows.clone()
+            dist.all_reduce(whole, group=groups.resolve(group))
+        return self._one_by_one(torch.ops.moec.slice_rows.default, (whole, gathered, group))
 
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         results = {}
@@ -95,9 +107,24 @@ def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, *_: obj
     return moved
 
 
+def _all_gather_rows(rows: Tensor, counts: Tensor, group: str, *_: object) -> Tensor:
+    peers = groups.resolve(group)
+    sizes, own = counts.reshape(peers.size(), -1).sum(1).tolist(), rows.shape[0]
+    sent = torch.cat([rows for _ in sizes])
+    moved: Tensor = torch.ops._c10d_functional.all_to_all_single(sent, sizes, [own for _ in sizes], peers.group_name)
+    return moved
+
+
+STAND_INS = {
+    "moec.all_to_all.default": _all_to_all,
+    "moec.all_gather_rows.default": _all_gather_rows,
+    "moec.all_gather_rows_alike.default": _all_gather_rows,
+}
+
+
 @contextmanager
 def all_ranks(plan: Plan) -> Iterator[None]:
-    """`AllRanks`, with the process groups of rank 0, from which torch concludes those of the others."""
+    """`AllRanks`, with the process groups of rank 0, from which torch derives the other ranks' groups."""
     dist.init_process_group("fake", rank=0, world_size=plan.world_size, store=FakeStore())  # type: ignore[no-untyped-call]
     try:
         own = {
@@ -113,7 +140,7 @@ def all_ranks(plan: Plan) -> Iterator[None]:
 def run_all_ranks(
     plan: Plan, parts: dict[str, list[Tensor]], inputs: Inputs, *, training: bool
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
-    """Logits, loss and summed gradients of every rank, of what parameters each holds (`VirtualCluster.parameters`)."""
+    """Logits, loss and summed gradients of every rank, from each rank's parameters (`VirtualCluster.parameters`)."""
     with all_ranks(plan):
         parameters = {
             name: nn.Parameter(LocalTensor({r: p.detach().clone() for r, p in enumerate(of_ranks)}))
@@ -122,12 +149,12 @@ def run_all_ranks(
         run = _Blocks(plan, parameters, training)
         tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_given, inputs.rank_targets))
         results = {output.key: value for output, value in run(FORWARD, "", [tokens]).items()}
-        logits = results["logits", None]
+        logits = results["logits", None, None]
         (valid,) = run("valid_labels", "", [labels]).values()
         (loss,) = run("loss", "", [logits, labels, valid]).values()
-        if ("balance", None) in results:
+        if ("balance", None, None) in results:
             (num_tokens,) = run("num_tokens", "", [tokens]).values()
-            (aux_loss,) = run("aux_loss", "", [results["balance", None], num_tokens]).values()
+            (aux_loss,) = run("aux_loss", "", [results["balance", None, None], num_tokens]).values()
             loss = loss + aux_loss
         loss.backward()
         gradients = {name: _listed(_summed(p, plan.parameters[name].sum_over)) for name, p in parameters.items()}
@@ -150,16 +177,16 @@ class _Blocks:
             return fx.map_arg(argument, lambda used: values[used])
 
         for node in graph.nodes:
-            facts = facts_of(node)
-            if node.op == "placeholder" and facts.parameter:
-                values[node] = self._parameters[path + facts.parameter]
-            elif isinstance(facts.value, Setting):
-                (values[node],) = setting_values((facts.value.name,), training=self._training)
-            elif node.op == "placeholder":  # what is no value of the block is the number of the layer
-                values[node] = inputs[facts.key] if facts.value is not None else torch.tensor(number)
+            info = info_of(node)
+            if node.op == "placeholder" and info.parameter:
+                values[node] = self._parameters[path + info.parameter]
+            elif isinstance(info.value, Setting):
+                (values[node],) = setting_values((info.value.name,), VERIFY_SETTINGS, training=self._training)
+            elif node.op == "placeholder":  # the only other input is the layer's number
+                values[node] = inputs[info.key] if info.value is not None else torch.tensor(number)
             elif node.op == "call_module":
-                assert isinstance(facts.op, Call)
-                called = self(facts.op.block, f"layers.{facts.op.layer}.", valued(node.args), facts.op.layer)
+                assert isinstance(info.op, Call)
+                called = self(info.op.block, f"layers.{info.op.layer}.", valued(node.args), info.op.layer)
                 values[node] = next(iter(called.values())) if len(called) == 1 else tuple(called.values())
             elif node.op == "call_function":
                 values[node] = node.target(*valued(node.args), **valued(node.kwargs))
@@ -200,7 +227,7 @@ def run_both(plan: Plan, *, training: bool = True) -> tuple[dict[str, list[Tenso
 
 
 def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
-    """What each rank should have."""
+    """The expected value of each rank."""
     model = reference(plan.spec, seed=0, dtype=torch.float64).train(training)
     inputs = global_batch(plan, 0)
     out = model(inputs.given, inputs.targets)

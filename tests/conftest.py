@@ -1,4 +1,4 @@
-"""What all tests share: `--update-golden` rewrites the expected texts from what the code gives."""
+"""Options of all tests: `--update-golden` rewrites the expected texts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-# Before anything imports torch: threads cost more than they save on models this small, and gloo's workers run beside.
+# Before torch is imported: threads cost more than they save on such small models, and gloo's workers need the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# FX graphs are millions of small objects: by Python's thresholds a fifth of the time is spent on looking for cycles.
+# FX graphs are millions of small objects: with Python's thresholds garbage collection takes a fifth of the time.
 gc.set_threshold(50_000, 20, 50)
 
 

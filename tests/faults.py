@@ -1,7 +1,7 @@
 """Ways to make a right plan wrong: one op, one parameter or one group of its Program at a time.
 
-What comes out is not checked: a plan folder with such a Program is refused when it is read. These plans are for
-`moec verify`, which must find what the rules of the ops would not.
+The changed Programs are not verified: reading them from a plan folder would be refused. They test whether
+`moec verify` finds faults that the rules of the ops do not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moec.passes.ir.ops.token_layouts import Blocks
 
 
 def with_program(plan: Plan, program: Program) -> Plan:
-    """The plan with another Program, whether it is right or not."""
+    """The plan with another, unchecked Program."""
     return replace(plan, program=program)
 
 
@@ -33,12 +33,12 @@ def change_block(plan: Plan, block: str, **update: object) -> Plan:
 
 
 def change_ops(plan: Plan, block: str, change: Callable[[list[Op]], list[Op]]) -> Plan:
-    """Replaces the ops of a block by what `change` makes of them."""
+    """Replaces the ops of a block by the result of `change`."""
     return change_block(plan, block, ops=tuple(change(list(plan.program.block(block).ops))))
 
 
 def op_giving(plan: Plan, block: str, value: str) -> Op:
-    """The op that gives a value."""
+    """The op that computes a value."""
     return next(op for op in plan.program.block(block).ops if value in [v.name for v in op.results])
 
 
@@ -49,14 +49,14 @@ def change_op(plan: Plan, block: str, value: str, **update: object) -> Plan:
 
 
 def change_kind(plan: Plan, block: str, value: str, kind: type[Op], **attributes: object) -> Plan:
-    """Another op, with these attributes, in the place of the one that gives `value`."""
+    """Replaces the op that computes `value` by another op with these attributes."""
     found = op_giving(plan, block, value)
     other = kind(operands=found.operands, results=found.results, span=found.span, **attributes)
     return change_ops(plan, block, lambda ops: [other if op is found else op for op in ops])
 
 
 def bypass(plan: Plan, block: str, value: str) -> Plan:
-    """Takes out the op that gives `value` and gives its consumers its first operand."""
+    """Removes the op that computes `value`; its consumers get its first operand."""
     found = op_giving(plan, block, value)
     wrong = change_ops(
         plan, block, lambda ops: [_renamed(op, value, found.operands[0]) for op in ops if op is not found]
@@ -71,7 +71,7 @@ def _renamed(op: Op, old: str, new: str) -> Op:
 
 
 def change_parameter(plan: Plan, block: str, name: str, **update: object) -> Plan:
-    """What the Program says of a parameter, changed."""
+    """Replaces fields of a parameter."""
     parameters = plan.program.block(block).parameters
     return change_block(
         plan, block, parameters=tuple(replace(p, **update) if p.name == name else p for p in parameters)
@@ -79,7 +79,7 @@ def change_parameter(plan: Plan, block: str, name: str, **update: object) -> Pla
 
 
 def change_result(plan: Plan, block: str, value: str, **update: object) -> Plan:
-    """What the Program says of a value, changed: its layout, for one."""
+    """Replaces fields of a value, such as its layout."""
     found = op_giving(plan, block, value)
     results = tuple(replace(v, **update) if v.name == value else v for v in found.results)
     return change_ops(plan, block, lambda ops: [replace(op, results=results) if op is found else op for op in ops])
@@ -95,13 +95,13 @@ def change_sums(plan: Plan, suffix: str, axes: Sequence[str]) -> Plan:
 
 
 def swap_groups(plan: Plan, layers: str = "[1..2]") -> Plan:
-    """ep and edp have each other's rank lists."""
+    """Swaps the rank lists of ep and edp."""
     ep, edp = "ep" + layers, "edp" + layers
     return replace(plan, groups={**plan.groups, ep: plan.groups[edp], edp: plan.groups[ep]})
 
 
 def change_groups(plan: Plan, name: str, ranks: tuple[tuple[int, ...], ...]) -> Plan:
-    """A group that is another list of ranks."""
+    """Replaces the rank lists of a group."""
     return replace(plan, groups={**plan.groups, name: ranks})
 
 
@@ -132,7 +132,7 @@ def insert_after(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted(Op):
-    """An op that a test plants: `emitted` of its operand in torch. No rule holds of it."""
+    """An op that a test plants: applies the torch function `emitted`. No rule checks it."""
 
     mnemonic: ClassVar[str] = "planted"
     emitted: str
@@ -213,5 +213,5 @@ EMISSIONS[Planted] = _planted
 
 
 def rounded_to_bf16(plan: Plan, block: str, value: str) -> Plan:
-    """Every consumer of a value gets it rounded to bf16, and in fp32 again."""
+    """Every consumer of a value gets it rounded to bf16 and widened to fp32."""
     return insert_after(plan, block, value, Planted, emitted="rounded to bf16")

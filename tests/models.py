@@ -1,4 +1,4 @@
-"""Small models that many tests share, written as a user would write them."""
+"""Small models for many tests, written as a user would write them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def moe_spec(**options: object) -> Spec:
 
 
 def moe_plan(*, store_experts_over_edp: bool = False, **options: Any) -> Plan:
-    """Its plan; no word of the language asks for experts that their replicas store in parts."""
+    """The plan of `moe_text(**options)`; `stored` experts, which no word of the language asks for, too."""
     spec = moe_spec(**options)
     if not store_experts_over_edp:
         return compile_source(spec)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import fx
 
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
@@ -28,7 +29,10 @@ def _embed(e: Emitter, op: Op) -> None:
 
 def _embed_positions(e: Emitter, op: Op) -> None:
     """Counts positions from the ids, so that the graph holds no length."""
-    ids, table = e.refs(op)
+    ids, table, *positions = e.refs(op)
+    if positions:
+        e.result(op, moec.embed.default, *positions, table)
+        return
     counted = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, ids), 1)
     e.result(op, moec.embed.default, e.call(op, aten.sub.Scalar, counted, 1), table)
 
@@ -66,12 +70,24 @@ def _linear(e: Emitter, op: Op) -> None:
 
 
 def _attention(e: Emitter, op: Op) -> None:
-    q, k, v = (e.call(op, aten.transpose.int, ref, 1, 2) for ref in e.refs(op))
+    given = e.refs(op)
+    q, k, v = (e.call(op, aten.transpose.int, ref, 1, 2) for ref in given[:3])
     heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
     # mask, dropout, causal; the scale is 1/sqrt(head_dim).
     attend = aten.scaled_dot_product_attention.default
-    attended = e.call(op, attend, q, k, v, None, 0.0, True, enable_gqa=heads != kv_heads)
+    mask = _own_segment(e, op, given[3]) if len(given) > 3 else None
+    attended = e.call(op, attend, q, k, v, mask, 0.0, mask is None, enable_gqa=heads != kv_heads)
     e.result(op, aten.transpose.int, attended, 1, 2)
+
+
+def _own_segment(e: Emitter, op: Op, segments: fx.Node) -> fx.Node:
+    """Which tokens a token attends to: those of its segment up to itself, `[batch, 1, sequence, sequence]`."""
+    index = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, segments), 1)
+    masks = []
+    for numbers, compare in ((segments, aten.eq.Tensor), (index, aten.ge.Tensor)):
+        rows, columns = (e.call(op, aten.unsqueeze.default, numbers, dim) for dim in (2, 1))
+        masks.append(e.call(op, compare, rows, columns))
+    return e.call(op, aten.unsqueeze.default, e.call(op, aten.logical_and.default, *masks), 1)
 
 
 def _activation(e: Emitter, op: Op) -> None:
@@ -88,13 +104,11 @@ def _activation(e: Emitter, op: Op) -> None:
 
 
 def _add(e: Emitter, op: Op) -> None:
-    total, *rest = e.refs(op)
-    if not rest:
-        e.result(op, aten.mul.Scalar, total, 1.0)
-        return
-    for term in rest[:-1]:
-        total = e.call(op, aten.add.Tensor, total, term)
-    e.result(op, aten.add.Tensor, total, rest[-1])
+    terms = e.refs(op)
+    if len(terms) == 1:
+        e.result(op, aten.mul.Scalar, *terms, 1.0)
+    else:
+        _give_sum(e, op, terms)
 
 
 def _add_bias(e: Emitter, op: Op) -> None:
@@ -106,19 +120,25 @@ def _weighted_sum(e: Emitter, op: Op) -> None:
     terms = list(zip(e.refs(op), op.weights, strict=True))
     if len(terms) == 1:
         e.result(op, aten.mul.Scalar, *terms[0])
-        return
-    total, *rest = [e.call(op, aten.mul.Scalar, ref, weight) for ref, weight in terms]
-    for term in rest[:-1]:
+    else:
+        _give_sum(e, op, [e.call(op, aten.mul.Scalar, ref, weight) for ref, weight in terms])
+
+
+def _give_sum(e: Emitter, op: Op, terms: Sequence[fx.Node]) -> None:
+    """The sum of two or more terms, from the first to the last, as the op's result."""
+    total, *rest, last = terms
+    for term in rest:
         total = e.call(op, aten.add.Tensor, total, term)
-    e.result(op, aten.add.Tensor, total, rest[-1])
+    e.result(op, aten.add.Tensor, total, last)
 
 
 def _router(e: Emitter, op: Op) -> None:
     x, weight = e.refs(op)
-    result = op.results[0]
-    if e.value(op.operands[0]).dtype != result.dtype:
-        x = e.call(op, aten.to.dtype, x, e.dtype(result.dtype))
-        weight = e.call(op, aten.to.dtype, weight, e.dtype(result.dtype))
+    wide = op.results[0].dtype
+    x, weight = (
+        node if e.value(name).dtype == wide else e.call(op, aten.to.dtype, node, e.dtype(wide))
+        for name, node in zip(op.operands, (x, weight), strict=True)
+    )
     e.result(op, aten.linear.default, x, weight)
 
 

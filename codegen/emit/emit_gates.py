@@ -1,11 +1,12 @@
-"""Emits the ops of gates that are compositions."""
+"""Emits the ops of gates that are compositions, and computes the weights of choices that are given."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
@@ -53,3 +54,28 @@ def _signed(x: int) -> int:
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     g.HashRoute: _hash_route,
 }
+
+
+# ---- weights of given choices --------------------------------------------------------------------------
+
+
+def _weights_of_route(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
+    assert isinstance(op, g.Route)
+    if op.score == "sigmoid":
+        return _normalized(F.logsigmoid(logits), experts) if op.normalize else logits.gather(-1, experts).sigmoid()
+    if op.normalize or op.order == "after":
+        return _normalized(logits, experts)
+    return logits.softmax(-1).gather(-1, experts)
+
+
+def _normalized(logarithms: Tensor, experts: Tensor) -> Tensor:
+    return logarithms.gather(-1, experts).softmax(-1)
+
+
+WEIGHTS: dict[type[Op], Callable[[Op, Tensor, Tensor], Tensor]] = {
+    g.Route: _weights_of_route,
+}
+"""For each op with `scores`: the weights `[…, k]` that it would give to the choices `[…, k]`, from scores `[…, E]`.
+
+`moec verify` repeats the choices of one dtype in another with them.
+"""

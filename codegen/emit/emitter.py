@@ -18,14 +18,14 @@ from moec.codegen.emit.dtypes import DTYPES
 from moec.passes.ir import Block, Dim, Op, Program, Value, local_shape
 from moec.passes.ir.mesh import group_name
 
-FACTS = "moec"
+INFO = "moec"
 
 LAYER = "layer"
 """The input of a layer's graph that is the layer's number."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFacts:
+class NodeInfo:
     """The op, the value or the parameter (`attention.q.weight`) that a node stands for.
 
     `key` names the node in its block: a value by its name, a parameter with `@` before it, an intermediate node by its
@@ -38,10 +38,10 @@ class NodeFacts:
     parameter: str | None = None
 
 
-def facts_of(node: fx.Node) -> NodeFacts:
-    """The `NodeFacts` of a node of an emitted graph."""
-    facts: NodeFacts = node.meta[FACTS]
-    return facts
+def info_of(node: fx.Node) -> NodeInfo:
+    """The `NodeInfo` of a node of an emitted graph."""
+    info: NodeInfo = node.meta[INFO]
+    return info
 
 
 def target_name(node: fx.Node) -> str:
@@ -59,7 +59,7 @@ def site_of(op: Op, layer: int | str | None) -> str:
 
 
 class Emitter:
-    """The graph of one block: its inputs, a layer's number, settings and parameters as the block declares them.
+    """The graph of one block: its inputs, a layer's number, settings, states and parameters as the block declares them.
 
     The number is a 0-d int64 tensor and an input, because identical layers share one graph.
     """
@@ -72,26 +72,29 @@ class Emitter:
         self._nodes: dict[str, fx.Node] = {}
         self._steps: dict[str, int] = {}
         for index, value in enumerate(block.inputs):
-            self._nodes[value.name] = self._placeholder(f"input_{index}", NodeFacts(value.name, value=value))
-        self._layer = self._placeholder(LAYER, NodeFacts(LAYER)) if block.name in program.layer_blocks else None
+            self._nodes[value.name] = self._placeholder(f"input_{index}", NodeInfo(value.name, value=value))
+        self._layer = self._placeholder(LAYER, NodeInfo(LAYER)) if block.name in program.layer_blocks else None
         for setting in block.settings:
             key = f"${setting.name}"
-            self._nodes[key] = self._placeholder(f"setting_{setting.name}", NodeFacts(key, value=setting))
+            self._nodes[key] = self._placeholder(f"setting_{setting.name}", NodeInfo(key, value=setting))
+        for index, state in enumerate(block.states):
+            key = f"^{state.name}"
+            self._nodes[key] = self._placeholder(f"state_{index}", NodeInfo(key, value=state))
         for index, parameter in enumerate(block.parameters):
             key = f"@{parameter.name}"
-            facts = NodeFacts(key, value=parameter, parameter=parameter.name)
-            self._nodes[key] = self._placeholder(f"weight_{index}", facts)
+            info = NodeInfo(key, value=parameter, parameter=parameter.name)
+            self._nodes[key] = self._placeholder(f"weight_{index}", info)
 
-    def _placeholder(self, name: str, facts: NodeFacts) -> fx.Node:
+    def _placeholder(self, name: str, info: NodeInfo) -> fx.Node:
         node = self.graph.placeholder(name)
-        node.meta[FACTS] = facts
+        node.meta[INFO] = info
         return node
 
     def finish(self) -> fx.Graph:
         """Adds the output, one value bare or several as a tuple, and returns the graph."""
         results = tuple(self._nodes[output.name] for output in self.block.outputs)
         output = self.graph.output(results[0] if len(results) == 1 else results)
-        output.meta[FACTS] = NodeFacts("output")
+        output.meta[INFO] = NodeInfo("output")
         return self.graph
 
     def refs(self, op: Op) -> list[fx.Node]:
@@ -127,6 +130,11 @@ class Emitter:
         if self._layer is None:
             return {"site": site_of(op, None)}
         return {"site": site_of(op, "{layer}"), "layer": self._layer}
+
+    def layer_number(self) -> fx.Node:
+        """The input that is the layer's number."""
+        assert self._layer is not None, self.block.name
+        return self._layer
 
     def call(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """An intermediate node of an op."""
@@ -165,11 +173,11 @@ class Emitter:
     def _note(self, node: fx.Node, op: Op) -> fx.Node:
         name = op.results[0].name
         self._steps[name] = number = self._steps.get(name, 0) + 1
-        node.meta[FACTS] = NodeFacts(f"{name}#{number}", op)
+        node.meta[INFO] = NodeInfo(f"{name}#{number}", op)
         return node
 
     def _give(self, node: fx.Node, op: Op, value: Value) -> None:
-        node.meta[FACTS] = NodeFacts(value.name, op, value)
+        node.meta[INFO] = NodeInfo(value.name, op, value)
         self._nodes[value.name] = node
 
     def _give_each(self, whole: fx.Node, op: Op) -> None:

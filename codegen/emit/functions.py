@@ -1,4 +1,4 @@
-"""A block as a pure function: `module(*inputs, *settings, *weights)`, a layer's number after its inputs."""
+"""A block as a pure function: `module(*inputs, *settings, *states, *weights)`, a layer's number after its inputs."""
 
 from __future__ import annotations
 
@@ -8,36 +8,40 @@ from typing import Any
 
 from torch import fx, nn
 
+from moec.codegen.emit.emit_balance import BALANCE
 from moec.codegen.emit.emit_dense import DENSE
 from moec.codegen.emit.emit_gates import GATES
+from moec.codegen.emit.emit_loss import LOSS
 from moec.codegen.emit.emit_mixtures import MIXTURES
-from moec.codegen.emit.emit_padding import PADDING
-from moec.codegen.emit.emit_vocabulary import VOCABULARY
+from moec.codegen.emit.emit_states import STATES
+from moec.codegen.emit.emit_tokens import TOKENS
 from moec.codegen.emit.emitter import Emitter, site_of
 from moec.codegen.emit.operators import emit_operator
-from moec.passes.ir import Block, Op, Output, Program
-from moec.passes.ir.ops import Route
+from moec.passes.ir import Block, Op, Output, Program, State
 
 EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
     **DENSE,
     **GATES,
     **MIXTURES,
-    **PADDING,
-    **VOCABULARY,
+    **TOKENS,
+    **STATES,
+    **BALANCE,
+    **LOSS,
 }
 """How each op is emitted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A block as a function of its inputs, settings and weights, in the order of their names; it returns `results`.
+    """A block as a function of inputs, settings, states and weights, in the order of their names; it returns `results`.
 
     `users` are the first ops that use each weight, `routers` the ops that choose experts by scores.
     """
 
     module: fx.GraphModule
     settings: tuple[str, ...]
+    states: tuple[State, ...]
     weights: tuple[str, ...]
     results: tuple[Output, ...]
     users: Mapping[str, Op]
@@ -61,10 +65,11 @@ def emit_function(program: Program, block: str, *, groups: str = "", float64: bo
     return Function(
         fx.GraphModule(nn.Module(), graph, class_name="Block"),
         tuple(s.name for s in found.settings),
+        found.states,
         tuple(p.name for p in found.parameters),
         found.outputs,
         weight_users(found),
-        tuple(op for op in found.ops if isinstance(op, Route)),
+        tuple(op for op in found.ops if op.scores),
     )
 
 
@@ -72,7 +77,7 @@ def emit_graph(program: Program, block: Block, *, groups: str = "", float64: boo
     """The nodes of a block; layers that it calls are `call_module` nodes, for a caller that runs them."""
     emitter = Emitter(program, block, groups, float64)
     for op in block.ops:
-        emit_op(emitter, op)
+        EMISSIONS[type(op)](emitter, op)
     return emitter.finish()
 
 
@@ -84,8 +89,3 @@ def weight_users(block: Block) -> dict[str, Op]:
             if operand.startswith("@"):
                 users.setdefault(operand[1:], op)
     return users
-
-
-def emit_op(emitter: Emitter, op: Op) -> None:
-    """Emits one op."""
-    EMISSIONS[type(op)](emitter, op)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from moec.codegen.emit.emitter import facts_of, target_name
+from moec.codegen.emit.emitter import info_of, target_name
 from moec.codegen.emit.functions import emit_graph
 from moec.passes.ir import Block, Program
 
@@ -53,10 +53,11 @@ def _argument(arg: Any) -> str:
 
 
 def _noted(text: str, node: fx.Node) -> str:
-    facts = facts_of(node)
+    info = info_of(node)
     notes = []
-    if facts.value is not None:
-        notes += [f"@{facts.parameter}" if facts.parameter else f"%{facts.value.name}", str(facts.value.layout or "")]
-    if facts.op is not None and facts.op.span:
-        notes.append(str(facts.op.span))
+    if info.value is not None:
+        key = info.key if info.key[0] in "@$^" else f"%{info.key}"
+        notes += [key, str(info.value.layout or "")]
+    if info.op is not None and info.op.span:
+        notes.append(str(info.op.span))
     return f"{text}  # {', '.join(note for note in notes if note)}" if notes else text

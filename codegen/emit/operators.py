@@ -10,7 +10,7 @@ from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
 from moec.passes.ir.op import operand_names
 from moec.passes.ir.operator_schema import given_attributes, resolved_arguments
-from moec.passes.ir.ops import Collective
+from moec.passes.ir.ops import Conversion
 
 
 def emit_operator(e: Emitter, op: Op) -> None:
@@ -20,11 +20,12 @@ def emit_operator(e: Emitter, op: Op) -> None:
     required, optional = operand_names(kind)
     operands = [given[name] for name in required if name not in kind.typing]
     operands += [given.get(name) for name in optional]
+    number = [e.layer_number()] if kind.numbered else []
     attributes = [getattr(op, name) for name in given_attributes(kind)]
     resolved = [_resolve(e, op, name) for name in resolved_arguments(kind)]
     target = getattr(torch.ops.moec, op.torch_operator()).default
     where = e.site(op) if kind.sited else {}
-    arguments = (*operands, *attributes, *resolved)
+    arguments = (*operands, *number, *attributes, *resolved)
     if len(op.results) == 1 and kind.saved:
         e.first_of(op, e.call(op, target, *arguments, **where))
     elif len(op.results) == 1:
@@ -37,10 +38,10 @@ def _resolve(e: Emitter, op: Any, name: str) -> Any:
     """An argument that follows from an attribute and the meshes."""
     match name:
         case "group":
-            assert isinstance(op, Collective)
+            assert isinstance(op, Conversion)
             return e.group(op.axis)
         case "groups":  # routing groups that a process's sequences form: 0 where each sequence is a group
-            return {"sequence": 0, "batch": 1, "rank": e.program.shares}[op.group]
+            return {"sequence": 0, "batch": 1, "rank": e.program.data_ranks}[op.group]
         case "spread":  # tokens of a routing group / tokens of it on one rank
             if e.meshes is None:
                 return 1

@@ -110,7 +110,7 @@ def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tup
     places = PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
     counting = ("count", "scan")
     match op:
-        case o.Route():
+        case o.Route() if not op.optional:  # its kernel takes no optional operand
             # Logits and weights are float32 whatever the model's dtype is.
             after = op.order == "after"
             yield (

@@ -76,7 +76,7 @@ CODES: dict[str, str] = {
     "MOE0320": "`eval` gives fewer places than `min`",
     "MOE0321": "the router gets no gradient from the loss",
     "MOE0322": "later tokens decide which choices of earlier ones are dropped",
-    "MOE0324": "the padding id is outside of the vocabulary",
+    "MOE0324": "the id of padding or of separators is outside of the vocabulary",
     "MOE0325": "a balance term is over scores that the gate does not compute",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
@@ -102,7 +102,8 @@ CODES: dict[str, str] = {
     "MOE0711": "something around the model does not know of its shards",
     "MOE0712": "this state belongs to other parts of the model",
     "MOE0713": "this step cannot be computed",
-    "MOE0714": "this model belongs to another job",
+    "MOE0714": "this is no model of this job",
+    "MOE0715": "a setting has no such value",
     "MOE0720": "the ranks do not make the same layer",
     "MOE0721": "this file's subject is of the other kind",
 }

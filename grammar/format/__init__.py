@@ -12,7 +12,7 @@ __all__ = ["formatted"]
 
 
 def formatted(source: Source) -> str:
-    """The text of `source`, which parses, laid out. Gives back what it is given if that is laid out already."""
+    """The text of `source`, which parses, laid out. Returns `source`'s text if it is laid out already."""
     tree, errors = parse(source)
     assert tree is not None, "what does not parse is not laid out"
     assert not any(error.severity == "error" for error in errors)

@@ -62,7 +62,7 @@ def _name_widths(run: list[Item]) -> list[int]:
 
 
 def _assigned(item: Item) -> tuple[str, ...]:
-    """`("let", name)` or `("", name)` of an assignment; nothing of anything else."""
+    """`("let", name)` or `("", name)` of an assignment; empty for other items."""
     if item.body is not None or len(item.tokens) < 3:
         return ()
     first, second, third = item.tokens[:3]

@@ -1,4 +1,4 @@
-"""Syntax tree to Spec, against the schema: files put together, `let`s followed, values checked, layers spread out.
+"""Syntax tree to Spec, against the schema: merges files, evaluates `let`s, checks values, expands layers.
 
 `top.py` is the entry point. These files read the language's words from the schema.
 """

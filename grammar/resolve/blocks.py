@@ -37,7 +37,7 @@ def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
 
 
 def report_blocks_twice(scope: Scope, word: str, again: Block, first: Part) -> None:
-    """The same block is declared for the second time."""
+    """Reports a block that is declared twice."""
     what = f'`{word} "{again.label.value}"`' if again.label else f"`{word}`"
     label = Label(span=first.span, message="first declared here")
     scope.error("MOE0205", again.head, f"there is a {what} already", label, help="keep one of them")
@@ -56,7 +56,7 @@ def _head_is_right(scope: Scope, cls: type[Node], block: Block) -> bool:
 
 
 class _Reader:
-    """Collects what one block gives."""
+    """Collects the values of one block."""
 
     def __init__(self, scope: Scope, cls: type[Node]) -> None:
         self.scope = scope
@@ -68,7 +68,7 @@ class _Reader:
         self.incomplete = False
 
     def part(self, block: Block) -> Part:
-        """The whole block. The likely meaning of a misspelt name counts as given, so it is not reported missing."""
+        """Reads the block. A misspelt name counts as its suggestion, which is then not reported missing."""
         absent = {word: given for word, given in self.meant.items() if word not in self.blocks}
         given = absent | self.given
         return Part(

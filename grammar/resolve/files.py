@@ -25,7 +25,7 @@ _LIBRARY = Path(__file__).parents[1] / "library"
 
 
 def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]:
-    """The text at `path`, under `name`, or a diagnostic that says why it cannot be read."""
+    """The source at `path`, called `name`, or the diagnostic of the read error."""
     nowhere = Span(Source(name, ""), 0, 0)
     try:
         with open(path, "rb") as file:
@@ -59,7 +59,7 @@ def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic
     if text.startswith("\ufeff"):
         text = text[1:]
         span = Span(Source(name, text), 0, 0)
-        fix = [Edit(span, "")]  # the mark is gone already: writing the file back is the fix
+        fix = [Edit(span, "")]  # the text has no mark any more: writing it back is the fix
         help = "save it as UTF-8 without it"
         warnings.append(diagnose("MOE0005", span, help=help, severity=Severity.WARNING, fix=fix))
     source = Source(name, text)
@@ -181,12 +181,12 @@ class Files:
 
 @cache
 def library_paths() -> tuple[str, ...]:
-    """What the library has, as `use` writes it: `clusters/dgx_h100`."""
+    """The paths of the library for `use`, such as `clusters/dgx_h100`."""
     return tuple(sorted(path.relative_to(_LIBRARY).with_suffix("").as_posix() for path in _LIBRARY.rglob("*.moe")))
 
 
 def library_names(folder: str) -> list[str]:
-    """What the library has in `folder` ("clusters", "devices")."""
+    """The names in the library's `folder` ("clusters", "devices")."""
     return [path.rpartition("/")[2] for path in library_paths() if path.startswith(f"{folder}/")]
 
 

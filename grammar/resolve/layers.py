@@ -20,10 +20,10 @@ from moec.grammar.spec.base import Bound, Node
 from moec.grammar.syntax.tree import Expression, Range, Sequence
 
 MAX_SELECTED = 1_000_000
-"""Layers that the blocks of a file may select, counted as often as they are."""
+"""Most layers that the blocks of a file may select, each counted once per block."""
 
 MAX_COMBINATIONS = 20_000
-"""Different stacks of blocks over a layer: each is merged and built by itself."""
+"""Most different combinations of blocks over a layer: each is merged and built separately."""
 
 _INDEX = NumberKind(whole=True, unit="", bounds=(Bound("at least", 0),))
 
@@ -56,7 +56,7 @@ def resolve_layers(scope: Scope, model: Part) -> tuple[Layer, ...] | Broken:
 def _combine(
     scope: Scope, blocks: list[Part], selections: list[Iterable[int] | Broken], depth: int
 ) -> list[Part | None] | None:
-    """What each layer's blocks say together; layers with the same blocks get the same Part.
+    """The merged Part of each layer's blocks; layers with the same blocks get the same Part.
 
     Number 0 stands for no block; every other number for one combination of blocks, made from an earlier one. None,
     after a diagnostic, where there are too many.

@@ -30,7 +30,7 @@ from moec.grammar.syntax.tree import (
 )
 
 MAX_SIZE = 10_000
-"""Parts of one value once its `let` names are replaced: lists of lists of lists grow without bound otherwise."""
+"""Most parts of one value after its `let` names are replaced: nested lists could otherwise grow without bound."""
 
 
 def declare_lets(scope: Scope, lets: Sequence[Let], overrides: Mapping[str, str | int | float]) -> None:
@@ -84,7 +84,7 @@ def _constant(scope: Scope, value: Expression, lets: Mapping[str, Let], place: L
             label = Label(span=lets[part.text].name.span, message="declared here")
             scope.error("MOE0214", part.span, f"`{part.text}` is not known yet", label)
             return Constant(BROKEN, place)
-        if constant.number is None:  # a number is computed already, however it came about
+        if constant.number is None:  # a number is computed already
             depth, size = max(depth, level + constant.depth), size + constant.size
     if depth > 2 * MAX_NESTING or size > MAX_SIZE:
         message = f"more than {MAX_SIZE:_} parts, or more than {2 * MAX_NESTING} inside one another"

@@ -19,7 +19,7 @@ _LITERAL = re.compile(r"([0-9_]+(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?)(.*)")
 
 
 def is_arithmetic(scope: Scope, value: Expression) -> bool:
-    """Whether `value` is for `compute`; a product that ends in a call (`8 * swiglu(64)`) is not."""
+    """Whether `compute` evaluates `value`; a product that ends in a call (`8 * swiglu(64)`) is no number."""
     if not isinstance(value, Operation):
         return isinstance(value, Number | Negative)
     operator, last = value.rest[-1]
@@ -110,7 +110,7 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
 def _operation(scope: Scope, operation: Operation) -> Quantity | Broken:
     result = compute(scope, operation.first)
     for operator, operand in operation.rest:
-        other = compute(scope, operand)  # every operand, so that every mistake is found
+        other = compute(scope, operand)  # every operand, so that every error is reported
         if isinstance(result, Broken) or isinstance(other, Broken):
             result = BROKEN
             continue
@@ -123,7 +123,7 @@ def _operation(scope: Scope, operation: Operation) -> Quantity | Broken:
 
 
 def _combine(operator: str, one: Quantity, other: Quantity) -> Quantity | str:
-    """The result, or why there is none."""
+    """The result, or the reason for having none."""
     a, b = one.value, other.value
     if operator in "+-":
         if one.dimension != other.dimension:

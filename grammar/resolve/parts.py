@@ -1,4 +1,4 @@
-"""A block or call on its way to a Node: what was given for each field, and where."""
+"""The values and places of the fields of one block or call, before they become a Node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Part:
     incomplete: bool = False
 
     def where(self, word: str) -> Span | None:
-        """Where `word` was given, by a name or by a block."""
+        """The place where `word` was given, by a name or by a block."""
         if word in self.given:
             return self.given[word].name
         return self.blocks[word][-1].span if self.blocks.get(word) else None
@@ -97,7 +97,7 @@ def report_missing(scope: Scope, part: Part, absent: Iterable[Field]) -> None:
 
 
 def report_twice(scope: Scope, word: str, again: Span, first: Span) -> None:
-    """`word` is given for the second time in one block or call."""
+    """Reports a `word` that one block or call gives twice."""
     label = Label(span=first, message="first given here")
     scope.error("MOE0204", again, f"`{word}` is given already", label, help="keep one of them")
 

@@ -32,7 +32,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """What a `let` stands for. `place` is its value, or the `--let` that overrides it.
+    """The value of a `let`. `place` is the place of its value, or the `--let` that overrides it.
 
     `overrides` are the texts of the `--let`s that have a part in it, its own or those of the constants that it uses.
     """
@@ -47,7 +47,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A value as written: behind the `let`s it came through, but pointing at where it is used."""
+    """A value as written, with `let`s replaced, but with the span of its use."""
 
     value: Expression | Broken
     span: Span
@@ -67,7 +67,7 @@ class Scope:
     overridden: list[tuple[Span, str]] = field(default_factory=list)
 
     def follow(self, expression: Expression) -> Written:
-        """What `expression` says once `let` names are replaced. Ends: a `let` only uses those above it."""
+        """The value of `expression` with `let` names replaced. Terminates: a `let` only uses those above it."""
         value: Expression | Broken = expression
         lets: list[Label] = []
         constant = None

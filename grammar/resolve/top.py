@@ -159,7 +159,7 @@ def _model(scope: Scope, part: Part) -> Node | Broken:
         part = replace(part, given=given)
     vocab, embedding = (part.given.get(name) for name in ("vocab", "embedding"))
     if vocab and embedding and isinstance(vocab.value, int) and isinstance(embedding.value, TokenEmbedding):
-        scope.diagnostics += rules.padding(embedding.value, vocab.value, vocab.span)
+        scope.diagnostics += rules.special_ids(embedding.value, vocab.value, vocab.span)
     return build(scope, part)
 
 

@@ -1,4 +1,4 @@
-"""Values: an expression and the kinds that a field takes, to what stands in the Spec."""
+"""Values: from an expression and the kinds that a field takes to the Spec's value."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moec.grammar.units import EXAMPLES
 
 
 def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression) -> object:
-    """What `expression` says where any of `kinds` may stand; BROKEN after a diagnostic."""
+    """The value of `expression` as any of `kinds`; BROKEN after a diagnostic."""
     written = scope.follow(expression)
     value = written.value
     if isinstance(value, Broken):
@@ -56,7 +56,7 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression) -> obje
 
 
 def unknown(scope: Scope, name: Name | Written, word: str, allowed: Iterable[str]) -> str | None:
-    """Diagnose a word that is not allowed where it stands; gives the one that was probably meant."""
+    """Diagnose a word that is not allowed here; returns the word that was probably meant."""
     allowed = sorted(allowed)
     target = name.span if isinstance(name, Name) else name
     meant = nearest(word, allowed)
@@ -150,7 +150,7 @@ def _misfit(scope: Scope, kinds: Sequence[Kind], written: Written, value: Expres
         help, instead = advice(value.text, scope.lets), nearest(value.text, scope.lets)
         return scope.error("MOE0201", written, "no `let` of this name", help=help, instead=instead)
     if isinstance(value, Operation) and any(isinstance(kind, NumberKind) for kind in kinds):
-        compute(scope, value)  # which says what keeps it from being a number
+        compute(scope, value)  # which reports why it is no number
         return BROKEN
     expected = " or ".join(_described(kind) for kind in kinds)
     help, instead = "", None

@@ -99,7 +99,7 @@ class Dynamic(Node):
     """Padded to what the busiest expert needs this step, the same on all ranks; drops what exceeds `max`."""
 
     word = "dynamic"
-    source = "Tutel, Hwang et al. 2022, arXiv 2206.03382, section 3.3"
+    source = "Tutel, Hwang et al. 2023, arXiv 2206.03382, section 3.3"
     max: Annotated[Ratio | None, Doc("as `factor`, what an expert takes at most; default: all")] = None
 
 

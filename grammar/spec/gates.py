@@ -13,7 +13,7 @@ class Online(Node):
 
     word = "online"
     source = "Wang et al. 2024, arXiv 2408.15664"
-    implemented = False
+    positional = ("rate",)
     rate: Annotated[float, more_than(0), Doc("how far it moves in a step")] = 1e-3
 
 
@@ -25,6 +25,13 @@ class _Gate(Node):
 
     takes: ClassVar[tuple[Literal["tokens"], ...]] = ()
     gives: ClassVar[tuple[Literal["logits", "probabilities"], ...]] = ("logits", "probabilities")
+
+    def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
+        """What it needs beside the vectors of the tokens: `takes`, and keys of tokens where it draws random numbers."""
+        return (*self.takes, "keys") if getattr(self, "jitter", 0) else self.takes
+
+
+_JITTER = "in training each element of the router's input is multiplied by a random number in 1 ± this (Switch, 2.2)"
 
 
 class TopK(_Gate):
@@ -43,7 +50,7 @@ class TopK(_Gate):
     scale: Annotated[float, more_than(0), NotYet(), Doc("factor on the weights (DeepSeek-V3: 2.5)")] = 1.0
     bias: Annotated[
         Online | Literal["none", "learned"],
-        NotYet(),
+        NotYet(("learned",)),
         Doc("added to scores to choose by: `online(rate)` balances (DeepSeek-V3); `learned` is part of the router"),
     ] = "none"
     groups: Annotated[PositiveInt, NotYet(), Doc("experts are in this many groups, of which some are kept")] = 1
@@ -53,7 +60,7 @@ class TopK(_Gate):
     group_score: Annotated[
         Literal["top2_sum", "max"], NotYet(), Doc("what groups are ranked by: `top2_sum` (V3), `max` (V2)")
     ] = "top2_sum"
-    jitter: Annotated[Portion, NotYet(), Doc("inputs are multiplied by 1 ± this in training (Switch, 2.2)")] = 0.0
+    jitter: Annotated[Portion, Doc(_JITTER)] = 0.0
     noise: Annotated[Weight, NotYet(), Doc("standard deviation of noise on the logits in training")] = 0.0
 
 
@@ -62,7 +69,7 @@ class Switch(_Gate):
 
     word = "switch"
     source = "Fedus et al. 2021, arXiv 2101.03961, section 2.1"
-    jitter: Annotated[Portion, NotYet(), Doc("inputs are multiplied by 1 ± this in training")] = 0.0
+    jitter: Annotated[Portion, Doc(_JITTER)] = 0.0
 
 
 class GShard(_Gate):

@@ -39,6 +39,11 @@ class TokenEmbedding(Node):
         at_least(0),
         Doc("the id of padding tokens: these go to no expert, take no place and count in no balance term"),
     ] = None
+    separator: Annotated[
+        int | None,
+        at_least(0),
+        Doc("the id that ends a text: tokens attend to their own text alone, and positions start anew after it"),
+    ] = None
     multiplier: Annotated[Positive, NotYet(), Doc("factor on the vectors (Granite: 12; Gemma: sqrt(dim))")] = 1.0
     logits_multiplier: Annotated[Positive, NotYet(), Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
 

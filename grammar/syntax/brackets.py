@@ -15,7 +15,7 @@ from moec.grammar.source import Source, Span
 from moec.grammar.syntax.tokens import Token, lex
 
 MAX_NESTING = 64
-"""Brackets within brackets. A person writes four or five; everything behind the parser recurses on them."""
+"""Most nested brackets: all code after the parser recurses on them. People write four or five."""
 
 _CLOSERS = {"LBRACE": "RBRACE", "LPAR": "RPAR", "LSQB": "RSQB"}
 
@@ -121,7 +121,7 @@ class _Brackets:
         return stray
 
     def _after(self, index: int) -> int:
-        """Where the line begins that follows the last word before token `index`."""
+        """The start of the line after the last word before token `index`."""
         while index > 0 and self.tokens[index - 1].kind == "SEPARATOR":
             index -= 1
         end = self.tokens[index - 1].end if index else 0
@@ -164,7 +164,7 @@ class _Brackets:
         self.diagnostics.append(diagnose("MOE0106", self._span(token), message, help="name the inner parts with `let`"))
 
     def finish(self) -> int:
-        """Diagnose what is still open; gives the number of braces to add."""
+        """Diagnose open brackets; returns the number of braces to add."""
         self._close_parentheses()
         braces = len(self.stack)
         self.unbalanced = self.unbalanced or braces > 0
@@ -174,7 +174,7 @@ class _Brackets:
         return braces
 
     def _opener(self, closer: str) -> int | None:
-        """Where in the stack the bracket is that `closer` closes; a brace is never passed over."""
+        """The index in the stack of the bracket that `closer` closes; never one outside of an open brace."""
         for at in range(len(self.stack) - 1, -1, -1):
             kind = self.stack[at][1].kind
             if _CLOSERS[kind] == closer:

@@ -1,4 +1,4 @@
-"""Tree nodes from what the parser has recognised."""
+"""Makes tree nodes from recognised rules."""
 
 from __future__ import annotations
 

@@ -70,14 +70,14 @@ class _Parser:
         index, boundary = 0, True
         while index < len(self.tokens):
             token = self.tokens[index]
-            if boundary:  # a statement may begin: what to come back to if it does not parse
+            if boundary:  # a statement may begin: the state to return to if it does not parse
                 begin, states, values = index, self.states[:], self.values[:]
             if self._feed(token):
                 boundary = token.kind in ("SEPARATOR", "LBRACE")
                 index += 1
                 continue
             meant = self._meant(begin)
-            if meant:  # read on as if it were written so: what the statement declares is declared
+            if meant:  # continue with the fixed text, so that the statement still declares its name
                 self._repair(begin, meant, token)
                 index, boundary = begin, True
                 self.states, self.values = states, values
@@ -105,7 +105,7 @@ class _Parser:
                 self.values.append(token)
                 return True
             origin, action, length = RULES[~target]
-            if not action:  # one symbol that stands for another: most of what there is to reduce
+            if not action:  # a rule with a single symbol: most reductions
                 self.states.pop()
                 self.states.append(STATES[self.states[-1]][origin])
                 continue
@@ -214,7 +214,7 @@ def _is_number(value: Number | Token) -> bool:
 
 
 def _listed(kinds: set[str]) -> str:
-    """What may stand here, in words."""
+    """The tokens that are valid here, as text for a message."""
     words = []
     rest = kinds - {"ERROR", "$END"}
     if rest >= _VALUE:

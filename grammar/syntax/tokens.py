@@ -39,7 +39,7 @@ def lex(text: str, *, comments: bool = False) -> list[Token]:
 
 
 def tabs(source: Source) -> list[Diagnostic]:
-    """One warning for a file with tabs between its words; in a comment or a text they do no harm."""
+    """One warning for a file with tabs between its words; tabs in comments and quoted text are allowed."""
     if "\t" not in source.text:
         return []
     blanks = [found for found in _SCANNER.finditer(source.text) if found.lastgroup == "BLANK"]

@@ -1,1 +1,1 @@
-"""What the larger commands do; `moec/cli.py` holds their options."""
+"""Implementations of the larger commands; `moec/cli.py` has their options."""

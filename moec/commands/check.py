@@ -1,4 +1,4 @@
-"""`moec check`: every mistake of some files, and what a machine can mend of them."""
+"""`moec check`: every error in files, and their automatic fixes."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from pathlib import Path
 from moec.grammar.diagnostics import Diagnostic, Edit, Severity, render
 
 ROUNDS = 10
-"""A mended word can bring a further mistake to light; so many times it is looked again."""
+"""A fix can reveal another error: files are checked again at most so many times."""
 
 
 def run(files: Sequence[Path], lets: Mapping[str, str], style: str = "full", fix: bool = False) -> int:
-    """Says what is wrong with `files`, after mending what it can if `fix`; gives the exit status."""
+    """Reports every error in `files`, with `fix` after applying fixes; returns the exit status."""
     from moec.driver import check
 
-    found: list[Diagnostic] = []
+    all_diagnostics: list[Diagnostic] = []
     for file in files:
         diagnostics = check(file, **lets)
         for _ in range(ROUNDS if fix else 0):
-            mended = mend(file, diagnostics)
-            again = check(file, **lets) if mended else diagnostics
-            if not mended:
+            fixed = apply_fixes(file, diagnostics)
+            again = check(file, **lets) if fixed else diagnostics
+            if not fixed:
                 break
-            print(f"{file}: {mended} mended", file=sys.stderr)
+            print(f"{file}: {fixed} fixed", file=sys.stderr)
             diagnostics = again
-        found += diagnostics
-    show(found, style)
-    return 1 if any(d.severity is Severity.ERROR for d in found) else 0
+        all_diagnostics += diagnostics
+    show(all_diagnostics, style)
+    return 1 if any(d.severity is Severity.ERROR for d in all_diagnostics) else 0
 
 
-def mend(file: Path, diagnostics: Iterable[Diagnostic]) -> int:
-    """Applies the fixes of `diagnostics` to `file` and to the files beside it that it uses; gives how many.
+def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic]) -> int:
+    """Applies the fixes of `diagnostics` to `file` and to the files that it uses; returns their number.
 
-    Of two that overlap only the first is applied. The library and the command line are not edited.
+    Of two overlapping fixes only the first is applied. The library and the command line are not edited.
     """
     edits: dict[str, list[Edit]] = {}
     texts: dict[str, str] = {}
@@ -45,10 +45,10 @@ def mend(file: Path, diagnostics: Iterable[Diagnostic]) -> int:
         if not fix or any(edit.span.source.name.startswith(("library:", "--let")) for edit in fix):
             continue
         source = fix[0].span.source
-        taken = edits.setdefault(source.name, [])
+        chosen_edits = edits.setdefault(source.name, [])
         texts[source.name] = source.text
-        if not any(_overlap(edit, other) for edit in fix for other in taken):
-            taken += fix
+        if not any(_overlap(edit, other) for edit in fix for other in chosen_edits):
+            chosen_edits += fix
             count += 1
     for name, chosen in edits.items():
         text = texts[name]
@@ -59,7 +59,7 @@ def mend(file: Path, diagnostics: Iterable[Diagnostic]) -> int:
 
 
 def write(file: Path, text: str) -> None:
-    """Puts `text` in the place of what is in `file`: all of it, or none."""
+    """Replaces the content of `file` by `text`, atomically."""
     fresh = file.with_name(f".{file.name}.fresh")
     fresh.write_bytes(text.encode())
     fresh.chmod(file.stat().st_mode)
@@ -67,11 +67,11 @@ def write(file: Path, text: str) -> None:
 
 
 def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
-    """Diagnostics go to stderr; only a terminal that wants them gets colours."""
-    found = list(diagnostics)
-    if found:
+    """Prints diagnostics to stderr, with colours in a terminal unless `NO_COLOR` is set."""
+    shown = list(diagnostics)
+    if shown:
         color = style == "full" and sys.stderr.isatty() and "NO_COLOR" not in os.environ
-        print(render(found, style, color=color).rstrip("\n"), file=sys.stderr)
+        print(render(shown, style, color=color).rstrip("\n"), file=sys.stderr)
 
 
 def _overlap(one: Edit, other: Edit) -> bool:

@@ -17,7 +17,7 @@ from moec.passes.ir.text import print_program
 from moec.passes.pipeline import PASS_NAMES, Record
 
 STAGES = ("ast", "spec", "ir", "placed", "fx", "kernels")
-"""What `--emit` prints."""
+"""The forms that `--emit` prints."""
 
 PASS_CHOICES = (*PASS_NAMES, "all", "changed")
 
@@ -31,7 +31,7 @@ def run(
     print_ir_after: str | None,
     time_passes: bool,
 ) -> tuple[Diagnostic, ...]:
-    """Compiles `file` and writes the plan, or prints what `emit` asks for; gives the warnings."""
+    """Compiles `file` and writes the plan, or prints the form that `emit` names; returns the warnings."""
     from moec import __version__
 
     started = time.perf_counter()
@@ -90,4 +90,4 @@ def _print_times(records: list[Record]) -> None:
     total = sum(record.seconds for record in records)
     for record in records:
         print(f"{record.seconds * 1e3:9.2f} ms  {record.name}{_op_change(record)}", file=sys.stderr)
-    print(f"{total * 1e3:9.2f} ms  in all", file=sys.stderr)
+    print(f"{total * 1e3:9.2f} ms  total", file=sys.stderr)

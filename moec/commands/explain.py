@@ -1,4 +1,4 @@
-"""`moec explain`: the page of a code, or what a word of the language means and takes."""
+"""`moec explain`: the page of a code, or the reference of a word of the language."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moec.grammar.suggest import advice
 
 
 def explain(subject: str) -> str:
-    """Markdown on a code such as MOE0311, or a word such as `topk`. Raises `DiagnosticError` for neither."""
+    """Markdown on a code such as MOE0311, or a word such as `topk`. Raises `DiagnosticError` for anything else."""
     code = subject.upper()
     if code in CODES:
         return (files("moec.pages") / f"{code}.md").read_text(encoding="utf-8")

@@ -15,7 +15,7 @@ from moec.grammar.syntax.parser import parse
 
 
 def run(files: Sequence[Path], check: bool, diff: bool, style: str = "full") -> int:
-    """Lays files out in place, `-` from stdin to stdout. With `check` or `diff` writes nothing; gives the status."""
+    """Formats files in place, `-` from stdin to stdout. `check` and `diff` write nothing. Returns the exit status."""
     status = 0
     for file in files:
         before, source, diagnostics = _read(file)
@@ -32,16 +32,16 @@ def run(files: Sequence[Path], check: bool, diff: bool, style: str = "full") -> 
         if diff:
             sys.stdout.writelines(_difference(file, before, after))
         if check or diff:
-            print(f"{file}: would be laid out anew", file=sys.stderr)
+            print(f"{file}: would be formatted", file=sys.stderr)
             status = 1
         elif str(file) != "-":
             write(file, after)
-            print(f"{file}: laid out anew", file=sys.stderr)
+            print(f"{file}: formatted", file=sys.stderr)
     return status
 
 
 def _read(file: Path) -> tuple[str, Source | None, list[Diagnostic]]:
-    """The text as it is, the source that it makes, and what is wrong with it as far as layout goes."""
+    """The file's text, its source, and its syntax errors."""
     if str(file) == "-":
         data = sys.stdin.buffer.read()
         source, diagnostics = source_of(data, "<stdin>")
@@ -56,5 +56,5 @@ def _read(file: Path) -> tuple[str, Source | None, list[Diagnostic]]:
 def _difference(file: Path, before: str, after: str) -> list[str]:
     from difflib import unified_diff
 
-    lines = unified_diff(before.splitlines(True), after.splitlines(True), str(file), f"{file} (laid out)")
+    lines = unified_diff(before.splitlines(True), after.splitlines(True), str(file), f"{file} (formatted)")
     return [line if line.endswith("\n") else f"{line}\n" for line in lines]

@@ -7,8 +7,8 @@ from pathlib import Path
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 STARTER = """\
-# A Mixture-of-Experts language model, and what it runs on. Check it with `moec check`, compile it with `moec compile`.
-# What a word means and takes: `moec explain topk`. The whole language: docs/language.md.
+# A Mixture-of-Experts language model and its cluster. Check it with `moec check`, compile it with `moec compile`.
+# `moec explain topk` explains a word. The whole language: docs/language.md.
 
 let experts = 8  # a constant; `--let experts=16` overrides it
 
@@ -23,17 +23,17 @@ model "starter" {
   layers {
     attention = gqa(heads = 4, kv_heads = 2, rope = rope())
     moe {
-      experts = experts * swiglu(256)      # as many feed-forwards, each 256 wide
-      gate    = topk(2, normalize = true)  # each token goes to its best two
+      experts = experts * swiglu(256)      # so many feed-forwards, each 256 wide
+      gate    = topk(2, normalize = true)  # each token goes to its two best experts
       balance = [switch_loss(0.01)]        # keeps the experts equally busy
     }
   }
 
-  # A later block overrides what it names: the first layer is dense.
+  # A later block overrides earlier ones: the first layer is dense.
   layers 0 { ffn = swiglu(512) }
 }
 
-# What it runs on: levels from the innermost out, such as the GPUs of a node, then the nodes.
+# The hardware: levels from the innermost out, such as the GPUs of a node, then the nodes.
 # The library has real machines: `use "clusters/dgx_h100"` and `cluster "mine" { from = dgx_h100; nodes = 4 }`.
 cluster "here" {
   device = cpu
@@ -54,13 +54,13 @@ parallel {
 
 
 def run(file: Path) -> None:
-    """Writes a commented file to start from; refuses to replace one."""
+    """Writes a commented starter file; never overwrites one."""
     try:
         with file.open("x", encoding="utf-8") as stream:
             stream.write(STARTER)
     except FileExistsError:
-        message = f"{file}: it is left as it is"
+        message = f"{file} is unchanged"
         raise DiagnosticError([diagnose("MOE0013", None, message, help="choose another name")]) from None
     except OSError as error:
         raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from error
-    print(f"{file} is a file to start from: `moec check {file}`, then `moec compile {file}`")
+    print(f"wrote {file}; next: `moec check {file}`, then `moec compile {file}`")

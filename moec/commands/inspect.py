@@ -1,4 +1,4 @@
-"""`moec inspect`: the resolved Spec, every value with where it came from."""
+"""`moec inspect`: the resolved Spec, every value with its source."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from moec.grammar.source import Span
 from moec.grammar.spec.base import Node
 
 Line = tuple[str, str]
-"""A value, and where it came from."""
+"""A value and its source."""
 
 
 def run(file: Path, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
-    """Prints what `file` comes to; gives the warnings. Raises `DiagnosticError` for a file that does not resolve."""
+    """Prints the Spec of `file`; returns the warnings. Raises `DiagnosticError` for a file with errors."""
     loaded = read(file, **lets)
     spec = loaded.unwrap()
     lines = list(_Inspector(loaded).node(spec, 0, ""))
@@ -28,7 +28,7 @@ def run(file: Path, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
 
 
 class _Inspector:
-    """Walks a Spec and knows where overrides had a part."""
+    """Walks a Spec and finds the source of each value, overrides included."""
 
     def __init__(self, loaded: Loaded) -> None:
         self.overridden = loaded.overridden

@@ -14,7 +14,7 @@ def inspect_fx(path: Path) -> str:
 
 
 def fx_of(plan: Plan) -> str:
-    """The same of a plan that is not written yet. Imports torch."""
+    """The FX graphs of a plan in memory. Imports torch."""
     from moec.codegen.emit.fx_text import fx_text
     from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 

@@ -1,4 +1,4 @@
-"""`moec inspect PLAN --kernels`: every kernel of a rank, compiled for the plan's device, and what bounds it."""
+"""`moec inspect PLAN --kernels`: every kernel of a rank, compiled for the plan's device, and its limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TARGETS: Mapping[str, str] = {
     "cuda": "sm_90",
     "hip": "gfx942",
 }
-"""What to compile for, by a device's name, else by its kind."""
+"""The compile target by a device's name, else by its kind."""
 
 HEAD = ("kernel", "tile", "from", "registers", "spilled", "shared", "bound by", "at least", "serves")
 
@@ -44,7 +44,7 @@ def inspect_sources(path: Path) -> str:
 
 
 def sources_of_kernels(plan: Plan) -> str:
-    """The source of every kernel as it is rendered for the plan's device, each under its name."""
+    """The source of every kernel, rendered for the plan's device, under its name."""
     sources = kernel_sources(plan)
     if not sources:
         return _no_kernels(plan)
@@ -52,11 +52,11 @@ def sources_of_kernels(plan: Plan) -> str:
 
 
 def _no_kernels(plan: Plan) -> str:
-    return f"{plan.name}: on {plan.spec.cluster.device.name} plain torch does the work; there are no kernels"
+    return f"{plan.name}: on {plan.spec.cluster.device.name} plain torch runs everything; there are no kernels"
 
 
 def inspect_kernels(path: Path) -> str:
-    """The text. Compiles every kernel, which takes some seconds for each; raises `BackendError` where Triton cannot."""
+    """The kernels as text. Compiles each, which takes some seconds; raises `BackendError` if Triton cannot."""
     plan = load(path)
     kernels = kernels_of(plan)
     device = plan.spec.cluster.device
@@ -65,9 +65,9 @@ def inspect_kernels(path: Path) -> str:
     from moec.runtime.backends import BackendError
     from moec.runtime.backends.triton.triton_support import TRITONS, triton_complaint
 
-    unfit = triton_complaint()
-    if unfit is not None:
-        raise BackendError(f"`moec inspect --kernels` compiles them, and {unfit}", f"install {TRITONS}")
+    complaint = triton_complaint()
+    if complaint is not None:
+        raise BackendError(f"`moec inspect --kernels` compiles them, but {complaint}", f"install {TRITONS}")
     return "\n".join(_lines(plan, device, kernels))
 
 
@@ -80,11 +80,11 @@ def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Itera
     for kernel in kernels:
         by_block.setdefault(kernel.block, []).append(kernel)
     workload = Workload.of(plan.spec, plan.program).even
-    for block, own in by_block.items():
+    for block, block_kernels in by_block.items():
         costs = BlockCost.of(plan.program, plan.program.block(block), workload).costs
         rows = [
             row
-            for kernel in own
+            for kernel in block_kernels
             for op, cost in costs
             if op is kernel.op
             for row in _rows(plan, device, target, kernel, cost.work)
@@ -111,7 +111,7 @@ def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel, of_op: Wo
 
 
 def _tile(plan: Plan, kernel: PlanKernel) -> tuple[str, str]:
-    """A product's tile, and where it is from: tuned, shipped, or the rule."""
+    """A product's tile and its source: tuned, shipped, or the rule."""
     shape = kernel.shape
     if not isinstance(shape, ProductShape):
         return "-", "-"

@@ -1,4 +1,4 @@
-"""`moec inspect PLAN`: what is communicated, what a rank holds, and the ops as pictures. Needs no torch."""
+"""`moec inspect PLAN`: its collectives, a rank's shards, and the ops as pictures. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from moec.commands.summary import amount_of_bytes, count
 from moec.driver import load
 from moec.passes.cost.totals import MASTER_BYTES, BlockCost
 from moec.passes.cost.workload import Workload
-from moec.passes.ir import Block, Op, local_shape, local_slices
+from moec.passes.ir import Block, Layout, Op, local_shape, local_slices
 from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.mesh import group_name
-from moec.passes.ir.ops import Collective
+from moec.passes.ir.op import layout_of
+from moec.passes.ir.ops import Conversion
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One collective of a block: over which group, what a rank sends, forward and backward, and for which line."""
+    """One collective of a block: its group, what a rank sends forward and backward, and the line of the file."""
 
     what: str
     group: str
@@ -73,7 +74,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 
 
 def _collectives(cost: BlockCost) -> Iterator[Row]:
-    """The conversions of a block, with what a batch of the file makes them send."""
+    """The conversions of a block, with the bytes that a rank sends for a batch of the file."""
     for op, of_op in cost.costs:
         for sent in of_op.sent:
             back = " back" if getattr(op, "reverse", False) else ""
@@ -96,7 +97,7 @@ def _gradients(plan: Plan, block: Block) -> Iterator[Row]:
 
 def _table(rows: list[Row]) -> Iterator[str]:
     if not rows:
-        yield "  nothing is communicated"
+        yield "  no communication"
         return
     cells = [
         (r.what, r.group, f"{r.ranks}", _amount(r.forward), r.backward, _amount(r.backward_bytes), r.span) for r in rows
@@ -115,16 +116,16 @@ def _amount(number: float) -> str:
 
 
 def _rank(plan: Plan, rank: int) -> Iterator[str]:
-    share = f"reads share {plan.data_rank(rank)} of {plan.data_size} of a batch"
-    yield f"{plan.name}, rank {rank} of {plan.world_size}: {share}"
+    part = f"reads part {plan.data_rank(rank)} of {plan.data_size} of a batch"
+    yield f"{plan.name}, rank {rank} of {plan.world_size}: {part}"
     yield ""
     for mesh in plan.meshes.values():
         yield f"  mesh {mesh.name}: {', '.join(f'{axis} {mesh.coordinate(rank, axis)}' for axis, _ in mesh.axes)}"
     for name, lists in plan.groups.items():
         peers = next(ranks for ranks in lists if rank in ranks)
-        yield f"  talks over {name} to {_ranks(tuple(peer for peer in peers if peer != rank))}"
-    held = sum(_local_elements(plan, p) for p in plan.parameters.values())
-    yield f"  holds {held:,} of {sum(math.prod(p.shape) for p in plan.parameters.values()):,} elements"
+        yield f"  group {name} with {_ranks(tuple(peer for peer in peers if peer != rank))}"
+    local = sum(_local_elements(plan, p) for p in plan.parameters.values())
+    yield f"  holds {local:,} of {sum(math.prod(p.shape) for p in plan.parameters.values()):,} elements"
     for block in plan.program.blocks:
         if not block.parameters:
             continue
@@ -132,7 +133,29 @@ def _rank(plan: Plan, rank: int) -> Iterator[str]:
         yield f"{block.name}"
         width = max(len(p.name) for p in block.parameters)
         for p in parameters_of_block(block):
-            yield f"  {p.name.ljust(width)}  {p.dtype}{_held(plan, p, rank)}  of {list(p.shape)}  {p.layout}"
+            others = "".join(f"  {what} {layout}" for what, layout in _other_layouts(block, p))
+            yield f"  {p.name.ljust(width)}  {p.dtype}{_held(plan, p, rank)}  of {list(p.shape)}  {p.layout}{others}"
+        for state in block.states if block.update else ():
+            yield f"  {state.name.ljust(width)}  {state.dtype}{list(state.shape)}  updated by {block.update}"
+
+
+def _other_layouts(block: Block, parameter: PlanParameter) -> Iterator[tuple[str, Layout]]:
+    """The layouts of a parameter where it is used, of its gradient and of its optimizer state that are not its own."""
+    used = ((f"used as %{name}", layout) for name, layout in _gathered(block, f"@{parameter.name}").items())
+    for what, layout in (*used, ("gradient", parameter.gradient), ("optimizer state", parameter.optimizer_state)):
+        if layout != parameter.layout:
+            yield what, layout
+
+
+def _gathered(block: Block, name: str) -> dict[str, Layout]:
+    """The values that conversions make of a parameter and that other ops use, with their layouts."""
+    made, used = {name}, dict[str, Layout]()
+    for op in block.ops:
+        if isinstance(op, Conversion) and op.operands[0] in made:
+            made.add(op.results[0].name)
+        else:
+            used.update({each: layout_of(block.scope[each]) for each in op.operands if each in made - {name}})
+    return used
 
 
 def _held(plan: Plan, parameter: PlanParameter, rank: int) -> str:
@@ -150,7 +173,7 @@ def _local_elements(plan: Plan, parameter: PlanParameter) -> int:
 
 
 def _picture(plan: Plan, kind: str) -> Iterator[str]:
-    """Every block of the plan, an arrow from each op to those that use it; collectives stand out."""
+    """Every block of the plan, with an arrow from each op to its consumers; collectives are highlighted."""
     mermaid = kind == "mermaid"
     yield "flowchart TD" if mermaid else "digraph plan {\n  node [shape = box]"
     for number, block in enumerate(plan.program.blocks):
@@ -168,7 +191,7 @@ def _ops(block: Block, prefix: str, mermaid: bool) -> Iterator[str]:
         yield _drawn(node, f"%{name}", False, mermaid)
     for index, op in enumerate(block.ops):
         node = f"{prefix}op{index}"
-        yield _drawn(node, _label(op), isinstance(op, Collective), mermaid)
+        yield _drawn(node, _label(op), isinstance(op, Conversion), mermaid)
         sources = dict.fromkeys(nodes[name] for name in op.operands if name in nodes)
         yield from (f"    {source} {'-->' if mermaid else '->'} {node}" for source in sources)
         nodes.update({value.name: node for value in op.results})

@@ -1,4 +1,4 @@
-"""What a block makes a rank compute, keep and send: a table of `moec inspect PLAN`."""
+"""FLOPs, saved activations and bytes sent by a rank, per op: a table of `moec inspect PLAN`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from moec.passes.cost.totals import BlockCost
 from moec.passes.ir import Op
 
 MOST = 4
-"""Ops with a line of their own: so many by FLOPs, and as many by what they keep."""
+"""Ops with a separate line: so many by FLOPs, and as many by saved bytes."""
 
 HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "serves")
 
@@ -18,11 +18,11 @@ Line = tuple[str, float, float, float, float, str]
 
 
 def work_table(cost: BlockCost) -> Iterator[str]:
-    """The largest ops of a block in order, then the others, then all; nothing where nothing is computed or kept.
+    """The largest ops of a block in order, then the sum of the others, then of all; empty if all are 0.
 
-    An op keeps what no op before it does. What it sends is forward and backward together.
+    A tensor that several ops save counts for the first. Bytes sent are forward and backward together.
     """
-    lines = [_line(op, of_op, kept) for (op, of_op), (_, kept) in zip(cost.costs, cost.newly_saved(), strict=True)]
+    lines = [_line(op, of_op, saved) for (op, of_op), (_, saved) in zip(cost.costs, cost.newly_saved(), strict=True)]
     if not any(line[1] or line[3] for line in lines):
         return
     shown = _largest(lines)
@@ -38,28 +38,28 @@ def work_table(cost: BlockCost) -> Iterator[str]:
         yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
 
 
-def _line(op: Op, cost: Cost, kept: dict[str, float]) -> Line:
+def _line(op: Op, cost: Cost, saved: dict[str, float]) -> Line:
     name = f"{op.mnemonic} %{op.results[0].name}" if op.results else op.mnemonic
     work, sent = cost.work, sum(each.bytes for each in cost.sent)
-    return name, work.forward.flops, work.backward.flops, sum(kept.values()), sent, str(op.span) if op.span else ""
+    return name, work.forward.flops, work.backward.flops, sum(saved.values()), sent, str(op.span) if op.span else ""
 
 
 def _largest(lines: list[Line]) -> set[int]:
-    """The ops with the most FLOPs, and those that keep the most."""
-    found: set[int] = set()
+    """The ops with the most FLOPs, and those that save the most bytes."""
+    largest: set[int] = set()
     for column in (1, 3):
         ordered = sorted(range(len(lines)), key=lambda i: -float(lines[i][column]))
-        found.update(i for i in ordered[:MOST] if lines[i][column])
-    return found
+        largest.update(i for i in ordered[:MOST] if lines[i][column])
+    return largest
 
 
 def _sum(name: str, lines: list[Line]) -> Line:
-    forward, backward, kept, sent = (sum(float(line[column]) for line in lines) for column in range(1, 5))
-    return name, forward, backward, kept, sent, ""
+    forward, backward, saved, sent = (sum(float(line[column]) for line in lines) for column in range(1, 5))
+    return name, forward, backward, saved, sent, ""
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    name, forward, backward, kept, sent, serves = line
-    flops = (si(number) if number else "-" for number in (forward, backward))
-    sizes = (amount_of_bytes(number) if number else "-" for number in (kept, sent))
+    name, forward, backward, saved, sent, serves = line
+    flops = (si(number, "G") if number else "-" for number in (forward, backward))
+    sizes = (amount_of_bytes(number) if number else "-" for number in (saved, sent))
     return name, *flops, *sizes, serves

@@ -1,4 +1,4 @@
-"""What `moec compile` says at the end: the model, how it is spread, what it costs, and what to do next."""
+"""The summary of `moec compile`: the model, its degrees, its cost, and the next command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moec.passes.place.degrees import Degrees, choose_degrees
 
 
 def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> str:
-    """The summary as text; every line is a fact of the plan."""
+    """The summary as text, from the plan alone."""
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
     states, memory = amount_of_bytes(counts.state_bytes), amount_of_bytes(spec.cluster.device.memory)
@@ -27,7 +27,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
         f"            activations of {at_once}, kept for backward: {_activations(counts)}",
         f"  a step    {counts.sequences} sequences, {si(counts.tokens)} tokens, "
-        f"{si(counts.flops_per_token)}FLOP per token",
+        f"{si(counts.flops_per_token, 'G')}FLOP per token",
     ]
     for index, flow in enumerate(counts.traffic):
         head = "  sends     " if index == 0 else "            "
@@ -73,7 +73,7 @@ def _default(stated: bool) -> str:
 
 
 def _activations(counts: Tally) -> str:
-    """`1.2 MB`, and those of the busiest rank where they are more."""
+    """`1.2 MB`, and the busiest rank's if it has more."""
     mean, most = (amount_of_bytes(size) for size in (counts.activation_bytes, counts.most_activation_bytes))
     return mean if mean == most else f"{mean}, {most} on the busiest rank"
 
@@ -86,9 +86,9 @@ def _does_not_fit(counts: Tally, memory: float) -> str:
     return ""
 
 
-def si(number: float) -> str:
-    """Three digits and a power of ten: `1.57 M`."""
-    for scale, unit in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+def si(number: float, billion: str = "B") -> str:
+    """Three digits and a power of ten: `1.57 M`; `billion` is "G" for units such as FLOP."""
+    for scale, unit in ((1e12, " T"), (1e9, f" {billion}"), (1e6, " M"), (1e3, " k")):
         if number >= scale:
             return f"{number / scale:.3g}{unit}"
     return f"{number:.3g}"

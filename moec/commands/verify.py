@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.commands.summary import count
-from moec.runtime.verify.rounding import STEP_BOUND
-from moec.runtime.verify.verification import BOUND, Report
+from moec.runtime.verify.verify_report import BOUND, STEP_BOUND, Report
 
 
 def print_report(path: Path, report: Report) -> None:

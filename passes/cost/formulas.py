@@ -46,9 +46,9 @@ def _differentiable(values: Sequence[Value]) -> list[Value]:
 
 def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Workload) -> Work:
     """`[…, in] × [out…, in]`, computed in `dtype`. Backward: one product for x and one for the weight."""
-    held = workload.shape(weight)
-    k = math.prod(held[-contract:])
-    n = math.prod(held[:-contract])
+    local = workload.shape(weight)
+    k = math.prod(local[-contract:])
+    n = math.prod(local[:-contract])
     ahead = Product(name="linear", m=workload.count(x) / k, n=n, k=k, width=workload.width(dtype))
     behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
     return Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Spec
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.workload import Workload
-from moec.passes.ir import DTYPE_BYTES, Block, Op, Program
+from moec.passes.ir import DTYPE_BYTES, Block, Op, Parameter, Program
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
@@ -65,7 +65,7 @@ class BlockCost:
         found: dict[str, float] = {}
         for op, cost in reversed(self.costs):
             # An op that only moves a parameter uses the same fraction of it as of its result.
-            share = found.get(op.results[0].name, 1.0) if op.moves else cost.used
+            share = cost.used * (found.get(op.results[0].name, 1.0) if op.moves else 1.0)
             found.update(dict.fromkeys(op.operands, share))
         return found
 
@@ -168,6 +168,9 @@ def _split(saved: Mapping[str, float], outer: Mapping[str, str], kept: dict[str,
 def _runs(program: Program) -> dict[str, int]:
     """How often each block runs in a forward pass."""
     calls = Counter(call.block for call in layer_calls(program))
+    for block in program.blocks:
+        if block.update is not None:
+            calls[block.update] += calls[block.name]
     return {block.name: calls.get(block.name, 1) for block in program.blocks}
 
 
@@ -179,16 +182,19 @@ def _parameters(run: tuple[BlockCost, int]) -> tuple[int, int, int, int]:
         elements = cost.workload.whole(p)
         held = math.prod(cost.workload.shape(p))
         met = int(elements * used.get(f"@{p.name}", 1.0))
-        for i, number in enumerate((elements, met, held, held * _state_bytes(p.dtype))):
+        for i, number in enumerate((elements, met, held, _state_bytes(p, cost.workload))):
             totals[i] += count * number
     whole, active, local, state = totals
     return whole, active, local, state
 
 
-def _state_bytes(dtype: str) -> int:
-    """Bytes per element: fp32 master, gradient and AdamW's two moments, plus a narrow copy below fp32."""
-    narrow = DTYPE_BYTES[dtype]
-    return 4 * MASTER_BYTES + (narrow if narrow < MASTER_BYTES else 0)
+def _state_bytes(p: Parameter, workload: Workload) -> int:
+    """Bytes of a rank's part: fp32 master, gradient and AdamW's two moments, plus a narrow copy below fp32."""
+    held, gradient, moments = (
+        math.prod(workload.shape(replace(p, layout=layout))) for layout in (p.layout, p.gradient, p.optimizer_state)
+    )
+    narrow = DTYPE_BYTES[p.dtype]
+    return (held + gradient + 2 * moments) * MASTER_BYTES + (held * narrow if narrow < MASTER_BYTES else 0)
 
 
 def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:

@@ -43,7 +43,7 @@ class Workload:
         """The batch and routing of `train { … }`; without it, one sequence for each data-parallel rank."""
         routing = spec.train.routing if spec.train else None
         return cls(
-            batch=spec.train.batch if spec.train else _shares(program),
+            batch=spec.train.batch if spec.train else _data_ranks(program),
             sequence=spec.sequence or NOMINAL_SEQUENCE,
             exponent=routing.s if isinstance(routing, Zipf) else 0.0,
             device=spec.cluster.device.kind,
@@ -64,7 +64,7 @@ class Workload:
         meshes = program.meshes_of(block) if program.meshes else Meshes(NO_MESH)
         dense = meshes.dense
         sizes: dict[str, float] = {"batch": self.batch, "sequence": self.sequence}
-        sizes |= {"pieces": dense.size("tp"), "shares": _shares(program), "sources": dense.ranks}
+        sizes |= {"pieces": dense.size("tp"), "data_ranks": _data_ranks(program), "sources": dense.ranks}
         bound = replace(self, meshes=meshes, sizes=sizes)
         for op in block.ops:
             for symbol, size in op.binds(block.operands(op), bound).items():
@@ -144,9 +144,9 @@ class Workload:
         return rows, rows / experts * busiest(experts, experts, self.exponent)
 
 
-def _shares(program: Program) -> int:
+def _data_ranks(program: Program) -> int:
     """Number of data-parallel ranks among which the sequences are divided."""
-    return program.mesh("dense").size("dp") if program.meshes else program.shares
+    return program.mesh("dense").size("dp") if program.meshes else program.data_ranks
 
 
 @lru_cache
@@ -155,5 +155,5 @@ def busiest(experts: int, ranks: int, exponent: float) -> float:
     if ranks <= 1 or exponent == 0:
         return 1.0
     loads: list[float] = [float(place) ** -exponent for place in range(1, experts + 1)]
-    held = experts // ranks
-    return sum(loads[:held]) / (sum(loads) * held / experts)
+    local = experts // ranks
+    return sum(loads[:local]) / (sum(loads) * local / experts)

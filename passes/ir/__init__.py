@@ -4,13 +4,30 @@ from moec.passes.ir.ir_error import IrError
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Placement, Shard, local_shape, local_slices
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, TypeRuleError
-from moec.passes.ir.program import Block, Output, Program, Stage
+from moec.passes.ir.program import Block, Output, OutputKey, Program, Stage
+from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import DTYPE_BYTES, TRAINING, Dim, Init, Parameter, Role, Setting, Value, promoted
+from moec.passes.ir.value import (
+    DTYPE_BYTES,
+    SEED,
+    SETTINGS,
+    STEP,
+    TRAINING,
+    Dim,
+    Init,
+    Parameter,
+    Setting,
+    State,
+    Value,
+    promoted,
+)
 
 __all__ = [
     "DTYPE_BYTES",
     "REPLICATED",
+    "SEED",
+    "SETTINGS",
+    "STEP",
     "TRAINING",
     "Block",
     "Dim",
@@ -22,6 +39,7 @@ __all__ = [
     "Meshes",
     "Op",
     "Output",
+    "OutputKey",
     "Parameter",
     "Partial",
     "Placement",
@@ -32,6 +50,7 @@ __all__ = [
     "Shard",
     "SourceLine",
     "Stage",
+    "State",
     "Type",
     "TypeRuleError",
     "Value",

@@ -1,7 +1,8 @@
 """The activations of feed-forwards, one row each.
 
-A new activation is a row here and a class in `grammar/spec/experts.py`; a new function is also a row of `FUNCTIONS` in
-`runtime/backends/torch/torch_activations.py`. `tests/unit/runtime/test_activations.py` compares the three.
+A new activation is a row here and a class in the union `FeedForward` of `grammar/spec/experts.py`; a new function is
+also a row of `FUNCTIONS` in `runtime/backends/torch/torch_activations.py`. `tests/unit/runtime/test_activations.py`
+compares the three. docs/extending.md lists the tests that need a row for it.
 
 Experts save the pre-activation `[…, parts, hidden]`, and backward recomputes the activation.
 """
@@ -68,7 +69,7 @@ RELU = Function(
     name="relu",
     aten=("relu",),
     triton="return tl.where(x < 0.0, 0.0, x)  # NaN stays",
-    derivative="return tl.where(x > 0.0, 1.0, 0.0)",
+    derivative="return tl.where(x <= 0.0, 0.0, 1.0)  # 1 at NaN, as in torch",
     keeps="result",
 )
 RELU2 = Function(

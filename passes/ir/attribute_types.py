@@ -15,6 +15,8 @@ WideCount = Annotated[int, Field(ge=1, lt=2**63)]
 """A numerator or denominator."""
 TokenId = Annotated[int, Field(ge=0, lt=MAX_DIM)]
 LayerNumber = Annotated[int, Field(ge=0, le=MAX_LAYER)]
+Stream = Annotated[int, Field(ge=0, lt=2**31)]
+"""Tells apart the random numbers of two ops."""
 DimNumber = Annotated[int, Field(ge=0, lt=MAX_RANK)]
 Positive = Annotated[float, Field(gt=0)]
 AxisName = Annotated[str, Field(pattern=f"^{AXIS}$")]

@@ -24,6 +24,13 @@ def attribute_types(op: type[Op]) -> Mapping[str, TypeAdapter[Any]]:
 
 
 @cache
+def attributes_of_type(op: type[Op], annotation: Any) -> tuple[str, ...]:
+    """The names of the attributes of `op` that have this annotation, a type of `attribute_types.py`."""
+    hints = get_type_hints(op, include_extras=True)
+    return tuple(name for name in op.attribute_names() if hints[name] == annotation)
+
+
+@cache
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
     return TypeAdapter(annotation, config=_STRICT)
 

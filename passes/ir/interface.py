@@ -1,18 +1,22 @@
 """Inputs and outputs of the blocks of a whole Program, on which jobs, layers and `moec verify` rely.
 
 `forward` runs the layers. In a model it maps `tokens` to `logits`; in a single layer it maps `residual` to `residual`.
-Either may also give `balance` and the `counts` of each layer. Every block beside `forward` and layers gives one scalar.
+Either may also give `balance` and the `counts` of each layer. Update blocks give states (`state_rules.py`). Every other
+block gives one scalar.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.layout import REPLICATED, Partial
 from moec.passes.ir.ops import Call
 from moec.passes.ir.program import Block, Program
-from moec.passes.ir.value import ROLES, Dim, Role, Value
+from moec.passes.ir.roles import ROLES, WIDTH, Role
+from moec.passes.ir.state_rules import require_updates, update_blocks
+from moec.passes.ir.value import SETTINGS, TRAINING, Value
 
 FORWARD = "forward"
 
@@ -26,31 +30,7 @@ BALANCE_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
     "num_tokens": ((), "num_tokens"),
     "aux_loss": (("balance", "num_tokens"), "loss"),
 }
-"""The blocks of the balance terms, where there are any. `num_tokens` has the inputs of `forward`."""
-
-_OF_TOKENS: tuple[Dim, ...] = ("batch", "sequence")
-_WIDTH = -1
-"""A dim of any constant size."""
-_FLOATING = ("bf16", "fp16", "fp32", "fp64")
-
-ROLE_TYPES: Mapping[Role, tuple[tuple[Dim, ...], tuple[str, ...]]] = {
-    "tokens": (_OF_TOKENS, ("int64",)),
-    "positions": (_OF_TOKENS, ("int64",)),
-    "segments": (_OF_TOKENS, ("int64",)),
-    "real": (_OF_TOKENS, ("int64",)),
-    "labels": (_OF_TOKENS, ("int64",)),
-    "residual": ((*_OF_TOKENS, _WIDTH), _FLOATING),
-    "logits": ((*_OF_TOKENS, _WIDTH), _FLOATING),
-    "counts": (("sources", _WIDTH), ("int64",)),
-    "balance": ((), _FLOATING),
-    "valid": ((), ("int64",)),
-    "num_tokens": ((), ("int64",)),
-    "loss": ((), _FLOATING),
-}
-"""The shape and the allowed dtypes of each role's values. A role without an entry is not used yet."""
-
-LAYER_INPUTS: tuple[Role, ...] = ("tokens", "positions", "segments", "real")
-"""The inputs that a layer may have beside the residual stream."""
+"""The blocks of the balance terms, where there are any. `num_tokens` has the first input of `forward`."""
 
 
 def result_role(program: Program) -> Role:
@@ -83,6 +63,7 @@ def has_interface(program: Program) -> None:
     _require(FORWARD in program.block_map, "there is no block called forward")
     for block in program.blocks:
         _require_roles(block)
+        _require_settings(block, in_layer=block.name in program.layer_blocks)
     forward, calls = program.block(FORWARD), layer_calls(program)
     _require_forward(forward)
     names = scalar_blocks(program)
@@ -91,7 +72,8 @@ def has_interface(program: Program) -> None:
         _require_scalar(program.block(name), forward)
     layers = [call.layer for call in calls]
     _require(layers == list(range(len(layers))), "forward does not call the layers 0, 1, … once each, in order")
-    known = {FORWARD, *names, *(call.block for call in calls)}
+    require_updates(program, sorted({call.block for call in calls}))
+    known = {FORWARD, *names, *(call.block for call in calls), *update_blocks(program)}
     unknown = sorted(set(program.block_map) - known)
     _require(not unknown, f"nothing runs the block {unknown[0] if unknown else ''}")
     for name in dict.fromkeys(call.block for call in calls):
@@ -108,29 +90,46 @@ def has_interface(program: Program) -> None:
     _require(given == counted, "forward does not give the counts that its layers give")
 
 
+def _require_settings(block: Block, *, in_layer: bool) -> None:
+    """Requires settings that there are. A layer has only `training`: it may run again in backward, in a later step."""
+    for setting in block.settings:
+        known = SETTINGS.get(setting.name)
+        _require(known == replace(setting, layout=None), f"there is no setting ${setting.name} in {block.name}")
+        _require(not in_layer or setting.name == TRAINING.name, f"${setting.name} is no setting of a layer")
+
+
 def _require_roles(block: Block) -> None:
     """Requires that inputs have different roles, outputs different keys, and all values the type of their role."""
     taken = [value.role for value in block.inputs]
     _require(len(set(taken)) == len(taken), f"{block.name} takes two inputs of one role, or without one")
     given = [output.key for output in block.outputs]
     _require(len(set(given)) == len(given), f"{block.name} gives two outputs of one role")
-    outputs = ((value, output.role) for value, output in zip(block.output_values(), block.outputs, strict=True))
-    for value, role in (*((value, value.role) for value in block.inputs), *outputs):
-        _require(role is not None, f"{block.name} takes %{value.name}, which has no role")
-        assert role is not None
-        fits = role in ROLE_TYPES and _fits(value, *ROLE_TYPES[role])
-        _require(fits, f"in {block.name} %{value.name} has the role {role}, which is {ROLES[role]}")
+    for value in block.inputs:
+        _require(value.role is not None, f"{block.name} takes %{value.name}, which has no role")
+        assert value.role is not None
+        _require_type(block, value, value.role)
+    for value, output in zip(block.output_values(), block.outputs, strict=True):
+        if output.role != "state":  # the type of a new value is the state's (`require_updates`)
+            _require_type(block, value, output.role)
 
 
-def _fits(value: Value, shape: tuple[Dim, ...], dtypes: tuple[str, ...]) -> bool:
-    if len(value.shape) != len(shape) or value.dtype not in dtypes or value.ragged is not None:
+def _require_type(block: Block, value: Value, role: Role) -> None:
+    fits = _has_type_of(value, role)
+    _require(fits, f"in {block.name} %{value.name} has the role {role}, which is {ROLES[role].doc}")
+
+
+def _has_type_of(value: Value, role: Role) -> bool:
+    shape, dtypes = ROLES[role].shape, ROLES[role].dtypes
+    if shape is None or len(value.shape) != len(shape) or value.dtype not in dtypes or value.ragged is not None:
         return False
     pairs = zip(value.shape, shape, strict=True)
-    return all(isinstance(dim, int) if wanted == _WIDTH else dim == wanted for dim, wanted in pairs)
+    return all(isinstance(dim, int) if wanted == WIDTH else dim == wanted for dim, wanted in pairs)
 
 
 def _require_forward(forward: Block) -> None:
-    _require(len(forward.inputs) == 1, "forward takes more than tokens, or x")
+    beside = [value.role for value in forward.inputs[1:]]
+    fits = beside in ([], ["sequences"]) if forward.input("tokens") is not None else not beside
+    _require(bool(forward.inputs) and fits, "forward takes more than tokens and their sequences, or x")
     _require(bool(forward.outputs), "forward gives nothing")
     taken, (first, *others) = forward.inputs[0].role, forward.outputs
     wanted: dict[Role | None, Role] = {"tokens": "logits", "residual": "residual"}
@@ -145,14 +144,14 @@ def _require_forward(forward: Block) -> None:
 def _require_scalar(block: Block, forward: Block) -> None:
     roles, gives = {**LOSS_BLOCKS, **BALANCE_BLOCKS}[block.name]
     taken = [value.role for value in block.inputs]
-    wanted = [*(roles or (value.role for value in forward.inputs))]
+    wanted = [*(roles or (forward.inputs[0].role,))]
     _require(taken == wanted, f"{block.name} takes {_listed(taken)}")
     for value in block.inputs:
         assert value.role is not None
         same = forward.input(value.role) or forward.output(value.role) or value
         _require((same.shape, same.dtype) == (value.shape, value.dtype), f"{block.name} takes another {value.role}")
     given = [output.key for output in block.outputs]
-    _require(given == [(gives, None)], f"{block.name} does not give one scalar, {gives}")
+    _require(given == [(gives, None, None)], f"{block.name} does not give one scalar, {gives}")
     _require(not block.parameters, f"{block.name} has parameters")
     reduced = not any(
         isinstance(p, Partial) for v in block.output_values() for _, p in (v.layout or REPLICATED).placements
@@ -162,10 +161,13 @@ def _require_scalar(block: Block, forward: Block) -> None:
 
 def _require_layer(block: Block) -> None:
     taken, given = [value.role for value in block.inputs], [output.key for output in block.outputs]
-    takes = taken[:1] == ["residual"] and all(role in LAYER_INPUTS for role in taken[1:])
+    takes = taken[:1] == ["residual"] and all(role is not None and ROLES[role].in_layers for role in taken[1:])
     _require(takes, f"{block.name} takes {_listed(taken)}")
-    gives = given[:1] == [("residual", None)] and set(given[1:]) <= {("counts", None), ("balance", None)}
-    _require(gives, f"{block.name} gives {_listed(role for role, _ in given)}")
+    gives = given[:1] == [("residual", None, None)] and set(given[1:]) <= {
+        ("counts", None, None),
+        ("balance", None, None),
+    }
+    _require(gives, f"{block.name} gives {_listed(role for role, *_ in given)}")
 
 
 def _require_handed_on(program: Program, call: Call, forward: Block) -> None:

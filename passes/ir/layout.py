@@ -93,10 +93,21 @@ class Layout:
         """The axes that cut `dim`, the outermost cut first."""
         return tuple(axis for axis, placement in self.placements if placement == Shard(dim))
 
+    def only(self, placement: Placement) -> Layout:
+        """The axes that have this placement; the others replicate."""
+        return Layout.of((axis, p) for axis, p in self.placements if p == placement)
+
     def can_undo(self, axis: str) -> bool:
         """Whether one collective over `axis` can undo its placement: only the last cut of a dim can be undone."""
         placement = self.get(axis)
         return not isinstance(placement, Shard) or self.cuts(placement.dim)[-1] == axis
+
+    def refines(self, other: Layout) -> bool:
+        """Whether this layout cuts every dim as `other` does, and then perhaps further. Neither has partial sums."""
+        if any(isinstance(placement, Partial) for _, placement in (*self.placements, *other.placements)):
+            return False
+        dims = {placement.dim for _, placement in other.placements if isinstance(placement, Shard)}
+        return all(self.cuts(dim)[: len(other.cuts(dim))] == other.cuts(dim) for dim in dims)
 
     def in_order_of(self, axes: Iterable[str]) -> Layout:
         """This layout with the cuts of every dim in the order of `axes`. DTensor supports only the mesh's order."""

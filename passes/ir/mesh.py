@@ -31,9 +31,10 @@ class Mesh:
         return tuple(axis for axis, size in self.axes if size > 1)
 
     def stride(self, axis: str) -> int:
-        """Distance in ranks between neighbours along `axis`."""
+        """Distance in ranks between neighbours along `axis`; an axis that this mesh does not have is of size 1."""
         names = [name for name, _ in self.axes]
-        return math.prod(size for _, size in self.axes[names.index(axis) + 1 :])
+        after = names.index(axis) + 1 if axis in names else len(names)
+        return math.prod(size for _, size in self.axes[after:])
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Position of `rank` along `axis`."""

@@ -13,7 +13,7 @@ from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.mesh import EXPERT_AXES, Mesh
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import Attribute, Dim, Value
+from moec.passes.ir.value import Attribute, Dim, State, Value
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
@@ -73,8 +73,8 @@ class Op(ABC):
     """One operation in a block. Its class declares what the text form, its torch operator's schema, its emission and
     the check of a loaded file need.
 
-    `operands` are names of values (`x`), parameters (`@gate.weight`) and settings (`$training`): the required operands
-    in the order of the class, then the optional operands that `optional` names.
+    `operands` are names of values (`x`), parameters (`@gate.weight`), settings (`$training`) and states (`^gate.bias`):
+    the required operands in the order of the class, then the optional operands that `optional` names.
     """
 
     mnemonic: ClassVar[str]
@@ -93,6 +93,11 @@ class Op(ABC):
     """Operands that only the type rule needs; the torch operator does not take them."""
     sited: ClassVar[bool] = False
     """Whether the torch operator takes the part of the model that it serves, for messages."""
+    numbered: ClassVar[bool] = False
+    """Whether the torch operator takes the layer's number, after its operands."""
+    scores: ClassVar[str] = ""
+    """The operand by which the op chooses experts; its results `weights` and `experts` follow from it. Empty for other
+    ops."""
     constants: ClassVar[frozenset[str]] = frozenset()
     """Operands that no gradient flows to, whatever their dtype."""
     moves: ClassVar[bool] = False
@@ -205,13 +210,17 @@ def gradient_sums(op: Op, operands: Sequence[Value], placing: Placing) -> tuple[
     """For each operand, the axes on which its gradient is a partial sum: the one gradient rule.
 
     On these axes the operand is replicated and another operand or a result is not, so each rank computes one term of
-    the gradient. Operands that are not differentiated have no such axes.
+    the gradient. Operands that are not differentiated, states among them, have no such axes.
     """
     if op.moves:
         return (frozenset(),) * len(operands)
     names = op.named(operands)
     working = {axis for layout in (*placing.operands, *placing.results) for axis in layout.axes}
     return tuple(
-        frozenset(working.difference(layout.axes) if value.dtype != "int64" and name not in op.constants else ())
+        frozenset(working.difference(layout.axes) if _has_gradient(op, name, value) else ())
         for name, value, layout in zip(names, operands, placing.operands, strict=True)
     )
+
+
+def _has_gradient(op: Op, name: str, value: Value) -> bool:
+    return value.dtype != "int64" and not isinstance(value, State) and name not in op.constants

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -10,24 +10,28 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from moec.passes.ir.op import Op, operand_names
 
 SITE = "str site='', Tensor? layer=None"
-"""Arguments with the part of the model that a collective serves, for messages: see `runtime/ops/conversions.py`."""
+"""The part of the model that a collective serves, for messages: see `runtime/ops/dense_collectives.py`."""
 
 
-def schema_of(op: type[Op], name: str | None = None) -> str:
+def schema_of(op: type[Op], name: str | None = None, *, also: str = "") -> str:
     """`route(Tensor logits, int k, …) -> (Tensor probabilities, …)`, under the op's own name or another.
 
-    Operands come first, in the order of the class, then attributes, then arguments computed from the meshes.
+    Operands come first, in the order of the class, then the layer's number, attributes, and arguments computed from the
+    meshes. `also` is one more argument, for an operator that an emission function calls.
     """
-    assert op.operator is not None, op
+    assert name or op.operator, op
+    arguments = [*_arguments(op), *([also] if also else [])]
     results = [f"Tensor {result}" for result in (*op.gives.split(), *op.saved.split())]
     given = "Tensor" if len(results) == 1 else f"({', '.join(results)})"
-    return f"{name or op.operator}({', '.join(_arguments(op))}) -> {given}"
+    return f"{name or op.operator}({', '.join(arguments)}) -> {given}"
 
 
 def _arguments(op: type[Op]) -> Iterator[str]:
     required, optional = operand_names(op)
     yield from (f"Tensor {name}" for name in required if name not in op.typing)
     yield from (f"Tensor? {name}" for name in optional)
+    if op.numbered:
+        yield "Tensor layer"
     hints = get_type_hints(op, include_extras=True)
     yield from (f"{_torch_type(hints[name])} {name}{_default(op, name)}" for name in given_attributes(op))
     yield from (text for text in op.resolved.values() if text)
@@ -39,6 +43,19 @@ def _arguments(op: type[Op]) -> Iterator[str]:
 def given_attributes(op: type[Op]) -> tuple[str, ...]:
     """The attributes that the torch operator takes unchanged."""
     return tuple(name for name in op.attribute_names() if name not in op.resolved)
+
+
+def attributes_among(op: type[Op], arguments: Sequence[Any]) -> dict[str, Any]:
+    """The attributes of an op, by name, among the positional arguments of its torch operator."""
+    names, first = given_attributes(op), num_tensors(op)
+    return dict(zip(names, arguments[first : first + len(names)], strict=True))
+
+
+@cache
+def num_tensors(op: type[Op]) -> int:
+    """How many operands the torch operator takes, required and optional; they are its first arguments."""
+    required, optional = operand_names(op)
+    return len([name for name in required if name not in op.typing]) + len(optional)
 
 
 @cache

@@ -24,26 +24,29 @@ from moec.passes.ir.op import Op
 from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.parse_attributes import STRING, finite, read_attributes, short_string
 from moec.passes.ir.parse_scope import Scope
-from moec.passes.ir.parse_type import TYPE, TypeReader, integer
+from moec.passes.ir.parse_type import LAYOUT, TYPE, TypeReader, integer
 from moec.passes.ir.program import Block, Output
+from moec.passes.ir.roles import ROLES, Role
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import ROLES, Init, Parameter, Role, Setting, Value
+from moec.passes.ir.value import Init, Parameter, Setting, State, Value
 
 _AT = rf"(?: at (?:({STRING}) )?+([0-9]++))?+"
-_BLOCK = re.compile(rf'  block "({LABEL})"(?: on "({LABEL})")?( final)? \((.*)\){_AT} \{{')
+_BLOCK = re.compile(rf'  block "({LABEL})"(?: on "({LABEL})")?(?: updated by "({LABEL})")?( final)? \((.*)\){_AT} \{{')
 _INPUT = re.compile(rf"%([a-z0-9_.]++): ({TYPE}) as ([a-z_]++)(?:, (?=%)|\Z)")
 _PARAMETER = re.compile(
     rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?"
     r"(?: shard\(([a-z]++ = [0-9](?:, [a-z]++ = [0-9])*+)\))?"
-    rf"(?: sum_over\(([a-z, ]*+)\))?{_AT}"
+    r"(?: sum_over\(([a-z, ]*+)\))?"
+    rf"(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?{_AT}"
 )
 _CUT = re.compile(r"([a-z]++) = ([0-9])")
 _SETTING = re.compile(rf"    setting \$([a-z]++): ({TYPE}) = ([0-9]++) in ([0-9]++)\.\.([0-9]++)")
-_OP = re.compile(r"    (%[a-z0-9_.%, ]++)= ([a-z0-9_]++) ([%@$][a-z0-9_.%@$, =]*)(?= [{:])")
+_STATE = re.compile(rf"    state \^([a-z0-9_.]++): ({TYPE}) = (ones|zeros){_AT}")
+_OP = re.compile(r"    (%[a-z0-9_.%, ]++)= ([a-z0-9_]++) ([%@$^][a-z0-9_.%@$^, =]*)(?= [{:])")
 _RESULT_TYPE = re.compile(rf"({TYPE})(, )?+")
 _END_OF_OP = re.compile(_AT)
 _RETURN = re.compile(r"    return (.++)")
-_OUTPUT = re.compile(r"([%@][a-z0-9_.]++) as ([a-z_]++)(?:\(([0-9]++)\))?+(?:, (?=[%@])|\Z)")
+_OUTPUT = re.compile(r"([%@^][a-z0-9_.]++) as ([a-z_]++)(?:\((?:([0-9]++)|\^([a-z0-9_.]++))\))?+(?:, (?=[%@^])|\Z)")
 _ROLES: Mapping[str, Role] = {role: role for role in ROLES}
 
 
@@ -59,8 +62,8 @@ class BlockReader:
 
     def block(self) -> Block:
         head = self.lines.take_match(_BLOCK, "a block")
-        name, mesh, final, given, *at = head.groups()
-        at_most(len(name), MAX_LABEL, "characters in a name")
+        name, mesh, update, final, given, *at = head.groups()
+        at_most(max(len(name), len(update or "")), MAX_LABEL, "characters in a name")
         if name in self.expanded:
             raise UnreadableLineError(f"the block {quoted(name)} stands twice")
         if mesh is not None and mesh not in self.meshes:
@@ -72,6 +75,10 @@ class BlockReader:
         while self.lines.next_starts_with("    setting "):
             settings.append(self.setting(scope))
             at_most(len(settings), MAX_OPERANDS, "settings")
+        states: list[State] = []
+        while self.lines.next_starts_with("    state "):
+            states.append(self.state(scope))
+            at_most(len(states), MAX_OPERANDS, "states")
         parameters: list[Parameter] = []
         while self.lines.next_starts_with("    parameter "):
             parameters.append(self.parameter(scope))
@@ -93,7 +100,9 @@ class BlockReader:
             ops=tuple(made),
             outputs=outputs,
             settings=tuple(settings),
+            states=tuple(states),
             experts=mesh,
+            update=update,
             final=final is not None,
             span=span,
         )
@@ -126,7 +135,9 @@ class BlockReader:
                 raise UnreadableLineError(f"an output and its role are wanted, not {quoted(text[at:])}")
             (name,), layer = scope.used(found[1]), found[3]
             number = None if layer is None else integer(layer, "the number of a layer", 0, MAX_LAYER)
-            outputs.append(Output(name, _role(found[2]), number))
+            if found[4] is not None:
+                scope.used(f"^{found[4]}")
+            outputs.append(Output(name, _role(found[2]), number, found[4]))
             at_most(len(outputs), MAX_OPERANDS, "outputs")
             at = found.end()
         return tuple(outputs)
@@ -145,8 +156,24 @@ class BlockReader:
             raise UnreadableLineError(f"${name} is no whole number that starts within its bounds")
         return Setting(name=name, shape=(), dtype="int64", layout=typed.layout, default=default, low=low, high=high)
 
+    def state(self, scope: Scope) -> State:
+        name, type_, init, *at = self.lines.take_match(_STATE, "a state").groups()
+        scope.define(name, "^")
+        typed = self.types.read(type_)
+        if any(isinstance(dim, str) for dim in typed.shape):
+            raise UnreadableLineError(f"^{name} has a dim that is no number")
+        return State(
+            name=name,
+            shape=typed.shape,
+            dtype=typed.dtype,
+            layout=typed.layout,
+            init=Init(kind=init),
+            span=self.span(*at),
+        )
+
     def parameter(self, scope: Scope) -> Parameter:
-        name, type_, init, std, decays, cuts, sums, *at = self.lines.take_match(_PARAMETER, "a parameter").groups()
+        found = self.lines.take_match(_PARAMETER, "a parameter").groups()
+        name, type_, init, std, decays, cuts, sums, gradient, optimizer, *at = found
         scope.define(name, "@")
         typed = self.types.read(type_)
         if any(isinstance(dim, str) for dim in typed.shape):
@@ -161,6 +188,8 @@ class BlockReader:
             decays=decays is not None,
             shard=tuple((axis, int(dim)) for axis, dim in _CUT.findall(cuts or "")),
             sum_over=axes,
+            gradient=self.types.layout(gradient) if gradient else typed.layout,
+            optimizer_state=self.types.layout(optimizer) if optimizer else typed.layout,
             span=self.span(*at),
         )
 

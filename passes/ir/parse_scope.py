@@ -10,7 +10,10 @@ from moec.passes.ir.value import Value
 
 
 class Scope:
-    """Names of values (`%x`), parameters (`@gate.weight`) and settings (`$training`). Raises `UnreadableLineError`."""
+    """Names of values (`%x`), parameters (`@gate.weight`), settings (`$training`) and states (`^gate.bias`).
+
+    Raises `UnreadableLineError`.
+    """
 
     def __init__(self) -> None:
         self._defined: dict[str, str] = {}

@@ -13,7 +13,9 @@ from moec.passes.ir.limits import MAX_DIGITS, MAX_DIM, MAX_ELEMENTS, MAX_RANK
 from moec.passes.ir.value import DTYPE_BYTES, SYMBOLS, Dim
 
 _PLACED = r"[a-z]++:[a-z]++\([a-z0-9]++\)"
-TYPE = rf"[a-z0-9]++\[[a-z0-9_%., ]*+\](?: @ (?:replicate|{_PLACED}(?: {_PLACED})*+))?+"
+LAYOUT = rf"(?:replicate|{_PLACED}(?: {_PLACED})*+)"
+"""Matches a layout; `TypeReader.layout` reads it."""
+TYPE = rf"[a-z0-9]++\[[a-z0-9_%., ]*+\](?: @ {LAYOUT})?+"
 """Matches a whole type; `TypeReader` reads its parts."""
 _DIGITS = re.compile(rf"(?:0|[1-9][0-9]{{0,{MAX_DIGITS - 1}}})")
 

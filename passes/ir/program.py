@@ -10,30 +10,38 @@ from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
 from moec.passes.ir.ops.control_ops import Call
+from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import Parameter, Role, Setting, Value
+from moec.passes.ir.value import Parameter, Setting, State, Value
+
+OutputKey = tuple[Role, int | None, str | None]
+"""The role of an output, its layer and its state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The name and role of a value that a block returns; `layer` distinguishes the `counts` of several layers."""
+    """The name and role of a value that a block returns.
+
+    `layer` distinguishes the `counts` of several layers. `state` names the state whose new value it is.
+    """
 
     name: str
     role: Role
     layer: int | None = None
+    state: str | None = None
 
     @property
-    def key(self) -> tuple[Role, int | None]:
-        """Role and layer, which no two outputs of a block have in common."""
-        return self.role, self.layer
+    def key(self) -> OutputKey:
+        """Role, layer and state, which no two outputs of a block have in common."""
+        return self.role, self.layer, self.state
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A straight line of ops: one layer's body, the model's `forward`, or its `loss`.
+    """A straight line of ops: a layer's body, `forward`, a block that gives one scalar, or one that updates states.
 
-    `experts` names the expert mesh of its mixture, if any. `final` marks a block whose outputs leave the Program: their
-    partial sums are reduced.
+    `experts` names the expert mesh of its mixture, if any. `update` names the block that gives its states their new
+    values. `final`: `communicate` reduces the partial sums of its outputs.
     """
 
     name: str
@@ -42,23 +50,26 @@ class Block:
     ops: tuple[Op, ...]
     outputs: tuple[Output, ...]
     settings: tuple[Setting, ...] = ()
+    states: tuple[State, ...] = ()
     experts: str | None = None
+    update: str | None = None
     final: bool = False
     span: SourceLine | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def scope(self) -> Mapping[str, Value]:
-        """Every value, parameter (`@name`) and setting (`$name`) by the name that operands use."""
+        """Every value, parameter (`@name`), setting (`$name`) and state (`^name`) by the name that operands use."""
         names = self.declared()
         for op in self.ops:
             names.update({v.name: v for v in op.results})
         return names
 
     def declared(self) -> dict[str, Value]:
-        """The inputs, parameters and settings by the same names: the values that are no op's result."""
+        """The inputs, parameters, settings and states by the same names: the values that are no op's result."""
         names: dict[str, Value] = {v.name: v for v in self.inputs}
         names.update({f"@{p.name}": p for p in self.parameters})
         names.update({f"${s.name}": s for s in self.settings})
+        names.update({f"^{s.name}": s for s in self.states})
         return names
 
     def operands(self, op: Op) -> tuple[Value, ...]:
@@ -90,7 +101,7 @@ class Stage:
 class Program:
     """Blocks over meshes; `stages` once partitioned. Passes return new Programs.
 
-    `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `shares` is the
+    `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `data_ranks` is the
     number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
     `group = rank`. It is above 1 only for the reference of a plan, whose Program has no mesh.
     """
@@ -100,7 +111,7 @@ class Program:
     tokens: Layout = REPLICATED
     blocks: tuple[Block, ...]
     stages: tuple[Stage, ...] = ()
-    shares: int = 1
+    data_ranks: int = 1
 
     @cached_property
     def block_map(self) -> Mapping[str, Block]:

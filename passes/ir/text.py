@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from moec.passes.ir.op import Op
 from moec.passes.ir.program import Block, Output, Program
@@ -61,10 +61,13 @@ def main_source(program: Program) -> str | None:
 def _block(block: Block, place: Place) -> Iterator[str]:
     inputs = ", ".join(f"%{v.name}: {print_type(v)}{f' as {v.role}' if v.role else ''}" for v in block.inputs)
     mesh = f" on {json.dumps(block.experts)}" if block.experts else ""
+    update = f" updated by {json.dumps(block.update)}" if block.update else ""
     final = " final" if block.final else ""
-    yield f"  block {json.dumps(block.name)}{mesh}{final} ({inputs}){place(block.span)} {{"
+    yield f"  block {json.dumps(block.name)}{mesh}{update}{final} ({inputs}){place(block.span)} {{"
     for setting in block.settings:
         yield f"    setting ${setting.name}: {print_type(setting)} = {setting.default} in {setting.low}..{setting.high}"
+    for state in block.states:
+        yield f"    state ^{state.name}: {print_type(state)} = {state.init}{place(state.span)}"
     for parameter in block.parameters:
         yield f"    {_parameter(parameter)}{place(parameter.span)}"
     for op in block.ops:
@@ -74,8 +77,10 @@ def _block(block: Block, place: Place) -> Iterator[str]:
 
 
 def _output(output: Output) -> str:
-    layer = "" if output.layer is None else f"({output.layer})"
-    return f"{_names([output.name])} as {output.role}{layer}"
+    of = "" if output.layer is None else f"({output.layer})"
+    if output.state is not None:
+        of = f"(^{output.state})"
+    return f"{_name(output.name)} as {output.role}{of}"
 
 
 def _parameter(p: Parameter) -> str:
@@ -84,7 +89,10 @@ def _parameter(p: Parameter) -> str:
         text += " decays"
     if p.shard:
         text += f" shard({', '.join(f'{axis} = {dim}' for axis, dim in p.shard)})"
-    return text if p.sum_over is None else f"{text} sum_over({', '.join(p.sum_over)})"
+    if p.sum_over is not None:
+        text += f" sum_over({', '.join(p.sum_over)})"
+    others = (("gradient", p.gradient), ("optimizer", p.optimizer_state))
+    return text + "".join(f" {word}({layout})" for word, layout in others if layout != p.layout)
 
 
 def print_op(op: Op) -> str:
@@ -103,13 +111,13 @@ def print_type(value: Value) -> str:
     return f"{value.dtype}[{dims}]{layout}"
 
 
-def _names(operands: Sequence[str]) -> str:
-    return ", ".join(name if name[0] in "@$" else f"%{name}" for name in operands)
+def _name(operand: str) -> str:
+    return operand if operand[0] in "@$^" else f"%{operand}"
 
 
 def _operands(op: Op) -> str:
     """The operands, optional ones by their names: `%rows, @up, weights = %w`."""
-    names = [name if name[0] in "@$" else f"%{name}" for name in op.operands]
+    names = [_name(operand) for operand in op.operands]
     required = len(names) - len(op.optional)
     beside = [f"{name} = {operand}" for name, operand in zip(op.optional, names[required:], strict=True)]
     return ", ".join([*names[:required], *beside])

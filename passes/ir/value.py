@@ -3,56 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 from moec.passes.ir.layout import Layout
+from moec.passes.ir.limits import MAX_SETTING
+from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
 
 Dim = int | str
 """A constant, or one of `SYMBOLS`."""
 
-SYMBOLS = frozenset({"batch", "sequence", "rows", "sources", "places", "pieces", "shares"})
+SYMBOLS = frozenset({"batch", "sequence", "rows", "sources", "places", "pieces", "data_ranks"})
 """Sizes unknown when compiling: `rows` of a ragged value, `sources` (ranks that sent rows), `places` of an expert with
-a capacity, `pieces` of a sequence (one per rank of tp), `shares` of a batch (one per data-parallel rank)."""
+a capacity, `pieces` of a sequence (one per rank of tp), `data_ranks` (data-parallel ranks)."""
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8, "int64": 8}
-
-
-Role = Literal[
-    "tokens",
-    "positions",
-    "segments",
-    "real",
-    "past",
-    "labels",
-    "residual",
-    "logits",
-    "routes",
-    "counts",
-    "balance",
-    "valid",
-    "num_tokens",
-    "loss",
-]
-"""The meaning of a block's input or output. Code finds values by role, never by name."""
-
-ROLES: Mapping[Role, str] = {
-    "tokens": "token ids, [batch, sequence]",
-    "positions": "the place of each token in its sequence, [batch, sequence]",
-    "segments": "which of several packed texts each token belongs to, [batch, sequence]",
-    "real": "1 for each token that is no padding, else 0, [batch, sequence]",
-    "past": "keys and values of earlier tokens",
-    "labels": "the ids that the model is to predict, -100 where none is, [batch, sequence]",
-    "residual": "the residual stream, or x and y of a layer by itself, [batch, sequence, dim]",
-    "logits": "scores of every id for each token, [batch, sequence, vocab]",
-    "routes": "the experts that each token goes to, chosen by somebody else",
-    "counts": "rows that a rank's tokens sent to each expert of one layer, [sources, experts]",
-    "balance": "the weighted balance terms, a sum over tokens",
-    "valid": "the number of labels that are not ignored, on all ranks",
-    "num_tokens": "the number of tokens on all ranks, padding left out",
-    "loss": "a term of the training loss, alike on every rank",
-}
 
 
 def promoted(dtype: str) -> str:
@@ -99,12 +65,34 @@ class Parameter(Value):
     `decays` says whether weight decay applies. `shard` gives the dim that each axis cuts, if the axis has several ranks
     and divides the dim; the `shard` pass turns `shard` into the layout and empties it. `sum_over` are the mesh axes
     over which the gradient is summed (see `gradient_sums`), None until the `communicate` pass.
+
+    `layout` is how it is stored between uses; conversions take it to the layout in which an op uses it. `gradient` is
+    the layout of its gradient once summed, `optimizer_state` that of the optimizer's state. Both are None until it is
+    placed.
     """
 
     init: Init
     decays: bool
     shard: tuple[tuple[str, int], ...] = ()
     sum_over: tuple[str, ...] | None = None
+    gradient: Layout | None = None
+    optimizer_state: Layout | None = None
+    span: SourceLine | None = field(default=None, compare=False, repr=False)
+
+    def placed(self, layout: Layout) -> Self:
+        """This parameter stored in `layout`, with its gradient and its optimizer state in the same layout."""
+        return replace(self, layout=layout, gradient=layout, optimizer_state=layout)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State(Value):
+    """A tensor of a layer that training changes without a gradient, named as parameters are (`moe.gate.bias`).
+
+    Ops read it as a constant. The block that `Block.update` names gives its new value, once per training step. It is
+    whole and equal on every rank.
+    """
+
+    init: Init
     span: SourceLine | None = field(default=None, compare=False, repr=False)
 
 
@@ -122,6 +110,15 @@ class Setting(Value):
 
 TRAINING = Setting(name="training", shape=(), dtype="int64", default=1, low=0, high=1)
 """1 in training, 0 in evaluation."""
+
+SEED = Setting(name="seed", shape=(), dtype="int64", default=0, low=0, high=MAX_SETTING)
+"""The seed of random numbers."""
+
+STEP = Setting(name="step", shape=(), dtype="int64", default=0, low=0, high=MAX_SETTING)
+"""The number of the training step: each step draws other random numbers."""
+
+SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in (TRAINING, SEED, STEP)}
+"""Every setting, by name."""
 
 Attribute = Any
 """The value of an op's attribute: int, float, bool, str or a tuple of them."""

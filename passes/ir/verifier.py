@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.interface import has_interface
-from moec.passes.ir.layout import Layout, Partial, Shard
+from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import TOKEN_DIM_OF, LayoutError, Op, TypeRuleError, gradient_sums
-from moec.passes.ir.ops import AllGather, Call, Collective, CopyTo
+from moec.passes.ir.ops import Call, Conversion
+from moec.passes.ir.parameter_rules import parameter_complaint, uneven
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.value import Parameter, Value
 
@@ -30,8 +31,8 @@ def well_typed(program: Program) -> None:
     """Names are defined once and before use, and every result has the type that its op's rule gives."""
     for block in program.blocks:
         defined = set(block.declared())
-        declared = (*block.inputs, *block.parameters, *block.settings)
-        _check(len(defined) == len(declared), block, "an input, parameter or setting twice")
+        declared = (*block.inputs, *block.parameters, *block.settings, *block.states)
+        _check(len(defined) == len(declared), block, "an input, parameter, setting or state twice")
         for op in block.ops:
             _names_defined(block, op, defined)
             with _rule(block, op):
@@ -74,10 +75,12 @@ def placed(program: Program) -> None:
     _check_program(bool(program.meshes), "there is no mesh")
     _check_program(len({mesh.ranks for mesh in program.meshes}) == 1, "the meshes factor different rank counts")
     names = {mesh.name for mesh in program.meshes}
-    _check_program("dense" in names and len(names) == len(program.meshes), "a mesh stands twice, or none is dense")
+    _check_program(
+        "dense" in names and len(names) == len(program.meshes), "two meshes have one name, or no mesh is called dense"
+    )
     for axis, placement in program.tokens.placements:
         lies = placement == Shard(TOKEN_DIM_OF.get(axis, -1)) and program.mesh("dense").size(axis) > 1
-        _check_program(lies, f"tokens do not lie on {axis}:{placement}")
+        _check_program(lies, f"the residual stream cannot have {axis}:{placement}")
     for block in program.blocks:
         _check(block.experts is None or block.experts in names, block, f"there is no mesh {block.experts}")
 
@@ -96,8 +99,10 @@ def laid_out(program: Program) -> None:
             over = parameter.sum_over or ()
             if not axes.keys() >= set(over) or len(set(over)) < len(over):
                 raise _failure(block, f"@{parameter.name} is summed over {over}, axes are {set(axes)}")
+        for state in block.states:
+            _check(state.layout == REPLICATED, block, f"^{state.name} is {state.layout}, and states are whole")
         for op in block.ops:
-            if isinstance(op, Collective) and op.axis not in axes:
+            if isinstance(op, Conversion) and op.axis not in axes:
                 raise _failure(block, f"there is no axis {op.axis}, axes are {set(axes)}", op)
 
 
@@ -129,28 +134,13 @@ def evenly_cut(program: Program) -> None:
                 continue
             key = (value.shape, value.layout)
             if key not in cut:
-                cut[key] = _uneven(value, value.layout, axes)
+                cut[key] = uneven(value, value.layout, axes)
             if cut[key]:
                 raise _failure(block, f"{name} is {value.layout}: {cut[key]}")
         for value in (*block.inputs, *block.parameters):
             partial = any(isinstance(p, Partial) for _, p in value.layout.placements) if value.layout else False
             given = block.final and not value.shape and not isinstance(value, Parameter)
             _check(not partial or given, block, f"{value.name} is given as a partial sum")
-
-
-def _uneven(value: Value, layout: Layout, axes: Mapping[str, int]) -> str:
-    """Why `layout` does not cut `value` evenly; empty where it does."""
-    pieces: dict[int, int] = {}
-    for axis, placement in layout.placements:
-        if isinstance(placement, Shard):
-            pieces[placement.dim] = pieces.get(placement.dim, 1) * axes[axis]
-    for dim, count in pieces.items():
-        if dim >= len(value.shape):
-            return f"there is no dim {dim}"
-        size = value.shape[dim]
-        if isinstance(size, int) and size % count and "sources" not in value.shape:
-            return f"dim {dim} of {size} is cut into {count} pieces"
-    return ""
 
 
 def connected(program: Program) -> None:
@@ -160,10 +150,12 @@ def connected(program: Program) -> None:
     made the value.
     """
     for block in program.blocks:
-        used = {name for op in block.ops for name in op.operands}
+        used, axes = {name for op in block.ops for name in op.operands}, wide_axes(program, block)
         for parameter in block.parameters:
             _check(parameter.sum_over is not None, block, f"@{parameter.name}: no gradient rule")
             _check(f"@{parameter.name}" in used, block, f"no op uses @{parameter.name}")
+            complaint = parameter_complaint(parameter, axes)
+            _check(not complaint, block, complaint)
         meshes = program.meshes_of(block)
         summed = {f"@{p.name}": frozenset(p.sum_over or ()) for p in block.parameters}
         for op in block.ops:
@@ -177,9 +169,9 @@ def connected(program: Program) -> None:
                 if not op.moves and over != summed.get(name, _NOTHING):
                     given = set(summed.get(name, _NOTHING))
                     raise _failure(block, f"the gradient of {name} is summed over {given}, not {set(over)}", op)
-            if isinstance(op, Collective):
+            if isinstance(op, Conversion):
                 before = summed.get(op.operands[0], _NOTHING)
-                own = {op.axis} if isinstance(op, CopyTo | AllGather) else _NOTHING
+                own = {op.axis} if op.partial_gradient else _NOTHING
                 if before & own:
                     raise _failure(block, f"the gradient of {op.operands[0]} is summed over {op.axis} twice", op)
                 summed[op.results[0].name] = before | own
@@ -198,9 +190,9 @@ def _lie_as(block: Block, op: Op, values: Sequence[Value], layouts: Sequence[Lay
 
 def staged(program: Program) -> None:
     """Every block belongs to at least one stage."""
-    held = {name for stage in program.stages for name in stage.blocks}
-    if held != set(program.block_map):
-        raise InternalError(f"the stages hold {sorted(held)}")
+    staged = {name for stage in program.stages for name in stage.blocks}
+    if staged != set(program.block_map):
+        raise InternalError(f"the stages hold {sorted(staged)}")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moec.grammar.source import Span
-from moec.passes.ir import Block, Init, Op, Output, Parameter, Setting, SourceLine, Value
+from moec.passes.ir import Block, Init, Op, Output, Parameter, Setting, SourceLine, State, Value
 from moec.passes.ir.op import operand_names
 from moec.passes.ir.ops import AddBias
 
@@ -41,6 +41,7 @@ class Builder:
         self.name, self.inputs, self.span = name, tuple(inputs), SourceLine.of(span)
         self.parameters: list[Parameter] = []
         self.settings: list[Setting] = []
+        self.states: list[State] = []
         self.ops: list[Op] = []
         self.scope: dict[str, Value] = {v.name: v for v in inputs}
         self.blocks: dict[str, Block] = {}
@@ -79,6 +80,14 @@ class Builder:
             self.settings.append(setting)
         self.scope[f"${setting.name}"] = setting
         return f"${setting.name}"
+
+    def state(self, name: str, shape: Sequence[int], span: Located) -> str:
+        """Declares a state in fp32, initially zeros; returns its operand name."""
+        placed = SourceLine.of(span) or self.span
+        state = State(name=name, shape=tuple(shape), dtype="fp32", init=Init(kind="zeros"), span=placed)
+        self.states.append(state)
+        self.scope[f"^{name}"] = state
+        return f"^{name}"
 
     def add(
         self,
@@ -143,6 +152,7 @@ class Builder:
             ops=tuple(self.ops),
             outputs=tuple(outputs),
             settings=tuple(self.settings),
+            states=tuple(self.states),
             final=final,
             span=self.span,
         )

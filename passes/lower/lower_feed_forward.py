@@ -37,10 +37,10 @@ def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -
         span = moe.residual.span()
         beside = feed_forward(b, subject, moe.residual, "moe.residual", h)
         # DeepSpeed's coefficients have a bias (deepspeed/moe/layer.py, 0.19.8).
-        shares = b.biased(
+        logits = b.biased(
             _logits(b, subject, "moe.coefficient.weight", 2, moe.residual, h), "moe.coefficient.bias", span
         )
-        mixed = b.one(o.Mix, mixed, beside, shares, to="mixed", span=span)
+        mixed = b.one(o.Mix, mixed, beside, logits, to="mixed", span=span)
     if moe.shared is not None:
         assert isinstance(moe.shared, Activated)
         shared = feed_forward(b, subject, moe.shared, "moe.shared", h)
@@ -54,4 +54,4 @@ def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -
 def _logits(b: Builder, subject: Subject, name: str, count: int, body: FeedForward, h: str) -> str:
     """`count` logits per token, in the model's dtype, as in DeepSpeed and Qwen2."""
     weight = b.parameter(name, (count, subject.dim), subject.dtype, normal(), body.span())
-    return b.one(o.Linear, h, weight, to="shares", span=body.span())
+    return b.one(o.Linear, h, weight, to="path_logits", span=body.span())

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from moec.grammar.spec import Subject
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import Hash, Switch, TopK
-from moec.passes.ir import Role
-from moec.passes.ir.ops import Router
+from moec.grammar.spec.gates import Hash, Online, Switch, TopK
+from moec.passes.ir import TRAINING, Role
+from moec.passes.ir.ops import Jitter, Router
 from moec.passes.ir.ops import gate_ops as g
 from moec.passes.lower.block_builder import Builder, normal
+
+BIAS = "moe.gate.bias"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,17 +48,25 @@ def lower_gate(b: Builder, subject: Subject, gate: Node, experts: int, h: str, b
 def _topk(b: Builder, gate: Node, given: Given) -> Gated:
     assert isinstance(gate, TopK)
     subject, span = given.subject, gate.span()
+    h = given.h
+    if gate.jitter:
+        training, line = b.setting(TRAINING), gate.span("jitter") or span
+        h = b.one(Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=0)
     weight = b.parameter("moe.gate.weight", (given.experts, subject.dim), subject.dtype, normal(), span)
-    logits = b.one(Router, given.h, weight, to="logits", span=span)
+    logits = b.one(Router, h, weight, to="logits", span=span)
+    biased = isinstance(gate.bias, Online)
+    beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if biased else {}
     p, w, e = b.add(
-        g.Route, logits, to="p w e", span=span,
+        g.Route, logits, to="p w e", span=span, beside=beside,
         k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize,
     )  # fmt: skip
     return Gated(w=w, e=e, logits=logits, p=p)
 
 
 def _switch(b: Builder, gate: Node, given: Given) -> Gated:
-    return _topk(b, TopK(k=1).with_spans({"": span} if (span := gate.span()) else {}), given)
+    assert isinstance(gate, Switch)
+    spans = {key: span for key in ("", "jitter") if (span := gate.span(key))}
+    return _topk(b, TopK(k=1, jitter=gate.jitter).with_spans(spans), given)
 
 
 def _hash(b: Builder, gate: Node, given: Given) -> Gated:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Spec, Subject, distinct_layers
+from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Rope, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
-from moec.passes.ir import Block, Init, Output, Program, Role, Value
+from moec.passes.ir import SEED, STEP, Block, Init, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import Builder, normal, residual_init
@@ -16,10 +16,12 @@ from moec.passes.lower.lower_feed_forward import feed_forward
 from moec.passes.lower.lower_layer import layer_blocks
 from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, loss_blocks, of_tokens
 from moec.passes.lower.lower_mixture import mixture
+from moec.passes.lower.lower_states import with_update
 
 
 def lower(spec: Spec) -> Program:
-    """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the loss blocks.
+    """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the blocks of the
+    loss, of the balance terms and of the updates of states.
 
     It depends neither on the number of ranks nor on any degree of parallelism.
 
@@ -36,11 +38,16 @@ def lower(spec: Spec) -> Program:
 def _model_blocks(spec: Spec) -> list[Block]:
     model = spec.model
     subject, layers = model.subject, distinct_layers(model.layers)
-    blocks = [_layer_block(model, subject, layer, numbers) for layer, numbers in layers]
+    found = [
+        with_update(_layer_block(model, subject, layer, numbers), layer.moe.gate if layer.moe else None, numbers)
+        for layer, numbers in layers
+    ]
+    blocks = [block for block, *_ in found]
+    updates = [update for _, *rest in found for update in rest]
     calls = {number: block for block, (_, numbers) in zip(blocks, layers, strict=True) for number in numbers}
     forward = _forward_block(spec, [calls[number] for number in range(model.depth)])
     balance = balance_blocks_of_tokens(model) if forward.output("balance") is not None else []
-    return [*blocks, forward, *loss_blocks(model), *balance]
+    return [*blocks, forward, *loss_blocks(model), *balance, *updates]
 
 
 def context_of(spec: Spec) -> int:
@@ -63,8 +70,9 @@ def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
 def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
     beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
+    of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
-    attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"))
+    attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"), of_texts)
     residual = b.one(o.Add, "x", attended, to="x")
     h = _norm(b, model, residual, "ffn_norm", "h")
     if layer.moe is None:
@@ -76,14 +84,23 @@ def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence
 
 
 def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
-    """The roles of a layer's inputs beside the residual stream, which its mixture uses."""
+    """The roles of a layer's inputs beside the residual stream, which its attention and its mixture use."""
+    texts: tuple[Role, ...] = ()
+    if model.embedding.separator is not None:
+        texts = ("segments", "positions") if _rope(layer.attention) is not None else ("segments",)
     if layer.moe is None:
-        return ()
+        return texts
     padded: tuple[Role, ...] = ("real",) if model.embedding.padding is not None else ()
-    return (*layer.moe.gate.takes, *padded)
+    return (*texts, *layer.moe.gate.inputs(), *padded)
 
 
-def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
+def _rope(attention: Attention) -> Rope | None:
+    assert isinstance(attention, Gqa | Mha)
+    return attention.rope
+
+
+def _attention(b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str]) -> str:
+    """`of_texts` has the layer's `segments` and `positions` where sequences are packed."""
     assert isinstance(attention, Gqa | Mha)
     heads = attention.heads
     kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
@@ -109,9 +126,9 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
     q, k, v = normed("q", heads), normed("k", kv_heads), project("v", kv_heads)
     if attention.rope is not None:
         rope = attention.rope
-        q = b.one(o.Rope, q, to="q", span=rope.span(), theta=rope.theta)
-        k = b.one(o.Rope, k, to="k", span=rope.span(), theta=rope.theta)
-    a = b.one(o.Attention, q, k, v, to="attended", span=span)
+        q = b.one(o.Rope, q, beside=of_texts, to="q", span=rope.span(), theta=rope.theta)
+        k = b.one(o.Rope, k, beside=of_texts, to="k", span=rope.span(), theta=rope.theta)
+    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span)
     shape, init = (model.dim, heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, shard={"tp": 1})
     y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
@@ -120,25 +137,25 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str) -> str:
 
 def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     model = spec.model
-    b = Builder("forward", [of_tokens("tokens")], model.span())
+    draws = any(block.input("keys") is not None for block in layers)
+    sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
+    b = Builder("forward", [of_tokens("tokens"), *sequences], model.span())
     span = model.embedding.span()
+    handed = _numbers_of_tokens(b, model, layers)
     shape = (model.vocab, model.dim)
     table = b.parameter("embedding.weight", shape, model.dtype, normal(), span, shard={"tp": 0})
     x = b.one(o.Embed, "tokens", table, to="x", span=span)
     if model.embedding.positions == "learned":
         line = model.embedding.span("positions")
         learned = b.parameter("positions.weight", (context_of(spec), model.dim), model.dtype, normal(), line)
-        added = b.one(o.EmbedPositions, "tokens", learned, to="positions", span=line)
+        beside = {"positions": handed["positions"]} if "positions" in handed else {}
+        added = b.one(o.EmbedPositions, "tokens", learned, beside=beside, to="positions", span=line)
         x = b.one(o.Add, x, added, to="x", span=span)
-    handed: dict[Role | None, str] = {"tokens": "tokens"}
-    if any(block.input("real") is not None for block in layers):
-        padding = model.embedding.span("padding")
-        handed["real"] = b.one(o.RealTokens, "tokens", to="real", span=padding, padding=model.embedding.padding)
     of_layers: list[Output] = []
     for number, block in enumerate(layers):
-        stream, *beside = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
+        stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
         x = stream.name
-        of_layers += beside
+        of_layers += others
     h = _norm(b, model, x, "norm", "h")
     head, head_span = table, model.embedding.span("tied")
     if not model.embedding.tied:
@@ -146,3 +163,21 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         head_span = None
     logits = b.one(o.Linear, h, head, to="logits", span=head_span)
     return b.block(forward_outputs(b, Output(logits, "logits"), of_layers))
+
+
+def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block]) -> dict[Role | None, str]:
+    """The whole numbers of each token that `forward` has or computes for layers, by role."""
+    embedding = model.embedding
+    numbers: dict[Role | None, str] = {"tokens": "tokens"}
+    taken = {value.role for block in layers for value in block.inputs}
+    if "real" in taken:
+        padding = embedding.span("padding")
+        numbers["real"] = b.one(o.RealTokens, "tokens", to="real", span=padding, padding=embedding.padding)
+    if embedding.separator is not None:
+        line = embedding.span("separator")
+        names = b.add(o.Segments, "tokens", to="segments positions", span=line, separator=embedding.separator)
+        numbers["segments"], numbers["positions"] = names
+    if "keys" in taken:
+        settings = b.setting(SEED), b.setting(STEP)
+        numbers["keys"] = b.one(o.TokenKeys, "tokens", "sequences", *settings, to="keys", span=model.span())
+    return numbers

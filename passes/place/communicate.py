@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from moec.passes.ir import (
     Block,
@@ -20,23 +19,12 @@ from moec.passes.ir import (
     Value,
 )
 from moec.passes.ir.op import gradient_sums, layout_of
-from moec.passes.ir.ops import (
-    AllGather,
-    AllGatherAlike,
-    AllReduce,
-    AllToAll,
-    AllToAllPadded,
-    Conversion,
-    CopyTo,
-    ExchangeCounts,
-    ReduceScatter,
-    Slice,
-)
+from moec.passes.ir.ops.conversion import Conversion, kind_of, matching
 
 
 @dataclass(frozen=True, slots=True)
 class Communicate:
-    """One rule table, no special cases (`_Connector._insert`); every conversion is an op with a declared backward.
+    """`matching` finds each conversion by its placements; this pass names none.
 
     The pass also sets the axes over which each parameter's gradient is summed (`gradient_sums`): the axes on which the
     parameter is replicated and the op's other operands or results are not.
@@ -49,7 +37,7 @@ class Communicate:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class AxisStep:
     """One conversion: a value gets placement `target` on `axis`; `summed`: its gradient is a partial sum there."""
 
     axis: str
@@ -57,8 +45,11 @@ class Step:
     summed: bool
 
 
-def steps_between(layout: Layout, wanted: Layout, summed: Iterable[str] = ()) -> Iterator[Step]:
+def steps_between(layout: Layout, wanted: Layout, summed: Iterable[str] = ()) -> Iterator[AxisStep]:
     """The conversions, one axis at a time, that take a value from `layout` to `wanted`.
+
+    On the axes `summed`, which `wanted` replicates, the gradient is a partial sum. A partial value is reduced there
+    first: the gradient of a reduced value passes unchanged, so that its sum takes a step of its own.
 
     A conversion can undo only the last cut of a dim, and a new cut becomes the last. Axes go to their final placement,
     in order of their names, as soon as one conversion suffices. Where later cuts block every remaining axis, one such
@@ -69,12 +60,14 @@ def steps_between(layout: Layout, wanted: Layout, summed: Iterable[str] = ()) ->
     while pending:
         axis = next((a for a in sorted(pending) if _can_be_placed(a, layout, wanted)), None)
         if axis is not None:
-            step = Step(axis, wanted.get(axis), axis in summed)
-            pending.remove(axis)
+            reduced = axis in summed and isinstance(layout.get(axis), Partial)
+            step = AxisStep(axis, wanted.get(axis), axis in summed and not reduced)
+            if not reduced:
+                pending.remove(axis)
         else:
             in_the_way = (a for a in sorted(pending) if isinstance(layout.get(a), Shard) and layout.can_undo(a))
             # Sliced again later: until then the value is the same on every rank of the axis.
-            step = Step(next(in_the_way), None, summed=False)
+            step = AxisStep(next(in_the_way), None, summed=False)
         yield step
         layout = layout.replace(step.axis, step.target)
 
@@ -120,8 +113,10 @@ class _Connector:
     ops: list[Op] = field(default_factory=list)
     scope: dict[str, Value] = field(default_factory=dict)
     sums: dict[str, set[str]] = field(default_factory=dict)
-    converted: dict[tuple[str, Step], str] = field(default_factory=dict)
-    exchanges: dict[str, ExchangeCounts] = field(default_factory=dict)
+    converted: dict[tuple[str, AxisStep], str] = field(default_factory=dict)
+    by_operand: dict[tuple[str, Conversion], Op] = field(default_factory=dict)
+    by_result: dict[tuple[str, Conversion], Op] = field(default_factory=dict)
+    """The op of each conversion, by the name of its operand or of its first result."""
 
     def __post_init__(self) -> None:
         self.scope.update(self.block.declared())
@@ -131,14 +126,13 @@ class _Connector:
         given = [self.scope[name] for name in op.operands]
         placing = op.place(given, self.meshes, self.blocks)
         sums = gradient_sums(op, given, placing)
-        # Convert counts before their rows: the conversion of ragged rows needs the exchanged counts.
-        names = list(op.operands)
-        for i in sorted(range(len(given)), key=lambda i: given[i].ragged is not None):
+        names = []
+        for i in range(len(given)):
             if isinstance(given[i], Parameter):
                 # An all_gather of a parameter already sums its gradient: its backward is reduce_scatter.
                 gathered = set(layout_of(given[i]).axes) - set(placing.operands[i].axes)
                 self.sums.setdefault(given[i].name, set()).update(sums[i] - gathered)
-            names[i] = self._convert(op.operands[i], placing.operands[i], sums[i], op)
+            names.append(self._convert(op.operands[i], placing.operands[i], sums[i], op))
         self.emit(replace(op, operands=tuple(names)))
 
     def emit(self, op: Op) -> None:
@@ -165,64 +159,48 @@ class _Connector:
         if isinstance(self.scope[name], Parameter):
             summed = summed.intersection((*layout.axes, *wanted.axes))
         for step in steps_between(layout, wanted, summed):
-            key = (name, step)
-            if key not in self.converted:
-                self.converted[key] = self._insert(name, step, consumer)
-            name = self.converted[key]
+            name = self._take(name, step, consumer)
         return name
 
-    def _insert(self, name: str, step: Step, consumer: Op) -> str:
-        """The rule table: one row per (from, to, whether the gradient is a partial sum) on one axis."""
-        value, axis, target, summed = self.scope[name], step.axis, step.target, step.summed
-        source = layout_of(value).get(axis)
-        match source, target:
-            case _ if value.ragged is not None and not (isinstance(source, Shard) and isinstance(target, Shard)):
-                pass  # rows move by all_to_all alone
-            case Partial(reduce=reduce), None:
-                return self._move(value, consumer, AllReduce, axis=axis, reduce=reduce)
-            case Partial(reduce="sum"), Shard(dim=dim):
-                return self._move(value, consumer, ReduceScatter, axis=axis, dim=dim)
-            case None, None if summed:
-                return self._move(value, consumer, CopyTo, axis=axis)
-            case None, Shard(dim=dim):
-                return self._move(value, consumer, Slice, axis=axis, dim=dim)
-            case Shard(dim=dim), None:
-                return self._move(value, consumer, AllGather if summed else AllGatherAlike, axis=axis, dim=dim)
-            case Shard(dim=0), Shard(dim=1) if value.is_row_counts:
-                return self._exchange(value, axis, consumer)
-            case (Shard(dim=1), Shard(dim=0)) | (Shard(dim=0), Shard(dim=1)) if value.ragged is not None:
-                return self._all_to_all(value, axis, reverse=target == Shard(1), consumer=consumer)
-            case Shard(dim=given), Shard(dim=other) if value.ragged is None:
-                return self._move(value, consumer, AllToAllPadded, axis=axis, given=given, wanted=other)
-        raise LayoutError(f"no conversion of %{name} from {axis}:{source} to {axis}:{target}")
+    def _take(self, name: str, step: AxisStep, consumer: Op) -> str:
+        """The name of the value `name` after `step`. A value has each conversion once."""
+        if (name, step) not in self.converted:
+            self.converted[name, step] = self._insert(name, step, consumer)
+        return self.converted[name, step]
 
-    def _move(self, value: Value, consumer: Op, conversion: type[Conversion], **attributes: Any) -> str:
+    def _insert(self, name: str, step: AxisStep, consumer: Op) -> str:
+        """Appends the conversion that takes `step`; gives the name of its first result."""
+        value = self.scope[name]
+        source = layout_of(value).get(step.axis)
+        found = matching(kind_of(value), step.axis, source, step.target, partial_gradient=step.summed)
+        if not found:
+            raise LayoutError(f"no conversion of %{name} from {step.axis}:{source} to {step.axis}:{step.target}")
+        (conversion,) = found
         given, like = value.name, value
         if isinstance(value, Parameter):
             given = f"@{value.name}"
             like = Value(name="_".join(value.name.split(".")[-2:]), shape=value.shape, dtype=value.dtype)
-        moved = self._fresh(like)
-        self.emit(conversion(operands=(given,), results=(moved,), span=consumer.span, **attributes))
-        return moved.name
-
-    def _exchange(self, counts: Value, axis: str, consumer: Op) -> str:
-        received, splits = self._fresh(counts), self._fresh(replace(counts, name="splits"))
-        op = ExchangeCounts(operands=(counts.name,), results=(received, splits), span=consumer.span, axis=axis)
+        operands = (given, *self._other_operands(conversion, value, consumer))
+        results = [self._fresh(like), *(self._fresh(replace(like, name=n)) for n in conversion.gives.split()[1:])]
+        op = replace(conversion, operands=operands, results=tuple(results), span=consumer.span)
         self.emit(op)
-        self.exchanges[counts.name] = self.exchanges[received.name] = op
-        return received.name
+        self.by_operand[given, conversion] = self.by_result[results[0].name, conversion] = op
+        return results[0].name
 
-    def _all_to_all(self, rows: Value, axis: str, reverse: bool, consumer: Op) -> str:
-        assert rows.ragged is not None
-        if rows.ragged not in self.exchanges:
-            raise LayoutError(f"the counts of %{rows.name}, %{rows.ragged}, were not exchanged over {axis}")
-        exchange = self.exchanges[rows.ragged]
-        received, splits = exchange.results
-        moved = self._fresh(rows)
-        counts = exchange.operands[0] if reverse else received.name
-        operands = (rows.name, splits.name, counts)
-        self.emit(AllToAll(operands=operands, results=(moved,), span=consumer.span, axis=axis, reverse=reverse))
-        return moved.name
+    def _other_operands(self, conversion: Conversion, value: Value, consumer: Op) -> tuple[str, ...]:
+        """The operands that `conversion` takes beside `value`, from the conversion of the counts of ragged rows."""
+        of_counts = conversion.counts_conversion()
+        if of_counts is None:
+            return ()
+        assert value.ragged is not None
+        if conversion.restores_rows():
+            op = self.by_result.get((value.ragged, of_counts))
+        else:
+            self._take(value.ragged, AxisStep(of_counts.axis, of_counts.target(), of_counts.partial_gradient), consumer)
+            op = self.by_operand.get((value.ragged, of_counts))
+        if op is None:
+            raise LayoutError(f"{conversion.mnemonic} of %{value.name}: %{value.ragged} is no {of_counts.mnemonic}")
+        return conversion.other_operands(op)
 
     def _fresh(self, like: Value) -> Value:
         stem = like.name.split(".")[0]

@@ -19,6 +19,7 @@ from moec.passes.ir import (
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.mesh import EXPERT_AXES
 from moec.passes.ir.op import layout_of
+from moec.passes.ir.roles import ROLES
 from moec.passes.ir.value import Dim
 
 
@@ -49,7 +50,8 @@ def _shard_block(program: Program, block: Block, over_edp: bool) -> Block:
     parameters = tuple(_shard_parameter(p, meshes, over_edp) for p in block.parameters)
     inputs = tuple(replace(v, layout=_input_layout(program, v, meshes)) for v in block.inputs)
     settings = tuple(replace(s, layout=REPLICATED) for s in block.settings)
-    block = replace(block, inputs=inputs, parameters=parameters, settings=settings)
+    states = tuple(replace(s, layout=REPLICATED) for s in block.states)
+    block = replace(block, inputs=inputs, parameters=parameters, settings=settings, states=states)
     scope, ops = block.declared(), []
     for op in block.ops:
         operands = [scope[name] for name in op.operands]
@@ -65,7 +67,7 @@ def _shard_parameter(parameter: Parameter, meshes: Meshes, over_edp: bool) -> Pa
     layout = Layout.of({axis: Shard(dim) for axis, dim in cuts.items()})
     if over_edp and any(axis in EXPERT_AXES for axis, _ in parameter.shard):
         layout = _stored(parameter, layout, meshes, "edp")
-    return replace(parameter, shard=(), layout=layout)
+    return replace(parameter, shard=()).placed(layout)
 
 
 def _cuts(ranks: int, size: Dim) -> bool:
@@ -85,20 +87,19 @@ def _stored(parameter: Parameter, layout: Layout, meshes: Meshes, axis: str) -> 
 
 
 def _input_layout(program: Program, value: Value, meshes: Meshes) -> Layout:
-    """Per-token numbers (ids, labels) are sharded over `dp`, and replicated in a tp group.
-
-    Balance terms are partial sums over the rank's tokens, counts are global, and the loss takes logits in the layout
-    that `forward` gives.
-    """
-    match value.role:
-        case "tokens" | "positions" | "segments" | "real" | "labels":
+    """The layout that the role of an input of a block asks for (`RoleSpec.lies`)."""
+    lies = ROLES[value.role].lies if value.role is not None else None
+    match lies:
+        case "sharded over dp":
             return Layout.of({"dp": Shard(0)} if meshes.dense.size("dp") > 1 else {})
-        case "valid" | "num_tokens":
+        case "replicated":
             return REPLICATED
-        case "balance":
+        case "source by source":
+            return Layout.of(dict.fromkeys(meshes.own_tokens.axes, Shard(0)))
+        case "partial":
             return Layout.of(dict.fromkeys(meshes.own_tokens.axes, Partial()))
-        case "residual":
+        case "as tokens":
             return meshes.tokens
-        case "logits" if (logits := program.block(FORWARD).output("logits")) is not None:
-            return layout_of(logits)
+        case "as given" if value.role and (given := program.block(FORWARD).output(value.role)) is not None:
+            return layout_of(given)
     raise LayoutError(f"there is no rule for where %{value.name} lies, whose role is {value.role}")

@@ -23,7 +23,7 @@ def number_of(degree: object) -> int | None:
     return degree
 
 
-def data_shares(spec: Spec) -> int:
+def data_parallel_size(spec: Spec) -> int:
     """Number of data-parallel ranks that divide the batch: `dp`, stated or default, if the degrees are valid."""
     return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // (number_of(spec.parallel.tp) or 1))
 

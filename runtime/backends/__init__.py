@@ -80,10 +80,10 @@ def _select(forced: str | None, device: str) -> Backend:
     return torch_backend
 
 
-def warn_first(message: str, rank: str) -> None:
+def warn_first(message: str, rank: str, stacklevel: int = 3) -> None:
     """Warns if the variable `rank` is 0: `RANK` for warnings about the model, `LOCAL_RANK` for those about a machine.
 
     Other ranks would warn of the same. Without torchrun every process warns.
     """
     if os.environ.get(rank, "0") == "0":
-        warnings.warn(message, stacklevel=3)
+        warnings.warn(message, stacklevel=stacklevel)

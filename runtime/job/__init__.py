@@ -1,1 +1,1 @@
-"""A rank of a job: its groups, its model, its steps, and what watches over them."""
+"""A rank of a job: its process groups, model, steps and watch."""

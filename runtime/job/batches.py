@@ -1,4 +1,4 @@
-"""What a model takes: token ids and labels, and what is wrong with them, in words."""
+"""Checks a batch: token ids and labels against the limits of a model."""
 
 from __future__ import annotations
 
@@ -9,23 +9,22 @@ import torch
 from torch import Tensor
 
 from moec.grammar.spec import Spec
+from moec.passes.ir.roles import IGNORED_LABEL
 from moec.passes.lower.lower_model import context_of
-from moec.passes.place.stated_degrees import data_shares
-
-IGNORED_LABEL = -100
+from moec.passes.place.stated_degrees import data_parallel_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Ids are below `vocab`, sequences at most `context` long; `tensor_parallel` ranks share each sequence.
+    """Ids are below `vocab`, sequences at most `context` long; `tensor_parallel` ranks split each sequence.
 
-    The batch of a rank is cut into `shares` equal routing groups. `padding` is the id of tokens that reach no expert.
+    A rank's batch splits into `routing_groups` equal parts. Tokens with the id `padding` reach no expert.
     """
 
     vocab: int
     context: int
     tensor_parallel: int = 1
-    shares: int = 1
+    routing_groups: int = 1
     padding: int | None = None
 
     def real_tokens(self, tokens: Tensor) -> int | Tensor:
@@ -33,15 +32,15 @@ class Limits:
         return tokens.numel() if self.padding is None else (tokens != self.padding).sum()
 
     def complaint(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
-        """What is wrong with a batch, or None. Without `look` only what needs no value of a tensor."""
+        """Describes the first error of a batch, or None. Without `look` it reads no tensor's values."""
         for name, ids in (("tokens", tokens), ("labels", labels)):
             if ids is None and name == "labels":
                 continue
-            found = self._shape_complaint(name, ids, tokens)
-            if found is None and look and ids is not None:
-                found = self._range_complaint(name, ids)
-            if found:
-                return found
+            complaint = self._shape_complaint(name, ids, tokens)
+            if complaint is None and look and ids is not None:
+                complaint = self._range_complaint(name, ids)
+            if complaint:
+                return complaint
         return None
 
     def _shape_complaint(self, name: str, ids: object, tokens: Tensor) -> str | None:
@@ -57,11 +56,11 @@ class Limits:
             context = f"{self.context} (`context` in the file, else `train.sequence`)"
             return f"{name} are {ids.shape[1]} long, and the model's context is {context}"
         if ids.shape[1] % self.tensor_parallel:
-            return f"{name} are {ids.shape[1]} long, which tp = {self.tensor_parallel} does not divide"
-        if ids.shape[0] % self.shares:
+            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.tensor_parallel}"
+        if ids.shape[0] % self.routing_groups:
             return (
-                f"{name} are {ids.shape[0]} sequences, which the {self.shares} data-parallel ranks that "
-                "`group = rank` counts over do not divide"
+                f"{name} have {ids.shape[0]} sequences, not a multiple of this rank's {self.routing_groups} "
+                "routing groups (`group = rank`)"
             )
         return None
 
@@ -79,19 +78,19 @@ class Limits:
 
 
 def device_of(tokens: object) -> torch.device:
-    """Where a batch is; what is no tensor is a mistake that ranks must still meet to tell."""
+    """The device of a batch; CPU if `tokens` is no tensor, so that ranks can still agree on that error."""
     return tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
 
 
 def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits:
-    """The limits of a model on `data_size` data-parallel ranks, each of them `tensor_parallel` ranks."""
+    """The limits of a model on `data_size` data-parallel groups of `tensor_parallel` ranks each."""
     by_rank = any(layer.moe is not None and layer.moe.group == "rank" for layer in spec.model.layers)
-    shares = data_shares(spec) // data_size if by_rank else 1
+    groups = data_parallel_size(spec) // data_size if by_rank else 1
     return Limits(
         vocab=spec.model.vocab,
         context=context_of(spec),
         tensor_parallel=tensor_parallel,
-        shares=max(1, shares),
+        routing_groups=max(1, groups),
         padding=spec.model.embedding.padding,
     )
 
@@ -102,9 +101,9 @@ _GOLDEN, _MIX = -7046029254386353131, -4658895280553007687
 
 
 def fingerprint(tensors: Sequence[Tensor | None], *, values: bool = True) -> int:
-    """A number below 2^62 that almost surely differs where a shape or any element does.
+    """A hash below 2^62 of shapes and elements.
 
-    With `values` it waits for the device; without, it reads shapes only.
+    With `values` it waits for the device; without, it hashes shapes only.
     """
     total = 0
     for tensor in tensors:

@@ -1,11 +1,11 @@
-"""Agreement between ranks on their inputs: one rank's error is raised on every rank, before any waits for another.
+"""Ranks agree on their inputs: one rank's error is raised on every rank before any rank waits for another.
 
-Dtypes and shapes are always checked. Values, which wait for the device, are checked in every pass, in the first of its
-kind or never (`moec.launch(checks=…)`); on CPU, where nothing waits, "first" checks every pass.
+Dtypes and shapes are always checked. Reading values waits for the device, so `moec.launch(checks=…)` says whether every
+pass does, the first of each kind, or none. On CPU "first" checks every pass.
 
-Ranks agree by one all_reduce. Each rank sends a hash of what must match, times a factor of its own; all factors add up
-to 0 modulo 2^64, so the sum is 0 if the hashes match, and almost surely not otherwise. A second product does the same
-within each tp group. Only if a sum is not 0 do ranks exchange messages.
+Ranks agree by one all_reduce. Each rank sends the hash of what must match times its rank's factor. All factors add up
+to 0 modulo 2^64, so the sum is 0 if the hashes match, and almost surely not 0 otherwise. A second product compares the
+ranks of each tp group. Ranks exchange messages only if a sum is not 0.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from moec.runtime.job.watch import collective
 MODES = ("all", "first", "none")
 MOST_COUNTS = 3
 MAX_WORDS = 1000
-"""Characters of a complaint that travel to the other ranks."""
+"""Characters of a complaint that other ranks receive."""
 MAX_BYTES = 8192
 """Bytes of JSON that one rank sends about an error."""
 
-SITES = "ranks do not run the same: one is at `{least}`, another at `{most}`"
-OTHER_TOKENS = "ranks {one} and {other} share `job.data_rank`, and were given different tokens, labels or inputs"
+SITES = "ranks make different calls: one is at `{least}`, another at `{most}`"
+OTHER_TOKENS = "ranks {one} and {other} have the same `job.data_rank`, but different tokens, labels or inputs"
 
 
 class Complaint(NamedTuple):
-    """A mistake that one rank has found, to be raised on all of them."""
+    """An error of one rank's inputs, to be raised on every rank."""
 
     code: str
     words: str
@@ -45,15 +45,15 @@ class Complaint(NamedTuple):
 
     @staticmethod
     def of(error: JobError) -> Complaint:
-        """The mistake that `error` names."""
+        """The code and message of `error`."""
         first = error.diagnostics[0]
         return Complaint(first.code, first.message, first.help or "")
 
 
 class MustMatch(NamedTuple):
-    """Numbers that must be the same on every rank, and what to say where they are not.
+    """Numbers that must be equal on all ranks, and the message if they are not.
 
-    In the words, `{least}` and `{most}` stand for each number's own minimum and maximum over the ranks.
+    In `words`, `{least}` and `{most}` stand for the minimum and maximum of a number over the ranks.
     """
 
     code: str
@@ -69,10 +69,10 @@ class TpInputs(NamedTuple):
 
 
 class Checks:
-    """How one rank checks what a model is given, alone. `place` says where it is, such as "rank 3, step 5"."""
+    """Checks of a single rank. `place` gives the prefix of a message, such as "rank 3, step 5"."""
 
     compares = False
-    """Whether there are ranks to compare with."""
+    """Whether there is more than one rank."""
 
     def __init__(self, mode: str = "all", place: Callable[[], str] = str) -> None:
         if mode not in MODES:
@@ -83,9 +83,9 @@ class Checks:
         return self  # a copied model runs in the same job
 
     def looks(self, seen: set[object], kind: object, device: torch.device) -> bool:
-        """Whether tensors' values are checked in this pass; `seen` holds the kinds of pass that the model has had.
+        """Whether this pass checks tensors' values. `seen` collects the kinds of earlier passes.
 
-        The same on every rank if `kind` is.
+        The result is the same on every rank if `kind` is.
         """
         first = kind not in seen
         seen.add(kind)
@@ -101,7 +101,7 @@ class Checks:
         inputs: TpInputs | None = None,
         counts: Sequence[int] = (),
     ) -> list[int]:
-        """Raises `JobError`, the same on every rank, if one complains or if ranks differ; gives the sums of `counts`.
+        """Raises the same `JobError` on every rank if one has a complaint or ranks differ; returns summed `counts`.
 
         A collective: every rank calls it, or none.
         """
@@ -109,16 +109,16 @@ class Checks:
             complaint = complaint._replace(words=f"{place}: {complaint.words}")
         return self._agree(_Report(site, complaint, matching), inputs, counts)
 
-    def _agree(self, own: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
-        if own.complaint is not None:
-            raise JobError(*own.complaint)
+    def _agree(self, report: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
+        if report.complaint is not None:
+            raise JobError(*report.complaint)
         return list(counts)
 
 
 class JobChecks(Checks):
-    """How the ranks of a job check together, over its group for CPU tensors.
+    """Checks of all ranks of a job, by a collective over the job's group for CPU tensors.
 
-    `tp_ranks`: those of this rank's tp group, which are given the same sequences.
+    `tp_ranks`: the ranks of this rank's tp group, which must get the same sequences.
     """
 
     def __init__(
@@ -129,19 +129,19 @@ class JobChecks(Checks):
         self._factors = _factor(rank, range(world_size)), _factor(rank, self._tp_ranks)
         self.compares = world_size > 1
 
-    def _agree(self, own: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
+    def _agree(self, report: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
         if not self.compares:
-            return super()._agree(own, inputs, counts)
-        own = replace(own, first=self._tp_ranks[0], inputs=self._fingerprint(inputs, own.complaint))
+            return super()._agree(report, inputs, counts)
+        report = replace(report, first=self._tp_ranks[0], inputs=self._fingerprint(inputs, report.complaint))
         among_all, in_group = self._factors
-        products = map(_signed, (among_all * own.digest(), in_group * own.inputs))
-        room = [0] * (MOST_COUNTS - len(counts))  # ranks that come from different sites send as much
-        sums = torch.tensor([own.complaint is not None, *products, *counts, *room], dtype=torch.int64)
-        with collective("all_reduce", self._job + HOST, own.site) as peers:
+        products = map(_signed, (among_all * report.digest(), in_group * report.inputs))
+        room = [0] * (MOST_COUNTS - len(counts))  # every site sends tensors of the same size
+        sums = torch.tensor([report.complaint is not None, *products, *counts, *room], dtype=torch.int64)
+        with collective("all_reduce", self._job + HOST, report.site) as peers:
             dist.all_reduce(sums, group=peers)
         complaints, ranks_differ, group_differs, *totals = sums.tolist()
         if complaints or ranks_differ or group_differs:
-            raise self._explain(own)
+            raise self._explain(report)
         return totals[: len(counts)]
 
     def _fingerprint(self, inputs: TpInputs | None, complaint: Complaint | None) -> int:
@@ -149,22 +149,22 @@ class JobChecks(Checks):
             return 0
         return fingerprint(inputs.tensors, values=inputs.look)
 
-    def _explain(self, own: _Report) -> JobError:
-        """The complaint of the lowest rank that has one, else what differs between ranks. A collective."""
-        encoded = own.encode()
+    def _explain(self, report: _Report) -> JobError:
+        """The complaint of the lowest rank that has one, else a difference between ranks. A collective."""
+        encoded = report.encode()
         buffer = torch.zeros(MAX_BYTES, dtype=torch.uint8)
         buffer[: len(encoded)] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        found = [torch.empty_like(buffer) for _ in range(self._world_size)]
+        buffers = [torch.empty_like(buffer) for _ in range(self._world_size)]
         with collective("all_gather", self._job + HOST, "an error") as peers:
-            dist.all_gather(found, buffer, group=peers)
-        reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in found]
+            dist.all_gather(buffers, buffer, group=peers)
+        reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in buffers]
         wrong = next((report.complaint for report in reports if report.complaint), None)
         return JobError(*(wrong or _difference(reports)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """What one rank brings to an agreement. `inputs`: a fingerprint; `first`: the first rank of its tp group."""
+    """What one rank sends. `inputs`: a fingerprint of its inputs; `first`: the first rank of its tp group."""
 
     site: str
     complaint: Complaint | None
@@ -173,7 +173,7 @@ class _Report:
     inputs: int = 0
 
     def digest(self) -> int:
-        """A number that almost surely differs where site or numbers do; the same in every process."""
+        """A hash of site and numbers, the same in every process."""
         return hash((zlib.crc32(self.site.encode()), *(each.numbers for each in self.matching)))
 
     def encode(self) -> bytes:
@@ -188,7 +188,7 @@ class _Report:
 
 
 def _difference(reports: Sequence[_Report]) -> Complaint:
-    """What differs between ranks none of which complains: what they run, a number, or the inputs of a tp group."""
+    """Describes the first difference between ranks: the site, a number that must match, or a tp group's inputs."""
     sites = sorted({report.site for report in reports})
     if len(sites) > 1:
         return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]))
@@ -202,7 +202,7 @@ def _difference(reports: Sequence[_Report]) -> Complaint:
 
 
 def _factor(rank: int, ranks: Sequence[int]) -> int:
-    """This rank's factor among those of `ranks`, which add up to 0 modulo 2^64: the first makes up for all others."""
+    """This rank's factor. The factors of `ranks` add up to 0 modulo 2^64: the first is minus the sum of the others."""
     if rank != ranks[0]:
         return _mixed(rank)
     return -sum(map(_mixed, ranks[1:]))

@@ -1,7 +1,7 @@
 """Sums of gradients over ranks, and their norm.
 
-The one rule: the loss is already over the global number of labels, so every reduction is a sum, over exactly the
-groups that the plan names for the parameter (`PlanParameter.sum_over`).
+The loss is divided by the global number of labels already, so every reduction is a sum and never a mean. It runs over
+the groups that the plan names for the parameter (`PlanParameter.sum_over`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moec.runtime.job.watch import collective
 
 @dataclass(frozen=True, slots=True)
 class Summed:
-    """A gradient to be summed: its place among a layer's parameters, its shape, and over which groups."""
+    """A gradient to sum: its index among a layer's parameters, its shape, and the groups to sum over."""
 
     index: int
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Summed:
 class Bucket:
     """The gradients of a layer that are summed over the same groups, in one flat tensor.
 
-    Its last elements count the ranks that have a gradient of each parameter: a gradient that no rank has stays None.
+    Its last elements count, for each parameter, the ranks with a gradient: one that no rank has stays None.
     """
 
     members: Sequence[Summed]
@@ -41,15 +41,15 @@ class Bucket:
     _work: dist.Work | None = field(init=False, default=None)
 
     def begin(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Starts the sum of the members among `gradients` (by `index`); gives the tensors that will hold it.
+        """Starts the sums of its members in `gradients` (by `index`); returns the tensors that will hold them.
 
-        Ranks with and without a gradient of the same parameter still send tensors of one size.
+        A rank without a gradient sends zeros, so that every rank sends as many bytes.
         """
-        given = [gradients[member.index] for member in self.members]
-        self._present = [gradient is not None for gradient in given]
+        members_gradients = [gradients[member.index] for member in self.members]
+        self._present = [gradient is not None for gradient in members_gradients]
         pieces = [
             torch.zeros(member.shape, dtype=self.dtype, device=self.device) if gradient is None else gradient
-            for member, gradient in zip(self.members, given, strict=True)
+            for member, gradient in zip(self.members, members_gradients, strict=True)
         ]
         counts = torch.tensor(self._present, dtype=self.dtype).to(self.device, non_blocking=True)
         self.flat = torch.cat([*(piece.reshape(-1) for piece in pieces), counts])
@@ -57,10 +57,10 @@ class Bucket:
         return self._split()
 
     def finish(self) -> list[Tensor | None]:
-        """Waits for the sums. Each is a tensor of its own; None for a gradient that no rank has."""
+        """Waits for the sums. Each has its own storage; None for a gradient that no rank has."""
         groups = self.members[0].groups
         self._wait(groups[0])
-        # The second sum adds up the first ones. Started in `begin`, it would make backward wait for the other ranks.
+        # The second group sums the first group's result: started in `begin`, it would make backward wait for the first.
         for group in groups[1:]:
             self._start(group)
             self._wait(group)
@@ -87,25 +87,32 @@ class Bucket:
 
 
 def by_groups(gradients: Iterable[Summed]) -> dict[tuple[str, ...], list[Summed]]:
-    """Gradients by the groups that they are summed over; those that are not summed under `()`."""
-    found: dict[tuple[str, ...], list[Summed]] = {}
+    """Gradients by the groups that sum them; `()` has those that no group sums."""
+    grouped: dict[tuple[str, ...], list[Summed]] = {}
     for gradient in gradients:
-        found.setdefault(gradient.groups, []).append(gradient)
-    return found
+        grouped.setdefault(gradient.groups, []).append(gradient)
+    return grouped
+
+
+def require_max_norm(max_norm: float) -> None:
+    """Raises `ValueError` for a negative norm, which would turn gradients around, and for NaN."""
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm is a number from 0 on, not {max_norm}")
 
 
 def clip_gradient_norm(
     gradients: Mapping[str, Tensor], sharded_over: Mapping[str, tuple[str, ...]], max_norm: float, device: torch.device
 ) -> Tensor:
-    """Scales every gradient so that their global norm is at most `max_norm`; gives the norm before, a scalar.
+    """Scales every gradient so that their global norm is at most `max_norm`; returns the norm before, a scalar.
 
-    `gradients`: this rank's part of each, a plain tensor. Every parameter counts once across the meshes: squares are
-    summed over the groups on which it is sharded, and over no other. A norm that is not finite is no error and scales
-    the gradients all the same, as in `torch.nn.utils.clip_grad_norm_`.
+    `gradients`: this rank's part of each, a plain tensor. Every parameter counts once: squares are summed only over the
+    groups that shard it. A norm that is not finite raises nothing and scales the gradients, as in
+    `torch.nn.utils.clip_grad_norm_`. Raises `ValueError` for a negative `max_norm`.
     """
+    require_max_norm(max_norm)
     by_shards: dict[tuple[str, ...], list[Tensor]] = {}
     for name, groups in sharded_over.items():
-        # Every rank sums over the same groups, whether or not it has a gradient of theirs.
+        # Every rank calls the collectives of all groups, even without a gradient: else the others would wait for it.
         by_shards.setdefault(groups, []).extend([gradients[name]] if name in gradients else [])
     total = torch.zeros((), device=device)
     for groups, parts in sorted(by_shards.items()):

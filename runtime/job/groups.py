@@ -1,8 +1,8 @@
 """Process groups by name.
 
-Graphs name the group that a collective runs over and never hold it. A job opens its groups under a number of its own,
-`"3/ep[4..31]"`, and `build` writes those names into its graphs: two jobs of one process never use each other's groups,
-and a model whose job has ended is told so. All ranks of job 3 are `"3/"`.
+Graphs contain names of groups and no group. Each job has a number, which its groups' names begin with, as in
+`"3/ep[4..31]"`; `"3/"` are all ranks of job 3. `build` writes the names into its graphs: jobs of one process never use
+each other's groups, and a model whose job has ended raises an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _open: set[str] = set()
 _numbers = count()
 
 ALL_RANKS, HOST = "", "host"
-"""A job's names for the group of all its ranks, and for a group of the same ranks that takes CPU tensors."""
+"""The names, after a job's number, of the group of all ranks and of the same group for CPU tensors."""
 
 SEPARATOR = "/"
-"""Between a job's number and the plan's name of a group; no such name contains it."""
+"""Separates a job's number from the plan's name of a group, which never contains it."""
 
 
 class UnknownGroupError(RuntimeError):
@@ -37,15 +37,15 @@ class UnknownGroupError(RuntimeError):
 
 
 def new_job() -> str:
-    """What the names of a new job's groups begin with."""
+    """A new job's number: the prefix of its groups' names."""
     return f"{next(_numbers)}{SEPARATOR}"
 
 
 @contextmanager
 def opened(job: str, groups: Mapping[str, ProcessGroup], watch: Watch | None) -> Iterator[None]:
-    """Lets collectives resolve a job's groups, by the plan's names of them, until the block ends.
+    """Registers a job's groups, by the plan's names, until the block ends.
 
-    `watch` watches over the collectives of this job alone.
+    `watch` watches the collectives of this job only.
     """
     names = {job + name: group for name, group in groups.items()}
     _groups.update(names)
@@ -62,15 +62,15 @@ def opened(job: str, groups: Mapping[str, ProcessGroup], watch: Watch | None) ->
 
 
 def is_open(job: str) -> bool:
-    """Whether the job whose groups' names begin with `job` is still running here."""
+    """Whether job number `job` is still running in this process."""
     return job in _open
 
 
 @contextmanager
 def use(groups: Mapping[str, ProcessGroup]) -> Iterator[None]:
-    """Lets collectives resolve names outside of any job until the block ends; inner blocks shadow outer ones.
+    """Registers groups outside of any job until the block ends; inner blocks shadow outer ones.
 
-    The block must outlive backward, which runs collectives too.
+    Call backward inside the block: it runs collectives too.
     """
     global _groups
     outer = _groups
@@ -84,7 +84,7 @@ def use(groups: Mapping[str, ProcessGroup]) -> Iterator[None]:
 def resolve(name: str) -> ProcessGroup:
     """The process group called `name` on this rank.
 
-    Raises `JobError` where the job that had it has ended, and `UnknownGroupError`, which lists the known names.
+    Raises `JobError` if its job has ended, and `UnknownGroupError`, which lists the known names.
     """
     try:
         return _groups[name]
@@ -94,19 +94,19 @@ def resolve(name: str) -> ProcessGroup:
         known = ", ".join(f'"{other}"' for other in sorted(_groups)) or "none"
         message = (
             f'no process group is called "{name}" on this rank (known: {known}); '
-            "collectives run inside `groups.use({name: group})`, and so does their backward"
+            "run collectives and their backward inside `groups.use({name: group})`"
         )
         raise UnknownGroupError(message) from None
 
 
 def watch_of(name: str) -> Watch | None:
-    """The watch over the collectives of the group called `name`, if there is one."""
+    """The watch of the job that the group called `name` belongs to, if it has one."""
     job, separator, _ = name.partition(SEPARATOR)
     return _watches.get(job + separator)
 
 
 def plain_name(name: str) -> str:
-    """What the plan calls a group; empty for those of all ranks."""
+    """The plan's name of a group; empty for the groups of all ranks."""
     plain = name.partition(SEPARATOR)[2] if SEPARATOR in name else name
     return "" if plain == HOST else plain
 
@@ -115,6 +115,6 @@ def ended() -> JobError:
     """The error for a model that is used after its job."""
     return JobError(
         "MOE0709",
-        "the model communicates over process groups that went with its job",
+        "the model communicates over process groups that its job has closed",
         "use it inside of `with moec.launch(…) as job`; `model.state_dict()` still works",
     )

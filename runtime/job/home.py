@@ -1,4 +1,4 @@
-"""Where a module runs: in one process, or as a rank of a job; and how it gets its parameters there."""
+"""Where a module runs, in one process or as a rank of a job, and how it gets its parameters."""
 
 from __future__ import annotations
 
@@ -8,42 +8,56 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import PlanParameter
-from moec.passes.ir import Mesh
+from moec.passes.ir import Mesh, State
 from moec.runtime.job.checks import Checks
 from moec.runtime.job.names import add_parameter
-from moec.runtime.job.shards import initial_shard
+from moec.runtime.job.shards import initial_shard, initial_state
 from moec.runtime.job.weights import Microbatches, Weights, WeightSpec
 
 ALONE = Mesh("dense", (("dp", 1),))
 
 
 class Home(Protocol):
-    """The place where a module runs, as far as the module depends on it. Copies of the module share it."""
+    """What a module needs to know of the rank that runs it. Copies of the module use the same home."""
 
     @property
     def groups(self) -> str:
-        """What the names of its process groups begin with."""
+        """The prefix of its process groups' names."""
         ...
 
     @property
     def checks(self) -> Checks:
-        """How its ranks check what the module is given."""
+        """How its ranks check the module's inputs."""
+        ...
+
+    @property
+    def seed(self) -> int:
+        """The seed of new parameters and of random numbers."""
+        ...
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch it is given."""
         ...
 
     def parameter(self, name: str) -> nn.Parameter:
         """A new parameter, by its full name."""
         ...
 
+    def state(self, state: State) -> Tensor:
+        """The initial value of a state."""
+        ...
+
     def weight(self, name: str, site: str) -> WeightSpec:
-        """How a layer takes the parameter of this full name; `site` says which part of the model uses it."""
+        """The spec of the parameter of this full name; `site` says which part of the model uses it."""
         ...
 
     def require_running(self) -> None:
-        """Raises `JobError` where the job has ended."""
+        """Raises `JobError` if the job has ended."""
         ...
 
     def signature(self) -> dict[str, Any]:
@@ -56,27 +70,31 @@ class Home(Protocol):
 
 
 class Alone:
-    """One process has every parameter whole, in fp32, or in `dtype` where that is wider.
+    """The home of one process that has all parameters unsharded, in fp32, or in `dtype` if that is wider.
 
     `dtype` also replaces the dtype in which layers compute.
     """
 
-    groups = ""
+    groups, data_rank = "", 0
 
     def __init__(self, parameters: Mapping[str, PlanParameter], *, seed: int, dtype: torch.dtype | None) -> None:
         self.checks = Checks()
-        self._parameters, self._seed, self._dtype = parameters, seed, dtype
+        self._parameters, self.seed, self._dtype = parameters, seed, dtype
+        self._master = torch.promote_types(dtype or torch.float32, torch.float32)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Alone:
         return self
 
     def parameter(self, name: str) -> nn.Parameter:
-        master = torch.promote_types(self._dtype or torch.float32, torch.float32)
-        return nn.Parameter(initial_shard(name, self._parameters[name], ALONE, 0, seed=self._seed, dtype=master))
+        return nn.Parameter(initial_shard(name, self._parameters[name], ALONE, 0, seed=self.seed, dtype=self._master))
+
+    def state(self, state: State) -> Tensor:
+        return initial_state(state, self._master)
 
     def weight(self, name: str, site: str) -> WeightSpec:
         data = self._parameters[name]
-        return WeightSpec(name=name, shape=data.shape, dtype=self._dtype or DTYPES[data.dtype], site=site)
+        dtype = self._dtype or DTYPES[data.dtype]
+        return WeightSpec(name=name, shape=data.shape, dtype=dtype, site=site, master=self._master)
 
     def require_running(self) -> None:
         """Never raises: a single process needs no job."""
@@ -86,11 +104,11 @@ class Alone:
 
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
         ranks = signature["ranks"]
-        return None if ranks == 1 else f"it holds one rank's parts of a plan for {ranks}, and this model is whole"
+        return None if ranks == 1 else f"it has one rank's parts of a plan for {ranks} ranks, and this model is whole"
 
 
 def home_of(module: nn.Module) -> Home:
-    """Where a model of moec runs."""
+    """The home of a module that moec made."""
     home: Home = module.__dict__["_home"]
     return home
 
@@ -103,7 +121,7 @@ def own_weights(
     home: Home,
     microbatches: Microbatches,
 ) -> Weights:
-    """Makes the parameters `names` of `owner`, which stands at `path` in the model."""
+    """Makes the parameters `names` of `owner`, the module at `path` in the model."""
     specs = []
     for name in names:
         add_parameter(owner, name, partial(home.parameter, path + name))

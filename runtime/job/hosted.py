@@ -1,4 +1,4 @@
-"""For a plain PyTorch model with layers of moec in it: which parameters are experts, and clipping gradients."""
+"""For a plain PyTorch model that contains layers of `moec.layer`: finds experts and clips gradients."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moec.runtime.job.gradients import require_max_norm
 from moec.runtime.job.groups import resolve
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.layer_home import LayerHome
@@ -17,9 +18,9 @@ from moec.runtime.job.watch import collective
 
 
 def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """This rank's experts of all layers in `model` that `moec.layer` made, by their names in it.
+    """This rank's experts of every `moec.layer` in `model`, by their names in `model`.
 
-    What hosts leave out: DistributedDataParallel takes the names, `fully_shard` the values (`ignored_params`).
+    Hosts must ignore them: give DistributedDataParallel the names, and `fully_shard` the values (`ignored_params`).
     """
     experts = {id(parameter) for layer in _layers(model) for parameter in layer.expert_parameters()}
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
@@ -28,9 +29,11 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scales the gradients of `model` to a norm of at most `max_norm`; returns the norm before, equal on every rank.
 
-    `torch.nn.utils.clip_grad_norm_` knows of no other rank's experts: every rank would scale by another factor. A
-    collective over the ranks of the layers: every rank must call it, or none, after the host has reduced gradients.
+    `torch.nn.utils.clip_grad_norm_` misses the experts of other ranks, so each rank would scale by another factor. This
+    is a collective over the layers' ranks. Every rank must call it, after the host has reduced the gradients.
+    Raises `ValueError` for a negative `max_norm`.
     """
+    require_max_norm(max_norm)
     experts = {id(parameter) for parameter in expert_parameters(model).values()}
     dense = [p.grad for p in model.parameters() if p.grad is not None and id(p) not in experts]
     of_experts = [p.grad for p in model.parameters() if p.grad is not None and id(p) in experts]
@@ -45,7 +48,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _squares_of_dense(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Squared norm of what the host has reduced: the same on every rank, or DTensors, of which each has a part."""
+    """Squared norm of the gradients that the host has reduced: replicas, or DTensors sharded over ranks."""
     plain: list[Tensor] = []
     cut: dict[DeviceMesh, list[Tensor]] = {}
     for gradient in gradients:
@@ -61,7 +64,7 @@ def _squares_of_dense(gradients: Iterable[Tensor], device: torch.device) -> Tens
 
 
 def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
-    """Squared norm of all experts, each once. One all_reduce for all layers over the same ranks."""
+    """Squared norm of all experts' gradients, each once. One all_reduce for all layers over the same ranks."""
     by_group: dict[str, list[Tensor]] = {}
     counted: set[int] = set()
     names: dict[object, str] = {}
@@ -69,10 +72,10 @@ def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
         home = layer._home
         name = home.expert_group if isinstance(home, LayerHome) else ""
         name = names.setdefault(resolve(name), name) if name else name
-        # Experts that two layers share count once.
-        found = [p for p in layer.expert_parameters() if p.grad is not None and id(p) not in counted]
-        counted.update(map(id, found))
-        by_group.setdefault(name, []).extend(p.grad for p in found if p.grad is not None)
+        # Experts that are tied between two layers count once.
+        uncounted = [p for p in layer.expert_parameters() if p.grad is not None and id(p) not in counted]
+        counted.update(map(id, uncounted))
+        by_group.setdefault(name, []).extend(p.grad for p in uncounted if p.grad is not None)
     total = torch.zeros((), device=device)
     for name, gradients in by_group.items():
         squares = _squares(gradients, device)

@@ -1,4 +1,4 @@
-"""Refuses hosts of `moec.layer` that take over its experts: DistributedDataParallel and `fully_shard`."""
+"""Refuses DistributedDataParallel and `fully_shard` where they manage the experts of `moec.layer`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from moec.runtime.errors import JobError
 
 
 def state() -> tuple[int, int]:
-    """What the hosts of a forward pass are recognised by: it changes where one is put around a model later."""
+    """Identifies the hosts of the running forward pass: changes if a model is wrapped later."""
     states: Any = sys.modules.get("torch.distributed._composable_state")
     return id(_active_ddp()), len(states._module_state_mapping) if states is not None else 0
 
 
 def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
-    """Raises `JobError` if the host manages experts: it takes them for replicas, and each rank has different ones.
+    """Raises `JobError` if the host manages experts: it takes them for replicas, but ranks have different experts.
 
-    Also if it reduces over other ranks than the layer's `ranks`: gradients of experts' replicas would not be summed.
+    Raises it too if the host reduces over other ranks than the layer's `ranks`: replicas of experts would drift apart.
     """
     ddp = _active_ddp()
     if ddp is not None and set(dist.get_process_group_ranks(ddp.process_group)) != set(ranks):
         hosts = sorted(dist.get_process_group_ranks(ddp.process_group))
         raise JobError(
             "MOE0711",
-            f"DistributedDataParallel is over the ranks {hosts}, and a layer in it over {sorted(ranks)}",
-            "make the layer without `group`, over all of them, and say `parallel { ep = … }` in its file",
+            f"DistributedDataParallel spans the ranks {hosts}, but a layer in it spans {sorted(ranks)}",
+            "make the layer without `group`, and set `parallel { ep = … }` in its file",
         )
-    own = {id(parameter) for parameter in experts.parameters()}
-    if ddp is not None and any(id(parameter) in own for parameter in ddp._module_parameters):
+    local_experts = {id(parameter) for parameter in experts.parameters()}
+    if ddp is not None and any(id(parameter) in local_experts for parameter in ddp._module_parameters):
         raise JobError(
             "MOE0711",
-            "DistributedDataParallel has made this rank's experts copies of rank 0's",
+            "DistributedDataParallel has replaced this rank's experts by copies of rank 0's",
             "before it wraps the model, call `DistributedDataParallel._set_params_and_buffers_to_ignore_for_model("
             "model, moec.expert_parameters(model))`",
         )
@@ -43,8 +43,8 @@ def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:
     if any(owner in inside for owner in _owners_of_fsdp()):
         raise JobError(
             "MOE0711",
-            "fully_shard has cut this rank's experts up among the other ranks",
-            "give every call of it `ignored_params = set(moec.expert_parameters(model).values())`",
+            "fully_shard has sharded this rank's experts over the other ranks",
+            "pass `ignored_params = set(moec.expert_parameters(model).values())` to every call of fully_shard",
         )
 
 

@@ -28,19 +28,19 @@ from moec.runtime.backends import select
 from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.errors import JobError, speak_once
 from moec.runtime.job import groups
-from moec.runtime.job.batches import IGNORED_LABEL, limits_of
+from moec.runtime.job.batches import limits_of
 from moec.runtime.job.checks import Checks, JobChecks
 from moec.runtime.job.gradients import clip_gradient_norm
 from moec.runtime.job.groups import ALL_RANKS
-from moec.runtime.job.home import home_of
 from moec.runtime.job.join import device_meshes, join, process_groups
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.optimizer import make_optimizer
+from moec.runtime.job.plan_names import parameters_by_name, require_model, require_own, states_by_name
 from moec.runtime.job.rank import RankHome
 from moec.runtime.job.replicas import check_replicas
 from moec.runtime.job.step import Counter, Loss, Step, run_step
 from moec.runtime.job.watch import collective, watch
-from moec.runtime.ops.conversions import all_gather_alike
+from moec.runtime.ops.dense_collectives import all_gather_alike
 
 TIMEOUT = 100.0
 """Seconds: long enough for a slow step, short enough to notice a dead rank (torch's defaults are 10 to 30 minutes)."""
@@ -49,9 +49,9 @@ TIMEOUT = 100.0
 class Job:
     """One rank of a plan that runs under torchrun, or the only rank of a plan for one.
 
-    Entering it joins the process group (or uses the one there is) and builds the plan's meshes; leaving it ends the
-    process group that entering made. `rank`, `world_size`: this process among all; `data_rank`, `data_size`: its share
-    of the batch. Several jobs may run in one process: each has groups, tiles and a watch of its own.
+    Entering it joins the process group (or uses the existing one) and builds the plan's meshes; leaving it destroys a
+    process group that entering made. `rank` of `world_size` processes trains on part `data_rank` of `data_size` equal
+    parts of the batch. Several jobs may run in one process: each has its own groups, tiles and watch.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class Job:
         if not 0 < timeout < math.inf:
             raise ValueError(f"timeout is a number of seconds above 0, not {timeout}")
         if device not in (None, "cpu", "cuda"):
-            raise ValueError(f"device is 'cpu' or 'cuda' (which AMD's are too), not {device!r}")
+            raise ValueError(f"device is 'cpu' or 'cuda' (AMD GPUs too), not {device!r}")
         if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is 'cuda', and torch finds no GPU here")
+            raise ValueError("device is 'cuda', but torch finds no GPU")
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -91,7 +91,7 @@ class Job:
             if dist.is_initialized():
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self._require_world_size()
-            select(self.device_type)  # raises where `MOEC_BACKEND` cannot be had: on every rank, before they meet
+            select(self.device_type)  # raises for an unusable `MOEC_BACKEND`, before any collective
             self.data_rank = self.plan.data_rank(self.rank)
             self._checks = self._checks_of_ranks()
             if not dist.is_initialized():
@@ -101,7 +101,7 @@ class Job:
             named = process_groups(self._meshes, self.device_type, self._timeout)
             watching = None
             if self.world_size > 1:
-                # A connection of its own: a thread that waits on a shared one would hold up the other.
+                # A second connection: a thread that waits on a shared one would block the other thread.
                 store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
                 seconds = self._timeout.total_seconds()
                 watching = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
@@ -124,7 +124,7 @@ class Job:
         if self.world_size != ranks:
             raise JobError(
                 "MOE0701",
-                f"the plan is for {ranks}, and this job has {self.world_size}",
+                f"the plan is for {ranks} ranks, but this job has {self.world_size}",
                 f"start it with `torchrun --nproc-per-node {ranks} …` (on several nodes, {ranks} processes in all), "
                 f"or compile the file for a cluster of {self.world_size}",
             )
@@ -132,7 +132,7 @@ class Job:
     # ---- what a training script calls --------------------------------------------------------------
 
     def build(self, device: str | torch.device | None = None, *, seed: int = 0) -> PlanModule:
-        """This rank's shard of the model, newly drawn on `device`. What it starts as does not depend on the sharding.
+        """This rank's part of the model, newly drawn on `device`. Initial values do not depend on the sharding.
 
         On `"meta"` nothing is allocated; `model.to_empty(device=…)` and a `state_dict` come next.
         """
@@ -142,14 +142,17 @@ class Job:
         return PlanModule(self.plan.program, limits, home)
 
     def optimizer(self, model: PlanModule) -> AdamW:
-        """The optimizer that the file's `train` block names, with its defaults where it has none."""
+        """The optimizer of the file's `train` block, else AdamW with its defaults.
+
+        Raises `JobError` for parameters that the plan does not have.
+        """
+        require_model(model, self.plan)
         train = self.plan.spec.train
         spec = train.optimizer if train else AdamWSpec()
-        decayed: list[nn.Parameter] = []
-        undecayed: list[nn.Parameter] = []
-        for name, parameter in model.named_parameters():
-            (decayed if self.plan.parameters[name].decays else undecayed).append(parameter)
-        return make_optimizer(spec, decayed, undecayed, model)
+        by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in parameters_by_name(model, self.plan).items():
+            by_decay[self.plan.parameters[name].decays].append(parameter)
+        return make_optimizer(spec, by_decay[True], by_decay[False], model)
 
     def step(
         self,
@@ -163,23 +166,22 @@ class Job:
         count: Counter | None = None,
         inputs: Mapping[str, Tensor] | None = None,
     ) -> Tensor:
-        """Forward, backward and gradient sums over this rank's share of the batch; gives the global loss, detached.
+        """Forward, backward and gradient sums over this rank's part of the batch; returns the global loss, detached.
 
-        tokens and labels int64 `[batch, sequence]`. The gradient is that of the whole batch of all ranks, in however
-        many `microbatches` it is cut and however labels are masked. Before every N-th step, with `check_replicas=N`,
-        replicas are compared.
+        tokens and labels int64 `[batch, sequence]`. The gradient is that of all ranks' whole batch, for any number of
+        `microbatches` and any masked labels. With `check_replicas=N` replicas are compared before every N-th step.
 
-        A loss of one's own, one of:
+        A custom loss is one of:
         - `loss(logits, labels, **inputs)`: a sum over tokens, a scalar; logits `[batch, sequence, vocab]` are whole;
-        - `logprob_loss(logprobs, labels, **inputs)`: the same of the labels' log-probabilities `[batch, sequence]`,
-          fp32, 0 where a label is ignored; no rank has whole logits.
+        - `logprob_loss(logprobs, labels, **inputs)`: a sum over the labels' log-probabilities fp32 `[batch, sequence]`,
+          0 where a label is ignored; logits stay sharded.
 
-        It is divided by `count(labels, **inputs)`, summed over all ranks and micro-batches: by default the valid
-        labels. A count that takes `logits` first needs the forward pass, and so a single micro-batch. `inputs` are
-        tensors `[batch, sequence, …]`, cut as tokens are. The model's balance terms are added (`.aux_loss`).
+        It is divided by `count(labels, **inputs)`, summed over all ranks and micro-batches (default: the valid labels).
+        A count that takes `logits` first needs the forward pass, and so one micro-batch. `inputs` are tensors `[batch,
+        sequence, …]`, split as tokens are. The model's balance terms are added (`.aux_loss`).
 
-        Raises `JobError` on every rank for a loss that is no scalar, a count that is 0 on all ranks, and
-        inputs of other shapes.
+        Raises `JobError` on every rank for a loss that is no scalar, a count that is 0 on all ranks, and inputs of
+        other shapes.
         """
         self._require_own(model)
         self._steps += 1
@@ -197,58 +199,72 @@ class Job:
 
     @contextmanager
     def accumulate(self, model: PlanModule, *labels: Tensor, tokens: tuple[Tensor, ...] = ()) -> Iterator[None]:
-        """Within it `model(tokens, labels).loss.backward()` adds up to the gradient of all micro-batches together.
+        """Inside the block, `model(tokens, labels).loss.backward()` accumulates the gradient of all micro-batches.
 
-        `labels` are those of every micro-batch to come: each loss is divided by the valid labels of all of them.
-        `tokens`, the same of tokens, where the model has a padding id and balance terms: padding is counted by them.
-        Gradients are summed over the ranks once per backward pass; `job.step(…, microbatches=n)` does so once.
+        `labels`: the labels of every micro-batch of the block; each loss is divided by all their valid labels.
+        `tokens`: their tokens, which count padding; only for a model with a padding id and balance terms.
+        Each backward pass sums gradients over the ranks; `job.step(…, microbatches=n)` sums them once.
         """
         self._require_own(model)
         if not labels:
-            raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch to come")
+            raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch of the block")
         if not tokens and model.counts_padding:
             raise JobError(
                 "MOE0713",
-                "the model has a padding id and balance terms, which count the tokens that are no padding",
-                "give job.accumulate(…, tokens=(…)) the tokens of every micro-batch to come too",
+                "the model has a padding id and balance terms, which count real tokens",
+                "pass the tokens of every micro-batch of the block: job.accumulate(…, tokens=(…))",
+            )
+        if model.draws and any(part.dim() != 2 for part in labels):
+            raise JobError(
+                "MOE0713",
+                "the model draws random numbers, which depend on the numbers of its sequences",
+                "pass the labels of each micro-batch by themselves, `[batch, sequence]`",
             )
         flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
         model.has_accumulated = True
-        with model.counting(model.count_labels(flat), model.count_tokens(ids)) as used:
+        sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
+        with model.counting(model.count_labels(flat), model.count_tokens(ids), sequences) as used:
             yield
-        looks = self._checks.looks(model.seen, "accumulate", flat.device)
-        promised = int((flat != IGNORED_LABEL).sum()) if looks else 0
-        if used.given != flat.numel() or (looks and int(used.valid) != promised):
-            raise JobError(
-                "MOE0713",
-                f"job.accumulate was given {flat.numel()} labels, and the forward passes in it {used.given}, "
-                "or others of them were ignored",
-                "give it the labels of exactly the micro-batches that follow; zero the gradients of this step",
-            )
+            look = self._checks.looks(model.seen, "accumulate", flat.device)
+            used.require_whole(flat, look=look, numbered=model.draws)
+            model.update_states()
+
+    def update_states(self, model: PlanModule) -> None:
+        """Gives every state of the model, such as the biases of `online`, its new value.
+
+        For loops that call `model(tokens, labels)` and `backward()`: once per step, after the last `backward()`. It
+        uses the expert loads, over all ranks, of all training forward passes since the last update. `job.step` and
+        `job.accumulate` update states themselves, and discard loads counted before them. Does nothing to a model
+        without states. A collective: every rank must call it, or none.
+
+        Raises `JobError` on every rank if no forward pass came since the last update, and inside `job.accumulate`.
+        """
+        self._require_own(model)
+        self._checks.require("update of states", model.update_complaint())
+        model.update_states()
 
     def check_replicas(self, model: PlanModule) -> None:
         """Raises `JobError` on every rank unless ranks with the same part of a parameter have the same bits.
 
-        A collective: every rank must call it, or none.
+        States must have the same bits on every rank. A collective: every rank must call it, or none.
         """
         self._require_own(model)
-        parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
+        parts = {name: local_part(parameter) for name, parameter in parameters_by_name(model, self.plan).items()}
+        parts |= states_by_name(model, self.plan)
         check_replicas(self.plan, parts, self.world_size, self._number + ALL_RANKS)
 
     def clip_grad_norm_(self, model: PlanModule, max_norm: float) -> Tensor:
         """Scales the gradients to a global norm of at most `max_norm`; returns the norm before, equal on every rank."""
         self._require_own(model)
-        sharded, gradients = {}, {}
-        for name, parameter in model.named_parameters():
-            sharded[name] = self._sharded_over(self.plan.parameters[name])
-            if parameter.grad is not None:
-                gradients[name] = local_part(parameter.grad)
+        named = parameters_by_name(model, self.plan)
+        sharded = {name: self._sharded_over(self.plan.parameters[name]) for name in named}
+        gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         return clip_gradient_norm(gradients, sharded, max_norm, next(model.parameters()).device)
 
     def whole_logits(self, output: ModelOutput) -> Tensor:
-        """`output.logits` over the whole vocabulary and all tokens of this rank's sequences, differentiable.
+        """`output.logits` gathered over vocabulary and sequence, `[batch, sequence, vocab]`, differentiable.
 
-        All ranks of a tp group must compute the same from them. A collective: every rank must call it, or none.
+        All ranks of a tp group must compute the same with them. A collective: every rank must call it, or none.
         """
         logits, placement = output.logits, self.plan.result_layout.get("tp")
         if not isinstance(placement, Shard):
@@ -257,7 +273,7 @@ class Job:
         return whole
 
     def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
-        """Rows that each expert got in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.
+        """Rows per expert in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.
 
         A collective: every rank must call it, or none.
         """
@@ -271,14 +287,14 @@ class Job:
         return dict(zip(layers, torch.split(counts.cpu(), sizes), strict=True))
 
     def drop_rates(self, model: PlanModule) -> dict[int, float]:
-        """The share of the last forward pass's choices that found their expert full, by layer; 0 where none can.
+        """Fraction of the last forward pass's choices that a capacity dropped, over all ranks: layer → 0 to 1.
 
-        Over all ranks, as `expert_loads` is, and so a collective too.
+        A collective: every rank must call it, or none.
         """
         loads = self.expert_loads(model)
         tokens = torch.as_tensor(model.num_tokens, device=next(model.parameters()).device).clone()
         self._sum_over_all(tokens, "drop rates")
-        total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group read the same ones
+        total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
         program = self.plan.program
         choices = {call.layer: choices_per_token(program.block(call.block)) for call in layer_calls(program)}
         kept = {layer: int(load.sum()) / choices[layer] for layer, load in loads.items()}
@@ -288,27 +304,21 @@ class Job:
         """Checkpoints are not supported yet."""
         raise JobError("MOE0700", "job.save: checkpoints come in a later version of moec")
 
-    # ---- its own -------------------------------------------------------------------------------------
+    # ---- internal ------------------------------------------------------------------------------------
 
     @property
     def checks(self) -> Checks:
-        """How its ranks check what they are given, together."""
+        """How its ranks check inputs together."""
         return self._checks
 
     @property
     def number(self) -> str:
-        """What the names of its groups begin with (`moec.runtime.job.groups`)."""
+        """The prefix of its groups' names (`moec.runtime.job.groups`)."""
         return self._number
 
     def _require_own(self, model: PlanModule) -> None:
-        """Raises `JobError` for a model that another job built: its parts lie otherwise, over other groups."""
-        home = home_of(model)
-        if home.groups != self._number:
-            raise JobError(
-                "MOE0714",
-                f"a job of {self.plan.name} was given a model that another job built",
-                "give every model to the job whose `build` made it, or a copy of it",
-            )
+        """Raises `JobError` for a model that this job did not build."""
+        require_own(model, self.plan, self._number)
 
     def _sum_over_all(self, counts: Tensor, what: str) -> None:
         if self.world_size > 1:

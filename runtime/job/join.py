@@ -19,7 +19,7 @@ from moec.passes.ir.mesh import group_name
 from moec.runtime.job.groups import ALL_RANKS, HOST
 
 _joined: Counter[tuple[str, str]] = Counter()
-"""Jobs that this process has joined at each address: as many on every rank, for all run the same script."""
+"""Counts the jobs that this process has joined at each address. The count is equal on all ranks: all run one script."""
 
 
 def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
@@ -32,7 +32,7 @@ def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> No
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store, rank, world_size = next(rendezvous("env://", rank, world_size, timeout=timeout))
-    # The agent's store still holds the addresses of the last attempt, and of the last job of this process.
+    # The agent's store still has the addresses of an earlier attempt and of this process's earlier jobs.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     address = os.environ["MASTER_ADDR"], os.environ.get("MASTER_PORT", "")
     store = PrefixStore(f"attempt_{attempt}_job_{_joined[address]}", store)
@@ -41,32 +41,32 @@ def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> No
 
 
 def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, DeviceMesh]:
-    """A plan's meshes as DeviceMeshes, with their axes of more than one rank; a mesh without any is left out."""
-    found = {}
+    """A plan's meshes as DeviceMeshes over their axes of more than one rank; meshes of one rank are left out."""
+    by_name = {}
     for name, mesh in meshes.items():
         axes = mesh.wide_axes()
         if axes:
             ranks = torch.arange(mesh.ranks).reshape([mesh.size(axis) for axis in axes])
-            found[name] = DeviceMesh(device_type, ranks, mesh_dim_names=axes)
-    return found
+            by_name[name] = DeviceMesh(device_type, ranks, mesh_dim_names=axes)
+    return by_name
 
 
 def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:
-    """The groups of a job by the plan's names, that of all ranks, and that for CPU tensors."""
-    found: dict[str, ProcessGroup] = {}
+    """A job's process groups by the plan's names, with the group of all ranks and the group for CPU tensors."""
+    by_name: dict[str, ProcessGroup] = {}
     for name, mesh in meshes.items():
         for axis in mesh.mesh_dim_names or ():
-            found[group_name(axis, name if name != "dense" else None)] = mesh.get_group(axis)
+            by_name[group_name(axis, name if name != "dense" else None)] = mesh.get_group(axis)
     if meshes:
         world = dist.group.WORLD
         assert world is not None
-        found[ALL_RANKS] = world
-        found[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
-    for group in found.values():
-        # A new group has torch's default of 30 minutes. The default group is somebody else's, or has it already.
+        by_name[ALL_RANKS] = world
+        by_name[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
+    for group in by_name.values():
+        # New groups have torch's default timeout of 30 minutes. The default group keeps its own.
         if group is not dist.group.WORLD:
             distributed_c10d._set_pg_timeout(timeout, group)
-    return found
+    return by_name
 
 
 def _takes_cpu_tensors() -> bool:

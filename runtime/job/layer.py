@@ -1,4 +1,4 @@
-"""`moec.layer`: one mixture as an `nn.Module` for a plain PyTorch model, expert parallel over its ranks."""
+"""`moec.layer`: one mixture as an `nn.Module` for a plain PyTorch model, with expert parallelism."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ from moec.passes.ir.interface import layer_calls, scalar_blocks
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
 from moec.runtime.job import hosts, unscored
+from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.checks import Complaint, MustMatch
+from moec.runtime.job.forward_checks import KINDS, SHAPES, counts_own_tokens
 from moec.runtime.job.home import Home, own_weights
 from moec.runtime.job.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
-from moec.runtime.job.module import KINDS, SHAPES, counts_own_tokens
-from moec.runtime.job.settings import setting_values
+from moec.runtime.job.settings import require_seed, setting_values
 from moec.runtime.job.weights import Microbatches
 
 
 class HostedHome(Home, Protocol):
-    """The home of a layer in a plain PyTorch model, its host."""
+    """The home of a layer in a plain PyTorch model, the layer's host."""
 
     @property
     def hosts_divisor(self) -> int:
-        """What the host divides gradients by: its ranks where it averages over them, 1 where it sums."""
+        """The host divides gradients by this: its number of ranks if it averages, 1 if it sums."""
         ...
 
     @property
     def local_experts(self) -> range:
-        """The experts that this rank has, by their numbers in the file."""
+        """The indices of this rank's experts."""
         ...
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that the layer is spread over."""
+        """The ranks of the layer."""
         ...
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """This rank's part of a parameter, by its full name, as a tensor that says what it is a part of."""
+        """This rank's part of the parameter of this full name, as a DTensor if it is sharded."""
         ...
 
 
 class MoeLayer(nn.Module):
     """A mixture of experts `[…, dim] → […, dim]`: no norm, no residual. `moec.layer` makes it.
 
-    Parameters are fp32 and plain tensors: `gate.weight`, `experts.up.weight`, `experts.down.weight` and what the file
-    says beside them. `expert_parameters()` are this rank's experts; the host keeps its own reduction off them.
+    Parameters are fp32 and plain tensors: `gate.weight`, `experts.up.weight`, `experts.down.weight` and others that the
+    file asks for. `expert_parameters()` are this rank's experts, whose gradients the host must not reduce.
 
     `aux_loss`, after a forward pass: the balance terms over the tokens of all ranks, a scalar, equal on every rank, or
     None where the file has none. Add it to the rank's loss. `expert_counts`: rows that this rank's tokens sent to each
@@ -61,6 +62,7 @@ class MoeLayer(nn.Module):
 
     def __init__(self, program: Program, dim: int, home: HostedHome, *, float64: bool = False) -> None:
         super().__init__()
+        require_seed(home.seed)
         self.dim, self._home, self.seen, self._hosts = dim, home, set[object](), (0, -1)
         (call,) = layer_calls(program)
         self._function = emit_function(program, call.block, groups=home.groups, float64=float64)
@@ -80,7 +82,7 @@ class MoeLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x of any floating dtype: `[batch, sequence, dim]`; `[tokens, dim]` is one sequence; more dims are batches.
 
-        Computes in the layer's dtype, inside of `torch.autocast` too, and gives x's. Raises `JobError` on every
+        Computes in the layer's dtype, also inside of `torch.autocast`; returns x's dtype. Raises `JobError` on every
         rank for another width and for router logits that are NaN or infinite.
         """
         self._home.require_running()
@@ -92,23 +94,23 @@ class MoeLayer(nn.Module):
             self._refuse_reentrant_checkpoint()
             self.aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None
         y, self.expert_counts = results["residual"], results["counts"][0]
-        # `fully_shard` warns of a view that a module gives.
+        # `fully_shard` warns if a module returns a view.
         return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype)
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's experts: what the host leaves out of its own reduction, sharding and broadcasts."""
+        """This rank's experts, which the host must not reduce, shard or broadcast."""
         return self.get_submodule("experts").parameters()
 
     @property
     def local_experts(self) -> range:
-        """The experts that this rank has, by their numbers among all."""
+        """The indices of this rank's experts among all."""
         return self._home.local_experts
 
     def _refuse_reentrant_checkpoint(self) -> None:
-        """Raises `JobError` where a checkpoint runs this again in backward, and made `aux_loss` without a gradient."""
+        """Raises `JobError` if a reentrant checkpoint recomputes this: it made `aux_loss` without a gradient."""
         lost = self.aux_loss is not None and not self.aux_loss.requires_grad
         lost = lost and any(self._weights.needed())
-        if lost and torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if lost and torch.is_grad_enabled() and in_backward():
             raise JobError(
                 "MOE0711",
                 "torch.utils.checkpoint(use_reentrant=True) made aux_loss without a gradient",
@@ -116,8 +118,8 @@ class MoeLayer(nn.Module):
             )
 
     def _run(self, x: Tensor) -> dict[Role, Tensor]:
-        """y, the rows per expert, and the balance term where there is one, by their roles."""
-        settings = setting_values(self._function.settings, training=self.training)
+        """y, the rows per expert, and the balance term if there is one, by their roles."""
+        settings = setting_values(self._function.settings, {}, training=self.training)
         results: Sequence[Tensor] = self._function.module(x, self._number, *settings, *self._weights())
         return {output.role: result for output, result in zip(self._function.results, results, strict=True)}
 
@@ -127,7 +129,7 @@ class MoeLayer(nn.Module):
         return _scale_gradient(aux_loss, float(self._home.hosts_divisor))
 
     def _require_input(self, x: Tensor) -> bool:
-        """Raises `JobError` for an x that it cannot take; gives whether this pass checks tensors' values."""
+        """Raises `JobError` for an invalid x; returns whether this pass checks tensors' values."""
         checks = self._home.checks
         kind = ("forward", self.training)
         if len(self._home.ranks) > 1 and self._hosts != (hosts_now := hosts.state()):
@@ -139,7 +141,7 @@ class MoeLayer(nn.Module):
             words = f"x is {x.dtype} {list(x.shape)}, and must be floating, […, {self.dim}]"
             complaint = Complaint("MOE0702", words)
         if look or self._padded:
-            # A capacity counts the tokens of one rank, and takes them to be as many on every other.
+            # A capacity is computed from one rank's tokens: every rank must have as many.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
             kinds = (int(self.training), int(torch.is_grad_enabled()), hash(tuple(self._weights.needed())))
             matching = MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kinds)
@@ -153,7 +155,7 @@ class MoeLayer(nn.Module):
             self._home.checks.require("end of a layer", unscored.complaint(noted, self._routers))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: without the results of a forward pass, which belong to a graph of autograd."""
+        """For copies: drops the results of a forward pass, which autograd's graph refers to."""
         return self.__dict__ | {"aux_loss": None, "expert_counts": None}
 
 

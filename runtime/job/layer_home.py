@@ -1,4 +1,4 @@
-"""Where `moec.layer` runs: a rank of the host's process group, over groups that the layer makes for itself."""
+"""The home of `moec.layer`: a rank of the host's process group, with process groups that the layer makes."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from moec.runtime.job.weights import WeightSpec
 Reduction = Literal["mean", "sum"]
 
 EXPERTS = f"{PREFIX}experts."
-"""What the names of a plan's experts begin with."""
+"""The prefix of the names of a plan's experts."""
 
 
 def ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
-    """The ranks of `group` in the job, in its order; without one those of the default group, or only rank 0."""
+    """The global ranks of `group`, in its order; without `group` those of the default group, or only rank 0."""
     if group is None and not dist.is_initialized():
         return (0,)
     ranks = dist.get_process_group_ranks(group)
     if dist.get_rank() not in ranks:
-        raise ValueError(f"rank {dist.get_rank()} makes a layer over a group of ranks {ranks}, and is none of them")
+        raise ValueError(f"rank {dist.get_rank()} makes a layer over the ranks {ranks}, but is not one of them")
     return tuple(ranks)
 
 
 class LayerHome(RankHome):
-    """One rank of a layer. Dense parameters are the host's to reduce; experts' gradients are summed here, and scaled.
+    """One rank of a layer. The host reduces dense gradients; the layer sums and scales experts' gradients.
 
-    The loss of a host that averages gradients is the mean of its ranks' losses: experts' gradients are then divided by
+    A host that averages gradients has the mean of its ranks' losses as its loss. Then experts' gradients are divided by
     the number of ranks, and the gradient of `aux_loss`, which is global already, is multiplied by it.
     """
 
@@ -70,26 +70,26 @@ class LayerHome(RankHome):
         if self.plan.world_size == 1:
             return
         self._named[HOST] = _host_group(self.ranks)
-        require_alike(_digests(self._named[HOST], made_of, self.ranks), self.ranks)
+        require_same_layer(_digests(self._named[HOST], made_of, self.ranks), self.ranks)
         self._named[ALL_RANKS] = _group(self.ranks)
         for name, mesh in self.plan.meshes.items():
             for axis in mesh.wide_axes():
-                mine = next(peers for peers in mesh.groups(axis) if self.rank in peers)
+                members = next(peers for peers in mesh.groups(axis) if self.rank in peers)
                 named = group_name(axis, name if name != "dense" else None)
-                self._named[named] = _group(tuple(self.ranks[peer] for peer in mine))
+                self._named[named] = _group(tuple(self.ranks[peer] for peer in members))
         stack = ExitStack()
         stack.enter_context(groups.opened(job, self._named, None))
-        # Copies of a layer share its home: its groups are open until the last of them is gone.
+        # Copies of a layer use the same home: its groups stay open until the last copy is gone.
         weakref.finalize(self, stack.close)
 
     @property
     def expert_group(self) -> str:
-        """The group whose ranks have different experts; empty where every rank has all."""
+        """The group whose ranks have different experts; empty if every rank has all experts."""
         return next((self.groups + name for name in self._named if name.startswith("ep[")), "")
 
     @cached_property
     def experts_mesh(self) -> DeviceMesh:
-        """The mesh that the experts lie on, over the layer's own groups."""
+        """The mesh of the experts, over the layer's groups."""
         name = self.plan.parameters[f"{EXPERTS}up.weight"].mesh
         mesh = self.plan.meshes[name]
         axes = mesh.wide_axes()
@@ -100,7 +100,7 @@ class LayerHome(RankHome):
         return DeviceMesh.from_group(named, self._device.type, mesh=ranks, mesh_dim_names=axes)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """This rank's part of a parameter as a DTensor, which says what it is a part of; replicas as they are."""
+        """This rank's part of a parameter as a DTensor, which knows the whole; a replica as it is."""
         data = self.plan.parameters[name]
         layout = data.layout
         if not layout.axes:
@@ -116,7 +116,7 @@ class LayerHome(RankHome):
         return range(first.start, first.stop)
 
     def weight(self, name: str, site: str) -> WeightSpec:
-        spec = super().weight(name, site)
+        spec = replace(super().weight(name, site), master=None)
         if name.startswith(EXPERTS):
             return replace(spec, scale=1 / self.hosts_divisor)
         return replace(spec, groups=())
@@ -125,17 +125,17 @@ class LayerHome(RankHome):
         if not all(map(_is_alive, self._named.values())):
             raise JobError(
                 "MOE0709",
-                "the process group that this layer was made in was destroyed",
-                "make the layer anew in the process group that there is now",
+                "the process group of this layer was destroyed",
+                "make the layer again in the current process group",
             )
 
 
 def require_layer(spec: Spec) -> None:
-    """Raises `JobError` for a file whose subject is a model."""
+    """Raises `JobError` for a file that describes a model."""
     if spec.has_model:
         raise JobError(
             "MOE0721",
-            f"{spec.model.name} is a model, and `moec.layer` makes the mixture of a file whose subject is a `layer`",
+            f"{spec.model.name} is a model, but `moec.layer` wants a file that describes a `layer`",
             'train a model with `moec.launch`, or write its mixture as `layer "name" { dim = …; moe { … } }`',
         )
 
@@ -145,14 +145,14 @@ def make_layer(
 ) -> MoeLayer:
     """The layer of `plan` on this rank of `ranks`.
 
-    Raises `JobError` for another number of ranks, and for the plan of a model.
+    Raises `JobError` for a plan of another number of ranks, and for the plan of a model.
     """
     require_layer(plan.spec)
     if plan.world_size != len(ranks):
         raise JobError(
             "MOE0701",
-            f"the plan is for {plan.world_size}, and the layer's process group has {len(ranks)}",
-            f"give `moec.layer` the .moe file, which it compiles for {len(ranks)}, or compile it for so many",
+            f"the plan is for {plan.world_size} ranks, but the layer's process group has {len(ranks)}",
+            f"give `moec.layer` the .moe file, which it compiles for {len(ranks)}, or compile it for {len(ranks)}",
         )
     target = torch.device(device) if device is not None else torch.get_default_device()
     home = LayerHome(plan, ranks, reduction, device=target, seed=seed)
@@ -160,11 +160,11 @@ def make_layer(
 
 
 _shared: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
-"""Groups by kind and ranks: all layers of a model use the same ones."""
+"""Groups by backend and ranks: all layers of a model use the same groups."""
 
 
 def _group(ranks: tuple[int, ...]) -> ProcessGroup:
-    """A group over `ranks`, of the default backend. Never the host's own: each has its own order of collectives."""
+    """A group over `ranks`, of the default backend. Never the host's group: the host orders the collectives on it."""
     return _shared_group("", ranks)
 
 
@@ -175,12 +175,12 @@ def _host_group(ranks: tuple[int, ...]) -> ProcessGroup:
 
 
 def _shared_group(backend: str, ranks: tuple[int, ...]) -> ProcessGroup:
-    found = _shared.get((backend, ranks))
-    if found is None or not _is_alive(found):
-        # Only members make a group. Every rank makes its groups in the same order, so none waits for another group's.
-        found = dist.new_group(list(ranks), backend=backend or None, use_local_synchronization=True)
-        _shared[backend, ranks] = found
-    return found
+    group = _shared.get((backend, ranks))
+    if group is None or not _is_alive(group):
+        # Only members make a group. All ranks make groups in the same order, so no two groups wait for each other.
+        group = dist.new_group(list(ranks), backend=backend or None, use_local_synchronization=True)
+        _shared[backend, ranks] = group
+    return group
 
 
 def _is_alive(group: ProcessGroup) -> bool:
@@ -188,19 +188,19 @@ def _is_alive(group: ProcessGroup) -> bool:
 
 
 def _digests(group: ProcessGroup, made_of: str, ranks: Sequence[int]) -> list[int]:
-    """What each rank makes its layer of, as a number. A collective."""
-    own = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:8], "big") >> 2
-    found = [torch.zeros((), dtype=torch.int64) for _ in ranks]
-    dist.all_gather(found, torch.tensor(own), group=group)
-    return [int(digest) for digest in found]
+    """A hash of each rank's file, seed and reduction. A collective."""
+    local_digest = int.from_bytes(hashlib.sha256(made_of.encode()).digest()[:8], "big") >> 2
+    digests = [torch.zeros((), dtype=torch.int64) for _ in ranks]
+    dist.all_gather(digests, torch.tensor(local_digest), group=group)
+    return [int(digest) for digest in digests]
 
 
-def require_alike(digests: Sequence[int], ranks: Sequence[int]) -> None:
+def require_same_layer(digests: Sequence[int], ranks: Sequence[int]) -> None:
     """Raises `JobError` unless all ranks make the same layer."""
     other = next((rank for rank, each in zip(ranks, digests, strict=True) if each != digests[0]), None)
     if other is not None:
         raise JobError(
             "MOE0720",
-            f"rank {ranks[0]} and rank {other} make it from another file, with another seed or reduction",
+            f"rank {ranks[0]} and rank {other} make different layers: their files, seeds or reductions differ",
             "make the layers of a model in the same order on every rank, from the same files, with the same seeds",
         )

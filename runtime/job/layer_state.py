@@ -1,4 +1,4 @@
-"""`load_state_dict` of `moec.layer`: of whole tensors a rank takes its own part, and of parts only its own."""
+"""`load_state_dict` of `moec.layer`: a rank takes its part of a whole tensor and refuses other ranks' parts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from moec.passes.ir import local_slices
 from moec.runtime.errors import JobError
 from moec.runtime.job.home import home_of
 from moec.runtime.job.rank import RankHome
-from moec.runtime.job.state import HOW_TO_LOAD, KEY, refuse_foreign_state, require_own, sign_state
+from moec.runtime.job.state_dict_signing import HOW_TO_LOAD, KEY, refuse_foreign_state, require_own, sign_state
 
 INNER = "moe."
-"""What the names of a layer's parameters begin with in its block."""
+"""The prefix of a layer's parameters in its block."""
 
 PREFIX = f"layers.0.{INNER}"
-"""The same in its plan."""
+"""The prefix of a layer's parameters in its plan."""
 
 
 def give_whole_experts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Makes DTensors of this rank's experts, so that `torch.distributed.checkpoint` keeps every rank's; signs them."""
+    """Makes DTensors of this rank's experts, so that `torch.distributed.checkpoint` saves every rank's; signs them."""
     sign_state(module, state_dict, prefix, local_metadata)
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        given = state_dict.get(prefix + name)
-        if isinstance(given, Tensor) and not isinstance(parameter, DTensor):
-            state_dict[prefix + name] = module.__dict__["_home"].whole(PREFIX + name, given)
+        tensor = state_dict.get(prefix + name)
+        if isinstance(tensor, Tensor) and not isinstance(parameter, DTensor):
+            state_dict[prefix + name] = module.__dict__["_home"].whole(PREFIX + name, tensor)
 
 
 def load_own_parts(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *others: Any
 ) -> None:
-    """Replaces each whole tensor (an unsharded layer's, or of an unsigned `state_dict`) by this rank's part.
+    """Replaces each whole tensor (of an unsharded layer or an unsigned `state_dict`) by this rank's part.
 
     Raises `JobError` for the parts of another rank, and for parts in an unsigned `state_dict`.
     """
@@ -42,21 +42,21 @@ def load_own_parts(
     if signed is not None and signed["ranks"] != 1:
         require_own(module, signed, "this state_dict")
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        given = state_dict.get(prefix + name)
-        if isinstance(given, DTensor) and not isinstance(parameter, DTensor):
-            if signed is None and given.device_mesh is not getattr(home, "experts_mesh", None):
-                raise JobError("MOE0712", f"{name}: nothing says whose part of the experts it is", HOW_TO_LOAD)
-            state_dict[prefix + name] = given.to_local()
+        tensor = state_dict.get(prefix + name)
+        if isinstance(tensor, DTensor) and not isinstance(parameter, DTensor):
+            if signed is None and tensor.device_mesh is not getattr(home, "experts_mesh", None):
+                raise JobError("MOE0712", f"{name} has some rank's experts, but that rank is unknown", HOW_TO_LOAD)
+            state_dict[prefix + name] = tensor.to_local()
     if not isinstance(home, RankHome) or (signed is not None and signed["ranks"] != 1):
         refuse_foreign_state(module, state_dict, prefix, local_metadata, *others)
         return
     for name, parameter in module.named_parameters(remove_duplicate=False):
-        given, data = state_dict.get(prefix + name), home.plan.parameters[PREFIX + name]
-        if not isinstance(given, Tensor) or parameter.shape == data.shape:
+        tensor, data = state_dict.get(prefix + name), home.plan.parameters[PREFIX + name]
+        if not isinstance(tensor, Tensor) or parameter.shape == data.shape:
             continue
-        if given.shape == parameter.shape:
-            message = f"{name} is a plain tensor {list(given.shape)}, of {list(data.shape)} in all"
-            raise JobError("MOE0712", f"{message}: this could be any rank's part", HOW_TO_LOAD)
-        if given.shape == data.shape:
+        if tensor.shape == parameter.shape:
+            message = f"{name} is a plain tensor {list(tensor.shape)}, and the parameter is {list(data.shape)}"
+            raise JobError("MOE0712", f"{message}: it could be any rank's part", HOW_TO_LOAD)
+        if tensor.shape == data.shape:
             mesh = home.plan.meshes[data.mesh]
-            state_dict[prefix + name] = given[local_slices(data.shape, data.layout, mesh, home.rank)]
+            state_dict[prefix + name] = tensor[local_slices(data.shape, data.layout, mesh, home.rank)]

@@ -1,13 +1,13 @@
-"""Log-probabilities of labels, without gathering logits whose vocabulary lies on several ranks."""
+"""Log-probabilities of labels, without gathering logits whose vocabulary is sharded."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from moec.runtime.job.batches import IGNORED_LABEL
+from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime.job.groups import resolve
-from moec.runtime.ops.conversions import all_gather_alike, all_reduce, all_reduce_max
+from moec.runtime.ops.dense_collectives import all_gather_alike, all_reduce, all_reduce_max
 from moec.runtime.ops.sharded_vocabulary import label_logit
 
 SEQUENCE, VOCABULARY = 1, 2
@@ -17,19 +17,19 @@ SITE = "log-probabilities"
 def label_log_probabilities(logits: Tensor, labels: Tensor, sharded_dim: int | None, group: str) -> Tensor:
     """log softmax(logits)[label] of each token, at least fp32 `[batch, sequence]`; 0 where a label is ignored.
 
-    logits `[batch, sequence, vocab]`, of which this rank of `group` has a part along `sharded_dim` (None: all); labels
-    `[batch, sequence]` of whole sequences; labels and the result are the same on all ranks of the group.
+    logits `[batch, sequence, vocab]`, sharded over `group` along `sharded_dim` (None: not sharded); labels `[batch,
+    sequence]` of whole sequences. Labels and the result are the same on all ranks of the group.
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if sharded_dim == VOCABULARY:
         largest = all_reduce_max(wide.detach().amax(-1), group, SITE)
         sums = all_reduce((wide - largest[..., None]).exp().sum(-1), group, SITE)
-        found: Tensor = all_reduce(label_logit(wide, labels, group), group, SITE) - largest - sums.log()
-        return found.where(labels != IGNORED_LABEL, 0)
+        logprobs: Tensor = all_reduce(label_logit(wide, labels, group), group, SITE) - largest - sums.log()
+        return logprobs.where(labels != IGNORED_LABEL, 0)
     if sharded_dim == SEQUENCE:
         peers = resolve(group)
-        own = labels.chunk(peers.size(), SEQUENCE)[peers.rank()]
-        whole: Tensor = all_gather_alike(_of_whole_vocabulary(wide, own), SEQUENCE, group, SITE)
+        local_labels = labels.chunk(peers.size(), SEQUENCE)[peers.rank()]
+        whole: Tensor = all_gather_alike(_of_whole_vocabulary(wide, local_labels), SEQUENCE, group, SITE)
         return whole
     return _of_whole_vocabulary(wide, labels)
 

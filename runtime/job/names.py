@@ -1,4 +1,4 @@
-"""Parameters by their dotted names: in a model, `attention.q.weight` is `weight` of a module that is never called."""
+"""Parameters by their dotted names: `attention.q.weight` is the parameter `weight` of a module that is never called."""
 
 from __future__ import annotations
 
@@ -49,27 +49,49 @@ class NamePart(nn.Module):
 
 
 def split_name(path: str) -> tuple[tuple[str, ...], str]:
-    """The modules on a parameter's path, and its last name."""
+    """The modules on a parameter's path, and its name in the last module."""
     *steps, name = path.split(".")
     return tuple(steps), name
 
 
 def add_parameter(root: nn.Module, path: str, make: Callable[[], nn.Parameter]) -> None:
-    """Makes a parameter at a dotted path under `root`, with a `NamePart` for each step, unless there is one."""
+    """Makes a parameter at a dotted path under `root`, with a `NamePart` for each missing module of the path."""
     steps, name = split_name(path)
+    part = _part(root, steps)
+    if name not in part._parameters:
+        part.register_parameter(name, make())
+
+
+def _part(root: nn.Module, steps: Sequence[str]) -> nn.Module:
+    """The module at this path, with a `NamePart` for each step that is not there yet."""
     for i, step in enumerate(steps):
         if step not in root._modules:
             root.add_module(step, NamePart(".".join(steps[: i + 1])))
         root = root.get_submodule(step)
-    if name not in root._parameters:
-        root.register_parameter(name, make())
+    return root
+
+
+def add_buffer(root: nn.Module, path: str, buffer: Tensor) -> None:
+    """Registers a buffer at a dotted path under `root`, as `add_parameter` does a parameter. `state_dict` has it."""
+    steps, name = split_name(path)
+    _part(root, steps).register_buffer(name, buffer)
+
+
+def read_buffer(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
+    """The buffer under `root`. Raises `JobError` where it is gone, or a module of another kind is on its path."""
+    module = root
+    for step in steps:
+        module = module._modules.get(step)  # type: ignore[assignment]
+    buffer = module._buffers.get(name) if isinstance(module, NamePart) else None
+    if buffer is None:
+        raise _replaced((*steps, name), f"{name} is no longer a buffer")
+    return buffer
 
 
 def read_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
-    """The parameter under `root`, as a parametrization or `torch.func.functional_call` has it at the time.
+    """The current value of a parameter under `root`, with parametrizations and `torch.func.functional_call` applied.
 
-    Raises `JobError` where something stands there that is read but never called: a module of another kind, or a tensor
-    that only a hook keeps up to date.
+    Raises `JobError` for replacements that would never run: a module on the path, or a tensor that a hook computes.
     """
     parameter = registered_parameter(root, steps, name)
     if parameter is not None:
@@ -81,7 +103,7 @@ def read_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor:
 
 
 def registered_parameter(root: nn.Module, steps: Sequence[str], name: str) -> Tensor | None:
-    """The same, None where no parameter is registered under that name. Raises `JobError` for modules of other kinds."""
+    """The registered parameter, or None. Raises `JobError` if a module on the path was replaced."""
     module = root
     for step in steps:
         module = module._modules[step]  # type: ignore[assignment]

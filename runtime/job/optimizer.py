@@ -11,7 +11,7 @@ from torch.optim import AdamW, Optimizer
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.runtime.errors import JobError
 from moec.runtime.job.home import home_of
-from moec.runtime.job.state import KEY, require_own
+from moec.runtime.job.state_dict_signing import KEY, require_own
 
 OTHER_STATE = (
     "load each rank's own state under the plan that saved it; to change plans use `get_state_dict` and "
@@ -22,7 +22,7 @@ OTHER_STATE = (
 def make_optimizer(
     spec: AdamWSpec, decayed: list[nn.Parameter], undecayed: list[nn.Parameter], model: nn.Module | None = None
 ) -> AdamW:
-    """AdamW as `spec` says, over fp32 masters. Its state is that of this rank's parts of `model`, and is signed so."""
+    """AdamW with the settings of `spec`, over fp32 masters. Its state is signed with this rank's parts of `model`."""
     groups = [
         {"params": decayed, "weight_decay": spec.weight_decay},
         {"params": undecayed, "weight_decay": 0.0},
@@ -34,34 +34,34 @@ def make_optimizer(
 
 
 def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Raises `JobError` for tensors of other shapes than the parameters', or whole ones where this rank has parts."""
+    """Raises `JobError` for tensors of another shape than the parameter, or whole where the parameter is sharded."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
     if len(saved) != len(parameters):
-        message = f"this optimizer state is of {len(saved)} parameters, and the model has {len(parameters)}"
+        message = f"this optimizer state has {len(saved)} parameters, but the model has {len(parameters)}"
         raise JobError("MOE0712", message, OTHER_STATE)
     for index, parameter in zip(saved, parameters, strict=True):
         for name, value in state["state"].get(index, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
             if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
-                found = f"{name} of parameter {index} is a {type(value).__name__} {list(value.shape)}"
-                wanted = f"the parameter is a {type(parameter.data).__name__} {list(parameter.shape)}"
-                raise JobError("MOE0712", f"this optimizer state's {found}, and {wanted}", OTHER_STATE)
+                state_tensor = f"{name} of parameter {index} is a {type(value).__name__} {list(value.shape)}"
+                master = f"the parameter is a {type(parameter.data).__name__} {list(parameter.shape)}"
+                raise JobError("MOE0712", f"this optimizer state's {state_tensor}, but {master}", OTHER_STATE)
 
 
 def _sign(optimizer: Optimizer, model: nn.Module) -> None:
     signature = home_of(model).signature()
-    # The rank is part of the name: `torch.distributed.checkpoint` keeps one value of each name, and so keeps them all.
-    own = f"{KEY}.rank{signature['rank']}"
+    # `torch.distributed.checkpoint` saves one value per name: the rank in the name makes it save every signature.
+    key = f"{KEY}.rank{signature['rank']}"
 
     def sign(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        return {**state, own: signature}
+        return {**state, key: signature}
 
     def require(_: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         signed = {name: value for name, value in state.items() if name.startswith(KEY)}
         if signed:
-            require_own(model, signed.get(own) or next(iter(signed.values())), "this optimizer state")
+            require_own(model, signed.get(key) or next(iter(signed.values())), "this optimizer state")
         _require_fitting(optimizer, state)
         return {name: value for name, value in state.items() if name not in signed}
 

@@ -1,4 +1,4 @@
-"""The home of a rank's modules: which parts of the parameters it has, and which groups sum their gradients."""
+"""The home of a rank's modules: its parts of the parameters, and the groups that sum their gradients."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan, PlanParameter
-from moec.passes.ir import local_slices
+from moec.passes.ir import State, local_slices
 from moec.runtime.job.checks import Checks
 from moec.runtime.job.groups import ALL_RANKS, ended, is_open
-from moec.runtime.job.shards import dtensor_placements, initial_shard
+from moec.runtime.job.shards import dtensor_placements, initial_shard, initial_state, require_executable
 from moec.runtime.job.weights import WeightSpec
 
 
 class RankHome:
-    """The home of modules that one `build` of a job makes, on `device`, starting from `seed`."""
+    """The home of the modules of one `build`: on `device`, initialised from `seed`."""
 
     def __init__(
         self,
@@ -36,20 +36,26 @@ class RankHome:
         device: torch.device,
         seed: int,
     ) -> None:
+        require_executable(plan.parameters)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
-        self._meshes, self._device, self._seed = meshes, device, seed
+        self._meshes, self._device, self.seed = meshes, device, seed
+        self.data_rank = plan.data_rank(rank)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RankHome:
         return self
 
     def parameter(self, name: str) -> nn.Parameter:
-        """This rank's part, newly drawn: a DTensor where there are several ranks."""
+        """This rank's part, newly drawn: a DTensor if there are several ranks."""
         data = self.plan.parameters[name]
         mesh = self.plan.meshes[data.mesh]
-        part = initial_shard(name, data, mesh, self.rank, seed=self._seed, device=self._device)
+        part = initial_shard(name, data, mesh, self.rank, seed=self.seed, device=self._device)
         if data.mesh not in self._meshes:
             return nn.Parameter(part)
         return nn.Parameter(DTensor.from_local(part, *self._layout(data), run_check=False))
+
+    def state(self, state: State) -> Tensor:
+        """The whole state: every rank has the same."""
+        return initial_state(state, device=self._device)
 
     def weight(self, name: str, site: str) -> WeightSpec:
         data = self.plan.parameters[name]
@@ -60,10 +66,11 @@ class RankHome:
             dtype=DTYPES[data.dtype],
             groups=tuple(self.groups + group for group in self._sum_over(data)),
             site=site,
+            master=torch.float32,
         )
 
     def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:
-        """The groups that sum its gradient; that of all ranks where they span the whole mesh."""
+        """The groups that sum its gradient; the group of all ranks if they span the mesh."""
         if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
             return (ALL_RANKS,)
         return data.sum_over
@@ -87,17 +94,17 @@ class RankHome:
         return hashlib.sha256(repr(cut).encode()).hexdigest()[:16]
 
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
-        """Ranks with the same parts of every parameter may load each other's."""
+        """None for states of ranks with the same parts of every parameter."""
         ranks, rank = signature["ranks"], signature["rank"]
         if ranks == 1:
-            return None  # its tensors are whole
+            return None  # unsharded tensors
         if ranks != self.plan.world_size:
-            return f"it is of a plan for {ranks} ranks, and this one is for {self.plan.world_size}"
+            return f"its plan is for {ranks} ranks, but this plan is for {self.plan.world_size}"
         if signature.get("parts", self._parts_digest) != self._parts_digest:
-            return "it is of another plan, which shards parameters over as many ranks otherwise"
+            return "its plan shards parameters differently"
         for name, data in self.plan.parameters.items():
             mesh, layout = self.plan.meshes[data.mesh], data.layout
             theirs, ours = (local_slices(data.shape, layout, mesh, each) for each in (rank, self.rank))
             if theirs != ours:
-                return f"it holds rank {rank}'s part of {name}, and this is rank {self.rank}"
+                return f"it has rank {rank}'s part of {name}, but this is rank {self.rank}"
         return None

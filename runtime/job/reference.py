@@ -1,4 +1,4 @@
-"""The model as its file says it, unsharded: what every plan must equal."""
+"""The unsharded model of a file, which every plan must equal."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from moec.codegen.plan import parameters_of
 from moec.grammar.spec import Spec
 from moec.passes.ir import Program
 from moec.passes.lower.lower_model import lower
-from moec.passes.place.stated_degrees import data_shares
+from moec.passes.place.stated_degrees import data_parallel_size
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.home import ALONE, Alone
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.layer_state import PREFIX
 from moec.runtime.job.module import PlanModule
+from moec.runtime.job.weights import WeightSpec
 
 __all__ = ["ALONE", "layer_reference", "reference", "reference_program"]
 
 
 def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> PlanModule:
-    """The lowered, unsharded Program of `spec` as a module, initialised as a job's is.
+    """The lowered, unsharded Program of `spec` as a module, initialised as in a job.
 
     `module(tokens)` gives `.logits` and `.aux_loss`, with labels also `.loss`. Parameters are fp32. `dtype`
-    replaces the dtype in which layers compute, inside the graphs too where it is float64; then parameters have it too.
+    replaces the dtype in which layers compute; float64 also replaces fp32 inside the graphs and of parameters.
     """
     program = reference_program(spec)
     home = Alone(parameters_of(program), seed=seed, dtype=dtype)
@@ -33,27 +34,30 @@ def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) ->
 
 
 def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> MoeLayer:
-    """The same of a `layer` file: `module(x)` gives y, and `.aux_loss` after it."""
+    """The unsharded layer of a `layer` file: `module(x)` gives y and sets `.aux_loss`."""
     program = reference_program(spec)
     home = AloneInHost(parameters_of(program), seed=seed, dtype=dtype)
     return MoeLayer(program, spec.subject.dim, home, float64=dtype == torch.float64)
 
 
 class AloneInHost(Alone):
-    """The home of a layer that one process has whole."""
+    """The home of an unsharded layer."""
 
     hosts_divisor, ranks = 1, (0,)
 
     def whole(self, name: str, part: Tensor) -> Tensor:
-        """A parameter, which is whole."""
+        """`part`, which is the whole parameter."""
         return part
+
+    def weight(self, name: str, site: str) -> WeightSpec:
+        return replace(super().weight(name, site), master=None)
 
     @property
     def local_experts(self) -> range:
-        """All of them."""
+        """All experts."""
         return range(self._parameters[f"{PREFIX}experts.up.weight"].shape[0])
 
 
 def reference_program(spec: Spec) -> Program:
-    """The lowered Program of `spec`, for one process that has the sequences of all data-parallel ranks."""
-    return replace(lower(spec), shares=data_shares(spec))
+    """The lowered Program of `spec`, for one process with the sequences of all data-parallel ranks."""
+    return replace(lower(spec), data_ranks=data_parallel_size(spec))

@@ -1,9 +1,9 @@
-"""Which part of a tensor a rank holds, and how parameters start: the same numbers however they are sharded."""
+"""A rank's part of a parameter, and its initial values, which do not depend on the sharding."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,19 +13,46 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.plan import PlanParameter
-from moec.passes.ir import Layout, Mesh, Shard, local_slices
-from moec.runtime.job import philox
+from moec.passes.ir import Layout, Mesh, Shard, State, local_slices
+from moec.runtime import philox
+from moec.runtime.errors import JobError
 
 CHUNK = 1 << 16
 """Elements drawn at a time: their int64 temporaries stay in the cache."""
 
 
+def require_executable(parameters: Mapping[str, PlanParameter]) -> None:
+    """Raises `JobError` where a gradient or an optimizer state has another layout than its weight: ZeRO 1 and 2.
+
+    Nothing scatters gradients or gathers weights after an update yet.
+    """
+    for name, data in parameters.items():
+        for what, layout in (("gradient", data.gradient), ("optimizer state", data.optimizer_state)):
+            if layout != data.layout:
+                raise JobError(
+                    "MOE0700",
+                    f"the {what} of {name} is {layout} and its weight {data.layout}; a later version of moec runs this",
+                    "compile the .moe file again with this moec",
+                )
+
+
 def dtensor_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Placement, ...]:
-    """A parameter's layout in DTensor's words. The axes of `mesh` must cut each dim in the mesh's own order."""
+    """A parameter's layout as DTensor placements. Raises `JobError` unless dims are cut in the mesh's order."""
     axes = mesh.mesh_dim_names or ()
-    assert layout == layout.in_order_of(axes), f"a DTensor over {axes} cannot be {layout}"
+    if layout != layout.in_order_of(axes):
+        raise JobError(
+            "MOE0700",
+            f"a parameter lies as {layout} on a mesh of {', '.join(axes)}; a later version of moec runs this",
+            "compile the .moe file again with this moec",
+        )
     placed = (layout.get(axis) for axis in axes)
     return tuple(ShardPlacement(p.dim) if isinstance(p, Shard) else Replicate() for p in placed)
+
+
+def initial_state(state: State, dtype: torch.dtype = torch.float32, device: torch.device | None = None) -> Tensor:
+    """The initial value of a state, whole: zeros or ones."""
+    shape = [dim for dim in state.shape if isinstance(dim, int)]
+    return torch.full(shape, float(state.init.kind == "ones"), dtype=dtype, device=device)
 
 
 def initial_shard(
@@ -40,8 +67,8 @@ def initial_shard(
 ) -> Tensor:
     """`rank`'s part of a new parameter, on `device` (the CPU), in `dtype`.
 
-    Each element is drawn in fp32 by its index in the whole parameter: its value depends on neither the sharding nor the
-    number of ranks, and no rank draws what it does not hold. On `meta` nothing is drawn.
+    Each element is drawn in fp32 from its index in the whole parameter: its value depends on neither the sharding nor
+    the number of ranks. A rank draws only its part. On `meta` nothing is drawn.
     """
     index = local_slices(data.shape, data.layout, mesh, rank)
     local = [part.stop - part.start for part in index]
@@ -50,7 +77,7 @@ def initial_shard(
     shard = torch.empty(local, dtype=dtype, device=device)
     if shard.device.type == "meta":
         return shard
-    # Elements that lie side by side in the whole are drawn side by side: `run` of them, from each of `starts`.
+    # A part consists of runs, contiguous in the whole parameter: `run` elements from each of `starts`.
     cut = max((dim for dim, part in enumerate(index) if part.stop - part.start < data.shape[dim]), default=0)
     run = math.prod(local[cut:])
     runs, key = shard.view(-1, run), philox.key_of(seed, name)
@@ -65,7 +92,7 @@ def initial_shard(
 
 
 def _starts(index: Sequence[slice], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Where each run of a part begins in the whole; the last of `index` is the dim along which runs are cut."""
+    """Where each run of a part begins in the whole parameter; the last slice of `index` cuts the runs."""
     starts = torch.tensor([index[-1].start * math.prod(shape[len(index) :])], device=device)
     for dim in reversed(range(len(index) - 1)):
         steps = torch.arange(index[dim].start, index[dim].stop, device=device) * math.prod(shape[dim + 1 :])

@@ -1,4 +1,4 @@
-"""One training step: micro-batches, the model's loss or one's own, and what it is divided by."""
+"""One training step: micro-batches, the model's loss or a custom one, and its divisor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir import Shard
+from moec.runtime.backends import warn_first
 from moec.runtime.errors import JobError
 from moec.runtime.job.batches import device_of
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
@@ -21,7 +22,7 @@ from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.watch import collective
-from moec.runtime.ops.conversions import all_reduce
+from moec.runtime.ops.dense_collectives import all_reduce
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -51,12 +52,12 @@ class Step:
         return self.count is not None and "logits" in inspect.signature(self.count).parameters
 
     @property
-    def has_own_loss(self) -> bool:
-        """Whether the user's function computes the loss, not the model."""
+    def has_custom_loss(self) -> bool:
+        """Whether a user's function computes the loss or its divisor."""
         return self.loss is not None or self.logprob_loss is not None or self.count is not None
 
     def complaint(self) -> str | None:
-        """What is wrong with the arguments, or None; reads no tensor's values."""
+        """Describes the first wrong argument, or None; reads no tensor's values."""
         if not torch.is_grad_enabled():
             return (
                 "job.step computes gradients, and was called under torch.no_grad; for the loss alone there is "
@@ -77,6 +78,9 @@ class Step:
                 "a count that takes logits is known only after the forward pass, and several micro-batches are "
                 "divided by it before: take one micro-batch, or count by labels and inputs"
             )
+        if self.inputs and not self.has_custom_loss:
+            names = ", ".join(self.inputs)
+            return f"job.step got the inputs {names}, but no loss, logprob_loss or count that takes them"
         for name, tensor in self.inputs.items():
             if not isinstance(tensor, Tensor) or tensor.shape[:2] != self.tokens.shape:
                 shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -86,7 +90,7 @@ class Step:
         return None
 
     def must_match(self) -> MustMatch:
-        """What of the arguments must be the same on every rank."""
+        """The arguments that must be the same on every rank."""
         given = (self.loss is not None, self.logprob_loss is not None, self.count is not None, self.count_takes_logits)
         names = zlib.crc32(" ".join(self.inputs).encode())
         return MustMatch(
@@ -96,28 +100,32 @@ class Step:
         )
 
     def parts(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Tokens, labels and inputs of each micro-batch; where they do not divide, the first ones have one more."""
+        """Tokens, labels and inputs of each micro-batch. Sizes differ by at most one sequence, larger ones first."""
         names, tensors = list(self.inputs), [self.tokens, self.labels, *self.inputs.values()]
         for tokens, labels, *inputs in zip(*(t.tensor_split(self.microbatches) for t in tensors), strict=True):
             yield tokens, labels, dict(zip(names, inputs, strict=True))
 
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
-    """Forward and backward of every micro-batch; gives the global loss, detached."""
+    """Forward and backward of every micro-batch; returns the global loss, detached."""
     agreed, look, num_labels, num_tokens = _begin(job, model, step)
+    _warn_of_evaluation(model)
     total = num_labels.float()
     if step.count is not None and not step.count_takes_logits:
         total = _count(job, step, None, step.inputs)
     elif step.count is None and look and int(num_labels) == 0:
         raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
     sum_of_losses, graded = torch.zeros((), device=step.tokens.device), False
-    with model.one_step() as microbatches, model.counting(None if step.has_own_loss else num_labels, num_tokens):
+    with (
+        model.one_step() as microbatches,
+        model.counting(None if step.has_custom_loss else num_labels, num_tokens, step.tokens.shape[0]),
+    ):
         for index, (tokens, labels, inputs) in enumerate(step.parts()):
             microbatches.more = index < step.microbatches - 1
             if agreed and index == 0:
                 model.agreed(tokens, look)
-            if step.has_own_loss:
-                loss, depends = _own_loss(job, model, step, tokens, labels, inputs, total)
+            if step.has_custom_loss:
+                loss, depends = _custom_loss(job, model, step, tokens, labels, inputs, total)
                 graded |= depends
             else:
                 output = model(tokens, labels)
@@ -134,19 +142,20 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 "compute it from `logits` or `logprobs` without `detach()`, `item()` or `no_grad`; zero the gradients",
             )
         microbatches.finish()
+        model.update_states()
     return sum_of_losses
 
 
 def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor, Tensor | None]:
     """Ranks agree once on all micro-batches; raises `JobError` on every rank if one cannot take the step.
 
-    Gives whether the first forward pass needs no agreement of its own, as no code of the user's that could change what
-    ranks agreed on comes between; whether values are checked; and the global numbers of valid labels and real tokens:
-    on CPU summed by the agreement, elsewhere by the model's collectives, for which the host does not wait.
+    Returns whether the first forward pass can skip its agreement, because no user's code runs before it; whether values
+    are checked; and the global numbers of valid labels and real tokens. On CPU the agreement sums these; elsewhere the
+    model's collectives do, and the host does not wait for them.
     """
     device = device_of(step.tokens)
-    look = job.checks.looks(model.seen, ("step", model.training, step.has_own_loss), device)
-    complaint, *matching = model.claims(step.tokens, step.labels, look=look)
+    look = job.checks.looks(model.seen, ("step", model.training, step.has_custom_loss), device)
+    complaint, matching = model.claims(step.tokens, step.labels, look=look)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
     if complaint is None and step.microbatches > 1:
@@ -156,7 +165,7 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     inputs = TpInputs((step.tokens, step.labels, *step.inputs.values()), look)
     on_host = device.type == "cpu"
     counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else (0, 0)
-    users_code = step.has_own_loss or model.is_hooked
+    users_code = step.has_custom_loss or model.is_hooked
     totals = job.checks.require(
         "start of a step", complaint, *matching, step.must_match(), inputs=inputs, counts=(int(users_code), *counts)
     )
@@ -168,7 +177,19 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     return agreed, look, model.count_labels(step.labels), model.count_tokens(step.tokens)
 
 
-def _own_loss(
+def _warn_of_evaluation(model: PlanModule) -> None:
+    """Warns once per model of a step in `eval()`."""
+    if not model.training and "step in evaluation" not in model.seen:
+        model.seen.add("step in evaluation")
+        warn_first(
+            "job.step trains a model in eval(): without jitter and balance terms, with the file's capacity for "
+            "evaluation, and without updates of `online` biases; call `model.train()` before",
+            "RANK",
+            stacklevel=5,
+        )
+
+
+def _custom_loss(
     job: Job,
     model: PlanModule,
     step: Step,
@@ -177,9 +198,9 @@ def _own_loss(
     inputs: Mapping[str, Tensor],
     total: Tensor,
 ) -> tuple[Tensor, bool]:
-    """The loss of a micro-batch by the user's functions, divided by `total` or by the count that takes logits.
+    """The custom loss of a micro-batch, divided by `total` or by the count that takes logits.
 
-    Also whether any rank's depends on the model.
+    Also returns whether any rank's loss depends on the model.
     """
     output: ModelOutput = model(tokens)
     if step.count_takes_logits:
@@ -193,13 +214,13 @@ def _own_loss(
         )
         summed = -logprobs.sum() if step.logprob_loss is None else step.logprob_loss(logprobs, labels, **inputs)
     depends = isinstance(summed, Tensor) and summed.requires_grad
-    (graded,) = job.checks.require("a loss of one's own", _scalar_complaint(summed), counts=(int(depends),))
+    (graded,) = job.checks.require("a custom loss", _scalar_complaint(summed), counts=(int(depends),))
     if not summed.requires_grad and output.logits.requires_grad:
         # Other ranks' losses depend on this rank's logits: their backward needs this rank's backward.
         summed = summed + output.logits[..., :0].sum()
     if job.data_size > 1:
-        # Each rank's sum is part of the loss; its backward is the identity, so that no gradient is summed twice.
-        summed = all_reduce(summed.float(), f"{job.number}dp", "a loss of one's own")
+        # The sum's backward is the identity, so that no gradient is summed twice.
+        summed = all_reduce(summed.float(), f"{job.number}dp", "a custom loss")
     loss: Tensor = summed / total
     return loss + output.aux_loss if model.training and output.aux_loss is not None else loss, graded > 0
 
@@ -212,7 +233,7 @@ def _scalar_complaint(summed: object) -> Complaint | None:
 
 
 def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
-    """The sum of all ranks' counts of their own: 0-d fp32."""
+    """The sum of all ranks' custom counts: 0-d fp32."""
     assert step.count is not None
     counted = step.count(*(() if logits is None else (logits,)), step.labels, **inputs)
     try:
@@ -221,10 +242,10 @@ def _count(job: Job, step: Step, logits: Tensor | None, inputs: Mapping[str, Ten
         number = math.nan
     wrong = not 0 <= number < math.inf
     words = f"the count gave {counted!r}, and must give a number from 0 on"
-    job.checks.require("a count of one's own", Complaint("MOE0713", words) if wrong else None)
+    job.checks.require("a custom count", Complaint("MOE0713", words) if wrong else None)
     total = torch.tensor(number, dtype=torch.float64)
     if job.world_size > 1:
-        with collective("all_reduce", job.number + HOST, "a count of one's own") as peers:
+        with collective("all_reduce", job.number + HOST, "a custom count") as peers:
             dist.all_reduce(total, group=peers)
         total /= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
     if float(total) == 0:

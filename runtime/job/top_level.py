@@ -1,4 +1,4 @@
-"""Runs the graph that calls the layers, node by node: a layer is the module that `model.layers` has at the time."""
+"""Runs the graph that calls the layers, node by node. Layers are read from `model.layers` at each call."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
 
-from moec.codegen.emit import emit_graph, facts_of, site_of, weight_users
-from moec.passes.ir import Output, Program, Role
+from moec.codegen.emit import emit_graph, info_of, site_of, weight_users
+from moec.passes.ir import Output, OutputKey, Program, Role, Setting
 from moec.passes.ir.interface import FORWARD
 from moec.runtime.errors import JobError
 from moec.runtime.job.home import Home, own_weights
+from moec.runtime.job.settings import setting_values
 from moec.runtime.job.weights import Microbatches
 
 if TYPE_CHECKING:
@@ -19,14 +20,15 @@ if TYPE_CHECKING:
 
 
 class Outline:
-    """The nodes of the graph, and when parameters are fetched and values dropped; copies of a model share it.
+    """The nodes of the graph, where to fetch parameters and where to drop values. Copies of a model use the same one.
 
-    `segments` are the parameters used between two calls of layers: they are fetched together, before their first use.
+    `segments`: the parameters used between two calls of layers, fetched together before their first use.
     """
 
     def __init__(self, graph: fx.Graph, results: Sequence[Output]) -> None:
         nodes = tuple(graph.nodes)
         self.inputs = {role: node for node in nodes if (role := _role(node)) is not None}
+        self.settings = {name: node for node in nodes if (name := _setting(node)) is not None}
         self.nodes = tuple(node for node in nodes if node.op != "placeholder")
         self.results = tuple(results)
         self.num_layers = sum(node.op == "call_module" for node in nodes)
@@ -39,7 +41,7 @@ class Outline:
 
 
 class TopLevel:
-    """`forward` of a stage. Parameters used between two calls of layers share one `Weights`, called at the first."""
+    """`forward` of a stage. Each segment's parameters have one `Weights`, called at the segment's first use."""
 
     def __init__(
         self, program: Program, home: Home, owner: nn.Module, microbatches: Microbatches, *, float64: bool
@@ -53,33 +55,35 @@ class TopLevel:
             for _, segment in self._outline.segments
         ]
 
-    def run(self, model: PlanModule, tokens: Tensor) -> dict[tuple[Role, int | None], Any]:
-        """The results of a forward pass by `Output.key`."""
+    def run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
+        """The results of a forward pass by `Output.key`. `given` has the inputs by role."""
         if len(model.layers) != self._outline.num_layers:
             raise JobError(
                 "MOE0710",
                 f"the model has {len(model.layers)} layers, and its plan {self._outline.num_layers}",
-                "how many layers there are, the file says; one may be replaced by a module that gives as many results",
+                "the file fixes the number of layers; replace a layer by a module with as many results",
             )
         for weights in model.all_weights():
             weights.begin()
         try:
-            return self._run(model, tokens)
+            return self._run(model, given)
         finally:
             for weights in model.all_weights():
                 weights.drop_begun()
 
-    def _run(self, model: PlanModule, tokens: Tensor) -> dict[tuple[Role, int | None], Any]:
+    def _run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
         outline = self._outline
-        values: dict[fx.Node, Any] = {outline.inputs["tokens"]: tokens}
+        values: dict[fx.Node, Any] = {node: given[role] for role, node in outline.inputs.items()}
+        settings = setting_values(list(outline.settings), model.settings, training=model.training)
+        values.update(zip(outline.settings.values(), settings, strict=True))
         for node in outline.nodes:
             if node in outline.index_of:
                 index = outline.index_of[node]
                 values.update(zip(outline.segments[index][1], self.weights[index](), strict=True))
             match node.op:
                 case "output":
-                    (given,) = node.args
-                    found = given if isinstance(given, tuple | list) else (given,)
+                    (results,) = node.args
+                    found = results if isinstance(results, tuple | list) else (results,)
                     return {output.key: values[value] for output, value in zip(outline.results, found, strict=True)}
                 case "call_module":
                     layer = model.layers[int(str(node.target).rpartition(".")[2])]
@@ -98,23 +102,29 @@ def _value(arg: Any, values: Mapping[fx.Node, Any]) -> Any:
 
 
 def _role(node: fx.Node) -> Role | None:
-    """The role of an input; None of all other nodes."""
-    value = facts_of(node).value
+    """The role of an input; None for other nodes."""
+    value = info_of(node).value
     return value.role if node.op == "placeholder" and value is not None else None
 
 
+def _setting(node: fx.Node) -> str | None:
+    """The name of a setting; None of all other nodes."""
+    value = info_of(node).value
+    return value.name if node.op == "placeholder" and isinstance(value, Setting) else None
+
+
 def _parameter(node: fx.Node) -> str:
-    name = facts_of(node).parameter
+    name = info_of(node).parameter
     assert name is not None
     return name
 
 
 def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ...]]]:
-    """The parameters used between two calls of layers, each list with the node that is the first to use one."""
+    """The parameters used between two calls of layers, each tuple with the first node that uses one of them."""
     segments: list[tuple[fx.Node, tuple[fx.Node, ...]]] = []
     first_use, segment, seen = None, list[fx.Node](), set[fx.Node]()
     for node in nodes:
-        new = [used for used in node.all_input_nodes if used.op == "placeholder" and facts_of(used).parameter]
+        new = [used for used in node.all_input_nodes if used.op == "placeholder" and info_of(used).parameter]
         new = [used for used in new if used not in seen]
         if new and not segment:
             first_use = node
@@ -127,7 +137,7 @@ def _segments(nodes: Sequence[fx.Node]) -> list[tuple[fx.Node, tuple[fx.Node, ..
 
 
 def _last_uses(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """The values that each node is the last to use."""
+    """For each node, the values that no later node uses."""
     found: dict[fx.Node, list[fx.Node]] = {}
     seen: set[fx.Node] = set()
     for node in reversed(nodes):

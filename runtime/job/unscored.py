@@ -1,7 +1,7 @@
-"""Tokens without scores: their router logits are NaN, or infinite so that no score is left.
+"""Tokens without scores: their router logits are NaN or infinite, and so their scores are NaN.
 
 A model's forward pass notes them without waiting for the device; at its end the ranks agree whether there are any.
-An operator outside of a model refuses them, only on CPU, where the check costs no synchronisation.
+Outside of a model, `moec::route` raises for them on CPU only, where the check costs no synchronisation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from moec.runtime.job.checks import Complaint
 
 HELP = (
     "go on from the last weights that were finite, with a lower learning rate or with gradients clipped "
-    "(`job.clip_grad_norm_`); where it is the batch, catch this error and leave it out: no gradient was computed"
+    "(`job.clip_grad_norm_`); if the batch is the cause, catch this error and skip the batch: no gradient was computed"
 )
 
 _noted: ContextVar[list[Tensor] | None] = ContextVar("unscored", default=None)
@@ -25,7 +25,7 @@ _noted: ContextVar[list[Tensor] | None] = ContextVar("unscored", default=None)
 
 @contextmanager
 def noting() -> Iterator[Sequence[Tensor]]:
-    """Inside the block `route` refuses nothing. Yields a mask of tokens without scores, bool [B, S], for each call."""
+    """Inside the block `route` raises nothing. Yields a mask of tokens without scores, bool [B, S], for each call."""
     noted: list[Tensor] = []
     token = _noted.set(noted)
     try:
@@ -35,11 +35,11 @@ def noting() -> Iterator[Sequence[Tensor]]:
 
 
 def note_or_refuse(probabilities: Tensor, weights: Tensor) -> None:
-    """What `route` found, [B, S, E] and [B, S, k]. Raises `FloatingPointError` on CPU outside of `noting`."""
+    """Checks `route`'s results [B, S, E] and [B, S, k]. Raises `FloatingPointError` on CPU outside of `noting`."""
     noted = _noted.get()
     if noted is None and probabilities.device.type != "cpu":
         return
-    # Softmax spreads NaN to every probability, and top-k ranks NaN first: element 0 of one of them is NaN.
+    # Softmax spreads NaN to every probability, and top-k sorts NaN first: element 0 of either is NaN.
     bad = (probabilities[..., 0] + weights[..., 0]).isnan()
     if noted is not None:
         noted.append(bad)
@@ -48,10 +48,10 @@ def note_or_refuse(probabilities: Tensor, weights: Tensor) -> None:
 
 
 def complaint(noted: Sequence[Tensor], sites: Sequence[str]) -> Complaint | None:
-    """The first of the routers at `sites` that left tokens without scores. Waits for the device, once."""
+    """Names the first router of `sites` that left tokens without scores. Waits for the device once."""
     if not noted or not torch.cat([bad.flatten() for bad in noted]).any():
         return None
-    # Where a layer was replaced by one that routes too, sites are not as many.
+    # A layer that the user replaced may route too: then there are more masks than sites.
     named = zip(sites if len(sites) == len(noted) else ["a layer"] * len(noted), noted, strict=True)
     site, bad = next((site, bad) for site, bad in named if bad.any())
     return Complaint("MOE0708", f"the router logits of {site} {_which(bad)}", HELP)

@@ -1,4 +1,4 @@
-"""Decides from every rank's position which rank blocks a job, in one sentence. Needs no torch, and no process."""
+"""Decides from every rank's position which rank blocks a job. Needs neither torch nor processes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A collective: its name, its group (empty: all ranks), the members, and what of the model it serves.
+    """A collective: its name, its group (empty: all ranks), the group's ranks, and its site.
 
-    `site` is as `codegen.fx` writes it, "layer 3 (mixtral.moe:14:5)", or what of the training step it is.
+    `site` is the part of the model or of the step that it serves, such as "layer 3 (mixtral.moe:14:5)".
     """
 
     name: str
@@ -23,16 +23,16 @@ class Place:
         return f"{self.name} over {self.group or 'all ranks'}, {self.site}"
 
     def key(self) -> str:
-        """The communicator: groups along one axis share a name, and no rank."""
+        """Identifies the communicator: disjoint groups along one axis have one name, so a rank is in the key."""
         return f"{self.group}@{self.ranks[0]}"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a rank is: `inside` a collective, or outside of any since it left the `place` (None: it was in none yet).
+    """Where a rank is: `inside` the collective `place`, or outside since it left `place` (None: since the start).
 
-    `seconds`: since when. `counts`: how many collectives of each communicator it has begun (`Place.key`). `newest`: it
-    is in the last of these, and does not wait for one that was begun earlier.
+    `seconds`: for how long. `counts`: collectives begun per communicator (`Place.key`). `newest`: `place` is the last
+    collective that it began; false if it waits for an earlier one.
     """
 
     inside: bool
@@ -44,21 +44,21 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """A rank that has left the job; `error`: with which exception, and empty if as it should."""
+    """A rank that has left the job. `error`: the exception that ended it, empty if none did."""
 
     error: str = ""
 
 
-Word = Position | Left
+RankState = Position | Left
 
 
-def to_json(word: Word) -> str:
-    """As ranks send it to each other."""
-    return json.dumps(asdict(word))
+def to_json(state: RankState) -> str:
+    """The text that ranks exchange."""
+    return json.dumps(asdict(state))
 
 
-def from_json(text: str | bytes) -> Word:
-    """What `to_json` wrote. Raises `ValueError`, `KeyError` or `TypeError` for anything else."""
+def from_json(text: str | bytes) -> RankState:
+    """Reads the text of `to_json`. Raises `ValueError`, `KeyError` or `TypeError` for anything else."""
     data = json.loads(text)
     if "error" in data:
         return Left(str(data["error"]))
@@ -70,111 +70,111 @@ def from_json(text: str | bytes) -> Word:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`said`: a rank ended by an exception, and has printed it itself."""
+    """`printed`: a rank has printed it, or the exception that ended the rank."""
 
     text: str
-    said: bool = False
+    printed: bool = False
 
 
-def judge(words: Mapping[int, Word], world_size: int, *, overdue: bool) -> Verdict | None:
-    """The rank that blocks the job, or None if no rank does. A rank that is not in `words` did not answer.
+def judge(states: Mapping[int, RankState], world_size: int, *, overdue: bool) -> Verdict | None:
+    """The rank that blocks the job, or None if no rank does. Ranks that are not in `states` did not answer.
 
     If all ranks answered and none left early, a rank is blamed only if a wait is `overdue` or collectives differ.
     """
-    for rank, word in sorted(words.items()):
-        if isinstance(word, Left) and word.error:
-            return Verdict(f"rank {rank} ended with {word.error}{_waited_for(words, {rank})}", said=True)
-    different = _different(words)
+    for rank, state in sorted(states.items()):
+        if isinstance(state, Left) and state.error:
+            return Verdict(f"rank {rank} ended with {state.error}{_waited_for(states, {rank})}", printed=True)
+    different = _different(states)
     if different:
         return Verdict(different)
-    silent = {rank for rank in range(world_size) if rank not in words}
+    silent = {rank for rank in range(world_size) if rank not in states}
     if silent:
         answer = "no longer answers" if len(silent) == 1 else "no longer answer"
         why = "killed, out of memory, stopped, or its machine cut off"
-        return Verdict(f"{_ranks(silent)} {answer} ({why}){_waited_for(words, silent)}")
-    left = {rank for rank, word in words.items() if isinstance(word, Left)}
-    awaited = {rank for rank in left if _waiting_for(words, {rank}) is not None}
+        return Verdict(f"{_ranks(silent)} {answer} ({why}){_waited_for(states, silent)}")
+    left = {rank for rank, state in states.items() if isinstance(state, Left)}
+    awaited = {rank for rank in left if _waiting_for(states, {rank}) is not None}
     if awaited:
-        return Verdict(f"{_ranks(awaited)} left the job before the others{_waited_for(words, awaited)}")
-    waiting = [(w.seconds, rank) for rank, w in words.items() if isinstance(w, Position) and w.inside]
+        return Verdict(f"{_ranks(awaited)} left the job before the others{_waited_for(states, awaited)}")
+    waiting = [(w.seconds, rank) for rank, w in states.items() if isinstance(w, Position) and w.inside]
     if not overdue or not waiting:
         return None
-    return Verdict(_follow(words, max(waiting)[1]))
+    return Verdict(_blame_for_wait(states, max(waiting)[1]))
 
 
-def _different(words: Mapping[int, Word]) -> str:
+def _different(states: Mapping[int, RankState]) -> str:
     """Describes two ranks whose n-th collectives of one communicator differ; empty if there are none."""
     first: dict[tuple[str, int], int] = {}
-    for rank, word in sorted(words.items()):
-        place = _where(word)
-        if place is None or not isinstance(word, Position) or not word.newest:
+    for rank, state in sorted(states.items()):
+        place = _collective_of(state)
+        if place is None or not isinstance(state, Position) or not state.newest:
             continue
-        other = first.setdefault((place.key(), _count(word, place)), rank)
-        there = _where(words[other])
+        other = first.setdefault((place.key(), _count(state, place)), rank)
+        there = _collective_of(states[other])
         if there is not None and (there.name, there.site) != (place.name, place.site):
-            return f"the ranks do not do the same: rank {other} is in {there}, and rank {rank} in {place}"
+            return f"the ranks make different calls: rank {other} is in {there}, and rank {rank} in {place}"
     return ""
 
 
-def _follow(words: Mapping[int, Word], rank: int) -> str:
-    """Goes from a waiting rank to one that it waits for, until that is in no collective, repeats, or there is none."""
+def _blame_for_wait(states: Mapping[int, RankState], rank: int) -> str:
+    """Follows who waits for whom from `rank` on, to a rank outside of collectives, a cycle, or a complete group."""
     path = [rank]
     while True:
-        here = words[path[-1]]
+        here = states[path[-1]]
         assert isinstance(here, Position)
         assert here.place is not None
-        behind = [r for r in here.place.ranks if _count(words[r], here.place) < _count(here, here.place)]
+        behind = [r for r in here.place.ranks if _count(states[r], here.place) < _count(here, here.place)]
         if not behind:
             members = _ranks(set(here.place.ranks))
-            return f"{members} are all in {here.place}, rank {rank} for {here.seconds:.1f} s: it does not get through"
-        outside = [r for r in behind if _where(words[r]) is None]
+            return f"{members} are all in {here.place}, rank {rank} for {here.seconds:.1f} s: it does not finish"
+        outside = [r for r in behind if _collective_of(states[r]) is None]
         if outside:
-            return _outside(words, outside[0], path[-1])
+            return _stalled(states, outside[0], path[-1])
         if behind[0] in path:
             ring = path[path.index(behind[0]) :]
-            return "each waits for the next: " + "; ".join(f"rank {r} in {_place(words[r])}" for r in ring)
+            return "each waits for the next: " + "; ".join(f"rank {r} in {_place_of(states[r])}" for r in ring)
         path.append(behind[0])
 
 
-def _outside(words: Mapping[int, Word], rank: int, waiter: int) -> str:
-    word = words[rank]
-    assert isinstance(word, Position)
-    since = f"since {word.place}" if word.place else "since the job began"
-    stalled = f"rank {rank} has stalled: it has been in no collective for {word.seconds:.1f} s, {since}"
-    return f"{stalled}; rank {waiter} waits for it in {_place(words[waiter])}"
+def _stalled(states: Mapping[int, RankState], rank: int, waiter: int) -> str:
+    state = states[rank]
+    assert isinstance(state, Position)
+    since = f"since {state.place}" if state.place else "since the job began"
+    stalled = f"rank {rank} has stalled: it has been in no collective for {state.seconds:.1f} s, {since}"
+    return f"{stalled}; rank {waiter} waits for it in {_place_of(states[waiter])}"
 
 
-def _waited_for(words: Mapping[int, Word], ranks: set[int]) -> str:
-    """The end of a sentence: where another rank waits for one of `ranks`, else where a rank was last."""
-    waiter = _waiting_for(words, ranks)
+def _waited_for(states: Mapping[int, RankState], ranks: set[int]) -> str:
+    """The end of a message: where another rank waits for one of `ranks`, else the last place of one of them."""
+    waiter = _waiting_for(states, ranks)
     if waiter is not None:
-        return f"; rank {waiter} waits for {'it' if len(ranks) == 1 else 'them'} in {_place(words[waiter])}"
-    last = min(((w.seconds, r) for r, w in words.items() if isinstance(w, Position) and w.place), default=None)
-    return f"; rank {last[1]} was last in {_place(words[last[1]])}" if last else ""
+        return f"; rank {waiter} waits for {'it' if len(ranks) == 1 else 'them'} in {_place_of(states[waiter])}"
+    last = min(((w.seconds, r) for r, w in states.items() if isinstance(w, Position) and w.place), default=None)
+    return f"; rank {last[1]} was last in {_place_of(states[last[1]])}" if last else ""
 
 
-def _waiting_for(words: Mapping[int, Word], ranks: set[int]) -> int | None:
-    """The rank that has waited longest for one of `ranks`: the others have come further since."""
+def _waiting_for(states: Mapping[int, RankState], ranks: set[int]) -> int | None:
+    """The rank that has waited longest for one of `ranks`."""
     waiting = [
-        (word.seconds, rank)
-        for rank, word in words.items()
-        if isinstance(word, Position) and word.inside and word.place and not ranks.isdisjoint(word.place.ranks)
+        (state.seconds, rank)
+        for rank, state in states.items()
+        if isinstance(state, Position) and state.inside and state.place and not ranks.isdisjoint(state.place.ranks)
     ]
     return max(waiting)[1] if waiting else None
 
 
-def _where(word: Word) -> Place | None:
-    """The collective that a rank is in."""
-    return word.place if isinstance(word, Position) and word.inside else None
+def _collective_of(state: RankState) -> Place | None:
+    """The collective that a rank is in, or None."""
+    return state.place if isinstance(state, Position) and state.inside else None
 
 
-def _count(word: Word, place: Place) -> int:
-    return word.counts.get(place.key(), 0) if isinstance(word, Position) else 0
+def _count(state: RankState, place: Place) -> int:
+    return state.counts.get(place.key(), 0) if isinstance(state, Position) else 0
 
 
-def _place(word: Word) -> str:
-    assert isinstance(word, Position)
-    return str(word.place)
+def _place_of(state: RankState) -> str:
+    assert isinstance(state, Position)
+    return str(state.place)
 
 
 def _ranks(ranks: set[int]) -> str:

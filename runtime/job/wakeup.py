@@ -1,6 +1,7 @@
-"""Waking a thread by a signal.
+"""Wakes a thread by a signal.
 
-Python runs a signal's handler in the main thread once it returns from C++, which a collective that hangs never does.
+Python runs a signal's handler in the main thread after that returns from C++, which it never does in a collective that
+hangs. A byte in a pipe wakes another thread instead.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from types import FrameType
 
 
 class Wakeup:
-    """A pipe that a thread sleeps on. `wake` wakes it, and so does SIGTERM, even while the main thread is in C++."""
+    """A pipe that a thread sleeps on. `wake` and SIGTERM write to it, also while the main thread is in C++."""
 
     def __init__(self) -> None:
         self._read, self.write = os.pipe()
         os.set_blocking(self.write, False)
 
     def sleep(self, seconds: float) -> bool:
-        """Whether SIGTERM came meanwhile."""
+        """Sleeps until `wake`, SIGTERM or the timeout; returns whether SIGTERM came."""
         ready, _, _ = select.select([self._read], [], [], seconds)
         return bool(ready) and signal.SIGTERM in os.read(self._read, 1024)
 
@@ -36,25 +37,25 @@ class Wakeup:
 
 @contextmanager
 def woken_by_sigterm() -> Iterator[Wakeup]:
-    """SIGTERM wakes it, and does nothing else, if nobody handles it yet and this is the main thread."""
+    """Makes SIGTERM wake it and do nothing else, in the main thread and if SIGTERM has no handler yet."""
     wakeup = Wakeup()
-    mine = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    unset = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     outer = -1
-    if mine:
+    if unset:
         signal.signal(signal.SIGTERM, _nothing)
         outer = signal.set_wakeup_fd(wakeup.write, warn_on_full_buffer=False)
         _forget_in_children()
     try:
         yield wakeup
     finally:
-        if mine:
+        if unset:
             signal.set_wakeup_fd(outer)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         wakeup.close()
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Does nothing: the byte in the pipe wakes the thread; a handler would wait until the main thread is in Python."""
+    """Does nothing: the byte in the pipe wakes the thread."""
 
 
 _forgets = False
@@ -62,10 +63,10 @@ _mask: set[signal.Signals] = set()
 
 
 def _forget_in_children() -> None:
-    """A forked child, such as a data loader's worker, has its parent's pipe: what ends it must not end the parent."""
+    """Resets SIGTERM in forked children, such as a data loader's workers: they inherit the pipe of their parent."""
     global _forgets
     if not _forgets:
-        # Held back meanwhile: a signal between the fork and the child's first step would still go to the pipe.
+        # SIGTERM is blocked during the fork: until the child has reset it, it would write to the parent's pipe.
         os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_forget)
         _forgets = True
 

@@ -1,8 +1,8 @@
-"""Watches over a job's collectives, so that a rank that dies or stalls ends it with one message and not with none.
+"""Watches a job's collectives: a rank that dies or stalls ends the job with one message.
 
-Each rank keeps where it is: in which collective, or since when in none. Nothing more happens until something is wrong:
-a collective fails or takes too long, or the launcher ends the process. Then every rank that still can writes down where
-it is, in the job's store; the first rank to notice reads it and says which rank blocks the others (`verdict.py`).
+Each rank records the collective that it is in, or when it left the last one. If a collective fails or takes too long,
+or the launcher ends the process, every rank that still can writes its position to the job's store. The first rank to
+notice reads the positions and names the rank that blocks the others (`verdict.py`).
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from moec.grammar.diagnostics import render
 from moec.runtime.errors import RankError
 from moec.runtime.job.groups import plain_name, resolve, watch_of
-from moec.runtime.job.verdict import Left, Place, Position, Verdict, Word, from_json, judge, to_json
+from moec.runtime.job.verdict import Left, Place, Position, RankState, Verdict, from_json, judge, to_json
 from moec.runtime.job.wakeup import Wakeup, woken_by_sigterm
 
 MARGIN_SECONDS = 10.0
-"""So long before the timeout, or a quarter of it, the others are asked: the answer is there when the wait ends."""
+"""Ranks are asked this long before the timeout, or a quarter of it: their answers arrive before the wait ends."""
 TERMINATED_SECONDS = 3.0
-"""How long answers may take once the launcher ends the job: torchrun gives 30 s before it kills."""
+"""How long answers may take after the launcher's SIGTERM: torchrun kills 30 s later."""
 EXIT_SECONDS = 10.0
-"""What a rank has to end by itself after a verdict."""
+"""How long a rank may take to end by itself after a verdict."""
 
 _launches = 0
 
 
 Layer = torch.Tensor | None
-"""The number of a layer, 0-d int64 on CPU; none for what belongs to no layer."""
+"""The number of a layer, 0-d int64 on CPU; None outside of layers."""
 
 
-class collective:  # noqa: N801 - reads as the statement that it is
+class collective:  # noqa: N801 - used as a statement
     """`with collective("all_reduce", group, site) as peers:` around a collective over `peers`, or the wait for one.
 
-    `group` is a name that `groups.py` knows; `site` says which part of the model it serves, `{layer}` in it
-    standing for the number `layer`.
-    `begins` is false where it was begun before, and is only waited for. Raises `RankError` in the place of torch's
-    error where another rank has failed.
+    `group` is a name that `groups.py` knows; `site` says which part of the model it serves, with `{layer}` for the
+    number `layer`. `begins` is false for the wait for a collective that began before. Raises `RankError` in place of
+    torch's error if another rank has failed.
     """
 
     __slots__ = ("_begins", "_group", "_layer", "_name", "_site", "_watch")
@@ -75,41 +74,41 @@ class collective:  # noqa: N801 - reads as the statement that it is
 
 
 def located(site: str, layer: Layer) -> str:
-    """`site` with the number of the layer in the place of `{layer}`."""
+    """`site` with the layer's number for `{layer}`."""
     return site if layer is None else site.replace("{layer}", str(int(layer)))
 
 
 def backward_of(site: str) -> str:
-    """The site of what backward does there."""
+    """The site of the backward pass of `site`."""
     return f"backward of {site}" if site else ""
 
 
 @contextmanager
 def watch(store: Store, rank: int, world_size: int, timeout: float) -> Iterator[Watch]:
-    """Gives what watches over the collectives of a job until the block ends. `timeout`: seconds that one may take.
+    """Watches the collectives of a job until the block ends. `timeout`: seconds that one may take.
 
-    `store` is one that all ranks share, and that nobody else waits on. Handles SIGTERM where nobody does and this is
-    the main thread.
+    `store`: a store of all ranks, over a connection that no other thread waits on. Handles SIGTERM in the main thread,
+    if SIGTERM has no handler yet.
     """
     global _launches
     _launches += 1
     prefixed = PrefixStore(f"watch_{_launches}", store)
     with woken_by_sigterm() as wakeup:
-        own = Watch(prefixed, rank, world_size, timeout, wakeup)
+        rank_watch = Watch(prefixed, rank, world_size, timeout, wakeup)
         try:
-            yield own
+            yield rank_watch
         except BaseException as error:
             if not isinstance(error, RankError):
-                own.say(Left(_sentence(error)))
+                rank_watch.publish(Left(_sentence(error)))
             raise
         else:
-            own.say(Left())
+            rank_watch.publish(Left())
         finally:
-            own.stop()
+            rank_watch.stop()
 
 
-class _Here(NamedTuple):
-    """A `Position`, but with the time when it was taken up."""
+class _Timed(NamedTuple):
+    """A `Position` with the time since when instead of the seconds."""
 
     inside: bool
     place: Place | None
@@ -118,16 +117,16 @@ class _Here(NamedTuple):
 
 
 class Watch:
-    """One rank's part. `enter` and `leave` are for the training thread; the rest is done by a thread of its own."""
+    """The watch of one rank. The training thread calls `enter` and `leave`; a second thread does the rest."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float, wakeup: Wakeup) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._store, self._wakeup = store, wakeup
         self._counts: dict[str, int] = {}
-        # Replaced as a whole, so that the other thread never sees half of one.
-        self._here = _Here(False, None, time.monotonic())
+        # Never changed in place: the other thread always reads a complete one.
+        self._position = _Timed(False, None, time.monotonic())
         self._places: dict[tuple[str, str, str], Place] = {}
-        self._lock, self._saying = threading.Lock(), threading.Lock()
+        self._lock, self._publishing = threading.Lock(), threading.Lock()
         self._left = False
         self._verdict: Verdict | None = None
         self._stopping = False
@@ -148,16 +147,16 @@ class Watch:
         if begins:
             key = place.key()
             self._counts[key] = self._counts.get(key, 0) + 1
-        self._here = _Here(True, place, time.monotonic(), begins)
+        self._position = _Timed(True, place, time.monotonic(), begins)
 
     def leave(self) -> None:
-        self._here = _Here(False, self._here.place, time.monotonic())
+        self._position = _Timed(False, self._position.place, time.monotonic())
 
     def inquire(self, *, overdue: bool, error: BaseException | None = None, seconds: float | None = None) -> Verdict:
-        """Finds the rank to blame: asks all ranks where they are, for up to `seconds`. One rank prints the verdict.
+        """Finds the rank to blame: asks all ranks for their positions, up to `seconds`. One rank prints the verdict.
 
-        `overdue`: a rank has waited too long, so that a rank that answers may be to blame. `error`: the exception of
-        this rank's collective; if no other rank is to blame, the verdict has no text.
+        `overdue`: a rank has waited too long, so a rank that answers may be to blame. `error`: the exception of this
+        rank's collective; if no other rank is to blame, the verdict has no text.
         """
         with self._lock:
             if self._verdict is None:
@@ -165,25 +164,25 @@ class Watch:
             return self._verdict
 
     def answer(self) -> None:
-        """Answers another rank's question where this rank is, and waits for the verdict."""
+        """Answers another rank with this rank's position, and waits for the verdict."""
         with self._lock:
             if self._verdict is None:
-                self._say_where()
-                self._verdict = self._hear(2 * self.tick + 6.0) or self._judge(True, None, 1.0)
+                self._publish_position()
+                self._verdict = self._read_verdict(2 * self.tick + 6.0) or self._judge(True, None, 1.0)
 
-    def say(self, word: Word) -> None:
-        """Tells the others where this rank is; once it has left, no more. The store may be gone with its process."""
-        with self._saying, suppress(RuntimeError):
+    def publish(self, state: RankState) -> None:
+        """Writes this rank's position to the store, unless it has left. The store's process may be gone."""
+        with self._publishing, suppress(RuntimeError):
             if not self._left:
-                self._left = isinstance(word, Left)
-                self._store.set(f"at_{self.rank}", to_json(word))
+                self._left = isinstance(state, Left)
+                self._store.set(f"at_{self.rank}", to_json(state))
 
     def stop(self) -> None:
         self._stopping = True
         self._wakeup.wake()
         self._thread.join()
 
-    # ---- its own thread ------------------------------------------------------------------------------
+    # ---- the second thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
@@ -193,22 +192,22 @@ class Watch:
             if terminated:
                 self.inquire(overdue=False, seconds=TERMINATED_SECONDS)
                 os._exit(128 + signal.SIGTERM)
-            here = self._here
-            if here.inside and time.monotonic() - here.since > self._patience:
+            position = self._position
+            if position.inside and time.monotonic() - position.since > self._patience:
                 self.inquire(overdue=True)
-            elif self._asked():
+            elif self._is_asked():
                 self.answer()
             if self._verdict is not None:
                 self._wait_for_the_end()
 
-    def _asked(self) -> bool:
+    def _is_asked(self) -> bool:
         try:
             return bool(self._store.check(["alarm"]))
         except RuntimeError:
-            return False  # the store is gone: the collectives will tell
+            return False  # the store is gone: the collectives will fail
 
     def _wait_for_the_end(self) -> None:
-        """The training thread raises at its next collective, or torch's timeout ends its last. If not, this does."""
+        """Ends the process if neither the training thread's next collective nor torch's timeout does."""
         deadline = time.monotonic() + self.timeout - self._patience + EXIT_SECONDS
         while not self._stopping and time.monotonic() < deadline:
             if self._wakeup.sleep(self.tick):
@@ -216,46 +215,46 @@ class Watch:
         if not self._stopping:
             os._exit(1)
 
-    def _say_where(self) -> None:
-        here, counts = self._here, dict(self._counts)
-        self.say(Position(here.inside, here.place, time.monotonic() - here.since, counts, here.newest))
+    def _publish_position(self) -> None:
+        timed, counts = self._position, dict(self._counts)
+        self.publish(Position(timed.inside, timed.place, time.monotonic() - timed.since, counts, timed.newest))
 
     def _inquire(self, overdue: bool, error: BaseException | None, seconds: float) -> Verdict:
-        self._say_where()
+        self._publish_position()
         try:
             self._store.set("alarm", "")
             if self._store.add("speaker", 1) > 1:
-                return self._hear(seconds + 5.0) or self._judge(overdue, error, 1.0)
+                return self._read_verdict(seconds + 5.0) or self._judge(overdue, error, 1.0)
             verdict = self._judge(overdue, error, seconds)
             self._store.set("verdict", verdict.text or f"rank {self.rank} ended with {_sentence(error)}")
             return verdict
         except RuntimeError as gone:
-            return self._speak(Verdict(f"the process that holds the job's store is gone: {_sentence(gone)}"))
+            return self._print_once(Verdict(f"the process that holds the job's store is gone: {_sentence(gone)}"))
 
-    def _hear(self, seconds: float) -> Verdict | None:
+    def _read_verdict(self, seconds: float) -> Verdict | None:
         """The verdict of the rank that judges, or None if none came in time."""
-        heard = _until(lambda: self._store.check(["verdict"]), seconds, self.tick)
-        return Verdict(self._store.get("verdict").decode(), said=True) if heard else None
+        found = _until(lambda: self._store.check(["verdict"]), seconds, self.tick)
+        return Verdict(self._store.get("verdict").decode(), printed=True) if found else None
 
     def _judge(self, overdue: bool, error: BaseException | None, seconds: float) -> Verdict:
-        words: dict[int, Word] = {}
+        states: dict[int, RankState] = {}
 
         def answered() -> bool:
             for rank in range(self.world_size):
-                # Read again even after an answer: the rank may have left since.
-                if not isinstance(words.get(rank), Left) and self._store.check([f"at_{rank}"]):
-                    words[rank] = from_json(self._store.get(f"at_{rank}"))
-            failed = any(isinstance(word, Left) and word.error for word in words.values())
-            return failed or len(words) == self.world_size
+                # Read again even after an answer: the rank may have left after it.
+                if not isinstance(states.get(rank), Left) and self._store.check([f"at_{rank}"]):
+                    states[rank] = from_json(self._store.get(f"at_{rank}"))
+            failed = any(isinstance(state, Left) and state.error for state in states.values())
+            return failed or len(states) == self.world_size
 
         _until(answered, seconds, self.tick)
-        found = judge(words, self.world_size, overdue=overdue)
-        if found is not None:
-            return self._speak(found)
-        return Verdict("" if error else "the job was ended from outside", said=True)
+        verdict = judge(states, self.world_size, overdue=overdue)
+        if verdict is not None:
+            return self._print_once(verdict)
+        return Verdict("" if error else "the job was ended from outside", printed=True)
 
-    def _speak(self, verdict: Verdict) -> Verdict:
-        if not verdict.said:
+    def _print_once(self, verdict: Verdict) -> Verdict:
+        if not verdict.printed:
             print(render(RankError(verdict.text).diagnostics, "full").rstrip("\n"), file=sys.stderr, flush=True)
         return verdict
 

@@ -1,12 +1,11 @@
-"""Turns the parameters of a module into what its graphs take: fp32 masters into plain tensors of the compute dtype.
+"""Converts the parameters of a module to its graphs' inputs: fp32 masters to plain tensors of the compute dtype.
 
-Forward takes the local part of each parameter (a DTensor where there are several ranks) and narrows it to the dtype in
-which the layer computes. Backward widens the gradients to fp32 and sums them over the ranks, as the plan says. Both are
-nodes of autograd's graph and no hooks: `torch.autograd.grad`, exceptions and `copy.deepcopy` need no special case.
+Forward narrows the local part of each parameter (a DTensor if there are several ranks) to the compute dtype. Backward
+widens the gradients to fp32 and sums them over the ranks. Both are autograd nodes, not hooks: `torch.autograd.grad`,
+exceptions and `copy.deepcopy` need no special case.
 
-There are two nodes. Backward runs `_Narrow` first, which starts the sums, and later `_Unwrap`, which waits for them.
-`_Unwrap` is made before the layers run, so the engine runs it after the backward of all layers: sums and backward
-overlap.
+Backward runs `_Narrow` first, which starts the sums, and later `_Unwrap`, which waits for them. `_Unwrap` is made
+before the layers run, so the engine runs it after the backward of all layers: sums and backward overlap.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from moec.runtime.job.names import read_parameter, registered_parameter, split_n
 class WeightSpec:
     """A parameter as a layer computes with it.
 
-    `name` is relative to the module that owns it, `shape` that of this rank's part, `groups` those over which its
-    gradient is summed, `site` says which part of the model uses it. `scale` multiplies the gradient's sum.
+    `name` is relative to its module, `shape` is that of this rank's part, `groups` sum its gradient, `site` is the part
+    of the model that uses it. `scale` multiplies the gradient's sum. `master` is the dtype that the parameter must
+    have; None if a host may convert it.
     """
 
     name: str
@@ -39,25 +39,29 @@ class WeightSpec:
     groups: tuple[str, ...] = ()
     site: str = ""
     scale: float = 1.0
+    master: torch.dtype | None = None
 
 
 class Microbatches:
-    """What the layers of a model share while one step runs over several micro-batches."""
+    """State of one step over several micro-batches, common to all layers of a model."""
 
     def __init__(self) -> None:
         self.more = False
-        """Whether another micro-batch comes, so that gradients are only collected."""
+        """Whether another micro-batch follows: then gradients are collected and not summed."""
         self.pending: dict[Weights, None] = {}
-        """The layers that have collected gradients, in the order in which backward came to them."""
+        """The layers with collected gradients, in the order of backward."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Microbatches:
+        return Microbatches()  # a copy of a model belongs to no open step
 
     def finish(self) -> None:
-        """Sums what the last micro-batch did not: gradients of layers that it did not run, or of frozen parameters."""
+        """Sums the remaining collected gradients: of layers that the last backward skipped, or frozen parameters."""
         begun = [(weights, *weights.begin_collected()) for weights in self.pending if weights.has_collected]
         for weights, results, buckets in begun:
             weights.add_to_parameters(results, buckets)
 
     def drop(self) -> None:
-        """Forgets what a step collected."""
+        """Drops the collected gradients of a step."""
         self.more = False
         for weights in self.pending:
             weights.forget()
@@ -65,7 +69,7 @@ class Microbatches:
 
 
 class Weights:
-    """The parameters of one module; called once in each forward pass, gives them as its graphs take them."""
+    """The parameters of one module. A call, once per forward pass, returns its graphs' inputs."""
 
     def __init__(self, owner: nn.Module, specs: Sequence[WeightSpec], microbatches: Microbatches) -> None:
         self.specs = tuple(specs)
@@ -76,8 +80,12 @@ class Weights:
         self._collected: _Collected | None = None
         self._begun: tuple[list[Tensor], _Pass | None, Sequence[Tensor]] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies, which belong to no open step."""
+        return self.__dict__ | {"_collected": None, "_begun": None}
+
     def needed(self) -> list[bool]:
-        """Which of the parameters want a gradient."""
+        """For each parameter, whether it requires a gradient."""
         return [parameter.requires_grad for parameter in self._parameters()]
 
     def begin(self) -> None:
@@ -86,7 +94,7 @@ class Weights:
         self._begun = parameters, *self._pass(parameters)
 
     def drop_begun(self) -> None:
-        """Drops the node that `begin` made, if an exception kept a call from using it."""
+        """Drops the node of `begin`, if an exception prevented the call that uses it."""
         self._begun = None
 
     def forget(self) -> None:
@@ -94,7 +102,7 @@ class Weights:
         self._collected = None
 
     def __call__(self) -> Sequence[Tensor]:
-        """The parameters as plain tensors of the dtype in which the module computes, differentiable."""
+        """The parameters as plain, differentiable tensors of the compute dtype."""
         begun, self._begun = self._begun, None
         # A hook may have replaced a parameter since `begin`.
         if begun is not None and all(map(self._is_still, self._paths, begun[0])):
@@ -107,18 +115,18 @@ class Weights:
         return result
 
     def narrow(self, local: Sequence[Tensor]) -> list[Tensor]:
-        """The compute copies of this rank's parts: the same memory where the dtype is the same."""
+        """This rank's parts in the compute dtype; no copy where the dtype is the same."""
         return [part.detach().to(spec.dtype) for part, spec in zip(local, self.specs, strict=True)]
 
     def _is_still(self, path: tuple[Sequence[str], str], parameter: Tensor) -> bool:
         registered = registered_parameter(self._owner, *path)
-        return registered is parameter or registered is None  # None where a parametrization computes it
+        return registered is parameter or registered is None  # None if a parametrization computes it
 
     def _parameters(self) -> list[Tensor]:
         return [self._parameter(i) for i in range(len(self.specs))]
 
     def _pass(self, parameters: Sequence[Tensor]) -> tuple[_Pass | None, Sequence[Tensor]]:
-        """The parameters of a forward pass: still to be narrowed, or, without a `_Pass`, as the module takes them."""
+        """The parameters of a forward pass, to be narrowed; without a `_Pass` they are ready for the graphs."""
         if all(map(_is_ready, parameters, self.specs)):
             return None, parameters
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
@@ -133,18 +141,26 @@ class Weights:
             raise JobError(
                 "MOE0710",
                 f"{spec.name} ({spec.site}) was replaced: this rank's part has shape {list(shape)}, "
-                f"and the plan wants {list(spec.shape)}",
-                "on several ranks parameters are DTensors: `torch.distributed.tensor.distribute_tensor(whole, "
-                "old.device_mesh, old.placements)` makes one like the old",
+                f"but the plan wants {list(spec.shape)}",
+                "on several ranks parameters are DTensors: use `torch.distributed.tensor.distribute_tensor(whole, "
+                "old.device_mesh, old.placements)`",
+            )
+        # A parametrization or `functional_call` may compute with another dtype: then the parameter is elsewhere.
+        if spec.master is not None and parameter.dtype != spec.master and isinstance(parameter, nn.Parameter):
+            raise JobError(
+                "MOE0710",
+                f"{spec.name} ({spec.site}) was converted to {parameter.dtype}, but an optimizer updates masters in "
+                f"{spec.master}",
+                f"layers compute in the file's `dtype`; leave the parameters {str(spec.master).removeprefix('torch.')}",
             )
         return parameter
 
     def begin_sums(
         self, gradients: Sequence[Tensor | None], one_pass: _Pass, device: torch.device
     ) -> tuple[list[Tensor | None], list[Bucket]]:
-        """Starts the sums of a backward pass's gradients. Gives the tensors that will hold them, and the buckets.
+        """Starts the sums of a backward pass's gradients. Returns the tensors that will hold them, and the buckets.
 
-        While more micro-batches come, it only collects the gradients, unless hooks of parameters wait for them.
+        Before the last micro-batch it only collects the gradients, unless a parameter's hook needs them.
         """
         collected, needed = self._collected, one_pass.needed
         if self._microbatches.more and not one_pass.hooked:
@@ -164,18 +180,18 @@ class Weights:
 
     @property
     def has_collected(self) -> bool:
-        """Whether gradients of earlier micro-batches are still to be summed."""
+        """Whether gradients of earlier micro-batches await their sum."""
         return self._collected is not None
 
     def begin_collected(self) -> tuple[list[Tensor | None], list[Bucket]]:
-        """Starts the sums of the gradients that were collected, outside of any backward pass."""
+        """Starts the sums of the collected gradients, outside of any backward pass."""
         assert self._collected is not None
         collected, self._collected = self._collected, None
         return self._start(collected.gradients, collected.needed, collected.device)
 
     @torch.no_grad()
     def add_to_parameters(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
-        """Waits for sums that `begin_collected` started, and adds them to the parameters' gradients."""
+        """Waits for the sums of `begin_collected` and adds them to the parameters' gradients."""
         _finish(results, buckets)
         for index, gradient in enumerate(results):
             with torch.enable_grad():
@@ -193,7 +209,7 @@ class Weights:
     def _start(
         self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
     ) -> tuple[list[Tensor | None], list[Bucket]]:
-        """Every rank starts the same sums: of all parameters that need a gradient, whether or not this rank has one."""
+        """Starts the sums of all parameters that need a gradient, also without one on this rank: ranks must match."""
         results = list(gradients)
         buckets = []
         for groups, summed in self._buckets.items():
@@ -212,21 +228,21 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """Gradients of the micro-batches so far, and which parameters needed one in any of them."""
+    """Summed gradients of earlier micro-batches, and which parameters needed one in any of them."""
 
     gradients: list[Tensor | None]
     needed: tuple[bool, ...]
     device: torch.device
 
     def plus(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The sum with another micro-batch's."""
+        """Adds another micro-batch's gradients."""
         return [_added(one, other) for one, other in zip(self.gradients, gradients, strict=True)]
 
 
 class _Pass:
     """One forward pass: its parameters, and the sums that its backward has started.
 
-    `hooked`: whether hooks of a parameter wait for its gradient.
+    `hooked`: whether a parameter has hooks, which need its gradient.
     """
 
     __slots__ = ("buckets", "hooked", "needed", "parameters", "weights")
@@ -235,13 +251,13 @@ class _Pass:
         self.weights = weights
         self.needed = tuple(parameter.requires_grad for parameter in parameters)
         self.hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
-        # Mesh and placements alone: the parameter itself would make a cycle with its gradient.
+        # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
         self.parameters = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
 
 
 class _Unwrap(torch.autograd.Function):
-    """DTensors to this rank's parts; backward waits for the sums of their gradients and wraps them again."""
+    """DTensors to this rank's parts; backward waits for the gradients' sums and wraps them as DTensors."""
 
     @staticmethod
     def forward(ctx: Any, one_pass: _Pass, *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -262,7 +278,7 @@ class _Unwrap(torch.autograd.Function):
 
 
 class _Narrow(torch.autograd.Function):
-    """This rank's parts in the dtype in which the layer computes; backward widens gradients and starts their sums."""
+    """This rank's parts to the compute dtype; backward widens gradients and starts their sums."""
 
     @staticmethod
     def forward(ctx: Any, one_pass: _Pass, *local: Tensor) -> tuple[Tensor, ...]:
@@ -307,7 +323,7 @@ def _wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | 
 
 
 def _finish(results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
-    """Waits for sums and puts them in their places."""
+    """Waits for the sums and writes them to `results`."""
     for bucket in buckets:
         for member, total in zip(bucket.members, bucket.finish(), strict=True):
             results[member.index] = total

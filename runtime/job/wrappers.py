@@ -1,4 +1,4 @@
-"""Refuses autocast, DistributedDataParallel and `fully_shard`, which do not know a plan's sharded parameters."""
+"""Refuses autocast, DistributedDataParallel and `fully_shard` around a model."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from moec.runtime.errors import JobError
 
 
 def refuse_autocast(device_type: str) -> None:
-    """Raises `JobError` inside of `torch.autocast`: in which dtype a plan computes, its file says."""
+    """Raises `JobError` inside of `torch.autocast`, which would change the dtypes of a plan."""
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         raise JobError(
             "MOE0711",
-            f"torch.autocast({device_type!r}, {dtype}) is on, and would change the dtypes that the plan computes in",
-            "say `dtype = bf16` in the file (parameters stay fp32), and leave autocast out, or put the model in "
+            f"torch.autocast({device_type!r}, {dtype}) is on, which would change the dtypes that the plan computes in",
+            "set `dtype = bf16` in the file (parameters stay fp32) and drop autocast, or call the model in "
             f"`with torch.autocast({device_type!r}, enabled=False)`",
         )
 
 
 def data_parallel_error(wrapper: str) -> JobError:
-    """The error for a wrapper that takes every parameter for a replica."""
+    """The error for a wrapper that takes every parameter for a replica of the other ranks'."""
     return JobError(
         "MOE0711",
         f"{wrapper} takes parameters for replicas: experts would become those of rank 0, gradients be summed twice",
-        "leave it out: `job.step` or `loss.backward()` sums every gradient as the plan says, and `dp` in the file is "
-        "data parallelism; for a mixture in a model of your own, see `moec.layer`",
+        "drop it: `job.step` and `loss.backward()` sum gradients over ranks, and `dp` in the file is data parallelism; "
+        "for a mixture in a plain PyTorch model, use `moec.layer`",
     )
 
 
 def refuse_data_parallel(module: nn.Module) -> None:
-    """Raises `JobError` for a module that `fully_shard` has taken over, or that DistributedDataParallel runs."""
+    """Raises `JobError` for a module that `fully_shard` manages, or that DistributedDataParallel runs."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         raise data_parallel_error("fully_shard")

@@ -1,14 +1,16 @@
+# ruff: noqa: F401  (operators are called by name)
 """The operators that compiled graphs are made of, registered as `torch.ops.moec.*` on import.
 
 Each has a fake (so that FX, `torch.compile` and export see through it), an autograd rule made of registered
 operators, and its arithmetic in a backend (`moec.runtime.backends`). None mutates or aliases its inputs. Letters in
 shapes: B sequences, S tokens each, D model dim, E experts, k choices, R rows, F hidden width, G parts of an activation
-(2 if gated, else 1). The collectives, in `collectives.py` and `conversions.py`, are operators of the same kind.
+(2 if gated, else 1). The collectives, in `ragged_collectives.py` and `dense_collectives.py`, are operators of the same
+kind.
 """
 
 from __future__ import annotations
 
-from moec.runtime.ops import collectives, conversions, sharded_vocabulary
+from moec.runtime.ops import dense_collectives, ragged_collectives, sharded_vocabulary
 from moec.runtime.ops.balance_terms import count_choices, switch_loss
 from moec.runtime.ops.elementwise import gated, rope
 from moec.runtime.ops.embed import embed
@@ -24,32 +26,7 @@ from moec.runtime.ops.padded_rows import (
     permute_padded,
     queue_starts,
 )
+from moec.runtime.ops.random_numbers import jitter, token_keys
 from moec.runtime.ops.routing import route
 from moec.runtime.ops.rows import combine, permute
 from moec.runtime.ops.weighted_rows import permute_weights, sum_rows
-
-__all__ = [
-    "collectives",
-    "combine",
-    "combine_padded",
-    "conversions",
-    "count_choices",
-    "count_queues",
-    "embed",
-    "expert_mlp",
-    "gated",
-    "keep_choices",
-    "largest_load",
-    "layer_norm",
-    "mixture_mlp",
-    "permute",
-    "permute_dynamic",
-    "permute_padded",
-    "permute_weights",
-    "queue_starts",
-    "rope",
-    "route",
-    "sharded_vocabulary",
-    "sum_rows",
-    "switch_loss",
-]

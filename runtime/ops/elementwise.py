@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moec.passes.ir import ops as o
@@ -14,30 +15,39 @@ from moec.runtime.ops.registry import check, define, differentiate
 # ---- rope --------------------------------------------------------------------------------------------
 
 
-def _check_rope(x: Tensor, theta: float) -> None:
+def _check_rope(x: Tensor, positions: Tensor | None, theta: float) -> None:
     check(x.dim() == 4, lambda: f"moec::rope: x must be [B, S, H, head dim], not {list(x.shape)}")
     check(x.shape[-1] % 2 == 0, lambda: f"moec::rope: the head dim must be even, not {x.shape[-1]}")
     check(x.is_floating_point(), lambda: f"moec::rope: x must be floating point, not {x.dtype}")
+    check(
+        positions is None or (positions.shape == x.shape[:2] and positions.dtype == torch.int64),
+        lambda: f"moec::rope: positions must be int64 {list(x.shape[:2])}, not {positions}",
+    )
 
 
-def _fake_rope(x: Tensor, theta: float) -> Tensor:
+def _fake_rope(x: Tensor, positions: Tensor | None, theta: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
 rope = define(schema_of(o.Rope), fake=_fake_rope, check=_check_rope)
-rope_backward = define("rope_backward(Tensor grad, float theta) -> Tensor", fake=_fake_rope, check=_check_rope)
-"""`rope`: rotary positions 0..S-1 (Su et al. 2021, eq. 34; the half-split layout of Llama and Hugging Face).
+rope_backward = define(
+    "rope_backward(Tensor grad, Tensor? positions, float theta) -> Tensor", fake=_fake_rope, check=_check_rope
+)
+"""`rope`: rotary positions (Su et al. 2021, eq. 34; the half-split layout of Llama and Hugging Face).
 
-x [B, S, H, head dim], any floating dtype -> the same. Angles are computed in float32, or in float64 for float64.
+x [B, S, H, head dim], any floating dtype -> the same. `positions` int64 [B, S], from 0 to S - 1; without them 0..S-1 in
+each sequence. Angles are computed in float32, or in float64 for float64.
 """
 
 
 def _setup_rope(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.theta = inputs[1]
+    _, positions, ctx.theta = inputs
+    ctx.save_for_backward(positions)
 
 
-def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return rope_backward(grad, ctx.theta), None
+def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    (positions,) = ctx.saved_tensors
+    return rope_backward(grad, positions, ctx.theta), None, None
 
 
 differentiate(rope, setup=_setup_rope, backward=_differentiate_rope)

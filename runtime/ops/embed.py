@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["embed", "sum_by_id"]
@@ -31,7 +33,7 @@ def _check_embed(ids: Tensor, table: Tensor) -> None:
 
 
 embed = define(
-    "embed(Tensor ids, Tensor table) -> Tensor",
+    schema_of(o.Embed, "embed"),
     fake=lambda ids, table: table.new_empty((*ids.shape, table.shape[1])),
     check=_check_embed,
     kernel=lambda ids, table: torch.ops.aten.embedding.default(table, ids),

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.registry import check, define, differentiate
 
 __all__ = ["layer_norm"]
@@ -29,7 +31,7 @@ def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> T
 
 
 layer_norm = define(
-    "layer_norm(Tensor x, Tensor weight, Tensor? bias, float eps) -> Tensor",
+    schema_of(o.LayerNorm, "layer_norm"),
     fake=lambda x, weight, bias, eps: x.new_empty(x.shape),
     check=_check,
     kernel=_layer_norm,

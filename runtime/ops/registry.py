@@ -19,6 +19,9 @@ _library = torch.library.Library("moec", "DEF")  # type: ignore[no-untyped-call]
 
 Check = Callable[..., None]
 
+FROM_BACKENDS: list[str] = []
+"""The operators that call the backend's function of their name, with their arguments."""
+
 
 def define(schema: str, *, fake: Callable[..., Any], check: Check, kernel: Callable[..., Any] | None = None) -> Any:
     """Define `moec::<schema>` and return its overload, an `OpOverload`.
@@ -27,6 +30,8 @@ def define(schema: str, *, fake: Callable[..., Any], check: Check, kernel: Calla
     `RuntimeError`. Without `kernel`, the backend's function of the operator's name is called.
     """
     name = schema.partition("(")[0]
+    if kernel is None:
+        FROM_BACKENDS.append(name)
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)  # type: ignore[no-untyped-call]
     for device in DEVICES:
         function = _checked(check, kernel or _backend_kernel(name, device.lower()))

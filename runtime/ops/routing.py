@@ -17,7 +17,7 @@ ORDERS = ("before", "after")
 # ---- route -------------------------------------------------------------------------------------------
 
 
-def _check_route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> None:
+def _check_route(logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool) -> None:
     check(logits.dim() == 3, lambda: f"moec::route: logits must be [B, S, E], not {list(logits.shape)}")
     check(
         logits.dtype in (torch.float32, torch.float64),
@@ -27,11 +27,17 @@ def _check_route(logits: Tensor, k: int, score: str, order: str, normalize: bool
         1 <= k <= logits.shape[-1],
         lambda: f"moec::route: k must be between 1 and the {logits.shape[-1]} experts, not {k}",
     )
+    check(
+        bias is None or (bias.shape == logits.shape[-1:] and bias.dtype in (torch.float32, torch.float64)),
+        lambda: "moec::route: bias must be a float32 or float64 [E]",
+    )
     check(order in ORDERS, lambda: f"moec::route: order must be one of {', '.join(ORDERS)}, not {order!r}")
     check(score in SCORES, lambda: f"moec::route: score must be one of {', '.join(SCORES)}, not {score!r}")
 
 
-def _fake_route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_route(
+    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     chosen = (*logits.shape[:-1], k)
     return logits.new_empty(logits.shape), logits.new_empty(chosen), logits.new_empty(chosen, dtype=torch.int64)
 
@@ -48,6 +54,8 @@ logits [B, S, E], float32 or float64. Gives, in the logits' dtype,
   - weights [B, S, k], best choice first: `score` ("softmax" or "sigmoid") of all experts, the k best kept; where
     `order` is "after", the k best logits are kept and only those are scored. `normalize` divides by the k scores' sum;
   - experts [B, S, k], int64. Equal scores go to the lower index.
+With `bias` [E] the k experts with the largest score + bias are chosen, whatever `order` is; weights are of scores
+without it, in the order of the choices, and no gradient flows to it (Wang et al. 2024, arXiv 2408.15664).
 Gradients flow from probabilities and weights. Where a token's scores are NaN (a logit is NaN, or infinite so that no
 score is left), its probabilities or weights are NaN, and its k experts are still in range: a model's forward pass
 reports the token at its end (`moec.runtime.job.unscored`). Outside of a model `route` raises `FloatingPointError` on
@@ -69,7 +77,7 @@ def _check_route_backward(
     order: str,
     normalize: bool,
 ) -> None:
-    _check_route(logits, experts.shape[-1], score, order, normalize)
+    _check_route(logits, None, experts.shape[-1], score, order, normalize)
 
 
 route_backward = define(
@@ -81,7 +89,7 @@ route_backward = define(
 
 
 def _setup_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, _, *ctx.how = inputs
+    logits, _, _, *ctx.how = inputs
     _, weights, experts = output
     ctx.mark_non_differentiable(experts)
     ctx.set_materialize_grads(False)
@@ -93,10 +101,10 @@ def _differentiate_route(
     ctx: Any, grad_probabilities: Tensor | None, grad_weights: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
     if grad_probabilities is None and grad_weights is None:
-        return None, None, None, None, None
+        return (None,) * 6
     logits, weights, experts = ctx.saved_tensors
     grad = route_backward(logits, grad_probabilities, grad_weights, weights, experts, *ctx.how)
-    return grad, None, None, None, None
+    return grad, *(None,) * 5
 
 
 differentiate(route, setup=_setup_route, backward=_differentiate_route)

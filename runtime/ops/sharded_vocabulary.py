@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.job.groups import resolve
 from moec.runtime.ops.embed import embed, sum_by_id
 from moec.runtime.ops.registry import check, define, differentiate
@@ -48,7 +50,7 @@ def _fake_embed(ids: Tensor, table: Tensor, group: str) -> Tensor:
 
 
 embed_part = define(
-    "embed_part(Tensor ids, Tensor table, str group) -> Tensor",
+    schema_of(o.Embed, "embed_part", also="str group"),
     fake=_fake_embed,
     check=_check_embed,
     kernel=_embed_part,
@@ -107,7 +109,7 @@ def _label_logit(logits: Tensor, labels: Tensor, group: str) -> Tensor:
 
 
 label_logit = define(
-    "label_logit(Tensor logits, Tensor labels, str group) -> Tensor",
+    schema_of(o.LabelLogit, "label_logit", also="str group"),
     fake=lambda logits, labels, group: logits.new_empty(labels.shape),
     check=_check_labels,
     kernel=_label_logit,

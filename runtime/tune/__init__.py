@@ -1,1 +1,1 @@
-"""`moec tune`: measures tiles on the device that is here."""
+"""`moec tune`: measures tiles on this machine's device."""

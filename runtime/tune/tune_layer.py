@@ -1,4 +1,4 @@
-"""One layer's experts, of random weights and evenly loaded: what `moec tune` runs with tile after tile."""
+"""One layer's experts with random weights and even loads, which `moec tune` runs with each candidate tile."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from moec.runtime.backends.triton.triton_experts import expert_mlp, expert_mlp_b
 from moec.runtime.backends.triton.triton_mixture import mixture_mlp, mixture_mlp_backward
 
 MOST_ROWS, MOST_EACH = 32_768, 256
-"""Rows in all, or for each expert, whichever is more: what a plan has beyond takes memory, and says nothing new."""
+"""At most so many rows in all or per expert, whichever is more: more rows take memory and do not change the order."""
 
 BOUNDS: Mapping[str, float] = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 1e-5, "fp64": 1e-12}
-"""How far results of two tiles may be apart, as a part of the largest number: two units in the last place where results
-are rounded to 16 bits, and the order of sums elsewhere. A wrong kernel is off by the numbers themselves."""
+"""Largest difference of two tiles' results, relative to the largest number: two units in the last place where results
+are rounded to 16 bits, else the error of another order of sums. A wrong kernel's difference is near 1."""
 
 WARM_UP_MS, MEASURE_MS = 25, 100
 
 Results = tuple[Tensor, ...]
-"""Of the layer, and the gradients of its rows and of both projections' weights and biases."""
+"""The layer's result, and the gradients of its rows and of both projections' weights and biases."""
 
 
 class TunedLayer:
-    """Experts of the plan's shape, forward and backward. The same numbers every time."""
+    """Experts of the plan's shape, forward and backward, with fixed random numbers."""
 
     def __init__(self, products: PlanProducts, device: torch.device) -> None:
         key, shape = products.key, products.up
@@ -54,25 +54,25 @@ class TunedLayer:
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if shape.bias:
             self._biases = random(*self._up.shape[:-1]), random(*self._down.shape[:-1])
-        # Experts in turn: each is chosen equally often, and never twice by one token.
+        # Round robin: each expert is chosen equally often, and never twice by one token.
         choices = torch.arange(self.rows, device=device) % shape.experts
         self._choices = choices.view(1, -1, self.k or 1)
         of_rows = self._choices.shape if self.k else (self.rows,)
         self._weights = torch.full(of_rows, 1 / (self.k or 1), device=device)
 
     def default(self) -> Tiles:
-        """What runs unless it is tuned: shipped tiles, or the rule's."""
+        """The tiles of an untuned plan: shipped ones, or the rule's."""
         experts, widths = self._up.shape[0], (self.key.dim, self.key.hidden)
         with triton_tiles.use(None):
             return triton_tiles.tiles_at(self.device, self.key.dtype, self.rows, experts, widths, self.activation)
 
     def results(self, tiles: Tiles) -> Results:
-        """What the layer gives with these tiles."""
+        """The layer's results with these tiles."""
         with self._with(tiles):
             return self._run()
 
     def milliseconds(self, tiles: Tiles) -> float:
-        """The median of several runs with a cold cache on a device, by its own clock; of one, in the interpreter."""
+        """The median of several runs with a cold cache by the device's clock; in the interpreter, one run."""
         with self._with(tiles):
             if self.device.type == "cuda":
                 from triton.testing import do_bench
@@ -83,36 +83,36 @@ class TunedLayer:
             return 1e3 * (time.perf_counter() - before)
 
     def _with(self, tiles: Tiles) -> AbstractContextManager[None]:
-        """As a plan's are put in force."""
+        """Uses these tiles as a job uses a plan's."""
         entry = Entry.of(self.key, tiles, None)
         return triton_tiles.use(StoredTiles(device=self._name, triton=None, entries=(entry,)))
 
     def _run(self) -> Results:
-        held = (self._up, self._down, *self._biases)
+        parameters = (self._up, self._down, *self._biases)
         if self.k:
-            experts = (*held, self.activation)
+            experts = (*parameters, self.activation)
             mixed, counts, hidden, positions = mixture_mlp(self._x, self._choices, self._weights, *experts)
             saved = (self._x, hidden, counts, positions, self._weights)
             grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *experts)
             return mixed, grad_x, *grads
-        matrices = (*held, self._weights, self.activation)
+        matrices = (*parameters, self._weights, self.activation)
         out, hidden = expert_mlp(self._x, self._counts, *matrices)
         *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices)
         return out, *grads
 
 
 def even_counts(rows: int, sources: int, experts: int) -> Tensor:
-    """Counts int64 [sources, experts] that add up to `rows`, none more than one above another."""
+    """Counts int64 [sources, experts] that add up to `rows`, which differ by at most one."""
     cells = sources * experts
     counts = torch.full((cells,), rows // cells)
     counts[: rows % cells] += 1
     return counts.view(sources, experts)
 
 
-def agree(ours: Results, exact: Results, dtype: str) -> bool:
+def agree(results: Results, exact: Results, dtype: str) -> bool:
     """Whether the results of two tiles differ only by rounding; False if there is a NaN."""
     return all(
         bool((one - other).abs().max() <= BOUNDS[dtype] * other.abs().max())
-        for one, other in zip(ours, exact, strict=True)
+        for one, other in zip(results, exact, strict=True)
         if one.numel()
     )

@@ -1,4 +1,4 @@
-"""The search for one shape's tiles: try those around the default, keep what fits, agrees, and is faster than noise."""
+"""The search for one shape's tiles: tries tiles around the default, keeps those that fit, agree and are faster."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moec.codegen.kernels.tiles import Tile, Tiles
 from moec.runtime.tune.tune_layer import TunedLayer, agree
 
 NOISE = 0.02
-"""A tile must be faster than the default by more than this part of its time, or it is a tie, and the default's."""
+"""A tile must be faster than the default by more than this fraction of its time; else the default stays."""
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The device to measure on: `target` is what kernels are compiled for first, `shared` a block's bytes of it."""
+    """The device to measure on: `target` is the compile target, `shared` the bytes of shared memory per block."""
 
     device: torch.device
     name: str
@@ -35,9 +35,9 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """What was found for one shape: milliseconds over `rows` rows, and how many pairs of tiles were run.
+    """The result for one shape: milliseconds over `rows` rows, and the number of pairs of tiles that ran.
 
-    `unfit` tiles do not fit the device, or spill more than the default; `wrong` pairs gave other numbers than it.
+    `misfits` do not fit the device, or spill more than the default; `wrong` pairs gave other numbers.
     """
 
     products: PlanProducts
@@ -47,38 +47,38 @@ class Tuned:
     best: Tiles
     best_ms: float
     tried: int
-    unfit: int
+    misfits: int
     wrong: int
 
     @property
     def entry(self) -> Entry:
-        """As `tiles.json` has it."""
+        """The entry of `tiles.json`."""
         measured = Measured(rows=self.rows, default_ms=round(self.default_ms, 4), ms=round(self.best_ms, 4))
         return Entry.of(self.products.key, self.best, measured)
 
 
-def search(products: PlanProducts, bench: Bench, most: int, say: Say) -> Tuned:
-    """Measures pairs of tiles of which each is one of `most` around the default, for each height of tiles."""
+def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tuned:
+    """Measures, for each height of tiles, pairs of the `most` tiles around the default."""
     trial = _Trial(products, bench, most)
     layer, default = trial.layer, trial.default
-    say(f"{products.key}: {layer.rows:,} rows; by default up {default.up}, down {default.down}")
+    report(f"{products.key}: {layer.rows:,} rows; by default up {default.up}, down {default.down}")
     best = default
     for rows in heights(default.up):
-        found = trial.best_of(rows)
-        if found is not None and trial.time(found) < trial.time(best):
-            best = found
-        say(f"  up to {rows} rows a tile: {trial.time(best):.3f} ms with up {best.up}, down {best.down}")
+        tuned = trial.best_of(rows)
+        if tuned is not None and trial.time(tuned) < trial.time(best):
+            best = tuned
+        report(f"  up to {rows} rows a tile: {trial.time(best):.3f} ms with up {best.up}, down {best.down}")
     # The minimum of many noisy times is biased low, so both are measured again.
     default_ms = best_ms = layer.milliseconds(default)
     if best != default:
         best_ms = layer.milliseconds(best)
     if best_ms >= default_ms * (1 - NOISE):
         best, best_ms = default, default_ms
-    return Tuned(products, layer.rows, default, default_ms, best, best_ms, len(trial.times), trial.unfit, trial.wrong)
+    return Tuned(products, layer.rows, default, default_ms, best, best_ms, len(trial.times), trial.misfits, trial.wrong)
 
 
 class _Trial:
-    """The best up beside the nearest down, then the best down beside that, for one height of tiles at a time."""
+    """For one height of tiles: the best `up` with the default-like `down`, then the best `down` with that `up`."""
 
     def __init__(self, products: PlanProducts, bench: Bench, most: int) -> None:
         self.products, self.bench, self.most = products, bench, most
@@ -86,10 +86,10 @@ class _Trial:
         self.default = self.layer.default()
         self.exact = self.layer.results(self.default)
         self.times: dict[Tiles, float] = {}
-        self.unfit = self.wrong = 0
+        self.misfits = self.wrong = 0
 
     def best_of(self, rows: int) -> Tiles | None:
-        """The fastest pair of this height; of equals, the one nearest to the default. None where nothing fits."""
+        """The fastest pair of this height; of ties, the one nearest to the default. None if no tile fits."""
         sums = 2 if self.products.key.gated else 1
         ups = self._fitting(self.products.up, self.default.up, rows, sums)
         downs = self._fitting(self.products.down, self.default.down, rows, 1)
@@ -100,7 +100,7 @@ class _Trial:
         return Tiles(up, down)
 
     def time(self, tiles: Tiles) -> float:
-        """Milliseconds; infinite for what does not run here, or gives other numbers than the default."""
+        """Milliseconds; infinite for tiles that do not run or give other numbers than the default."""
         if tiles not in self.times:
             self.times[tiles] = self._measured(tiles)
         return self.times[tiles]
@@ -110,8 +110,8 @@ class _Trial:
 
         try:
             results = self.layer.results(tiles)
-        except TritonError:  # more than the device has, which a launch finds out
-            self.unfit += 1
+        except TritonError:  # a launch needs more shared memory than the device has
+            self.misfits += 1
             return math.inf
         if not agree(results, self.exact, self.products.key.dtype):
             self.wrong += 1
@@ -122,7 +122,7 @@ class _Trial:
     def _fitting(self, shape: ProductShape, default: Tile, rows: int, sums: int) -> list[Tile]:
         near = list(islice(around(default, rows, self.products.key, sums, self.bench.shared), self.most))
         fitting = [tile for tile in near if tile == default or fits(shape, default, tile, self.bench)]
-        self.unfit += len(near) - len(fitting)
+        self.misfits += len(near) - len(fitting)
         return fitting
 
 
@@ -130,15 +130,15 @@ def fits(shape: ProductShape, default: Tile, tile: Tile, bench: Bench) -> bool:
     """Whether kernels of `tile` compile for the device, fit it, and spill no more than those of the default tile."""
     if bench.target is None:
         return True
-    taken = _taken(replace(shape, tile=tile), bench.target)
-    allowed = _taken(replace(shape, tile=default), bench.target)
-    if taken is None or allowed is None:
+    usage = _spilled_and_shared(replace(shape, tile=tile), bench.target)
+    allowed = _spilled_and_shared(replace(shape, tile=default), bench.target)
+    if usage is None or allowed is None:
         return allowed is None
-    return taken[0] <= allowed[0] and taken[1] <= bench.shared
+    return usage[0] <= allowed[0] and usage[1] <= bench.shared
 
 
 @cache
-def _taken(shape: ProductShape, target: str) -> tuple[int, int] | None:
+def _spilled_and_shared(shape: ProductShape, target: str) -> tuple[int, int] | None:
     """Bytes that a shape's kernels spill in all, and the most shared memory one takes; None if they do not compile."""
     from triton.errors import TritonError
 
@@ -146,6 +146,6 @@ def _taken(shape: ProductShape, target: str) -> tuple[int, int] | None:
 
     try:
         made = list(compile_kernels(shape, target))
-    except (TritonError, RuntimeError):  # the compiler's passes raise the latter
+    except (TritonError, RuntimeError):  # the compiler's passes raise RuntimeError
         return None
     return sum(kernel.spilled for kernel in made), max(kernel.shared for kernel in made)

@@ -1,7 +1,7 @@
-"""`moec tune`: measures which tiles a plan's grouped products are fastest with, on the device that is here.
+"""`moec tune`: measures the fastest tiles of a plan's grouped products on this machine's device.
 
-Only this command measures. A job looks up what the plan has (`backends/triton_tiles.py`), so that no step waits for a
-search, and all ranks, which read one plan, run the same kernels.
+Only this command measures. A job reads the plan's tiles (`backends/triton_tiles.py`): no step waits for a search, and
+all ranks run the same kernels.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ MOST = 12
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Every shape of a plan, measured on a device; `plan` has the winners. No results: the plan has nothing to tune."""
+    """The measured shapes of a plan, and `plan` with the fastest tiles. No results: the plan has nothing to tune."""
 
     plan: Plan
     device: str
     results: tuple[Tuned, ...]
 
 
-def tune(plan: Plan, *, most: int = MOST, say: Say = lambda line: None) -> Tuning:
-    """Measures the plan's grouped products with at most `most` tiles of each height, and `say`s how far it is.
+def tune(plan: Plan, *, most: int = MOST, report: Say = lambda line: None) -> Tuning:
+    """Measures the plan's grouped products with at most `most` tiles of each height, and reports progress to `say`.
 
-    Raises `JobError` where no device here is of the plan's kind.
+    Raises `JobError` if this machine has no device of the plan's kind.
     """
     products = products_of(plan)
     if not products:
         return Tuning(plan, plan.spec.cluster.device.name, ())
     bench = bench_for(plan)
-    results = tuple(search(one, bench, most, say) for one in products)
+    results = tuple(search(one, bench, most, report) for one in products)
     import triton
 
     entries = tuple(result.entry for result in results)
@@ -49,11 +49,11 @@ def tune(plan: Plan, *, most: int = MOST, say: Say = lambda line: None) -> Tunin
     return Tuning(replace(plan, tiles=stored), bench.name, results)
 
 
-# ---- where -------------------------------------------------------------------------------------------
+# ---- device ------------------------------------------------------------------------------------------
 
 
 def bench_for(plan: Plan) -> Bench:
-    """What is here to measure a plan on. The interpreter, where it is on, stands for any device. Raises `JobError`."""
+    """This machine's device; Triton's interpreter, if on, stands for any device. Raises `JobError` if none fits."""
     device = plan.spec.cluster.device
     interpreted = triton_support.interpreting()
     complaint = triton_support.complaint("cpu" if interpreted else "cuda")
@@ -64,9 +64,9 @@ def bench_for(plan: Plan) -> Bench:
     if interpreted:
         return Bench(torch.device("cpu"), INTERPRETER, None, 1 << 40)
     if not torch.cuda.is_available():
-        raise _unfit(device, "torch finds no GPU here")
-    here = torch.device("cuda", torch.cuda.current_device())
-    name, known = torch.cuda.get_device_name(here), torch.cuda.get_device_properties(here)
+        raise _unfit(device, "torch finds no GPU")
+    device_name = torch.device("cuda", torch.cuda.current_device())
+    name, known = torch.cuda.get_device_name(device_name), torch.cuda.get_device_properties(device_name)
     hip = torch.version.hip is not None
     require_fit(device, "hip" if hip else "cuda", name)
     from triton.runtime.driver import driver
@@ -74,13 +74,13 @@ def bench_for(plan: Plan) -> Bench:
     from moec.runtime.backends.triton.triton_compile import TARGETS
 
     target = known.gcnArchName.split(":")[0] if hip else f"sm_{known.major}{known.minor}"
-    # What Triton refuses a launch by.
-    shared = driver.active.utils.get_device_properties(here.index)["max_shared_mem"]
-    return Bench(here, short_name(name), target if target in TARGETS else None, shared)
+    # Triton refuses launches above this limit.
+    shared = driver.active.utils.get_device_properties(device_name.index)["max_shared_mem"]
+    return Bench(device_name, short_name(name), target if target in TARGETS else None, shared)
 
 
 def require_fit(device: Device, kind: str, name: str) -> None:
-    """Raises `JobError` unless what torch calls `name`, of a kind of device, can be the plan's."""
+    """Raises `JobError` unless the device that torch calls `name` can be the plan's."""
     short = short_name(name)
     other = device.name != short and device.name in LIBRARY and short in LIBRARY
     if device.kind != kind or other:
@@ -90,6 +90,6 @@ def require_fit(device: Device, kind: str, name: str) -> None:
 def _unfit(device: Device, message: str) -> JobError:
     return JobError(
         "MOE0706",
-        f"the plan is for {device.name} ({device.kind}), and {message}",
-        f"run `moec tune` where {device.name} is, or compile the file for a cluster of what is here",
+        f"the plan is for {device.name} ({device.kind}), but {message}",
+        f"run `moec tune` on a machine with {device.name}, or compile the file for this machine's device",
     )

@@ -10,27 +10,23 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from moec.codegen.emit import facts_of
+from moec.codegen.emit import info_of
 from moec.codegen.plan import Plan
-from moec.passes.ir import REPLICATED, Layout, Partial, Shard, local_slices
-from moec.passes.ir.mesh import EXPERT_AXES
-from moec.passes.ir.mixture_values import MixtureValues
-from moec.passes.ir.ops import AllGather, Call, Collective, CopyTo
+from moec.passes.ir import local_slices
+from moec.passes.ir.ops import Call, Conversion
 from moec.runtime.backends import plain_torch
 from moec.runtime.job.reference import reference_program
+from moec.runtime.verify.distances import relative_error
 from moec.runtime.verify.inputs import Inputs
-from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, Step, StepError
-from moec.runtime.verify.reference_rows import differentiate, mixtures_of, weighted_rows
-from moec.runtime.verify.routes import layouts_of_choices
-from moec.runtime.verify.unsharded import Unsharded
-from moec.runtime.verify.uses import Origin, Uses
-from moec.runtime.verify.verification import BOUND, Difference, relative_error
+from moec.runtime.verify.judge import Judge
+from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, RecordedNode, StepError
+from moec.runtime.verify.prepared_graphs import Graphs
+from moec.runtime.verify.reference_loss import loss_in_parts
+from moec.runtime.verify.reference_rows import WeightedRows, mixtures_of
+from moec.runtime.verify.unsharded import Unsharded, states_of
+from moec.runtime.verify.uses import ReferenceValue, Uses
+from moec.runtime.verify.verify_report import BOUND, Difference
 from moec.runtime.verify.virtual import VirtualCluster
-
-PARTIAL_GRADIENTS = (AllGather, CopyTo)
-"""What gives ops that are sharded on an axis a value that is whole on it: each rank's gradient is a term there."""
-
-Groups = Sequence[Sequence[int]]
 
 
 def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference | None:
@@ -38,72 +34,124 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
 
     Costs as much memory as every intermediate value of every rank.
     """
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
     inputs = inputs.to(torch.float64)
-    program = reference_program(plan.spec)
-    leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
-    whole = Lockstep(program, 1, {}, leaves, float64=True, training=model.training)
-    with plain_torch():
-        _, whole_loss = whole.run([inputs.given], [inputs.targets], record=True)
-    cluster = VirtualCluster(plan, parameters, training=model.training)
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    whole, whole_loss = _run_reference(plan, model, parameters, inputs)
+    cluster = VirtualCluster(plan, parameters, states_of(model), training=model.training)
     losses, failure = _run(cluster, inputs)
-    computed = {(s.path, s.value.name): s.values[0] for s in whole.steps or () if s.value is not None}
-    mixtures = mixtures_of(program)
-    weighted = weighted_rows(mixtures, computed)
-    expected = {**computed, **weighted}
+    expected = _Expected(plan, whole)
     steps = cluster.lockstep.steps or []
-    judge = _Judge(plan, expected, mixtures)
-    origins = _origins(steps)
-    for step in steps:
-        error = judge.error(step, origins.get((step.path, step.key)))
-        if error > BOUND:
-            return _difference(step, steps, error, gradient=False)
-    if failure is not None:
-        return _difference(Step(failure.path, failure.node, []), steps, math.inf, gradient=False)
-    for name, (expected_loss,) in whole.losses.items():
-        found = cluster.lockstep.losses.get(name)
-        if found is None:
-            return Difference(layer=name, op="graph", value=name, span=None, error=math.inf, gradient=False)
-        error = max(relative_error(loss, expected_loss, expected_loss, 0.0) for loss in found)
-        if error > BOUND:  # every value is right, but the graph returns the wrong one
-            last = next(step for step in reversed(steps) if step.path == f"{name}.")
-            return _difference(last, steps, error, gradient=False)
+    judge, references = Judge(plan, expected.values, expected.mixtures), _references(steps)
+    found = _first_wrong_value(steps, references, judge)
+    if found is None and failure is not None:
+        found = _difference(RecordedNode(failure.path, failure.node, []), steps, math.inf, gradient=False)
+    found = found or _first_wrong_loss(whole, cluster.lockstep, steps)
+    if found is not None:
+        return found
     with plain_torch():
-        whole_loss[0].backward()
-    differentiate(mixtures, weighted, computed)
+        whole_loss.backward()  # type: ignore[no-untyped-call]
+    expected.differentiate()
     stopped = False
     try:
         cluster.backward(losses)
     except BackwardError:
         stopped = True
-    branches, uses = _branches(steps), Uses(whole, cluster.lockstep, _origins(whole.steps or ()))
+    uses = Uses(whole, cluster.lockstep, _references(whole.steps or ()))
+    for step, reference_value, part in expected.in_parts.parts(steps) if expected.in_parts is not None else ():
+        uses.set_expected_part(step, reference_value, part)
+    found = _first_wrong_gradient(steps, references, uses, judge)
+    if found is None and stopped:
+        found = _difference(_where_backward_stopped(steps), steps, math.inf, gradient=True)
+    return found or _parameter_difference(plan, model, cluster, steps)
+
+
+class _Expected:
+    """The reference's value for each value of a plan: `values`, by their names in the lowered Program.
+
+    They include values that only plans have: weighted rows, and the parts of a loss over a sharded vocabulary.
+    """
+
+    def __init__(self, plan: Plan, whole: Lockstep) -> None:
+        computed = {(s.path, s.value.name): s.values[0] for s in whole.steps or () if s.value is not None}
+        self.mixtures = mixtures_of(reference_program(plan.spec))
+        self._weighted = WeightedRows(plan.program, self.mixtures, computed)
+        self.in_parts = loss_in_parts(plan.program, computed)
+        of_parts = self.in_parts.values if self.in_parts is not None else {}
+        self.values = {**computed, **self._weighted.values, **of_parts}
+
+    def differentiate(self) -> None:
+        """Sets the gradients of the values that only plans have, once the others have theirs."""
+        self._weighted.differentiate()
+        if self.in_parts is not None:
+            self.in_parts.differentiate()
+
+
+def _run_reference(
+    plan: Plan, model: Unsharded, parameters: Mapping[str, Tensor], inputs: Inputs
+) -> tuple[Lockstep, Tensor]:
+    """The recorded run of the unsharded model over the global batch, and its loss."""
+    leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
+    graphs = Graphs(reference_program(plan.spec), float64=True)
+    whole = Lockstep(graphs, 1, {}, leaves, states=states_of(model), training=model.training)
+    loads = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
+    with plain_torch():
+        _, (loss,) = whole.run([inputs.given], [inputs.targets], loads=loads, record=True)
+    return whole, loss
+
+
+def _first_wrong_value(
+    steps: Sequence[RecordedNode], references: Mapping[tuple[str, str], ReferenceValue], judge: Judge
+) -> Difference | None:
+    for step in steps:
+        error = judge.error(step, references.get((step.path, step.key)))
+        if error > BOUND:
+            return _difference(step, steps, error, gradient=False)
+    return None
+
+
+def _first_wrong_loss(whole: Lockstep, plan: Lockstep, steps: Sequence[RecordedNode]) -> Difference | None:
+    """A wrong term of the loss, whose values are all right: its graph returns another one, or is missing."""
+    for name, (expected,) in whole.losses.items():
+        losses = plan.losses.get(name)
+        if losses is None:
+            return Difference(layer=name, op="graph", value=name, span=None, error=math.inf, gradient=False)
+        error = max(relative_error(loss, expected, expected, 0.0) for loss in losses)
+        if error > BOUND:
+            last = next(step for step in reversed(steps) if step.path == f"{name}.")
+            return _difference(last, steps, error, gradient=False)
+    return None
+
+
+def _first_wrong_gradient(
+    steps: Sequence[RecordedNode], references: Mapping[tuple[str, str], ReferenceValue], uses: Uses, judge: Judge
+) -> Difference | None:
+    """The op at fault for the first wrong gradient of a value, in the order of backward."""
+    branches = _branches(steps)
     for step in reversed(steps):
         key = (step.path, step.key)
-        origin, wanted = origins.get(key), None
-        if key in branches and origin is not None:
-            wanted = uses.expected(step, origin)
+        reference_value, wanted = references.get(key), None
+        if key in branches and reference_value is not None:
+            wanted = uses.expected(step, reference_value)
             if wanted is None:
                 continue
-        error = judge.gradient_error(step, origin, wanted)
+        error = judge.gradient_error(step, reference_value, wanted)
         if error > BOUND:
             # The value's gradient is wrong, but those of its consumers' results are right: a consumer is at fault.
-            assert origin is not None
-            consumer = _at_fault(step, origin, uses, judge) or step
+            assert reference_value is not None
+            consumer = _at_fault(step, reference_value, uses, judge) or step
             return _difference(consumer, steps, error, gradient=True, value=step.value.name if step.value else None)
-    if stopped:
-        return _difference(_where_backward_stopped(steps), steps, math.inf, gradient=True)
-    return _parameter_difference(plan, model, cluster, steps)
+    return None
 
 
-def _at_fault(step: Step, origin: Origin, uses: Uses, judge: _Judge) -> Step | None:
+def _at_fault(step: RecordedNode, reference_value: ReferenceValue, uses: Uses, judge: Judge) -> RecordedNode | None:
     """The consumer whose part of a wrong gradient has the largest error; if no known part is wrong, an unknown one."""
-    consumers = uses.contributing(step, origin)
-    errors: list[tuple[float, Step]] = []
+    consumers = uses.contributing(step, reference_value)
+    errors: list[tuple[float, RecordedNode]] = []
     for consumer in consumers:
-        wanted = uses.expected_of(consumer, step, origin)
+        wanted = uses.expected_of(consumer, step, reference_value)
         if wanted is not None:
             got = uses.part(consumer, step) or [torch.zeros_like(value) for value in step.values]
-            errors.append((judge.gradient_error(step, origin, wanted, got), consumer))
+            errors.append((judge.gradient_error(step, reference_value, wanted, got), consumer))
     error, worst = max(errors, key=lambda pair: pair[0], default=(0.0, None))
     if error > BOUND:
         return worst
@@ -111,7 +159,7 @@ def _at_fault(step: Step, origin: Origin, uses: Uses, judge: _Judge) -> Step | N
     return next((c for c in consumers if all(c is not other for other in known)), next(iter(consumers), None))
 
 
-def _where_backward_stopped(steps: Sequence[Step]) -> Step:
+def _where_backward_stopped(steps: Sequence[RecordedNode]) -> RecordedNode:
     """The op at which backward failed: backward runs in reverse, so it is the first op that has a gradient."""
     return next((step for step in steps if any(map(_has_gradient, step.values))), steps[-1])
 
@@ -122,18 +170,19 @@ def _has_gradient(value: object) -> bool:
 
 def _run(cluster: VirtualCluster, inputs: Inputs) -> tuple[PerRank, StepError | None]:
     try:
-        _, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets, record=True)
+        run = cluster.lockstep.run
+        _, losses = run(inputs.rank_given, inputs.rank_targets, loads=inputs.loads, record=True)
     except StepError as failure:
         return [], failure
     return losses, None
 
 
 def _difference(
-    step: Step, steps: Sequence[Step], error: float, *, gradient: bool, value: str | None = None
+    step: RecordedNode, steps: Sequence[RecordedNode], error: float, *, gradient: bool, value: str | None = None
 ) -> Difference:
     op, what = step.op, step.node.op
     given = step.op.results[0] if step.op is not None and step.value is None else step.value  # what it is on the way to
-    if op is None and what == "placeholder":  # what it is given, the call of its module says
+    if op is None and what == "placeholder":  # an input takes the line of the call
         op = next((s.op for s in steps if isinstance(s.op, Call) and f"layers.{s.op.layer}." == step.path), None)
     return Difference(
         layer=step.path.rstrip(".") or "forward",
@@ -145,23 +194,23 @@ def _difference(
     )
 
 
-def _origins(steps: Sequence[Step]) -> Mapping[tuple[str, str], Origin]:
+def _references(steps: Sequence[RecordedNode]) -> Mapping[tuple[str, str], ReferenceValue]:
     """What each recorded node is in the lowered Program: a collective gives its operand, laid out otherwise.
 
-    Parameters have no origin: their gradients are compared when they are summed (`_parameter_difference`).
+    Parameters have no reference_value: their gradients are compared when they are summed (`_parameter_difference`).
     """
-    origins: dict[tuple[str, str], Origin] = {}
+    references: dict[tuple[str, str], ReferenceValue] = {}
     for step in steps:
-        if isinstance(step.op, Collective):
-            moved = origins.get((step.path, step.used[0]))
+        if isinstance(step.op, Conversion):
+            moved = references.get((step.path, step.used[0]))
             if moved:
-                origins[step.path, step.key] = moved
-        elif step.value is not None and facts_of(step.node).parameter is None:
-            origins[step.path, step.key] = (step.path, step.value.name)
-    return origins
+                references[step.path, step.key] = moved
+        elif step.value is not None and info_of(step.node).parameter is None:
+            references[step.path, step.key] = (step.path, step.value.name)
+    return references
 
 
-def _branches(steps: Sequence[Step]) -> set[tuple[str, str]]:
+def _branches(steps: Sequence[RecordedNode]) -> set[tuple[str, str]]:
     """The conversions beside which others use the same value: the reference has the gradient of all uses only."""
     users: Counter[tuple[str, str]] = Counter()
     for step in steps:
@@ -170,186 +219,21 @@ def _branches(steps: Sequence[Step]) -> set[tuple[str, str]]:
         users.update((step.path, key) for key in set(step.used) - constants)
     found: set[tuple[str, str]] = set()
     for step in steps:
-        if isinstance(step.op, Collective):
+        if isinstance(step.op, Conversion):
             source = (step.path, step.used[0])
             if users[source] > 1 or source in found:
                 found.add((step.path, step.key))
     return found
 
 
-class _Judge:
-    """Compares each rank's tensor with its part of the reference's value."""
-
-    def __init__(self, plan: Plan, expected: Mapping[Origin, Tensor], mixtures: Mapping[str, MixtureValues]) -> None:
-        self.plan = plan
-        self.expected = expected
-        self.mixtures = mixtures
-        self.routed = layouts_of_choices(plan)
-
-    def error(self, step: Step, origin: Origin | None) -> float:
-        """The largest error of a value over ranks; 0 for one that the reference lacks or that cannot be compared."""
-        if origin is None or origin not in self.expected:
-            return 0.0
-        whole = self.expected[origin]
-        if not _are_tensors(whole, *step.values):
-            return (
-                math.inf if step.value is not None else 0.0
-            )  # several results at once are taken apart by the nodes after
-        return self._error(step, origin, whole, step.values, gradient=False)
-
-    def gradient_error(
-        self, step: Step, origin: Origin | None, wanted: Tensor | None = None, got: Sequence[Tensor] | None = None
-    ) -> float:
-        """The largest error of a value's gradient, or of the part of it that `wanted` and `got` give."""
-        if origin is None or origin not in self.expected:
-            return 0.0
-        whole = self.expected[origin]
-        if not _are_tensors(whole, *step.values):
-            return math.inf if step.value is not None else 0.0
-        if any(value.grad is None for value in (whole, *step.values)):
-            return 0.0
-        assert whole.grad is not None
-        whole = whole.grad if wanted is None else wanted
-        gradients = [value.grad for value in step.values] if got is None else got
-        return self._error(step, origin, whole, gradients, gradient=True)
-
-    def _error(self, step: Step, origin: Origin, whole: Tensor, got: Sequence[Tensor], *, gradient: bool) -> float:
-        layout = _layout_of(step)
-        if whole.dtype == torch.int64:
-            return 0.0  # counts and positions are a rank's own; where they are wrong, what they lead to is
-        if step.value is not None and step.value.ragged is not None:
-            return self._ragged(origin, layout, got, whole)
-        if not set(EXPERT_AXES).isdisjoint(layout.axes):
-            return self._padded(origin, layout, got, whole, gradient=gradient)
-        if any(isinstance(p, Shard) and p.dim >= whole.dim() for _, p in layout.placements):
-            return math.inf  # a conversion of something else
-        for groups, reduce in self._partial(step, layout, gradient=gradient):
-            got = _reduced(got, groups, reduce)
-        mesh = self.plan.meshes["dense"]
-        parts = (whole[local_slices(whole.shape, layout, mesh, rank)] for rank in range(mesh.ranks))
-        return max(relative_error(g.double(), p.double(), whole, 0.0) for g, p in zip(got, parts, strict=True))
-
-    def _partial(self, step: Step, layout: Layout, *, gradient: bool) -> list[tuple[Groups, str]]:
-        """The groups over which ranks hold terms of the value, and how these reduce.
-
-        Of its gradient, where ops sharded on the axis consume it; every term of a partial sum has the sum's.
-        """
-        if not gradient:
-            mesh = self.plan.meshes["dense"]
-            partial = [(axis, p.reduce) for axis, p in layout.placements if isinstance(p, Partial)]
-            return [(mesh.groups(axis), reduce) for axis, reduce in partial if axis in mesh.wide_axes()]
-        if not isinstance(step.op, PARTIAL_GRADIENTS) or isinstance(layout.get(step.op.axis), Shard):
-            # Over an axis on which the value lies in shards nothing of it is a term: such a plan is wrong there.
-            return []
-        groups = [arg for arg in step.node.args if isinstance(arg, str)]
-        return [(self.plan.groups[group], "sum") for group in groups]
-
-    def _ragged(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor) -> float:
-        """Rows sorted by expert, in the reference over all tokens, on a rank over its own or over its experts.
-
-        Where each choice of a token went in the reference, `positions` says; a rank's rows are those of its tokens in
-        the same order.
-        """
-        path = origin[0]
-        experts, positions = self._choices(path)
-        if whole.dim() not in (1, 2) or len(whole) != int((positions >= 0).sum()):
-            return math.inf  # a conversion of something else
-        own = [
-            torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
-            for rank in range(self.plan.world_size)
-        ]
-        count = self.mixtures[path].num_experts
-        worst = 0.0
-        for rank, rows in enumerate(got):
-            sources, held = self._held(origin, layout, rank, count)
-            pieces = []
-            for source in sources:
-                chosen, where = own[source]
-                mine = (chosen >= held.start) & (chosen < held.stop) & (where >= 0)
-                pieces.append(where[mine][chosen[mine].argsort(stable=True)])
-            worst = max(worst, relative_error(rows, whole[torch.cat(pieces)], whole, 0.0))
-        return worst
-
-    def _padded(self, origin: Origin, layout: Layout, got: Sequence[Tensor], whole: Tensor, *, gradient: bool) -> float:
-        """Rows in the places of their experts: source by source, each in the order of its tokens, then empty places.
-
-        What lies in these, zeros and what experts with biases make of them, is never combined: its gradient is zero.
-        """
-        path = origin[0]
-        experts, positions = self._choices(path)
-        if whole.dim() not in (2, 3):
-            return math.inf  # a conversion of something else
-        reference, worst = whole.flatten(0, 1), 0.0
-        for rank, rows in enumerate(got):
-            sources, held = self._held(origin, layout, rank, len(whole))
-            if rows.dim() != whole.dim() or len(rows) != len(held) or rows.shape[1] % len(sources):
-                return math.inf
-            expected, each = torch.zeros_like(rows) if gradient else rows.clone(), rows.shape[1] // len(sources)
-            for index, source in enumerate(sources):
-                chosen, where = (ids[self._tokens_of(path, source)].flatten() for ids in (experts, positions))
-                for expert in held:
-                    mine = where[(chosen == expert) & (where >= 0)]
-                    start = index * each
-                    if len(mine) > each:
-                        return math.inf
-                    expected[expert - held.start, start : start + len(mine)] = reference[mine]
-            worst = max(worst, relative_error(rows, expected, whole, 0.0))
-        return worst
-
-    def _choices(self, path: str) -> tuple[Tensor, Tensor]:
-        """The experts that the reference's tokens chose, and the rows of these choices."""
-        names = self.mixtures[path]
-        return self.expected[path, names.choices], self.expected[path, names.positions]
-
-    def _tokens_of(self, path: str, rank: int) -> tuple[slice, ...]:
-        """Which of the global batch's tokens `rank` routes."""
-        shape = self._choices(path)[0].shape[:2]
-        return local_slices(shape, self.routed.get(path, REPLICATED), self.plan.meshes["dense"], rank)
-
-    def _held(self, origin: Origin, layout: Layout, rank: int, count: int) -> tuple[Sequence[int], range]:
-        """The ranks that `rank`'s rows come from, and the experts that they go to."""
-        if layout.get("ep") != Shard(0):
-            return [rank], range(count)
-        mesh = self.plan.expert_meshes[_layer(origin)]
-        group = next(ranks for ranks in mesh.groups("ep") if rank in ranks)
-        each, position = count // len(group), mesh.coordinate(rank, "ep")
-        return group, range(position * each, (position + 1) * each)
-
-
-def _layout_of(step: Step) -> Layout:
-    """The layout of the value that a step gives; what lies on the way to one is not compared."""
-    return (step.value.layout if step.value is not None else None) or REPLICATED
-
-
-def _are_tensors(*values: object) -> bool:
-    return all(isinstance(value, Tensor) for value in values)
-
-
-def _reduced(terms: Sequence[Tensor], groups: Groups, reduce: str) -> Sequence[Tensor]:
-    totals = list(terms)
-    for ranks in groups:
-        if len({terms[rank].shape for rank in ranks}) > 1:
-            return terms  # no terms of one value, and wrong as they are
-        group = torch.stack([terms[rank] for rank in ranks])
-        total = group.sum(0) if reduce == "sum" else group.amax(0)
-        for rank in ranks:
-            totals[rank] = total
-    return totals
-
-
-def _layer(origin: Origin) -> int:
-    """The number in `layers.3.`: only layers have ragged values."""
-    return int(origin[0].split(".")[1])
-
-
 def _parameter_difference(
-    plan: Plan, model: Unsharded, cluster: VirtualCluster, steps: Sequence[Step]
+    plan: Plan, model: Unsharded, cluster: VirtualCluster, steps: Sequence[RecordedNode]
 ) -> Difference | None:
     """Every value and its gradient agree, so a parameter's own gradient is summed wrongly: the op that uses it."""
     gradients = {name: p.grad for name, p in model.named_parameters()}
     summed = cluster.gradients()
     for step in steps:
-        parameter = facts_of(step.node).parameter
+        parameter = info_of(step.node).parameter
         name = f"{step.path}{parameter}"
         if parameter is None or name not in summed:
             continue

@@ -1,19 +1,23 @@
-"""What a plan and the unsharded model are compared on: a global batch, and each rank's part of it."""
+"""The inputs of a comparison: a global batch and each rank's part of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from moec.codegen.plan import Plan
+from moec.passes.ir.interface import layer_calls
+from moec.passes.ir.roles import IGNORED_LABEL
 from moec.passes.lower.lower_model import context_of
-from moec.runtime.job.batches import IGNORED_LABEL
+from moec.runtime.job.reference import reference_program
 
 SEQUENCES_PER_RANK = 2
 MAX_SEQUENCE = 16
+MOST_ROWS = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +32,13 @@ class Inputs:
     rank_given: Sequence[Tensor]
     rank_targets: Sequence[Tensor]
     rank_rows: Sequence[slice]
-    """Which sequences of the global batch each rank has."""
+    """The sequences of the global batch that each rank has."""
+    loads: Mapping[int, Tensor]
+    """For each layer with states, random expert loads of each rank, int64 `[ranks, experts]`. The loads of a batch may
+    be too similar on all ranks to show that a rank's are left out."""
 
     def to(self, dtype: torch.dtype) -> Inputs:
-        """The same numbers rounded to `dtype`, each x anew and without a gradient; ids and labels as they are."""
+        """Copies of x rounded to `dtype`, without gradients; ids and labels unchanged."""
         if not self.given.is_floating_point():
             return self
         return Inputs(
@@ -40,23 +47,37 @@ class Inputs:
             [_leaf(x, dtype) for x in self.rank_given],
             [cotangent.to(dtype) for cotangent in self.rank_targets],
             self.rank_rows,
+            self.loads,
         )
 
 
 def global_batch(plan: Plan, seed: int) -> Inputs:
-    """Two random sequences to each data-parallel rank."""
+    """Two random sequences per data-parallel rank."""
     generator = torch.Generator().manual_seed(seed + 1)
     given, targets = _ids(plan, generator) if plan.spec.has_model else _vectors(plan, generator)
     starts = [SEQUENCES_PER_RANK * plan.data_rank(rank) for rank in range(plan.world_size)]
     rows = [slice(start, start + SEQUENCES_PER_RANK) for start in starts]
-    inputs = Inputs(given, targets, [given[part] for part in rows], [targets[part] for part in rows], rows)
+    parts = [given[part] for part in rows], [targets[part] for part in rows]
+    inputs = Inputs(given, targets, *parts, rows, _loads(plan, generator))
     return inputs.to(torch.float64)
 
 
-def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random ids, one label in eight ignored; as many tokens to a sequence as the ranks that share it divide.
+def _loads(plan: Plan, generator: torch.Generator) -> dict[int, Tensor]:
+    program, found = reference_program(plan.spec), dict[int, Tensor]()
+    for call in layer_calls(program):
+        update = program.block(call.block).update
+        counts = program.block(update).input("counts") if update is not None else None
+        if counts is not None:
+            shape = (plan.world_size, cast(int, counts.shape[1]))
+            found[call.layer] = torch.randint(MOST_ROWS, shape, generator=generator)
+    return found
 
-    Where the model has a padding id, a quarter of the tokens and the whole last sequence are padding.
+
+def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Random ids, one label in eight ignored. The sequence length is a multiple of the ranks that split it.
+
+    If the model has a separator, an eighth of the tokens are separators. If it has a padding id, a quarter of the
+    tokens and the whole last sequence are padding.
     """
     sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
     length = max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
@@ -64,6 +85,8 @@ def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
+    if (separator := plan.spec.model.embedding.separator) is not None:
+        tokens[torch.rand(shape, generator=generator) < 1 / 8] = separator
     if (padding := plan.spec.model.embedding.padding) is not None:
         tokens[torch.rand(shape, generator=generator) < 1 / 4] = padding
         tokens[-1] = padding
@@ -71,7 +94,7 @@ def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def _vectors(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """x and a cotangent, normal numbers. The cotangent is of a mean over tokens, as `aux_loss` is."""
+    """x and a cotangent, normal numbers. The cotangent has the scale of a mean over tokens, as `aux_loss` has."""
     shape = (plan.data_size * SEQUENCES_PER_RANK, MAX_SEQUENCE, plan.spec.subject.dim)
     x, cotangent = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, cotangent / (shape[0] * shape[1])

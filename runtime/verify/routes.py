@@ -1,50 +1,56 @@
-"""Choices of experts that one run makes and others repeat.
+"""Records the choices of experts of one run and repeats them in others.
 
 Rounding moves router logits a little, and where two are almost equal another expert wins. Such a token's gradients
-differ entirely, in a right plan too, so runs in two dtypes can be compared only where they make the same choices.
+differ entirely, in a correct plan too, so runs in two dtypes are comparable only with the same choices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 
+from moec.codegen.emit import WEIGHTS, info_of
 from moec.codegen.plan import Plan
 from moec.passes.ir import REPLICATED, Layout, local_slices
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.mixture_values import choices_of
 
-ROUTE = "moec.route.default"
-
 
 class Routes:
-    """`moec::route` on all ranks of a run. `given` (module path → experts of every rank) replaces its choices."""
+    """What the gates with scores choose in a run. `given` (module path → experts of every rank) replaces choices."""
 
     def __init__(self, given: Mapping[str, Sequence[Tensor]] | None = None) -> None:
-        self.experts: dict[str, dict[int, Tensor]] = {}
-        """The choices of this run: module path → rank → int64 `[B, S, k]`."""
-        self.logits: dict[str, dict[int, Tensor]] = {}
-        """The router logits of this run, in the same order."""
+        self.experts: dict[str, list[Tensor]] = {}
+        """The choices of this run: module path → int64 `[B, S, k]` of every rank."""
+        self.scores: dict[str, list[Tensor]] = {}
+        """The router logits of this run: module path → `[B, S, E]` of every rank."""
         self._given = given
 
-    def __call__(
-        self, path: str, rank: int, logits: Tensor, k: int, score: str, order: str, normalize: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """What `moec::route` gives, with the weights of the given choices where there are any."""
-        probabilities, weights, experts = torch.ops.moec.route.default(logits, k, score, order, normalize)
-        if self._given is not None:
-            experts = self._given[path][rank]
-            weights = _weights(logits, probabilities, experts, score, order, normalize)
-        self.experts.setdefault(path, {})[rank] = experts
-        self.logits.setdefault(path, {})[rank] = logits.detach()
-        return probabilities, weights, experts
+    def replace(self, path: str, node: fx.Node, inputs: Mapping[fx.Node, list[Any]], results: list[Any]) -> list[Any]:
+        """The results of a node on every rank, from its inputs and its computed results.
+
+        Given choices replace the computed choices, and their weights the computed weights.
+        """
+        op, value = info_of(node).op, info_of(node).value
+        if op is None or not op.scores:
+            return results
+        scores = op.named(op.operands)[op.scores]
+        for source, values in inputs.items():
+            if info_of(source).key == scores:
+                self.scores[path] = values
+        named = dict(zip(op.gives.split(), op.results, strict=True))
+        if value is named["experts"]:
+            self.experts[path] = results = results if self._given is None else list(self._given[path])
+        elif value is named["weights"] and self._given is not None:
+            pairs = zip(self.scores[path], self._given[path], strict=True)
+            results = [WEIGHTS[type(op)](op, of_rank, experts) for of_rank, experts in pairs]
+        return results
 
 
 def shared_out(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Each rank's part of the global batch's choices (module path → `[B, S, k]`)."""
+    """Shards the global batch's choices (module path → `[B, S, k]`) over the ranks."""
     dense = plan.meshes["dense"]
     layouts = layouts_of_choices(plan)
     return {
@@ -54,14 +60,6 @@ def shared_out(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tens
 
 
 def layouts_of_choices(plan: Plan) -> dict[str, Layout]:
-    """How the choices of each layer's tokens lie on the dense mesh, by the layer's path."""
+    """The layout of each layer's choices on the dense mesh, by the layer's path."""
     chosen = ((call.layer, choices_of(plan.program.block(call.block))) for call in layer_calls(plan.program))
     return {f"layers.{layer}.": (choices.layout or REPLICATED) for layer, choices in chosen if choices is not None}
-
-
-def _weights(logits: Tensor, probabilities: Tensor, experts: Tensor, score: str, order: str, normalize: bool) -> Tensor:
-    """The weights of given experts, as `moec::route` defines them for those that it chooses."""
-    sigmoid = score == "sigmoid"
-    if normalize or (order == "after" and not sigmoid):
-        return (F.logsigmoid(logits) if sigmoid else logits).gather(-1, experts).softmax(-1)
-    return logits.gather(-1, experts).sigmoid() if sigmoid else probabilities.gather(-1, experts)

@@ -1,54 +1,90 @@
-"""Collectives on the virtual cluster: what each declares, forward and backward, on the tensors of one group's ranks.
+"""Conversions on the virtual cluster: what each does forward to the tensors of one group's ranks.
 
-As autograd functions with the declared backward: a shuffle that autograd differentiates would hide a missing `copy_to`.
-tests/distributed holds each against the real operator on gloo.
+Backward is the shuffle of the conversion that the class declares (`Conversion.backward`): a shuffle that autograd
+differentiates would hide a missing `copy_to`. tests/distributed holds each against the real operator on gloo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import attributes_among
+from moec.passes.ir.ops import Conversion
+from moec.passes.ir.ops import ragged_conversions as rows
 from moec.runtime.ops.sharded_vocabulary import embed_rows, pick_logits
 
-Shuffle = Callable[[Sequence[Tensor]], list[Tensor]]
+Tensors = Sequence[Tensor]
+"""A tensor of each rank of a group."""
+
+Shuffle = Callable[..., Sequence[Any]]
+"""From a conversion, and each of its operands on all ranks: the result on each rank."""
+
+F = TypeVar("F", bound=Shuffle)
+
 Args = Sequence[Any]
 """The arguments of the node, its operands among them."""
 
 Convert = Callable[[Args, list[list[Tensor]]], list[Any]]
 """From a node's arguments and its operands on each rank of a group: the results on each."""
 
+SHUFFLES: dict[str, Convert] = {}
+"""By the name of a node's target, `moec.all_gather.default`."""
+
+_FORWARD: dict[str, Shuffle] = {}
+"""By the name of a conversion's operator."""
+
+
+def shuffle(kind: type[Conversion], **fixed: Any) -> Callable[[F], F]:
+    """Registers the forward shuffle of a conversion; `fixed` are attributes that its operator's name says."""
+    name = kind.operator_of(**fixed)
+
+    def register(forward: F) -> F:
+        def convert(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
+            conversion = kind.over("", **fixed, **attributes_among(kind, args))
+            values, *beside = inputs
+            if conversion.backward() == "none":
+                with torch.no_grad():
+                    return list(forward(conversion, values, *beside))
+            return list(_Declared.apply(conversion, beside, *values))  # type: ignore[no-untyped-call]
+
+        _FORWARD[name] = forward
+        SHUFFLES[f"moec.{name}.default"] = convert
+        return forward
+
+    return register
+
 
 class _Declared(torch.autograd.Function):
-    """A shuffle of one group's tensors with a declared backward, itself a shuffle."""
+    """A conversion of one group's tensors, differentiated as its class declares."""
 
     @staticmethod
-    def forward(ctx: Any, forward: Shuffle, backward: Shuffle, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.backward_shuffle = backward
-        return tuple(forward(inputs))
+    def forward(ctx: Any, conversion: Conversion, beside: Sequence[Tensors], *values: Tensor) -> tuple[Any, ...]:
+        ctx.backward_of, ctx.beside = conversion.backward(), beside
+        return tuple(_FORWARD[conversion.torch_operator()](conversion, values, *beside))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return (None, None, *ctx.backward_shuffle(gradients))
+        then = ctx.backward_of
+        if not isinstance(then, Conversion):
+            return (None, None, *gradients)
+        return (None, None, *_FORWARD[then.torch_operator()](then, gradients, *ctx.beside))
 
 
-def declared(forward: Shuffle, backward: Shuffle, *inputs: Tensor) -> Sequence[Tensor]:
-    """`forward` of the group's tensors, differentiated as `backward`."""
-    results: Sequence[Tensor] = _Declared.apply(forward, backward, *inputs)  # type: ignore[no-untyped-call]
-    return results
+# ---- values of one shape -----------------------------------------------------------------------------
 
 
-# ---- shuffles ----------------------------------------------------------------------------------------
-
-
-def _identity(tensors: Sequence[Tensor]) -> list[Tensor]:
+@shuffle(o.CopyTo)
+def _identity(_: Conversion, tensors: Tensors) -> list[Tensor]:
     return [tensor.clone() for tensor in tensors]
 
 
-def _summed(tensors: Sequence[Tensor]) -> list[Tensor]:
+@shuffle(o.AllReduce)
+def _summed(_: Conversion, tensors: Tensors) -> list[Tensor]:
     """One after the other, each sum rounded to the tensors' dtype: as gloo and NCCL add around a ring."""
     total = tensors[0]
     for tensor in tensors[1:]:
@@ -56,85 +92,81 @@ def _summed(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [total.clone() for _ in tensors]
 
 
-def _gathered(dim: int) -> Shuffle:
-    def gather(tensors: Sequence[Tensor]) -> list[Tensor]:
-        whole = torch.cat(list(tensors), dim)
-        return [whole.clone() for _ in tensors]
-
-    return gather
+@shuffle(o.AllReduce, reduce="max")
+def _largest(_: Conversion, tensors: Tensors) -> list[Tensor]:
+    largest = torch.stack(list(tensors)).amax(0)
+    return [largest.clone() for _ in tensors]
 
 
-def _sliced(dim: int) -> Shuffle:
-    def cut(tensors: Sequence[Tensor]) -> list[Tensor]:
-        if tensors[0].shape[dim] % len(tensors):
-            raise ValueError(f"{list(tensors[0].shape)} does not divide over {len(tensors)} ranks along dim {dim}")
-        return [tensor.chunk(len(tensors), dim)[rank].clone() for rank, tensor in enumerate(tensors)]
-
-    return cut
+@shuffle(o.AllGather)
+@shuffle(o.AllGatherAlike)
+def _gathered(op: o.AllGather, tensors: Tensors) -> list[Tensor]:
+    whole = torch.cat(list(tensors), op.dim)
+    return [whole.clone() for _ in tensors]
 
 
-def _scattered(dim: int) -> Shuffle:
-    cut = _sliced(dim)
-    return lambda tensors: cut(_summed(tensors))
+@shuffle(o.Slice)
+def _sliced(op: o.Slice, tensors: Tensors) -> list[Tensor]:
+    if tensors[0].shape[op.dim] % len(tensors):
+        raise ValueError(f"{list(tensors[0].shape)} does not divide over {len(tensors)} ranks along dim {op.dim}")
+    return [tensor.chunk(len(tensors), op.dim)[rank].clone() for rank, tensor in enumerate(tensors)]
 
 
-def _whole(forward: Shuffle, backward: Shuffle) -> Convert:
-    return lambda args, inputs: list(declared(forward, backward, *inputs[0]))
+@shuffle(o.ReduceScatter)
+def _scattered(op: Any, tensors: Tensors) -> list[Tensor]:
+    return _sliced(op, _summed(op, tensors))
 
 
-def _along(forward: Callable[[int], Shuffle], backward: Callable[[int], Shuffle]) -> Any:
-    def convert(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
-        dim = args[1]
-        assert isinstance(dim, int)
-        return list(declared(forward(dim), backward(dim), *inputs[0]))
-
-    return convert
+@shuffle(o.AllToAllPadded)
+def _swapped(op: o.AllToAllPadded, tensors: Tensors) -> list[Tensor]:
+    """Pieces along one dim for pieces along another."""
+    pieces = [tensor.chunk(len(tensors), op.wanted) for tensor in tensors]
+    return [torch.cat([piece[rank] for piece in pieces], op.given) for rank in range(len(tensors))]
 
 
-def _all_reduce_max(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
-    """Not differentiated."""
-    largest = torch.stack(inputs[0]).amax(0)
-    return [largest.clone() for _ in inputs[0]]
+# ---- ragged rows and their counts --------------------------------------------------------------------
 
 
-def _exchange_counts(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
-    """Each rank's counts for each rank's experts; not differentiated."""
-    sent = [counts.reshape(len(inputs[0]), -1) for counts in inputs[0]]
-    received = [torch.stack([counts[rank] for counts in sent]) for rank in range(len(sent))]
+@shuffle(rows.ExchangeCounts)
+def _exchanged_counts(_: Conversion, counts: Tensors) -> list[Any]:
+    """Each rank's counts for each rank's experts."""
+    sent = [each.reshape(len(counts), -1) for each in counts]
+    received = [torch.stack([each[rank] for each in sent]) for rank in range(len(sent))]
     return [(got, torch.stack([out.sum(1), got.sum(1)])) for out, got in zip(sent, received, strict=True)]
 
 
-def _all_to_all(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
-    """Forward: rows to their peers. Backward: the other direction."""
-    rows, splits = inputs
-    out, back = [s[0].tolist() for s in splits], [s[1].tolist() for s in splits]
-    if args[2]:
-        out, back = back, out
-
-    def moving(counts: list[list[int]]) -> Shuffle:
-        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
-            pieces = [torch.split(tensor, split) for tensor, split in zip(tensors, counts, strict=True)]
-            return [torch.cat([piece[rank] for piece in pieces]) for rank in range(len(pieces))]
-
-        return move
-
-    return list(declared(moving(out), moving(back), *rows))
+@shuffle(rows.AllToAll)
+def _exchanged(op: rows.AllToAll, tensors: Tensors, splits: Tensors) -> list[Tensor]:
+    sent = [split[int(op.reverse)].tolist() for split in splits]
+    pieces = [torch.split(tensor, counts) for tensor, counts in zip(tensors, sent, strict=True)]
+    return [torch.cat([piece[rank] for piece in pieces]) for rank in range(len(pieces))]
 
 
-def _all_to_all_padded(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
-    """Forward: pieces along one dim for pieces along another. Backward: the other direction."""
-    _, given, wanted, _ = args
-    assert isinstance(given, int)
-    assert isinstance(wanted, int)
+def _rows_of_ranks(counts: Tensors) -> list[int]:
+    sums: list[int] = counts[0].reshape(len(counts), -1).sum(1).tolist()
+    return sums
 
-    def moving(held: int, cut: int) -> Shuffle:
-        def move(tensors: Sequence[Tensor]) -> list[Tensor]:
-            pieces = [tensor.chunk(len(tensors), cut) for tensor in tensors]
-            return [torch.cat([piece[rank] for piece in pieces], held) for rank in range(len(tensors))]
 
-        return move
+@shuffle(rows.AllGatherRows)
+@shuffle(rows.AllGatherRowsAlike)
+def _gathered_rows(_: Conversion, tensors: Tensors, counts: Tensors) -> list[Tensor]:
+    if [len(tensor) for tensor in tensors] != _rows_of_ranks(counts):
+        raise ValueError(f"{[len(tensor) for tensor in tensors]} rows, counted as {_rows_of_ranks(counts)}")
+    whole = torch.cat(list(tensors))
+    return [whole.clone() for _ in tensors]
 
-    return list(declared(moving(given, wanted), moving(wanted, given), *inputs[0]))
+
+@shuffle(rows.SliceRows)
+def _sliced_rows(_: Conversion, tensors: Tensors, counts: Tensors) -> list[Tensor]:
+    sizes = _rows_of_ranks(counts)
+    return [torch.split(tensor, sizes)[rank].clone() for rank, tensor in enumerate(tensors)]
+
+
+@shuffle(rows.ReduceScatterRows)
+def _scattered_rows(op: Conversion, tensors: Tensors, counts: Tensors) -> list[Tensor]:
+    """Each rank sums the terms of its rows in a wide accumulator, as the operator does."""
+    total = torch.stack(list(tensors)).sum(0)
+    return _sliced_rows(op, [total for _ in tensors], counts)
 
 
 # ---- ops that depend on a rank's index in its group, and communicate nothing -------------------------
@@ -148,17 +180,4 @@ def _label_logit(args: Args, inputs: list[list[Tensor]]) -> list[Any]:
     return [pick_logits(logits, labels, rank) for rank, (logits, labels) in enumerate(zip(*inputs, strict=True))]
 
 
-SHUFFLES: Mapping[str, Convert] = {
-    "moec.all_gather.default": _along(_gathered, _scattered),
-    "moec.all_gather_alike.default": _along(_gathered, _sliced),
-    "moec.all_reduce.default": _whole(_summed, _identity),
-    "moec.all_reduce_max.default": _all_reduce_max,
-    "moec.all_to_all.default": _all_to_all,
-    "moec.all_to_all_padded.default": _all_to_all_padded,
-    "moec.copy_to.default": _whole(_identity, _summed),
-    "moec.embed_part.default": _embed_part,
-    "moec.exchange_counts.default": _exchange_counts,
-    "moec.label_logit.default": _label_logit,
-    "moec.reduce_scatter.default": _along(_scattered, _gathered),
-    "moec.slice.default": _along(_sliced, _gathered),
-}
+SHUFFLES |= {"moec.embed_part.default": _embed_part, "moec.label_logit.default": _label_logit}

@@ -13,15 +13,16 @@ from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.reference import layer_reference, reference
 from moec.runtime.verify.inputs import Inputs
+from moec.runtime.verify.lockstep import VERIFY_SETTINGS
 
 
 class LayerModel(nn.Module):
-    """A layer by the names that its plan gives its parameters, `layers.0.moe.gate.weight`."""
+    """A layer whose parameters have their names in a plan, `layers.0.moe.gate.weight`."""
 
     def __init__(self, layer: MoeLayer) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.ModuleDict({"moe": layer})])
-        self.layer = [layer]  # in a list it is no second submodule
+        self.layer = [layer]  # a list hides it from `nn.Module`
 
 
 Unsharded = PlanModule | LayerModel
@@ -29,20 +30,22 @@ Unsharded = PlanModule | LayerModel
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a forward pass over a global batch gives.
+    """The results of a forward pass over a global batch.
 
     `result`: logits or y. `scalars`: equal on every rank, the loss of a model or the `aux_loss` of a layer.
     `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: rows per expert, by layer.
+    `states`: the new value that `Inputs.loads` give each state, by full name; none in evaluation.
     """
 
     result: Tensor
     scalars: Mapping[str, Tensor]
     differentiated: Tensor
     counts: Mapping[int, Tensor]
+    states: Mapping[str, Tensor]
 
 
 def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype) -> Unsharded:
-    """The reference of a file, whichever its subject is."""
+    """The reference of a `model` or `layer` file."""
     if spec.has_model:
         return reference(spec, seed=seed, dtype=dtype)
     return LayerModel(layer_reference(spec, seed=seed, dtype=dtype))
@@ -51,22 +54,30 @@ def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype) -> Unsharded:
 def outcome(model: Unsharded, inputs: Inputs) -> Outcome:
     """Runs the global batch."""
     if isinstance(model, PlanModule):
+        model.set(**VERIFY_SETTINGS)
         output = model(inputs.given, inputs.targets)
         loss = training_loss(model, output)
-        return Outcome(output.logits, {"loss": loss}, loss, model.expert_counts)
+        whole = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
+        states = model.new_states(whole) if model.training else {}
+        return Outcome(output.logits, {"loss": loss}, loss, model.expert_counts, states)
     (layer,) = model.layer
     y = layer(inputs.given)
     assert layer.expert_counts is not None
     scalars = {} if layer.aux_loss is None else {"aux_loss": layer.aux_loss}
-    return Outcome(y, scalars, sum(scalars.values(), (y * inputs.targets).sum()), {0: layer.expert_counts})
+    return Outcome(y, scalars, sum(scalars.values(), (y * inputs.targets).sum()), {0: layer.expert_counts}, {})
+
+
+def states_of(model: Unsharded) -> dict[str, Tensor]:
+    """The states of a model, by full name."""
+    return dict(model.named_buffers())
 
 
 def result_name(spec: Spec) -> str:
-    """What a forward pass gives, in words."""
+    """The name of a forward pass's result in messages."""
     return "the logits" if spec.has_model else "y"
 
 
 def training_loss(model: PlanModule, output: ModelOutput) -> Tensor:
-    """The loss with the balance terms, which in evaluation `output.loss` is without."""
+    """The loss with balance terms, also in evaluation, where `output.loss` has none."""
     assert output.loss is not None
     return output.loss if model.training or output.aux_loss is None else output.loss + output.aux_loss

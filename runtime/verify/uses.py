@@ -1,4 +1,4 @@
-"""The part of a value's gradient that each of its consumers adds, in a plan and in the reference."""
+"""The part of a value's gradient from each of its consumers, in a plan and in the reference."""
 
 from __future__ import annotations
 
@@ -7,58 +7,69 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from moec.passes.ir.ops import Collective
-from moec.runtime.verify.lockstep import Lockstep, Step
+from moec.passes.ir.ops import Conversion
+from moec.runtime.verify.lockstep import Lockstep, RecordedNode
 
-Origin = tuple[str, str]
+ReferenceValue = tuple[str, str]
 """A value of the lowered Program: the path of the module, and the value's name there."""
 
 
 class Uses:
-    """Of a plan's recorded run and its reference's, after both have gone backward.
+    """Compares the recorded runs of a plan and of its reference, after both backward passes.
 
-    An op is called the same in both, and what a plan adds, conversions, stand for all that consume their results.
+    Ops have the same names in both. A conversion, which only plans have, stands for all consumers of its result.
     """
 
-    def __init__(self, whole: Lockstep, plan: Lockstep, origins: Mapping[tuple[str, str], Origin]) -> None:
-        """`origins`: what each node of the reference is."""
-        self._wanted: dict[tuple[str, str, Origin], Tensor | None] = {}
-        for (path, consumer, used), (value,) in whole.uses.items():
-            if (path, used) in origins and isinstance(value, Tensor):
-                self._wanted[path, consumer, origins[path, used]] = value.grad if value.requires_grad else None
+    def __init__(
+        self, reference: Lockstep, plan: Lockstep, references: Mapping[tuple[str, str], ReferenceValue]
+    ) -> None:
+        """`references`: the Program's value of each node of the reference."""
+        self._expected: dict[tuple[str, str, ReferenceValue], Tensor | None] = {}
+        for (path, consumer, used), (value,) in reference.uses.items():
+            if (path, used) in references and isinstance(value, Tensor):
+                self._expected[path, consumer, references[path, used]] = value.grad if value.requires_grad else None
         self._parts = plan.uses
-        self._consumers: dict[tuple[str, str], list[Step]] = {}
+        self._consumers: dict[tuple[str, str], list[RecordedNode]] = {}
         for step in plan.steps or ():
             for name in dict.fromkeys(step.used):
                 self._consumers.setdefault((step.path, name), []).append(step)
 
-    def contributing(self, step: Step, origin: Origin) -> list[Step]:
-        """What uses a step's value in its module and adds to its gradient, or should; a single consumer always does."""
+    def set_expected_part(self, consumer: RecordedNode, reference_value: ReferenceValue, part: Tensor | None) -> None:
+        """Sets what a step that only the plan has adds to the gradient of a value."""
+        self._expected[consumer.path, consumer.key, reference_value] = part
+
+    def contributing(self, step: RecordedNode, reference_value: ReferenceValue) -> list[RecordedNode]:
+        """The consumers that add to the gradient of a step's value in either run; a single one always counts."""
         consumers = self._consumers.get((step.path, step.key), [])
         if len(consumers) < 2:
             return consumers
-        return [c for c in consumers if self.part(c, step) is not None or _nonzero(self.expected_of(c, step, origin))]
+        return [
+            c
+            for c in consumers
+            if self.part(c, step) is not None or _nonzero(self.expected_of(c, step, reference_value))
+        ]
 
-    def part(self, consumer: Step, step: Step) -> list[Tensor] | None:
-        """What a consumer adds to the gradient of a step's value on each rank; None where it adds nothing."""
+    def part(self, consumer: RecordedNode, step: RecordedNode) -> list[Tensor] | None:
+        """A consumer's part of the gradient of a step's value on each rank; None if it has none."""
         views = self._parts.get((step.path, consumer.key, step.key), ())
         if not any(isinstance(view, Tensor) and view.requires_grad and view.grad is not None for view in views):
             return None
         return [torch.zeros_like(view) if view.grad is None else view.grad for view in views]
 
-    def expected(self, step: Step, origin: Origin) -> Tensor | None:
-        """The whole gradient that all consumers of a step's value should add; None where that is not known."""
+    def expected(self, step: RecordedNode, reference_value: ReferenceValue) -> Tensor | None:
+        """The reference's gradient of a step's value over all consumers; None if unknown."""
         parts = [
-            self.expected_of(consumer, step, origin) for consumer in self._consumers.get((step.path, step.key), ())
+            self.expected_of(consumer, step, reference_value)
+            for consumer in self._consumers.get((step.path, step.key), ())
         ]
         known = [part for part in parts if part is not None]
         return torch.stack(known).sum(0) if known and len(known) == len(parts) else None
 
-    def expected_of(self, consumer: Step, step: Step, origin: Origin) -> Tensor | None:
-        """What one consumer should add; None where that is not known."""
-        if isinstance(consumer.op, Collective):
-            return self.expected(consumer, origin)
-        return self._wanted.get((step.path, consumer.key, origin))
+    def expected_of(self, consumer: RecordedNode, step: RecordedNode, reference_value: ReferenceValue) -> Tensor | None:
+        """The reference's gradient from one consumer; None if unknown."""
+        if isinstance(consumer.op, Conversion):
+            return self.expected(consumer, reference_value)
+        return self._expected.get((step.path, consumer.key, reference_value))
 
 
 def _nonzero(part: Tensor | None) -> bool:

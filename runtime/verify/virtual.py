@@ -1,4 +1,4 @@
-"""The virtual cluster: every rank of a plan in one process, however many there are."""
+"""The virtual cluster: every rank of a plan in one process."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep, PerRank
+from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.routes import Routes
 
 
 class VirtualCluster:
-    """All ranks of `plan`, with the parts of `parameters` (full name → whole tensor) that each would hold."""
+    """All ranks of `plan`, each with its part of `parameters` (full name → whole tensor), and with whole `states`."""
 
     def __init__(
         self,
         plan: Plan,
         parameters: Mapping[str, Tensor],
+        states: Mapping[str, Tensor] | None = None,
         *,
         recompute: bool = False,
         routes: Routes | None = None,
@@ -32,31 +34,32 @@ class VirtualCluster:
         }
         float64 = next(iter(parameters.values())).dtype == torch.float64
         self.lockstep = Lockstep(
-            plan.program,
+            Graphs(plan.program, float64=float64),
             plan.world_size,
             plan.groups,
             self.parameters,
-            float64=float64,
+            states=states or {},
             recompute=recompute,
             routes=routes,
             training=training,
+            data_ranks=[plan.data_rank(rank) for rank in range(plan.world_size)],
         )
 
     def _part(self, name: str, whole: Tensor, rank: int) -> Tensor:
         data = self.plan.parameters[name]
         index = local_slices(data.shape, data.layout, self.plan.meshes[data.mesh], rank)
-        # A whole parameter is the same memory on every rank, but a leaf of its own.
+        # A replicated parameter has the same memory on every rank, but each rank has its own leaf.
         return whole.detach()[index].requires_grad_()
 
     def backward(self, loss: PerRank) -> dict[str, list[Tensor]]:
-        """Runs backward on every rank, sums gradients over the plan's groups; gives each parameter's, rank by rank.
+        """Runs backward on every rank and sums gradients over the plan's groups: parameter → gradient of each rank.
 
-        Raises `BackwardError` where an op cannot.
+        Raises `BackwardError` if an op's backward fails.
         """
         for parts in self.parameters.values():
             for leaf in parts:
                 leaf.grad = None
-        # A wrong plan's loss may depend on no parameter; then no tensor has a gradient.
+        # A wrong plan's loss may depend on no parameter.
         live = [value for value in loss if value.requires_grad]
         try:
             torch.autograd.backward(live, [torch.ones_like(value) for value in live])
@@ -79,5 +82,5 @@ class VirtualCluster:
 
 
 def _widened(gradient: Tensor) -> Tensor:
-    """A job widens each rank's gradients to fp32 before it sums them over ranks."""
+    """The gradient in at least fp32, as a job widens it before it sums over ranks."""
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Golden Programs: what each `.moe` file here and among the examples compiles to, as text (`--update-golden`)."""
+"""Golden Programs: the text of the Program of each `.moe` file here and of the examples (`--update-golden`)."""
 
 from __future__ import annotations
 

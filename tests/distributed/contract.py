@@ -1,4 +1,4 @@
-"""What test_contract.py runs on the ranks of a job and on the unsharded model: what PyTorch users do with a model."""
+"""Functions that test_contract.py runs on the ranks of a job and on the unsharded model: PyTorch users' code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Gradients = Mapping[str, Tensor]
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Tokens and labels of all ranks; the first half of the labels is mostly ignored, so that halves weigh unlike."""
+    """Tokens and labels of all ranks; most labels of the first half are ignored: the halves have other weights."""
     generator = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(32, BATCH, generator=generator) for _ in range(2))
     labels[: BATCH[0] // 2][torch.rand(BATCH[0] // 2, BATCH[1], generator=generator) < 0.9] = -100
@@ -35,12 +35,12 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def mine(job: Job, *tensors: Tensor) -> list[Tensor]:
-    """This rank's sequences: every other one, so that each rank has some of either half."""
+    """This rank's sequences: every other one, so that each rank has sequences of both halves."""
     return [tensor[job.data_rank :: job.data_size].contiguous() for tensor in tensors]
 
 
 def parts_of(whole: Gradients, job: Job) -> dict[str, Tensor]:
-    """What this rank should have of whole tensors."""
+    """This rank's expected parts of whole tensors."""
     found = {}
     for name, tensor in whole.items():
         data = job.plan.parameters[name]
@@ -101,7 +101,7 @@ class Boom(torch.autograd.Function):
 
 
 def after_an_exception(job: Job, model: PlanModule) -> Gradients:
-    """Steps whose backward fails in the middle, and then one that does not."""
+    """Steps whose backward fails in the middle, then one step that succeeds."""
 
     def fail(module: nn.Module, inputs: Any, output: Any) -> Any:
         return (Boom.apply(output[0]), *output[1:])
@@ -121,7 +121,7 @@ def after_an_exception(job: Job, model: PlanModule) -> Gradients:
 
 
 def after_an_exception_in_forward(job: Job, model: PlanModule) -> Gradients:
-    """The same of a forward pass; parameters change before the next."""
+    """A forward pass that fails in the middle; parameters change before the next pass."""
 
     def fail(module: nn.Module, inputs: Any) -> None:
         raise KeyError("boom")
@@ -185,7 +185,7 @@ def retained(job: Job, model: PlanModule) -> Gradients:
 
 
 def checkpointed(job: Job, model: PlanModule) -> Gradients:
-    """Layers computed again in backward by torch's own means."""
+    """Layers recomputed in backward by `torch.utils.checkpoint`."""
     from torch.utils.checkpoint import checkpoint
 
     for layer in model.layers:
@@ -195,7 +195,7 @@ def checkpointed(job: Job, model: PlanModule) -> Gradients:
 
 
 def wholly_checkpointed(job: Job, model: PlanModule) -> Gradients:
-    """The whole model computed again, inside of the block that says what its losses are divided by."""
+    """The whole model recomputed in backward, inside of `job.accumulate`."""
     from torch.utils.checkpoint import checkpoint
 
     pairs = list(zip(*(part.tensor_split(2) for part in mine(job, *batch())), strict=True))
@@ -206,7 +206,7 @@ def wholly_checkpointed(job: Job, model: PlanModule) -> Gradients:
 
 
 def replaced(job: Job, model: PlanModule) -> Gradients:
-    """A new parameter in the place of another is used in training and in evaluation."""
+    """A replaced parameter is used in training and in evaluation."""
     layer = model.layers[0]
     old = layer.get_parameter("attention.q.weight")
     with torch.no_grad():
@@ -222,7 +222,7 @@ def replaced(job: Job, model: PlanModule) -> Gradients:
 
 
 def loaded_after_the_optimizer(job: Job, model: PlanModule) -> Gradients:
-    """Weights loaded late are what the next step starts from."""
+    """The next step uses weights that were loaded after the optimizer was made."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     optimizer = job.optimizer(model)
     for _ in range(2):
@@ -244,7 +244,7 @@ def whole_state_loaded(job: Job, model: PlanModule) -> Gradients:
 
 
 def through_distributed_checkpoint(job: Job, model: PlanModule, folder: str) -> Gradients:
-    """Saved and loaded by torch's own resharding checkpoint."""
+    """Saved and loaded by torch's resharding checkpoint."""
     import torch.distributed.checkpoint as dcp
 
     dcp.save(model.state_dict(), checkpoint_id=folder)
@@ -256,7 +256,7 @@ def through_distributed_checkpoint(job: Job, model: PlanModule, folder: str) -> 
 
 
 def of_wrapped_layers(job: Job, model: PlanModule) -> Gradients:
-    """Layers behind somebody's own modules: steps before, one of which fails, and new weights leave nothing behind."""
+    """Layers wrapped in user modules: earlier steps, one of which fails, and new weights do not change the result."""
 
     class Wrapped(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -305,7 +305,7 @@ def skipped_in_the_last_micro_batch(job: Job, model: PlanModule) -> Gradients:
     calls = iter(range(100))
 
     def skip(module: nn.Module, inputs: Any, output: Any) -> Any:
-        # The second micro-batch goes around the layer.
+        # The second micro-batch skips the layer.
         return output if next(calls) % 2 == 0 else inputs[0]
 
     handle = model.layers[0].register_forward_hook(skip)
@@ -317,7 +317,7 @@ def skipped_in_the_last_micro_batch(job: Job, model: PlanModule) -> Gradients:
 
 
 def skipped_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
-    """The same of the whole batch: of every data rank's sequences, the second half goes around layer 0."""
+    """The expected gradients: the second half of every data-parallel rank's sequences skips layer 0."""
     halves = second_halves(len(tokens), 2 if (labels.shape[0] and skipped_ranks[0] > 1) else 1)
 
     def skip(module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -333,7 +333,7 @@ skipped_ranks = [1]
 
 
 def second_halves(sequences: int, ranks: int) -> Tensor:
-    """Which sequences of the batch are in the second micro-batch of their rank, as `mine` deals them out."""
+    """The sequences of the batch that are in the second micro-batch of their rank, as `mine` assigns them."""
     found = torch.zeros(sequences, dtype=torch.bool)
     for rank in range(ranks):
         own = torch.arange(sequences)[rank::ranks]
@@ -342,13 +342,13 @@ def second_halves(sequences: int, ranks: int) -> Tensor:
 
 
 def skipped(options: dict[str, Any]) -> float:
-    """How far the gradients of `skipped_in_the_last_micro_batch` are off."""
+    """The largest error of the gradients of `skipped_in_the_last_micro_batch`."""
     skipped_ranks[0] = moe_plan(**options).data_size
     return off(options, skipped_in_the_last_micro_batch, skipped_unsharded)
 
 
 def another_models_weights(options: dict[str, Any]) -> float:
-    """In a loss of one's own, the model with other weights: how far its logits are off those of these weights."""
+    """A custom loss that runs the model with other weights: the largest difference from the logits of these weights."""
     worst = []
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model, other = job.build(seed=1), job.build(seed=2)
@@ -368,7 +368,7 @@ def another_models_weights(options: dict[str, Any]) -> float:
 
 
 def hooks_see_every_gradient(options: dict[str, Any]) -> bool:
-    """Whether hooks of parameters are given tensors, and `.grad` is there after each micro-batch."""
+    """Whether hooks of parameters get tensors, and `.grad` exists after each micro-batch."""
     seen: list[bool] = []
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
@@ -379,11 +379,11 @@ def hooks_see_every_gradient(options: dict[str, Any]) -> bool:
     return bool(seen) and all(seen)
 
 
-# ---- losses of one's own ----------------------------------------------------------------------------------
+# ---- custom losses ----------------------------------------------------------------------------------------
 
 
 def smoothed(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """A loss of every token, weighted: label smoothing, which wants the whole vocabulary."""
+    """A weighted loss of every token: label smoothing, which needs the whole vocabulary."""
     each = F.cross_entropy(
         logits.float().flatten(0, 1), labels.flatten(), reduction="none", ignore_index=-100, label_smoothing=0.1
     )
@@ -391,7 +391,7 @@ def smoothed(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 
 
 def sequence_loss(logprobs: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """A loss that is no sum over tokens: of each sequence's own log-probability."""
+    """A loss that is no sum over tokens: a function of each sequence's log-probability."""
     return (-(logprobs * weights).sum(1)).sigmoid().sum()
 
 
@@ -403,7 +403,7 @@ def token_weights() -> Tensor:
     return torch.rand(BATCH, generator=torch.Generator().manual_seed(7))
 
 
-def own_loss(job: Job, model: PlanModule, microbatches: int) -> Gradients:
+def custom_loss(job: Job, model: PlanModule, microbatches: int) -> Gradients:
     tokens, labels, weights = mine(job, *batch(), token_weights())
     job.step(
         model, tokens, labels, loss=smoothed, count=weight_sum, inputs={"weights": weights}, microbatches=microbatches
@@ -411,7 +411,7 @@ def own_loss(job: Job, model: PlanModule, microbatches: int) -> Gradients:
     return gradients_of(model)
 
 
-def own_loss_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
+def custom_loss_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
     output, weights = model(tokens), token_weights()
     assert output.aux_loss is not None
     return smoothed(output.logits, labels, weights) / weight_sum(labels, weights) + output.aux_loss
@@ -431,7 +431,7 @@ def own_logprob_loss_unsharded(model: PlanModule, tokens: Tensor, labels: Tensor
 
 
 def own_backward(job: Job, model: PlanModule) -> Gradients:
-    """A loss by hand, of logits and the balance terms, without labels."""
+    """A loss outside of `job.step`, of logits and balance terms, without labels."""
     tokens, labels = mine(job, *batch())
     output = model(tokens)
     summed = F.cross_entropy(job.whole_logits(output).flatten(0, 1), labels.flatten(), reduction="sum")
@@ -441,7 +441,7 @@ def own_backward(job: Job, model: PlanModule) -> Gradients:
 
 
 def constant_on_one_rank(options: dict[str, Any]) -> float:
-    """A loss that is a constant on the first data rank, none of whose tokens count."""
+    """A loss that is constant on the first data-parallel rank, none of whose tokens count."""
 
     def run(job: Job, model: PlanModule) -> Gradients:
         tokens, labels = mine(job, *batch())

@@ -1,4 +1,4 @@
-"""What test_contract.py runs as the ranks of a job: more than one job, frozen parameters, norms, averaged weights."""
+"""Functions that test_contract.py runs on ranks: several jobs, frozen parameters, norms, averaged weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two_jobs(swapped: bool) -> tuple[float, float]:
 
 
 def frozen(options: dict[str, Any]) -> tuple[bool, bool, float]:
-    """Whether frozen parameters have no gradient and stay as they are; and how far the others' gradients are off."""
+    """Whether frozen parameters have no gradient and do not change; and the largest error of the other gradients."""
     with moec.launch(moe_plan(**options, optimizer="adamw(weight_decay = 0.5)"), device="cpu") as job:
         model = job.build(seed=1)
         kept = {name for name in job.plan.parameters if "layers.1." in name or "embedding" in name}
@@ -48,7 +48,7 @@ def frozen(options: dict[str, Any]) -> tuple[bool, bool, float]:
 
 
 def norms(options: dict[str, Any]) -> tuple[float, str]:
-    """The norm by the job, and what torch's own function says of it."""
+    """The job's gradient norm, and the result or error of torch's function."""
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         forward_backward(job, model)
@@ -62,7 +62,7 @@ def norms(options: dict[str, Any]) -> tuple[float, str]:
 
 
 def averaged(options: dict[str, Any]) -> float:
-    """`AveragedModel`: how far it is off the mean of the weights before and after a step."""
+    """The error of `AveragedModel` against the mean of the weights before and after a step."""
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model = job.build(seed=1)
         mean = torch.optim.swa_utils.AveragedModel(model)

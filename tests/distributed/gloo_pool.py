@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 STACK_SECONDS = 0.5
-"""How long a hung worker gets to write down where it hangs."""
+"""How long a hung worker gets to write its stack."""
 GRACE_SECONDS = 5.0
 """How long the other ranks get to notice that one has failed."""
 
@@ -34,7 +34,7 @@ class RankHungError(AssertionError):
 
 
 class RankDiedError(AssertionError):
-    """A rank's process ended while it worked."""
+    """A rank's process ended during its task."""
 
 
 class RankTracebackError(Exception):
@@ -113,7 +113,7 @@ class GlooPool:
         return [outcomes[rank] for rank in range(world_size)]
 
     def close(self) -> None:
-        """End the workers, by force where they do not listen, and wait for them."""
+        """End the workers, by force if necessary, and wait for them."""
         self._stop(force=False)
         self._folder.cleanup()
 
@@ -222,13 +222,13 @@ def _perform(packed: bytes) -> bytes:
         except Exception:  # noqa: BLE001 - any exception that does not survive the journey travels as its text
             failure.error = RuntimeError(f"{type(error).__name__}: {error}")
             packed = _pack(failure)
-        # At once, so that the other ranks, which may wait for this one, fail too.
+        # Immediately, so that ranks that wait for this one fail too.
         _leave()
         return packed
 
 
 def _enter(task: Task) -> None:
-    """Be that rank of that job."""
+    """Makes this process a rank of a job."""
     os.environ.update(
         RANK=str(task.rank),
         LOCAL_RANK=str(task.rank),

@@ -18,7 +18,7 @@ from moec.passes.ir import local_slices
 from moec.runtime.job.layer import MoeLayer
 
 DIM, SEQUENCE, SEQUENCES = 16, 6, 2
-"""Sequences are those of one rank."""
+"""Sequences per rank."""
 
 
 class Block(nn.Module):
@@ -60,7 +60,7 @@ def layers_of(model: nn.Module) -> Iterator[MoeLayer]:
 
 
 def batch(ranks: int) -> tuple[Tensor, Tensor]:
-    """The vectors of all ranks and what the model is to make of them."""
+    """The inputs of all ranks and their targets."""
     generator = torch.Generator().manual_seed(5)
     x, wanted = torch.randn(2, ranks * SEQUENCES, SEQUENCE, DIM, generator=generator).unbind(0)
     return x, wanted
@@ -83,7 +83,7 @@ def in_ddp(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
 
 
 def in_fsdp(model: Transformer) -> tuple[nn.Module, Callable[[], None]]:
-    """Each block, and what is left, under `fully_shard`."""
+    """Each block, then the rest of the model, under `fully_shard`."""
     experts = set(moec.expert_parameters(model).values())
     for block in model.blocks:
         fully_shard(block, ignored_params=experts)

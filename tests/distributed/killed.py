@@ -20,7 +20,7 @@ with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job:
     plain = dist.all_to_all_single
 
     def deadly(*arguments: Any, **options: Any) -> Any:
-        """The rows of a layer are awaited by the other rank when this one dies."""
+        """The other rank waits for the rows of a layer when this rank dies."""
         if job.rank == 1 and len(arguments) > 2:
             time.sleep(1)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""What test_contract.py runs as the ranks of a job: mistakes, and what each rank is told of them."""
+"""Functions that test_contract.py runs on ranks: mistakes, and the error that each rank raises."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def refusals(options: dict[str, Any]) -> dict[str, str]:
 
 
 def refusals_of_several_ranks(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> dict[str, str]:
-    """Of mistakes that one rank makes and another does not."""
+    """Errors of mistakes that only one rank makes."""
 
     def step(**given: Any) -> Callable[[], object]:
         return lambda: job.step(model, tokens, labels, **given)
@@ -106,7 +106,7 @@ def refusals_of_several_ranks(job: Job, model: PlanModule, tokens: Tensor, label
     norm = model.get_parameter("norm.weight").requires_grad_(job.rank != 2)
     found["frozen on one rank"] = said(lambda: model(tokens))
     norm.requires_grad_(True)
-    # The same sequences in another order; then labels and inputs, which the model does not see.
+    # The same sequences in another order; then other labels and inputs, which the model does not get.
     swapped = tokens.flip(0) if job.rank % 2 else tokens
     found["tokens in another order"] = said(lambda: model(swapped))
     others = {"weights": torch.full(labels.shape, float(job.rank))}
@@ -126,7 +126,7 @@ def accumulate_too_little(job: Job, model: PlanModule, tokens: Tensor, labels: T
 
 
 def accumulate_others(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
-    """As many labels as were promised, with others of them ignored."""
+    """The right number of labels, but other ignored ones."""
     with job.accumulate(model, torch.full_like(labels, 3)):
         plain(model, tokens, labels).backward()
 
@@ -137,7 +137,7 @@ def another_jobs(job: Job, model: PlanModule) -> None:
 
 
 def unchecked(job: Job, tokens: Tensor) -> None:
-    """A pass of a job that looks at no values."""
+    """A pass of a job that checks no values."""
     with moec.launch(job.plan, device="cpu", checks="none") as other:
         other.build()(tokens)
 
@@ -155,7 +155,7 @@ def fully_sharded(job: Job, tokens: Tensor) -> None:
 
 
 def refused_by_name(act: Callable[[], object]) -> str:
-    """What moec says, or torch where it comes first."""
+    """moec's error, or torch's if torch raises first."""
     try:
         return said(act)
     except (ValueError, TypeError, AssertionError, NotImplementedError, RuntimeError) as error:
@@ -163,7 +163,7 @@ def refused_by_name(act: Callable[[], object]) -> str:
 
 
 def inside_another(job: Job) -> None:
-    """DistributedDataParallel around a module that has the model somewhere inside, and its replicas alone to sum."""
+    """DistributedDataParallel around a module that contains the model, with replicated parameters only."""
     model = job.build()
     names = [f"0.{name}" for name in job.plan.parameters if "norm" not in name]
     host = nn.Sequential(model)
@@ -181,7 +181,7 @@ def raised(act: Callable[[], object]) -> str:
 
 
 def checkpointed_for_too_long(job: Job, tokens: Tensor, labels: Tensor) -> None:
-    """The whole model computed again after the block that says what its loss is divided by."""
+    """The whole model recomputed after the end of `job.accumulate`."""
     model = job.build()
     with job.accumulate(model, labels):
         loss = checkpoint(
@@ -197,7 +197,7 @@ def with_a_hook(job: Job, hook: Any, tokens: Tensor, labels: Tensor) -> None:
 
 
 def cropped_by_a_hook(options: dict[str, Any]) -> str:
-    """The diagnostic where a hook gives the model fewer sequences on one data rank, and experts have a capacity."""
+    """The diagnostic if a hook passes fewer sequences on one data-parallel rank, with a capacity."""
     with moec.launch(moe_plan(**options, beside="capacity = factor(1.25)"), device="cpu") as job:
         crop = lambda model, given: tuple(ids[:2] for ids in given) if job.data_rank == 0 else None  # noqa: E731
         return said(lambda: with_a_hook(job, crop, *mine(job, *batch())))
@@ -239,7 +239,7 @@ def with_a_plain_parameter(job: Job, tokens: Tensor) -> None:
 
 
 def foreign_states(options: dict[str, Any], folder: str) -> dict[str, str]:
-    """The diagnostics of this rank when it loads what rank 0 has saved."""
+    """The diagnostics of this rank when it loads rank 0's files."""
     with moec.launch(moe_plan(**options), device="cpu") as job:
         model, path = job.build(seed=1), Path(folder)
         optimizer = job.optimizer(model)
@@ -272,13 +272,13 @@ def foreign_states(options: dict[str, Any], folder: str) -> dict[str, str]:
 
 
 def state_of_another_plan() -> Any:
-    """Of an optimizer of the same model, sharded over as many ranks otherwise."""
+    """The state of an optimizer of the same model under another plan for as many ranks."""
     with moec.launch(moe_plan(ranks=4, ep=4), device="cpu") as job:
         return job.optimizer(job.build()).state_dict()
 
 
 def whole_optimizer_state(job: Job) -> Any:
-    """Of the unsharded model, with its parameters in the order of `job.optimizer`."""
+    """The state of the unsharded model's optimizer, with parameters in the order of `job.optimizer`."""
     model = moec.reference(job.plan)
     model(*batch()).loss.backward()
     names = [name for decays in (True, False) for name, p in job.plan.parameters.items() if p.decays is decays]

@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 from moec.runtime import ops
 from moec.runtime.job import groups
-from moec.runtime.ops import collectives, conversions
+from moec.runtime.ops import dense_collectives, ragged_collectives
 
 NUM_EXPERTS, DIM = 8, 3
 WORLD_SIZES = [1, 2, 4]
@@ -45,7 +45,7 @@ world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 def exchange(counts: Tensor) -> tuple[Tensor, Tensor]:
     with world():
-        return collectives.exchange_counts(counts[dist.get_rank()][None], "ep")
+        return ragged_collectives.exchange_counts(counts[dist.get_rank()][None], "ep")
 
 
 @loads
@@ -85,9 +85,9 @@ def send(counts: Tensor, rows: list[Tensor], scales: list[Tensor]) -> tuple[Tens
     rank = dist.get_rank()
     own = rows[rank].requires_grad_()
     with world():
-        _, splits = collectives.exchange_counts(counts[rank][None], "ep")
-        arrived = collectives.all_to_all(own, splits, False, "ep")
-        back = collectives.all_to_all(arrived, splits, True, "ep")
+        _, splits = ragged_collectives.exchange_counts(counts[rank][None], "ep")
+        arrived = ragged_collectives.all_to_all(own, splits, False, "ep")
+        back = ragged_collectives.all_to_all(arrived, splits, True, "ep")
         (arrived * scales[rank]).sum().backward()
     assert own.grad is not None
     return arrived.detach(), back.detach(), own.grad
@@ -112,9 +112,9 @@ def test_rows_arrive_source_by_source_return_home_and_so_do_gradients(
 def send_reverse(counts: Tensor, rows: list[Tensor], scales: list[Tensor]) -> Tensor:
     rank = dist.get_rank()
     with world():
-        _, splits = collectives.exchange_counts(counts[rank][None], "ep")
+        _, splits = ragged_collectives.exchange_counts(counts[rank][None], "ep")
         arrived = there(counts, rows)[rank].requires_grad_()
-        (collectives.all_to_all(arrived, splits, True, "ep") * scales[rank]).sum().backward()
+        (ragged_collectives.all_to_all(arrived, splits, True, "ep") * scales[rank]).sum().backward()
     assert arrived.grad is not None
     return arrived.grad
 
@@ -136,7 +136,7 @@ def refused_counts(counts: Tensor) -> str:
     peers = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     with groups.use({"ep": peers}):
         try:
-            collectives.exchange_counts(counts[rank][None], "ep")
+            ragged_collectives.exchange_counts(counts[rank][None], "ep")
         except RuntimeError as error:
             return str(error)
     return "nothing"
@@ -155,7 +155,9 @@ def test_counts_below_0_are_refused_by_both_ranks_that_they_concern(gloo: GlooPo
 
 def send_below_zero() -> None:
     with world():
-        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[4, -1], [2, 2]]), False, "ep", "layer 3 (tiny.moe:9)")
+        ragged_collectives.all_to_all(
+            torch.randn(3, 2), torch.tensor([[4, -1], [2, 2]]), False, "ep", "layer 3 (tiny.moe:9)"
+        )
 
 
 def test_splits_below_0_are_refused_before_anything_moves(gloo: GlooPool) -> None:
@@ -167,7 +169,7 @@ def test_splits_below_0_are_refused_before_anything_moves(gloo: GlooPool) -> Non
 
 def send_too_few() -> None:
     with world():
-        collectives.all_to_all(torch.randn(3, 2), torch.tensor([[2, 2], [2, 2]]), False, "ep")
+        ragged_collectives.all_to_all(torch.randn(3, 2), torch.tensor([[2, 2], [2, 2]]), False, "ep")
 
 
 def test_rows_that_do_not_match_the_splits_are_refused_before_anything_moves(gloo: GlooPool) -> None:
@@ -182,7 +184,7 @@ def reduce_and_differentiate(xs: list[Tensor], grad: Tensor) -> tuple[Tensor, Te
     x = xs[dist.get_rank()].requires_grad_()
     before = x.detach().clone()
     with world():
-        total = conversions.all_reduce(x, "ep")
+        total = dense_collectives.all_reduce(x, "ep")
         total.backward(grad)
     assert torch.equal(x, before)
     assert x.grad is not None
@@ -210,10 +212,10 @@ def check_operators() -> None:
     counts = counts_of(2, "uneven")[rank][None]
     rows = rows_of(counts_of(2, "uneven"), torch.float64)[rank]
     with world():
-        opcheck(collectives.exchange_counts, (counts, "ep"))
-        _, splits = collectives.exchange_counts(counts, "ep")
-        opcheck(collectives.all_to_all, (rows.requires_grad_(), splits, False, "ep"))
-        opcheck(conversions.all_reduce, (torch.randn(3, 2, requires_grad=True), "ep"))
+        opcheck(ragged_collectives.exchange_counts, (counts, "ep"))
+        _, splits = ragged_collectives.exchange_counts(counts, "ep")
+        opcheck(ragged_collectives.all_to_all, (rows.requires_grad_(), splits, False, "ep"))
+        opcheck(dense_collectives.all_reduce, (torch.randn(3, 2, requires_grad=True), "ep"))
 
 
 def test_operators_are_well_formed(gloo: GlooPool) -> None:
@@ -221,15 +223,15 @@ def test_operators_are_well_formed(gloo: GlooPool) -> None:
 
 
 def moe_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: str | None) -> Tensor:
-    probabilities, weights, experts = ops.route(x @ gate.t(), 2, "softmax", "before", True)
+    probabilities, weights, experts = ops.route(x @ gate.t(), None, 2, "softmax", "before", True)
     rows, counts, positions = ops.permute(x, experts, NUM_EXPERTS)
     if group is None:
         out, _ = ops.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
     else:
-        received, splits = collectives.exchange_counts(counts, group)
-        arrived = collectives.all_to_all(rows, splits, False, group)
+        received, splits = ragged_collectives.exchange_counts(counts, group)
+        arrived = ragged_collectives.all_to_all(rows, splits, False, group)
         done, _ = ops.expert_mlp(arrived, received, up, down, None, None, None, "swiglu")
-        out = collectives.all_to_all(done, splits, True, group)
+        out = ragged_collectives.all_to_all(done, splits, True, group)
     return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(
         probabilities, ops.count_choices(experts, NUM_EXPERTS, 0)
     )
@@ -249,7 +251,7 @@ def train_shard(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, compiled: boo
         out = layer(own_x, own_gate, own_up, own_down, "ep")
         out.square().sum().backward()
         assert own_gate.grad is not None
-        gate_grad = conversions.all_reduce(own_gate.grad, "ep")
+        gate_grad = dense_collectives.all_reduce(own_gate.grad, "ep")
     return [out.detach(), own_x.grad, own_up.grad, own_down.grad, gate_grad]
 
 

@@ -1,4 +1,4 @@
-"""The conversion table over gloo against the virtual cluster's: the same numbers, forward and backward."""
+"""Every conversion over gloo, against what its placements say and against the virtual cluster, with gradients."""
 
 from __future__ import annotations
 
@@ -7,38 +7,49 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conversion_cases import CASES, RANKS, Case, first
 from gloo_pool import GlooPool
 from torch import Tensor, fx
 from torch.library import opcheck
 
+from moec.passes.ir.ops.conversion import Conversion, conversion_classes
 from moec.runtime.job import groups
-from moec.runtime.ops import conversions
+from moec.runtime.ops import dense_collectives, ragged_collectives
 from moec.runtime.ops import sharded_vocabulary as vocabulary
 from moec.runtime.verify.shuffles import SHUFFLES
 
-VOCAB, RANKS = 12, (1, 2, 4)
+VOCAB = 12
 
 
 def operator(name: str) -> Any:
     return getattr(torch.ops.moec, name).default
 
 
-def run_here(name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...], grads: list[Tensor]) -> list[Any]:
+def run_here(
+    name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...], grads: list[Tensor], group: str = "tp"
+) -> list[Any]:
     """One rank's result, and the gradients of its inputs."""
     rank = dist.get_rank()
     own = [tensors[rank].requires_grad_(tensors[rank].is_floating_point()) for tensors in inputs]
     before = [tensor.detach().clone() for tensor in own]
-    with groups.use({"tp": dist.group.WORLD}):
-        result = operator(name)(*own, *attributes, "tp")
+    with groups.use({group: dist.group.WORLD}):
+        result = first(operator(name)(*own, *attributes, group))
         if result.requires_grad:
             result.backward(grads[rank])
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(own, before, strict=True)), "an input was written"
+    assert result.data_ptr() not in [tensor.data_ptr() for tensor in own if tensor.numel()], "an input was returned"
     return [result.detach(), *(tensor.grad for tensor in own)]
+
+
+def run_each(cases: list[Case], ranks: int) -> list[list[Any]]:
+    return [
+        run_here(case.operator, case.operands(ranks), case.attributes, case.given_gradients(ranks)) for case in cases
+    ]
 
 
 def run_virtually(name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...], grads: list[Tensor]) -> list[Any]:
     own = [[t.clone().requires_grad_(t.is_floating_point()) for t in tensors] for tensors in inputs]
-    results = SHUFFLES[f"moec.{name}.default"](node_args(len(own), attributes), own)
+    results = [first(result) for result in SHUFFLES[f"moec.{name}.default"](node_args(len(own), attributes), own)]
     if results[0].requires_grad:
         torch.autograd.backward(results, grads)
     return [[result.detach(), *(tensors[rank].grad for tensors in own)] for rank, result in enumerate(results)]
@@ -55,56 +66,30 @@ def drawn(ranks: int, shape: tuple[int, ...], seed: int = 0) -> list[Tensor]:
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(ranks)]
 
 
-def require_equal(gloo: GlooPool, name: str, inputs: list[list[Tensor]], attributes: tuple[Any, ...]) -> None:
-    ranks = len(inputs[0])
-    out = {"all_gather": ranks, "all_gather_alike": ranks, "reduce_scatter": 1 / ranks, "slice": 1 / ranks}.get(name, 1)
-    shape = list(inputs[0][0].shape)
-    if attributes:
-        shape[attributes[0]] = int(shape[attributes[0]] * out)
-    if name == "embed_part":
-        shape = [*shape, inputs[1][0].shape[1]]
-    if name == "label_logit":
-        shape = shape[:-1]
-    grads = drawn(ranks, tuple(shape), seed=1)
-    expected = run_virtually(name, inputs, attributes, grads)
-    for got, wanted in zip(gloo.run(ranks, run_here, name, inputs, attributes, grads), expected, strict=True):
-        for one, other in zip(got, wanted, strict=True):
-            assert (one is None) == (other is None)
-            if one is not None:
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+def require_close(found: list[Any], expected: list[Any]) -> None:
+    """Result and gradients of one rank."""
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+KINDS = [kind.mnemonic for kind in conversion_classes()]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("shape", [(4, 8, 3), (0, 4, 4)], ids=str)
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize("name", ["all_gather", "all_gather_alike", "reduce_scatter", "slice"])
-def test_what_moves_along_a_dim_does_as_declared(
-    gloo: GlooPool, name: str, dim: int, shape: tuple[int, ...], ranks: int
-):
-    require_equal(gloo, name, [drawn(ranks, shape)], (dim,))
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("dims", [(1, 0), (0, 1)], ids=str)
-def test_pieces_along_one_dim_become_pieces_along_another(gloo: GlooPool, dims: tuple[int, int], ranks: int):
-    given, wanted = dims
-    inputs, shape = drawn(ranks, (4, 8, 3)), [4, 8, 3]
-    shape[given], shape[wanted] = shape[given] * ranks, shape[wanted] // ranks
-    grads = drawn(ranks, tuple(shape), seed=1)
-    expected = run_virtually("all_to_all_padded", [inputs], dims, grads)
-    for got, wanted_here in zip(
-        gloo.run(ranks, run_here, "all_to_all_padded", [inputs], dims, grads), expected, strict=True
-    ):
-        torch.testing.assert_close(got, wanted_here, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", ["all_reduce", "all_reduce_max", "copy_to"])
-def test_what_reduces_or_copies_does_as_declared(gloo: GlooPool, name: str, ranks: int):
-    inputs = drawn(ranks, (2, 3))
-    if name == "all_reduce_max":
-        inputs = [x.detach().to(torch.int64) for x in inputs]  # not differentiated
-    require_equal(gloo, name, [inputs], ())
+@pytest.mark.parametrize("mnemonic", KINDS)
+def test_a_conversion_does_as_its_placements_and_the_virtual_cluster_say(gloo: GlooPool, mnemonic: str, ranks: int):
+    cases = [case for case in CASES if case.conversion.mnemonic == mnemonic]
+    assert cases, "conversion_cases.py has no case of this conversion"
+    for case, *of_ranks in zip(cases, *gloo.run(ranks, run_each, cases, ranks), strict=True):
+        beside: list[None] = [None for _ in case.operands(ranks)[1:]]
+        virtual = run_virtually(case.operator, case.operands(ranks), case.attributes, case.given_gradients(ranks))
+        gradients = case.gradients(ranks) if case.differentiated else [None] * ranks
+        said = [[r, g, *beside] for r, g in zip(case.results(ranks), gradients, strict=True)]
+        for found, expected, shuffled in zip(of_ranks, said, virtual, strict=True):
+            require_close(found, expected)
+            require_close(found, shuffled)
 
 
 def run_transposed(name: str, inputs: list[Tensor], attributes: tuple[Any, ...]) -> Tensor:
@@ -129,14 +114,23 @@ def test_an_input_that_is_not_contiguous_is_converted_and_not_a_copy_of_it(
 def test_a_sharded_vocabulary_is_looked_up_in_parts(gloo: GlooPool, ranks: int):
     ids = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
     tables = list(drawn(1, (VOCAB, 3))[0].chunk(ranks))
-    require_equal(gloo, "embed_part", [[ids] * ranks, tables], ())
+    require_equal(gloo, "embed_part", [[ids] * ranks, tables], (2, 5, 3))
     whole = torch.cat(tables)[ids]
     parts = [vocabulary.embed_rows(ids, table, rank) for rank, table in enumerate(tables)]
     torch.testing.assert_close(torch.stack(parts).sum(0), whole)
     labels = ids.clone()
     labels[0, 2] = -100
     logits = list(drawn(1, (2, 5, VOCAB))[0].chunk(ranks, -1))
-    require_equal(gloo, "label_logit", [logits, [labels] * ranks], ())
+    require_equal(gloo, "label_logit", [logits, [labels] * ranks], (2, 5))
+
+
+def require_equal(gloo: GlooPool, name: str, inputs: list[list[Tensor]], shape: tuple[int, ...]) -> None:
+    """An operator without attributes, whose results have this shape, on gloo ranks and on the virtual cluster."""
+    ranks = len(inputs[0])
+    grads = drawn(ranks, shape, seed=1)
+    expected = run_virtually(name, inputs, (), grads)
+    for found, wanted in zip(gloo.run(ranks, run_here, name, inputs, (), grads), expected, strict=True):
+        require_close(found, wanted)
 
 
 def test_every_operator_that_takes_a_group_has_a_rule_on_the_virtual_cluster():
@@ -148,18 +142,12 @@ def test_every_operator_that_takes_a_group_has_a_rule_on_the_virtual_cluster():
 
 
 def check_operators() -> None:
+    rank = dist.get_rank()
     with groups.use({"tp": dist.group.WORLD}):
-        x = torch.randn(4, 4, 3, requires_grad=True)
-        for along in (
-            conversions.all_gather,
-            conversions.all_gather_alike,
-            conversions.reduce_scatter,
-            conversions.slice_,
-        ):
-            opcheck(along, (x, 1, "tp"))
-        opcheck(conversions.all_to_all_padded, (x, 1, 0, "tp"))
-        opcheck(conversions.copy_to, (x, "tp"))
-        opcheck(conversions.all_reduce_max, (x.detach(), "tp"))
+        for case in (case for case in CASES if case.load in ("full", "uneven")):
+            own = [tensors[rank] for tensors in case.operands(2)]
+            given = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in own]
+            opcheck(operator(case.operator), (*given, *case.attributes, "tp"))
         ids = torch.randint(6, (2, 3), generator=torch.Generator().manual_seed(0))
         opcheck(vocabulary.embed_part, (ids, torch.randn(3, 4, requires_grad=True), "tp"))
         opcheck(vocabulary.label_logit, (torch.randn(2, 3, 3, requires_grad=True), ids, "tp"))
@@ -173,9 +161,103 @@ def test_operators_are_well_formed(gloo: GlooPool):
 
 def cut_what_does_not_divide() -> str:
     with groups.use({"tp": dist.group.WORLD}), pytest.raises(RuntimeError) as caught:
-        conversions.reduce_scatter(torch.ones(2, 3), 1, "tp")
+        dense_collectives.reduce_scatter(torch.ones(2, 3), 1, "tp")
     return str(caught.value)
 
 
 def test_what_does_not_divide_is_refused(gloo: GlooPool):
     assert all('does not divide over the 2 ranks of "tp"' in text for text in gloo.run(2, cut_what_does_not_divide))
+
+
+# ---- counts that cannot be ----------------------------------------------------------------------------
+
+
+def refused(name: str, rows: int, counts: Tensor) -> str:
+    """What this rank says to that many rows; a rank that waits for another would not answer."""
+    with groups.use({"tp": dist.group.WORLD}):
+        try:
+            operator(name)(torch.ones(rows, 2), counts, "tp", "layer 3 (tiny.moe:9)")
+        except RuntimeError as error:
+            return str(error)
+    return "nothing"
+
+
+OF_ROWS = ["all_gather_rows", "all_gather_rows_alike", "reduce_scatter_rows", "slice_rows"]
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_counts_below_0_are_refused_by_every_rank_before_anything_moves(gloo: GlooPool, name: str):
+    counts = torch.tensor([[3, 1], [4, -1]])  # The sums, 4 and 3, do not show it.
+    for rank, text in enumerate(gloo.run(2, refused, name, 3, counts)):
+        where = 'over "tp" in layer 3 (tiny.moe:9)'
+        assert text == f"moec::{name}: rank {rank} counts -1 rows from rank 1 {where}"
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+def test_rows_that_the_counts_do_not_count_are_refused_before_anything_moves(gloo: GlooPool, name: str):
+    counted = 3 if name.startswith("all_gather") else 6
+    for rank, text in enumerate(gloo.run(2, refused, name, 5, torch.tensor([[1, 2], [3, 0]]))):
+        assert text.startswith(f"moec::{name}: rank {rank} has 5 rows, but the counts say {counted} over ")
+
+
+def refused_shapes(counts: Tensor) -> str:
+    with groups.use({"tp": dist.group.WORLD}), pytest.raises(RuntimeError) as caught:
+        ragged_collectives.all_gather_rows(torch.ones(3, 2), counts, "tp")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("counts", "says"),
+    [
+        (torch.ones(3, 2, dtype=torch.int64), 'counts of 3 sources do not divide over the 2 ranks of "tp"'),
+        (torch.ones(2, 2), "must be int64"),
+        (torch.ones(4, dtype=torch.int64), "must be int64"),
+    ],
+    ids=["sources", "dtype", "dims"],
+)
+def test_counts_of_another_form_are_refused(gloo: GlooPool, counts: Tensor, says: str):
+    assert all(says in text for text in gloo.run(2, refused_shapes, counts))
+
+
+# ---- a wrong backward ---------------------------------------------------------------------------------
+
+
+def run_with_wrong_backward(mnemonic: str, wrong: Conversion, case: Case, ranks: int) -> list[Any] | str:
+    kind = next(kind for kind in conversion_classes() if kind.mnemonic == mnemonic)
+    right = kind.backward
+    kind.backward = lambda self: type(wrong).over(self.axis, **_beside_axis(wrong))  # type: ignore[method-assign]
+    try:
+        # An operator remembers its backward by its group.
+        given = case.operands(ranks), case.attributes, case.given_gradients(ranks)
+        return run_here(case.operator, *given, group="planted")
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        kind.backward = right  # type: ignore[method-assign]
+
+
+def _beside_axis(conversion: Conversion) -> dict[str, Any]:
+    return {name: value for name, value in conversion.attributes().items() if name != "axis"}
+
+
+@pytest.mark.parametrize(
+    ("mnemonic", "wrong"),
+    [
+        ("all_gather_rows", "slice_rows"),
+        ("all_gather_rows_alike", "reduce_scatter_rows"),
+        ("reduce_scatter_rows", "slice_rows"),
+        ("slice_rows", "reduce_scatter_rows"),
+        ("all_gather", "slice"),
+        ("copy_to", "all_gather"),
+    ],
+)
+def test_a_wrong_backward_of_the_class_is_a_wrong_gradient_over_gloo(gloo: GlooPool, mnemonic: str, wrong: str):
+    case, other = (
+        next(case for case in CASES if case.conversion.mnemonic == each and case.differentiated)
+        for each in (mnemonic, wrong)
+    )
+    for rank, found in enumerate(gloo.run(2, run_with_wrong_backward, mnemonic, other.conversion, case, 2)):
+        if not isinstance(found, str):
+            torch.testing.assert_close(found[0], case.results(2)[rank], rtol=1e-12, atol=1e-12)
+            with pytest.raises(AssertionError):
+                torch.testing.assert_close(found[1], case.gradients(2)[rank], rtol=1e-12, atol=1e-12)

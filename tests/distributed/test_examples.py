@@ -1,4 +1,4 @@
-"""The examples of training run as they stand, and say what they promise."""
+"""The training examples run unchanged, and print the expected lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool that the other tests in this folder stand on."""
+"""The worker pool that the other tests in this folder use."""
 
 from __future__ import annotations
 

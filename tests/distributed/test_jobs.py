@@ -23,7 +23,7 @@ for number in range(3):
 
 
 def test_one_process_may_run_several_jobs(tmp_path: Path) -> None:
-    """The second found the first one's addresses in the store, and hung."""
+    """Once the second job found the first job's addresses in the store, and hung."""
     moe_plan(ranks=2, ep=2, batch=4).save(tmp_path / "two.plan")
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]

@@ -1,4 +1,4 @@
-"""`moec.layer` over a process group: what it refuses, which group it takes, and ranks that differ."""
+"""`moec.layer` over a process group: its errors, its group, and ranks that differ."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from moec.passes.ir import local_slices
 
 
 def refusal(act: Any, *arguments: Any) -> str:
-    """What `act` is refused with."""
+    """The error that `act` raises."""
     with pytest.raises(moec.DiagnosticError) as caught:
         act(*arguments)
     return f"{caught.value}\n{caught.value.diagnostics[0].help}"
@@ -82,7 +82,7 @@ def wrong_on_one_rank(wrong: str) -> str:
 
 
 def wrapped_whole(host: str) -> list[str]:
-    """What forward says in a host that was not told of the experts, and in one that was."""
+    """The error of forward in a host that manages experts, and in one that ignores them."""
     x, model = torch.ones(2, 3, 16), Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
     if host == "ddp":
         wrapped = DistributedDataParallel(model)
@@ -122,7 +122,7 @@ def refuses_foreign_group(text: str, group: Any) -> str:
 
 
 def shared_groups() -> tuple[int, int]:
-    """How many process groups two layers need more than one does, and three more than two."""
+    """The process groups that a second and a third layer add."""
     from torch.distributed.distributed_c10d import _world
 
     counts = []
@@ -213,7 +213,7 @@ def test_it_takes_the_group_that_it_is_given(gloo: GlooPool) -> None:
     for rank, found in enumerate(gloo.run(4, over_two_groups)):
         assert found["experts"] == (range(4, 8) if rank >= 2 else range(4), 4)
         assert found["right"]
-        assert "is none of them" in found["other group"]
+        assert "is not one of them" in found["other group"]
 
 
 def test_layers_share_their_process_groups(gloo: GlooPool) -> None:
@@ -249,7 +249,7 @@ def test_torchs_checkpoint_keeps_the_experts_of_every_rank(gloo: GlooPool, tmp_p
 
 
 def wrapped_late(host: str) -> str:
-    """A host that is put around the model after a first forward pass, and is not told of the experts."""
+    """A host that wraps the model after a first forward pass and manages experts."""
     x, model = torch.ones(2, 3, 16), Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
     model(x)
     if host == "ddp":
@@ -275,7 +275,7 @@ def in_half_of_the_host() -> str:
 
 def test_a_host_over_other_ranks_than_the_layers_is_refused(gloo: GlooPool) -> None:
     for said in gloo.run(4, in_half_of_the_host):
-        assert "DistributedDataParallel is over the ranks [0, 1, 2, 3], and a layer in it over" in said
+        assert "DistributedDataParallel spans the ranks [0, 1, 2, 3], but a layer in it spans" in said
 
 
 def reentrant() -> str:
@@ -293,7 +293,7 @@ def test_a_checkpoint_that_loses_the_gradient_of_aux_loss_is_refused(gloo: GlooP
 
 
 def tied_norms() -> tuple[float, float]:
-    """The norm of two layers that share their experts, and of the gradients that there are."""
+    """The gradient norm of two layers with tied experts."""
     model = torch.nn.ModuleList(moec.layer(layer_text(ranks=None, ep=1), seed=1) for _ in range(2))
     model[1].experts = model[0].experts
     sum(layer(torch.ones(2, 3, 16)).square().sum() for layer in model).backward()

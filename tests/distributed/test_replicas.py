@@ -1,4 +1,4 @@
-"""Replicas that drift apart are named, on every rank alike; replicas that do not are left alone."""
+"""Every rank names replicas that drift apart; equal replicas raise nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 from models import moe_plan
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import moec
+from moec.runtime.errors import JobError
 from moec.runtime.job.job import local_part
 from moec.runtime.job.replicas import bit_hash, replicas
 
@@ -18,7 +21,7 @@ EXPERT, DENSE, SHARDED = "edp", "replicated on all", "tp"
 
 
 def names(kind: str) -> list[str]:
-    """Parameters that lie like this: on expert ranks, on all ranks, or cut over tp."""
+    """One parameter each that is sharded over ep, replicated, and sharded over tp."""
     found = []
     for name, data in moe_plan(**FOLDED).parameters.items():
         lies = EXPERT if data.mesh != "dense" else SHARDED if "tp:shard" in str(data.layout) else DENSE
@@ -28,7 +31,7 @@ def names(kind: str) -> list[str]:
 
 
 def flip(name: str | None, bad_rank: int, every: int) -> str:
-    """One training step, one bit changed on one rank, another step; what this rank then says."""
+    """One training step, one bit changed on one rank, another step; returns this rank's error."""
     plan = moe_plan(**FOLDED)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     with moec.launch(plan, device="cpu", check_replicas=every) as job:
@@ -77,3 +80,59 @@ def test_the_hash_sees_a_swap_and_a_signed_zero(dtype: torch.dtype):
     assert torch.equal(bit_hash(x), bit_hash(x.clone()))
     assert not torch.equal(bit_hash(x), bit_hash(x[[1, 0, 2]]))
     assert not torch.equal(bit_hash(x), bit_hash(x * torch.tensor([1.0, 1.0, -1.0], dtype=dtype)))
+
+
+ONLINE = {"ranks": 2, "ep": 2, "gate": "topk(2, score = sigmoid, normalize = true, bias = online(1e-3))"}
+BIAS = "layers.2.moe.gate.bias"
+
+
+class Around(nn.Module):
+    """Calls a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.inside = layer
+
+    def forward(self, *inputs: torch.Tensor) -> Any:
+        return self.inside(*inputs)
+
+
+def with_wrapped_layers(kind: str) -> tuple[list[float], str, str]:
+    """Gradient norms of two steps, and what the job says of an expert and of a bias that rank 1 has changed."""
+    torch.set_num_threads(1)
+    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
+    with moec.launch(moe_plan(**ONLINE), device="cpu", check_replicas=1) as job:
+        model, norms = job.build(seed=1), []
+        last = model.layers[2]
+        for number in range(3) if kind != "plain" else ():
+            model.layers[number] = {"checkpoint": checkpoint_wrapper, "module": Around}[kind](model.layers[number])
+        optimizer = job.optimizer(model)
+        mine = tokens.chunk(job.data_size)[job.data_rank]
+        for _ in range(2):
+            job.step(model, mine, mine.roll(-1, 1))
+            norms.append(float(job.clip_grad_norm_(model, 0.1)))
+            optimizer.step()
+            optimizer.zero_grad()
+        found = []
+        for tensor in (last.get_buffer("moe.gate.bias"), last.get_parameter("attention.q.weight")):
+            part = local_part(tensor)
+            if job.rank == 1:
+                part.view(-1)[-1:] += 1
+            with pytest.raises(JobError) as drifted:
+                job.check_replicas(model)
+            found.append(drifted.value.diagnostics[0].message)
+            if job.rank == 1:
+                part.view(-1)[-1:] -= 1
+            part.zero_()
+    return norms, found[0], found[1]
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "module"])
+def test_wrapped_layers_train_and_are_compared_as_plain_ones(gloo: GlooPool, kind: str):
+    """Norms count experts of both ranks; a state inside of a wrapper is compared too."""
+    plain, wrapped = (gloo.run(2, with_wrapped_layers, each) for each in ("plain", kind))
+    assert wrapped == plain
+    for norms, bias, weight in wrapped:
+        assert norms == wrapped[0][0]
+        assert bias == f"{BIAS}: rank 0 and rank 1 differ from each other"
+        assert weight == "layers.2.attention.q.weight: rank 0 and rank 1 differ from each other"

@@ -19,7 +19,7 @@ from moec.runtime.job.reference import reference
 WORDS = torch.randint(32, (1200,), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
 TEXT = Text(WORDS, WORDS, "bytes below 32")
 OPTIONS = {"balance": "[switch_loss(0.5)]"}
-"""With a balance term so large that no evaluation could contain it unnoticed."""
+"""With a large balance term: an evaluation that contains it would differ."""
 
 
 def evaluated(options: dict[str, Any]) -> dict[str, float]:

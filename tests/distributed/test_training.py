@@ -1,4 +1,4 @@
-"""The same result for real: gloo processes train as the unsharded model does."""
+"""gloo processes train as the unsharded model does."""
 
 from __future__ import annotations
 
@@ -78,6 +78,8 @@ FOLDED = {
     "tp 4, ep 4, tokens whole": (4, {"tp": 4, "ep": 4, "sequence_parallel": False}),
     "tp 2, ep 4, tokens whole": (4, {"tp": 2, "ep": 4, "sequence_parallel": False}),
     "tp 2, shared, biases": (2, {"tp": 2, "ep": 2, "beside": "shared = swiglu(8, gated = true)", "bias": "all"}),
+    "tp 2, jitter": (4, {"tp": 2, "ep": 2, "gate": "topk(2, jitter = 0.2)"}),
+    "tp 2, packed texts": (4, {"tp": 2, "ep": 2, "model": "embedding = tokens(separator = 3)"}),
     "tp 2, norm of each head": (4, {"tp": 2, "ep": 2, "qk_norm": "head"}),
     "tp 4, norm of all heads together": (4, {"tp": 4, "ep": 2, "qk_norm": "projection"}),
     "tp 4, residual, tied": (
@@ -122,7 +124,7 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
 @pytest.mark.parametrize(
     ("ranks", "degrees", "capacity"),
     [
-        (2, {"ep": 2, "model": PADDED}, "dropless"),
+        (2, {"ep": 2, "model": PADDED, "gate": "topk(2, jitter = 0.1)"}, "dropless"),
         (2, {"ep": 2, "tp": 2}, "factor(1.25)"),
         pytest.param(2, {"ep": 2}, "dropless", marks=pytest.mark.slow),
         pytest.param(2, {"ep": 2}, "dynamic(max = 1.5)", marks=pytest.mark.slow),
@@ -220,7 +222,7 @@ def test_a_rank_drops_other_choices_where_there_are_more(gloo: GlooPool):
 
 
 def evaluated_as_rank(options: dict[str, Any]) -> list[Tensor]:
-    """The logits of a rank's share of one batch, in training and in evaluation."""
+    """The logits of a rank's part of one batch, in training and in evaluation."""
     torch.set_num_threads(1)
     with moec.launch(moe_plan(**options), device="cpu") as job, torch.no_grad():
         model = job.build(seed=1)
@@ -310,7 +312,7 @@ def test_a_bad_batch_on_one_rank_is_refused_by_all_in_the_same_words(gloo: GlooP
 
 
 def test_a_world_of_another_size_is_refused_on_every_rank(gloo: GlooPool):
-    with pytest.raises(Exception, match=r"MOE0701.*the plan is for 4, and this job has 2"):
+    with pytest.raises(Exception, match=r"MOE0701.*the plan is for 4 ranks, but this job has 2"):
         gloo.run(2, train_as_rank, {"ranks": 4, "ep": 2})
 
 

@@ -23,9 +23,9 @@ UNSEEN = 31
 
 
 def steps_as_rank(options: dict[str, Any], fault: str) -> tuple[list[str], list[float], bool]:
-    """What this rank was told at the second of four steps, the losses of the others, and whether it had gradients."""
+    """This rank's error in the second of four steps, the losses of the other steps, and whether it had gradients."""
     plan = moe_plan(**options)
-    told, losses, graded = [], [], False
+    errors, losses, graded = [], [], False
     with moec.launch(plan, device="cpu", timeout=20) as job:
         model = job.build(seed=1)
         tokens = torch.arange(8 * job.data_size).reshape(-1, 4) % UNSEEN
@@ -45,16 +45,16 @@ def steps_as_rank(options: dict[str, Any], fault: str) -> tuple[list[str], list[
             try:
                 losses.append(job.step(model, batch, mine).item())
             except JobError as error:
-                told.append(str(error))
+                errors.append(str(error))
                 graded = any(p.grad is not None for p in model.parameters())
             model.zero_grad()
-    return told, losses, graded
+    return errors, losses, graded
 
 
-def require_told(results: list[tuple[list[str], list[float], bool]], words: str) -> None:
-    """Every rank in the same words, once; the other steps are as if nothing had been."""
-    for told, losses, graded in results:
-        assert told == [f"error[MOE0708]: a router's logits are NaN or infinite: {words}"]
+def require_errors(results: list[tuple[list[str], list[float], bool]], message: str) -> None:
+    """Every rank raises the same error once; the other steps are unaffected."""
+    for errors, losses, graded in results:
+        assert errors == [f"error[MOE0708]: a router's logits are NaN or infinite: {message}"]
         assert len(losses) == 3
         assert set(losses) == {results[0][1][0]}
         assert not graded
@@ -71,25 +71,25 @@ PLANS = {
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_nan_on_one_rank_is_said_on_all_of_them_and_they_go_on(gloo: GlooPool, plan: str) -> None:
-    # A token spoils its sequence: what is masked is multiplied by 0.
+    # One NaN token spoils its sequence: attention multiplies masked values by 0.
     where = "rank 1, step 2: the router logits of layer 1 (tiny.moe:11) are NaN or infinite"
-    require_told(
+    require_errors(
         gloo.run(2, steps_as_rank, PLANS[plan], "nan"), f"{where} for 4 of 8 tokens, first token 0 of sequence 1"
     )
 
 
 def test_inf_on_every_rank_is_said_in_the_words_of_one(gloo: GlooPool) -> None:
     where = "rank 0, step 2: the router logits of layer 1 (tiny.moe:11) are NaN or infinite"
-    require_told(
+    require_errors(
         gloo.run(2, steps_as_rank, PLANS["ep 2"], "inf"), f"{where} for 8 of 8 tokens, first token 0 of sequence 0"
     )
 
 
 def test_ranks_that_share_a_sequence_agree_as_well(gloo: GlooPool) -> None:
     results = gloo.run(4, steps_as_rank, {"ranks": 4, "tp": 2, "ep": 4}, "nan")
-    # Each of the two has half of every sequence.
+    # Each of the two tp ranks has half of every sequence.
     where = "rank 2, step 2: the router logits of layer 1 (tiny.moe:11) are NaN or infinite"
-    require_told(results, f"{where} for 2 of 4 tokens, first token 0 of sequence 1")
+    require_errors(results, f"{where} for 2 of 4 tokens, first token 0 of sequence 1")
 
 
 SCRIPT = """
@@ -134,8 +134,8 @@ def test_an_unsharded_model_says_it_too(mode: str) -> None:
         model.compile(fullgraph=True, backend="aot_eager")
     tokens = torch.zeros(2, 4, dtype=torch.int64)
     model.get_parameter("layers.2.moe.gate.weight").data[3] = torch.nan
-    words = r"MOE0708.*: the router logits of layer 2 \(tiny.moe:11\) are NaN or infinite for 8 of 8 tokens"
-    with pytest.raises(JobError, match=words):
+    message = r"MOE0708.*: the router logits of layer 2 \(tiny.moe:11\) are NaN or infinite for 8 of 8 tokens"
+    with pytest.raises(JobError, match=message):
         model(tokens, None if mode == "without labels" else tokens)
     model.get_parameter("layers.2.moe.gate.weight").data[3] = 0
     assert model(tokens).logits.isfinite().all()

@@ -1,4 +1,4 @@
-"""What every rank of a job finds out is said by one of them."""
+"""One rank prints a warning that applies to all ranks."""
 
 from __future__ import annotations
 

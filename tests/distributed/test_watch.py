@@ -1,4 +1,4 @@
-"""A rank that dies, stalls, raises or leaves ends the job with one message that says so."""
+"""A rank that dies, stalls, raises or leaves ends the job with one message that names it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SECONDS = 3.0
 
 
 def steps_as_rank(what: str) -> str | None:
-    """Three steps, in the second of which rank 1 does `what`; what this rank was told in the end."""
+    """Three steps, in the second of which rank 1 does `what`; returns this rank's error."""
     plan = moe_plan(ranks=2, ep=2)
     try:
         with moec.launch(plan, device="cpu", timeout=SECONDS) as job:

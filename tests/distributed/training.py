@@ -20,7 +20,7 @@ MAX_NORM = 0.5
 
 
 def batches(vocab: int, batch: int, sequence: int, steps: int = STEPS) -> list[tuple[Tensor, Tensor]]:
-    """The same few batches over and over, so that there is something to learn; one label in ten ignored."""
+    """The same few batches again and again, so that the loss falls; one label in ten ignored."""
     generator = torch.Generator().manual_seed(3)
     found = []
     for _ in range(3):
@@ -37,7 +37,7 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def share(tensor: Tensor, sizes: list[int] | None, rank: int, ranks: int) -> Tensor:
-    """A rank's sequences: an equal share, or as many as `sizes` says."""
+    """A rank's sequences: an equal part, or `sizes` many."""
     return tensor.split(sizes)[rank] if sizes else tensor.chunk(ranks)[rank]
 
 
@@ -55,7 +55,7 @@ def train_as_rank(
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
         if compiled:
-            # Dynamo asks whether it has one, and hides this warning by logging's means.
+            # Dynamo checks for this and hides the warning.
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
             torch._dynamo.reset()
             model.compile(fullgraph=True, backend=compiled, dynamic=True)
@@ -104,7 +104,7 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
 
 
 def backward_twice(options: dict[str, Any]) -> dict[str, Tensor]:
-    """Gradients after two plain backward passes without clearing, this rank's share of each batch."""
+    """Gradients after two plain backward passes without clearing, this rank's part of each batch."""
     plan = moe_plan(**options)
     spec = plan.spec
     with moec.launch(plan, device="cpu") as job:
@@ -140,7 +140,7 @@ def accumulate(options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
 
 
 def complain(options: dict[str, Any], bad_rank: int) -> tuple[str, str]:
-    """One rank gives ids out of range; what every rank then says, and that the job still works."""
+    """One rank has ids out of range; returns every rank's error, and checks that the job still works."""
     plan = moe_plan(**options)
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)

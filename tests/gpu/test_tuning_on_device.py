@@ -1,4 +1,4 @@
-"""`moec tune` on the device that is here; `tests/kernels/interpreted_tuning.py` does what needs none."""
+"""`moec tune` on this machine's device; `tests/kernels/interpreted_tuning.py` tests it without one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter in processes of its own, one after the other, while the rest of the suite runs."""
+"""Runs Triton's interpreter in separate processes, one after the other, while the rest of the suite runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILES: dict[str, list[str | Path]] = {
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What waits for the interpreter goes last: until then the other tests have a core, and it has one."""
+    """Tests that wait for the interpreter run last: until then it has one core and the other tests another."""
     items.sort(key=_waits)
 
 
@@ -34,14 +34,14 @@ def _waits(item: pytest.Item) -> bool:
 
 @dataclass
 class Interpreter:
-    """Runs of pytest with the interpreter on, which must be before Triton is imported."""
+    """Runs of pytest with the interpreter on, which must be set before Triton is imported."""
 
     folder: Path
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, *arguments: str | Path) -> Future[tuple[int, str]]:
-        """The exit code and what was said, once it is this run's turn and it is over."""
+        """Waits for this run; returns its exit code and output."""
         return self.pool.submit(self._run, *arguments)
 
     def _run(self, *arguments: str | Path) -> tuple[int, str]:
@@ -54,7 +54,7 @@ class Interpreter:
         return process.wait(), output.read_text()
 
     def stop(self) -> None:
-        """Ends what still runs."""
+        """Ends running processes."""
         self.pool.shutdown(wait=False, cancel_futures=True)
         for process in self.running:
             process.kill()

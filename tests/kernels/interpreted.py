@@ -123,7 +123,7 @@ def test_a_plan_in_bf16_is_proven_but_not_trained_in_the_interpreter() -> None:
 
 
 def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:
-    """The shapes whose kernels are asked for from now on."""
+    """Records the shapes of kernels that are requested from now on."""
     run: set[KernelShape] = set()
 
     def noted(shape: KernelShape, x: Tensor) -> Kernels:
@@ -136,7 +136,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:
 
 
 def noting_launches(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The kernels that are launched from now on."""
+    """Records the kernels that are launched from now on."""
     launched: set[str] = set()
     launch = Kernels.launch
 
@@ -155,7 +155,7 @@ def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.Mo
     run, launched = noting(monkeypatch), noting_launches(monkeypatch)
     # A rank of two: half the batch, half the experts, rows from both.
     x, logits = torch.randn(1, 4, 8), torch.randn(1, 4, 4)
-    probabilities, weights, experts = triton_backend.route(logits, 2, "softmax", "before", True)
+    probabilities, weights, experts = triton_backend.route(logits, None, 2, "softmax", "before", True)
     triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", "before", True)
     rows, counts, positions = triton_backend.permute(x, experts, 4)
     up, down = torch.randn(2, 2, 8, 8), torch.randn(2, 8, 8)
@@ -178,7 +178,7 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     run, launched = noting(monkeypatch), noting_launches(monkeypatch)
     x, up, down = torch.randn(1, 4, 8), torch.randn(4, 2, 8, 8), torch.randn(4, 8, 8)
     logits = torch.randn(1, 4, 4)
-    probabilities, weights, experts = triton_backend.route(logits, 2, "softmax", "before", True)
+    probabilities, weights, experts = triton_backend.route(logits, None, 2, "softmax", "before", True)
     triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", "before", True)
     of_experts = (up, down, *((torch.randn(4, 2, 8), torch.randn(4, 8)) if text == BIASED else (None, None)), "swiglu")
     mixed, counts, hidden, positions = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
@@ -188,7 +188,7 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
 
 
 def _names(kernel: PlanKernel) -> Iterator[str]:
-    """Those that the plan says are launched."""
+    """The kernels that the plan lists."""
     for name, value in vars(module_of(kernel.shape)).items():
         if isinstance(value, KernelInterface) and not name.startswith("_") and (not kernel.only or name in kernel.only):
             yield name

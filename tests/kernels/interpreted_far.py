@@ -39,7 +39,7 @@ Sparse = Callable[..., Tensor]
 
 @pytest.fixture
 def sparse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sparse:
-    """Makes zeros of any shape; nothing copies them."""
+    """Makes zeros of any shape without copying them."""
     # The interpreter copies every argument to the device and back, which here is the same memory.
     monkeypatch.setattr(interpreter.GridExecutor, "_restore_args_dev", lambda *_: None)
 
@@ -54,7 +54,7 @@ def sparse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sparse:
 
 @pytest.fixture
 def begin_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], None]:
-    """Grids begin at this program along an axis."""
+    """The first program of grids along an axis."""
     first = {}
     given = interpreter.interpreter_builder.create_get_program_id
 
@@ -85,7 +85,7 @@ def placed(sparse: Sparse, at: int, values: Tensor) -> Tensor:
 def experts_at(
     sparse: Sparse, begin_at: Callable[[int, int], None], row: int, expert: int, **how: bool
 ) -> dict[str, Tensor]:
-    """All that both projections compute for the rows from `row` on, of one expert."""
+    """All results of both projections for one expert's rows from `row` on."""
     bias, weighted, gathered = (how.get(name, False) for name in ("bias", "weighted", "gathered"))
     known = (EXPERTS, DIM, HIDDEN, "swiglu", "fp32", gathered, 0, bias, TILE)
     of_up, of_down = kernels(UpShape.of(*known)), kernels(DownShape.of(*known, weighted=weighted))

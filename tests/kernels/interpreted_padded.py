@@ -41,14 +41,14 @@ def chosen(batch: int, tokens: int, num_experts: int, k: int, skew: float = 0.0)
 
 
 def both(name: str, *arguments: object) -> tuple[Tensor, ...]:
-    """What plain torch gives, after comparing."""
+    """Compares with plain torch; returns plain torch's result."""
     ours, exact = (getattr(backend, name)(*arguments) for backend in (triton_backend, torch_backend))
     close(ours, exact)
     return (exact,) if isinstance(exact, Tensor) else exact
 
 
 def agree_on_places(x: Tensor, experts: Tensor, num_experts: int, how: tuple[int, ...]) -> None:
-    """Every operator of a layer with a capacity, each on what plain torch gave before it."""
+    """Every operator of a layer with a capacity, each on plain torch's earlier results."""
     (counts,) = both("count_queues", experts, num_experts)
     (starts,) = both("queue_starts", counts, how[0])
     rows, counts, positions = both("permute_padded", x, experts, starts, *how)
@@ -61,7 +61,7 @@ def agree_on_places(x: Tensor, experts: Tensor, num_experts: int, how: tuple[int
 
 
 def agree_on_sums(rows: Tensor, positions: Tensor) -> None:
-    """Rows' gradients and weighted sums: none of these looks at what is in an empty place."""
+    """Rows' gradients and weighted sums: none reads an empty place."""
     weights = torch.rand(positions.shape, dtype=torch.promote_types(rows.dtype, torch.float32))
     both("permute_padded_backward", rows, positions)
     (out,) = both("combine_padded", rows, positions, weights)
@@ -124,7 +124,7 @@ def test_queues_of_more_pieces_and_blocks_than_are_summed_at_a_time() -> None:
 
 
 def test_pieces_that_start_behind_others() -> None:
-    """A rank's piece of a sequence, and one that finds the queue full."""
+    """A rank's part of a sequence, and one whose queue is full already."""
     experts = chosen(2, 9, 5, 3)
     for before in (1, 3, 2**40):
         starts = torch.randint(before, before + 2, (2, 1, 3, 5))
@@ -190,7 +190,7 @@ def test_a_plan_lists_the_kernels_that_a_capacity_runs(capacity: str, monkeypatc
     run = noting(monkeypatch)
     # A rank of two: half the batch, half the experts, as many places from both.
     x = torch.randn(1, 4, 8)
-    _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), 2, "softmax", "before", True)
+    _, weights, experts = triton_backend.route(torch.randn(1, 4, 4), None, 2, "softmax", "before", True)
     if "factor" in capacity or "max" in capacity:
         starts = triton_backend.queue_starts(triton_backend.count_queues(experts, 4), 0)
     if "factor" in capacity:

@@ -34,7 +34,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 
 TOY = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }\n'
 OTHER = Tiles(Tile(32, 16, 16, 2, 3), Tile(32, 16, 16, 4, 3))
-"""Not the default's, which has 64 rows."""
+"""Not the default, which has 64 rows."""
 
 
 ON_TOY = TOY + TINY.replace("device = cpu", 'device = "toy"')
@@ -54,7 +54,7 @@ def alone() -> Plan:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> set[Tile]:
-    """The tiles of the products that run from here on."""
+    """Records the tiles of products that run from here on."""
     seen: set[Tile] = set()
 
     def noted(shape: KernelShape, x: Tensor) -> Kernels:
@@ -110,7 +110,7 @@ def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     again = moec.load(folder).tiles
     assert again is not None
-    # The default is what runs untuned, not what the last tuning found.
+    # The default is the untuned tile, not the last tuning's.
     (found,) = tune(with_tiles(plan), most=1).results
     assert found.default.up.rows == 64
     assert again.entries[0].measured is not None

@@ -1,4 +1,4 @@
-"""Rendered kernels compiled ahead of time for devices that are not here; registers and spills are bounded."""
+"""Rendered kernels compiled ahead of time for other devices; registers and spills are bounded."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from moec.runtime.tune.tune_search import Bench, fits
 
 FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": "cdna"}
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}
-"""What a block may have."""
+"""The limits of a block."""
 
 SPILLED, SPILLED_ODD = 256, 1024
-"""Bytes a thread: a little in the widest epilogues, more where rows are not aligned and no load is a vector."""
+"""Spilled bytes per thread: few in the widest epilogues, more where rows are not aligned and loads are scalar."""
 
 # dim, hidden, experts, k: the canonical layers, and one whose every number is odd.
 LAYERS = {
@@ -46,14 +46,14 @@ GATES = [("softmax", False, True), ("softmax", True, False), ("sigmoid", False, 
 def shapes(
     layer: tuple[int, int, int, int], dtype: str, activation: str, tokens: int, gathered: bool, target: str
 ) -> Iterator[KernelShape]:
-    """Everything that a layer launches."""
+    """All kernels of a layer."""
     yield GatedShape(hidden=layer[0], activation="geglu", dtype=dtype)
     yield from rows(layer, dtype)
     yield from products(layer, dtype, activation, tokens, gathered, target)
 
 
 def rows(layer: tuple[int, int, int, int], dtype: str) -> Iterator[KernelShape]:
-    """What counts choices and moves rows, with a capacity too."""
+    """The kernels that count choices and move rows, with a capacity too."""
     dim, _, experts, k = layer
     yield QueuesShape(experts=experts, k=k)
     yield QueuesShape(experts=experts, k=1)
@@ -80,7 +80,7 @@ def products(
 
 
 def require_fits(shape: KernelShape, target: str) -> None:
-    """Compiles, and takes no more than a device has."""
+    """Compiles the kernel and checks the device's limits."""
     made = list(compile_kernels(shape, target))
     assert made
     for kernel in made:
@@ -151,7 +151,7 @@ def test_tuning_leaves_out_tiles_that_spill_or_do_not_fit_or_do_not_compile() ->
     assert not fits(shape, default, wide, h100)
     assert not fits(shape, default, deep, h100)
     assert not fits(shape, default, Tile(128, 48, 64, 8, 4), h100)
-    # Nothing is known of a device that is not compiled for: a launch will tell.
+    # The limits of a device without a compile target are unknown: a launch checks them.
     assert fits(shape, default, wide, replace(h100, target=None))
 
 

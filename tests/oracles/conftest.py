@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
-    """Threads cost more than they save on models this small."""
+    """Threads cost more than they save on such small models."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

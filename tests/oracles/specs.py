@@ -1,4 +1,4 @@
-"""The small models on which moec is compared with models written by others, as `.moe` text."""
+"""Small models for comparisons with other implementations, as `.moe` text."""
 
 from __future__ import annotations
 

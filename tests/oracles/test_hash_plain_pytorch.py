@@ -1,4 +1,4 @@
-"""The gate `hash` against a handwritten model: a table of the vocabulary says which experts each id goes to."""
+"""The gate `hash` against a handwritten model: a table gives the experts of each id."""
 
 from __future__ import annotations
 

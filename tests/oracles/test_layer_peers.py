@@ -1,4 +1,4 @@
-"""The implementations that benchmarks/layer.py times compute one layer; and its check sees it when they do not."""
+"""The implementations that benchmarks/layer.py times compute the same layer; its check fails if one does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The virtual cluster against torch's own ranks in one process: right plans, and wrong ones, which are wrong alike."""
+"""The virtual cluster against torch's simulated ranks in one process, for right and for wrong plans."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from faults import bypass, change_kind, change_sums, swap_groups
 from models import moe_plan
+from sliced_experts import sliced_plan
 
 from moec.codegen.emit import emit_graph, target_name
 from moec.codegen.plan import Plan
@@ -45,6 +46,14 @@ def test_torchs_own_ranks_give_what_the_virtual_cluster_and_the_unsharded_model_
     assert distance(torchs, unsharded(plan)) < BOUND
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["cut over etp", "copied over etp"])
+def test_so_do_they_of_experts_over_a_second_axis(copied: bool):
+    plan = sliced_plan(copied=copied)
+    torchs, virtual = run_both(plan)
+    assert distance(torchs, virtual) < BOUND
+    assert distance(torchs, unsharded(plan)) < BOUND
+
+
 def test_evaluation_has_its_own_capacity_there_too():
     plan = moe_plan(ranks=4, ep=2, tp=2, batch=8, beside="capacity = factor(0.5, eval = 1.5); group = batch")
     torchs, virtual = run_both(plan, training=False)
@@ -55,6 +64,7 @@ def test_evaluation_has_its_own_capacity_there_too():
 
 def test_every_conversion_is_among_these_plans():
     plans = [moe_plan(**options, batch=8) for options in PLANS.values()]
+    plans += [sliced_plan(), sliced_plan(copied=True)]
     graphs = (emit_graph(plan.program, block) for plan in plans for block in plan.program.blocks)
     used = {target_name(node) for graph in graphs for node in graph.nodes}
     assert SHUFFLES.keys() <= used

@@ -1,4 +1,4 @@
-"""Padding against the handwritten model: a mixture there sees each routing group's real tokens and no others."""
+"""Padding against the handwritten model, whose mixtures get only the real tokens of each routing group."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ BESIDE = {
 
 
 class PaddedMoe(PlainMoe):
-    """`PlainMoe` where `real` [batch, sequence] says which tokens there are."""
+    """`PlainMoe` with a mask `real` [batch, sequence] of real tokens."""
 
     real: Tensor
 
@@ -96,7 +96,7 @@ class PaddedMoe(PlainMoe):
 
 
 def padding_of(where: str) -> Tensor:
-    """[3, 13] tokens, of which a part is padding."""
+    """[3, 13] tokens, some of them padding."""
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(PADDING + 1, VOCAB, (3, 13), generator=generator)
     columns = torch.arange(13)

@@ -114,7 +114,7 @@ SPECS |= {
 
 
 def pair(spec: Spec, dtype: torch.dtype = torch.float64) -> tuple[PlanModule, PlainModel]:
-    """moec's model and the handwritten one with the same parameters, spread so that no term is negligible."""
+    """moec's model and the handwritten one with the same parameters, so large that no term is negligible."""
     ours = reference(spec, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

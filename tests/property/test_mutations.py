@@ -47,7 +47,7 @@ def test_what_changes_a_graph_is_found_without_the_rules(number: int):
 
 
 def has_graphs(plan: Plan) -> bool:
-    """Whether every op is emitted: some that break the rules of their ops are not."""
+    """Whether every op can be emitted: some ops that break their rules cannot."""
     try:
         return all(emit_graph(plan.program, block).nodes for block in plan.program.blocks)
     except (ValueError, KeyError):

@@ -20,6 +20,7 @@ from moec.passes.pipeline import compile_program
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.inputs import global_batch
+from moec.runtime.verify.unsharded import outcome
 from moec.runtime.verify.verification import verify
 
 SLOW_EXAMPLES = 2000
@@ -31,7 +32,7 @@ BESIDE = [
     "residual = gelu({0}, bias = true)",
     "residual = geglu({0}); shared = relu2({1}, gated = true)",
 ]
-"""With the hidden widths left open: `tp` divides them."""
+"""Templates for hidden widths, which `tp` must divide."""
 
 CAPACITIES = [
     "",
@@ -61,12 +62,14 @@ MODELS = [
     "embedding = tokens(tied = true, positions = learned)",
     "embedding = tokens(padding = 0)",
     "embedding = tokens(tied = true, padding = 31)",
+    "embedding = tokens(separator = 5)",
+    "embedding = tokens(padding = 31, separator = 2, positions = learned)",
 ]
 
 
 @st.composite
 def mixture(draw: st.DrawFn, ranks: int, experts: int) -> tuple[int, int | None]:
-    """The experts of a layer, often as many as the others have, and its degree, None for the whole block's."""
+    """The experts of a layer, often equal to other layers', and its `ep`, None for the whole block's."""
     count = draw(st.one_of(st.just(experts), st.integers(1, 12)))
     return count, draw(st.sampled_from([*common_divisors(ranks, count), None]))
 
@@ -90,7 +93,8 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     hidden = (6, 5, 32) if tp == 1 else (2 * tp, 4, 8)
     topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
-    gate = draw(st.sampled_from([topk, topk, topk, "switch", f"hash({k}, seed = {k})"]))
+    jittered, online = (topk.replace(")", f", {more})") for more in ("jitter = 0.2", "bias = online(0.01)"))
+    gate = draw(st.sampled_from([topk, topk, jittered, online, "switch(jitter = 0.5)", f"hash({k}, seed = {k})"]))
     return moe_spec(
         ranks=ranks,
         tp=tp if tp > 1 else None,
@@ -134,9 +138,7 @@ def test_nothing_is_blamed_in_a_right_plan(spec: Spec):
     plan = compile_source(spec)
     model = reference(spec, dtype=torch.float64)
     inputs = global_batch(plan, seed=0)
-    loss = model(inputs.given, inputs.targets).loss
-    assert loss is not None
-    loss.backward()
+    outcome(model, inputs).differentiated.backward()
     assert first_difference(plan, model, inputs) is None
 
 

@@ -1,4 +1,4 @@
-"""What is in the tree is in the wheel: pyproject.toml's lists of packages and data files against the folders."""
+"""The wheel contains the tree: pyproject.toml's lists of packages and data files against the folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDERS = SETUPTOOLS["package-dir"]
 
 
 def folder_of(package: str) -> Path:
-    """Where a package lies: the longest mapped package that it is in says so."""
+    """The folder of a package, by the longest mapped package that contains it."""
     parts = package.split(".")
     mapped = max(length for length in range(len(parts) + 1) if ".".join(parts[:length]) in FOLDERS)
     return ROOT.joinpath(FOLDERS[".".join(parts[:mapped])], *parts[mapped:])

@@ -1,4 +1,4 @@
-"""The README is true: its model compiles, verifies and trains as it says, and its outputs are the real ones."""
+"""The README's model compiles, verifies and trains, and its outputs are the real ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def moec(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def measured(text: str) -> str:
-    """What differs from machine to machine, and run to run, taken out."""
+    """`text` without numbers that differ between machines and runs."""
     text = re.sub(r"in \d+\.\d\d s", "in … s", text)
     text = re.sub(r" +\d\.\de[+-]\d\d +\d\.\de[+-]\d\d ", " … ", text)
     text = re.sub(r" +\d[\d.]* × +\d[\d.]* × ", " … ", text)

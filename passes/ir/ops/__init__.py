@@ -3,18 +3,17 @@
 from moec.passes.ir.ops.attention_ops import Attention, RepeatHeads, Rope
 from moec.passes.ir.ops.balance_ops import CountChoices, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.capacity_ops import Capacity, CountQueues, KeepChoices, LargestLoad, QueueStarts
-from moec.passes.ir.ops.collective_ops import (
+from moec.passes.ir.ops.control_ops import Call
+from moec.passes.ir.ops.conversion import Conversion
+from moec.passes.ir.ops.dense_conversions import (
     AllGather,
     AllGatherAlike,
     AllReduce,
     AllToAllPadded,
-    Collective,
-    Conversion,
     CopyTo,
     ReduceScatter,
     Slice,
 )
-from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, RmsNorm
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.gate_ops import HashRoute, Route
@@ -24,7 +23,10 @@ from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
-from moec.passes.ir.ops.ragged_ops import AllToAll, ExchangeCounts
+from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
+from moec.passes.ir.ops.random_ops import Jitter, TokenKeys
+from moec.passes.ir.ops.segment_ops import Segments
+from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 
 __all__ = [
@@ -39,7 +41,6 @@ __all__ = [
     "Attention",
     "Call",
     "Capacity",
-    "Collective",
     "Combine",
     "CombinePadded",
     "Conversion",
@@ -57,6 +58,7 @@ __all__ = [
     "ExpertMlp",
     "ExpertMlpPadded",
     "HashRoute",
+    "Jitter",
     "KeepChoices",
     "LabelLogit",
     "LargestLoad",
@@ -67,6 +69,7 @@ __all__ = [
     "Mean",
     "Mix",
     "MixtureMlp",
+    "MoveBias",
     "Permute",
     "PermuteDynamic",
     "PermutePadded",
@@ -79,11 +82,14 @@ __all__ = [
     "Rope",
     "Route",
     "Router",
+    "Segments",
     "SigmoidGate",
     "Slice",
     "SumExp",
     "SumRows",
+    "SumSources",
     "SwitchLoss",
+    "TokenKeys",
     "WeightedSum",
     "Widen",
     "ZLoss",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import causal_attention
+from moec.passes.cost.formulas import causal_attention, elementwise
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
@@ -26,41 +26,59 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
             layout = layout.replace(axis, Shard(2))
         elif placement not in (Shard(0), Shard(2)):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
-    return Placing((layout,) * len(operands), (layout,))
+    of_tokens = layout.only(Shard(0))
+    return Placing(tuple(of_tokens if v.dtype == "int64" else layout for v in operands), (layout,))
 
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope(Op):
-    """Rotary positions on `[batch, sequence, heads, head_dim]`, half-split convention (Su et al. 2021)."""
+    """Rotary positions on `[batch, sequence, heads, head_dim]`, half-split convention (Su et al. 2021).
+
+    `positions` `[batch, sequence]`: default 0, 1, … in each sequence.
+    """
 
     mnemonic: ClassVar[str] = "rope"
-    takes: ClassVar[str] = "x"
+    takes: ClassVar[str] = "x positions?"
     gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "rope"
     theta: Positive
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        (x,) = operands
+        x, *positions = operands
         width = x.shape[-1]
         require(len(x.shape) == 4 and isinstance(width, int) and width % 2 == 0, self, "wants heads of even width")
+        _require_of_tokens(self, x, positions)
         return (Type(shape=x.shape, dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return _by_heads(self, operands, meshes)
 
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(*operands[1:]))
+
+
+def _require_of_tokens(op: Op, x: Value, numbers: Sequence[Value]) -> None:
+    """Requires a whole number for each token of x."""
+    fits = all(v.dtype == "int64" and v.shape == x.shape[:2] for v in numbers)
+    require(fits, op, "wants a whole number for each token")
+
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Op):
-    """Causal softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads."""
+    """Causal softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads.
+
+    With `segments` `[batch, sequence]` a token attends to tokens of its own segment alone.
+    """
 
     mnemonic: ClassVar[str] = "attention"
-    takes: ClassVar[str] = "q k v"
+    takes: ClassVar[str] = "q k v segments?"
     gives: ClassVar[str] = "attended"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        q, k, v = operands
+        q, k, v, *segments = operands
+        _require_of_tokens(self, q, segments)
         require(k.shape == v.shape and q.shape[:2] == k.shape[:2], self, "wants k like v, over the tokens of q")
         require(q.shape[3] == k.shape[3], self, "wants one head width")
         return (Type(shape=q.shape, dtype=q.dtype),)
@@ -69,12 +87,15 @@ class Attention(Op):
         return _by_heads(self, operands, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        q, k, v = operands
+        q, k, v, *segments = operands
         (attended,) = results
         batch, sequence, heads, _ = workload.shape(q)
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
         work = causal_attention(q, k, v, attended, workload)
-        return Cost(work=work, saved=(*workload.keep(q, k, v, attended), log_sums))
+        saved = (*workload.keep(q, k, v, attended), log_sums)
+        if segments:  # torch turns the mask into numbers of q's dtype
+            saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))
+        return Cost(work=work, saved=saved)
 
 
 @register

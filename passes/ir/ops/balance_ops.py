@@ -40,7 +40,7 @@ class CountChoices(Op):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
         require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
-        groups: Dim = {"sequence": experts.shape[0], "batch": 1, "rank": "shares"}[self.group]
+        groups: Dim = {"sequence": experts.shape[0], "batch": 1, "rank": "data_ranks"}[self.group]
         return (Type(shape=(groups, self.num_experts), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

@@ -109,7 +109,7 @@ class Capacity(Op):
         of_rank = {
             "sequence": max(1, workload.batch // dp),
             "batch": 1,
-            "rank": max(1, int(workload.sizes["shares"]) // dp),
+            "rank": max(1, int(workload.sizes["data_ranks"]) // dp),
         }
         groups = of_rank[self.group]
         tokens = workload.tokens // (dp * tp * groups)
@@ -144,8 +144,8 @@ class KeepChoices(Capacity):
         chosen, starts, *_ = operands
         *_, k, experts = workload.shape(starts)
         groups, capacity, _ = self.room(k, experts, workload)
-        shares = 1 if self.group == "batch" else workload.meshes.size("dp")
-        return {"rows": min(workload.whole(chosen), experts * capacity * groups * shares)}
+        ranks = 1 if self.group == "batch" else workload.meshes.size("dp")
+        return {"rows": min(workload.whole(chosen), experts * capacity * groups * ranks)}
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=3)

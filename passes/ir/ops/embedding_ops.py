@@ -33,15 +33,15 @@ class Embed(Op):
         return (Type(shape=(*ids.shape, table.shape[1]), dtype=table.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        held = layout_of(operands[1])
+        table = layout_of(operands[1])
         ids = meshes.tokens
-        for axis, placement in held.placements:
+        for axis, placement in table.placements:
             if placement != Shard(0):
                 raise LayoutError(f"embed has no rule for a table with {axis}:{placement}")
             # Each rank takes all tokens and looks up the ids in its part of the table: the result is a partial sum.
             ids = ids.replace(axis, None)
-        found = Layout.of((*ids.placements, *((axis, Partial()) for axis in held.axes)))
-        return Placing((ids, held), (found,))
+        found = Layout.of((*ids.placements, *((axis, Partial()) for axis in table.axes)))
+        return Placing((ids, table), (found,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return _lookup(workload.keep(operands[0]), operands, results, workload)
@@ -50,23 +50,30 @@ class Embed(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbedPositions(Op):
-    """The first rows of a table for each sequence: ids `[batch, sequence]`, table `[context, dim]` → as `embed`."""
+    """Rows of a table by position: ids `[batch, sequence]`, table `[context, dim]` → as `embed`.
+
+    `positions` `[batch, sequence]`: default 0, 1, … in each sequence.
+    """
 
     mnemonic: ClassVar[str] = "embed_positions"
-    takes: ClassVar[str] = "ids table"
+    takes: ClassVar[str] = "ids table positions?"
     gives: ClassVar[str] = "x"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        ids, table = operands
+        ids, table, *positions = operands
         require(len(ids.shape) == 2 and len(table.shape) == 2, self, "wants ids and a [context, dim] table")
+        fits = all(v.dtype == "int64" and v.shape == ids.shape for v in positions)
+        require(fits, self, "wants a position for each token")
         return (Type(shape=(*ids.shape, table.shape[1]), dtype=table.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         # Positions are counted from the start of a sequence.
-        whole = Layout.of((axis, p) for axis, p in layout_of(operands[0]).placements if p == Shard(0))
-        return Placing((whole, REPLICATED), (whole,))
+        whole = layout_of(operands[0]).only(Shard(0))
+        return Placing((whole, REPLICATED, *(whole for _ in operands[2:])), (whole,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        if operands[2:]:
+            return _lookup(workload.keep(operands[2]), operands, results, workload)
         positions = workload.inner(results[0], "positions", workload.count(operands[0]), "int64")
         return _lookup((positions,), operands, results, workload)
 
@@ -150,7 +157,7 @@ class LayerNorm(Op):
 
 def _lookup(keeps: tuple[Saved, ...], operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
     """The cost of a lookup. Forward reads and writes the looked-up rows; backward writes the whole table's gradient."""
-    ids, table = operands
+    ids, table = operands[:2]
     ahead = Direction(moved=workload.bytes(ids, *results, *results), launches=1)
     behind = Direction(moved=workload.bytes(ids, *results, table), launches=1)
     return Cost(work=Work(forward=ahead, backward=behind), saved=keeps)

@@ -27,24 +27,31 @@ if TYPE_CHECKING:
 class Route(Op):
     """Chooses k experts for each token: logits `[batch, sequence, experts]` → probabilities, weights, experts.
 
+    With the operand `bias`, fp32 `[experts]`, the k experts with the largest score + bias are chosen, whatever `order`
+    is; weights are computed from scores without it (Wang et al. 2024, arXiv 2408.15664). No gradient flows to it.
+
     `order = before` scores all experts and keeps the best k, `after` scores only the k best logits; ties go to the
     lower index. The probabilities are for balance terms: the softmax, or sigmoid scores divided by their sum
     (DeepSeek-V3, eq. 19).
     """
 
     mnemonic: ClassVar[str] = "route"
-    takes: ClassVar[str] = "logits"
+    takes: ClassVar[str] = "logits bias?"
     gives: ClassVar[str] = "probabilities weights experts"
     operator: ClassVar[str | None] = "route"
+    scores: ClassVar[str] = "logits"
+    constants: ClassVar[frozenset[str]] = frozenset({"bias"})
     k: Count
     score: Literal["softmax", "sigmoid"]
     order: Literal["before", "after"]
     normalize: bool
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        (logits,) = operands
+        logits, *biases = operands
         experts = logits.shape[-1]
         require(isinstance(experts, int) and self.k <= experts, self, f"k = {self.k} of {experts} experts")
+        fits = all((bias.shape, bias.dtype) == ((experts,), "fp32") for bias in biases)
+        require(fits, self, "wants an fp32 bias for each expert")
         chosen = (*logits.shape[:-1], self.k)
         return (
             Type(shape=logits.shape, dtype=logits.dtype),
@@ -53,10 +60,10 @@ class Route(Op):
         )
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return own_tokens(self, 1, meshes)
+        return own_tokens(self, 1, meshes, parameters=len(operands) - 1)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        (logits,), (_, weights, experts) = operands, results
+        (logits, *_), (_, weights, experts) = operands, results
         return elementwise(self, operands, results, workload, keeps=workload.keep(logits, weights, experts))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from moec.passes.cost.cost import Cost
+from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attribute_types import ActivationName
@@ -42,13 +42,13 @@ class Linear(Op):
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         x, weight = operands
         kept, out = len(x.shape) - self.contract, len(weight.shape) - self.contract
-        held = layout_of(weight)
+        weight_layout = layout_of(weight)
         given = settled(x, meshes)
         wanted: dict[str, Placement] = {}
         result: dict[str, Placement] = {}
         # Contracted dims and outputs are cut in the order of the weight's cuts, all other dims in that of x.
-        for axis in dict.fromkeys((*held.axes, *given.axes)):
-            match held.get(axis), given.get(axis):
+        for axis in dict.fromkeys((*weight_layout.axes, *given.axes)):
+            match weight_layout.get(axis), given.get(axis):
                 case Shard(dim=dim), _ if dim < out:  # by columns: each rank computes its outputs
                     result[axis] = Shard(kept + dim)
                 case Shard(dim=dim), _:  # by rows: each rank computes a term of every output
@@ -57,7 +57,7 @@ class Linear(Op):
                     wanted[axis] = result[axis] = placement
                 case placements:
                     raise LayoutError(f"linear has no rule for {axis}: weight and x are {placements}")
-        return Placing((Layout.of(wanted), held), (Layout.of(result),))
+        return Placing((Layout.of(wanted), weight_layout), (Layout.of(result),))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, weight = operands
@@ -147,7 +147,10 @@ class Add(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Router(Op):
-    """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`."""
+    """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`.
+
+    x has the weight's dtype, or that of the logits.
+    """
 
     mnemonic: ClassVar[str] = "router"
     takes: ClassVar[str] = "x weight"
@@ -156,8 +159,8 @@ class Router(Op):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, weight = operands
         require(x.shape[-1] == weight.shape[-1], self, "widths differ")
-        require(x.dtype == weight.dtype, self, "wants one dtype")
-        return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(x.dtype)),)
+        require(x.dtype in (weight.dtype, promoted(weight.dtype)), self, "wants x of the weight's dtype or of fp32")
+        return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(weight.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes, parameters=1)
@@ -166,9 +169,9 @@ class Router(Op):
         x, weight = operands
         (logits,) = results
         work = projection(x, weight, logits.dtype, 1, workload)
-        if x.dtype == logits.dtype:
-            return Cost(work=work, saved=workload.keep(x, weight))
-        # The router widens x and the weight first, and saves the wide copies.
-        copies = (("x", x), ("weight", weight))
-        keeps = tuple(workload.inner(logits, what, workload.count(v), logits.dtype) for what, v in copies)
-        return Cost(work=work, saved=keeps)
+        # The router widens x and the weight where they are narrower, and saves the wide copies.
+        keeps: list[Saved] = []
+        for what, v in (("x", x), ("weight", weight)):
+            wide = v.dtype == logits.dtype
+            keeps += workload.keep(v) if wide else [workload.inner(logits, what, workload.count(v), logits.dtype)]
+        return Cost(work=work, saved=tuple(keeps))

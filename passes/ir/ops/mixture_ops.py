@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 def experts_layout(meshes: Meshes, by_expert: Mapping[str, Placement], otherwise: Placement) -> Layout:
     """The layout on the expert mesh with the placements `by_expert`, and `otherwise` on all other wide axes.
 
-    Cuts of one dim are in the order of `by_expert`, then in the order of the mesh.
+    Cuts of one dim are in the order of `by_expert`, then in the order of the mesh, `ep` last: rows go to their experts
+    over `ep` first, and only the last cut can be undone.
     """
     assert meshes.experts is not None, "an op of a mixture stands in a block without an expert mesh"
-    return Layout.of({**by_expert, **{axis: otherwise for axis in meshes.experts.wide_axes() if axis not in by_expert}})
+    others = sorted((a for a in meshes.experts.wide_axes() if a not in by_expert), key=lambda axis: axis == "ep")
+    return Layout.of({**by_expert, **dict.fromkeys(others, otherwise)})
 
 
 def grouped(group: str, meshes: Meshes) -> Layout:
@@ -102,7 +104,7 @@ def require_weights(op: Op, rows: Value, given: Mapping[str, Value]) -> None:
     require(fits, op, "wants a weight for each row, or none")
 
 
-def experts_held(op: Op, up: Value) -> Layout:
+def weights_layout(op: Op, up: Value) -> Layout:
     """The layout that an op needs for up, down and biases: each expert whole on every rank of one `ep` coordinate.
 
     A cut over `edp`, which divides an expert's storage among its replicas, is undone before the op.
@@ -136,11 +138,11 @@ class ExpertMlp(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         given = self.named(operands)
-        held = experts_held(self, given["up"])
-        rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
-        counts = experts_layout(meshes, dict.fromkeys(held.axes, Shard(1)), Shard(0))
+        stored = weights_layout(self, given["up"])
+        rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
+        counts = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(1)), Shard(0))
         wanted = {"rows": rows, "counts": counts, "weights": rows}
-        return Placing(tuple(wanted.get(name, held) for name in given), (rows,))
+        return Placing(tuple(wanted.get(name, stored) for name in given), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         given = self.named(operands)

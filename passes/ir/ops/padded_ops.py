@@ -13,7 +13,13 @@ from moec.passes.ir.attribute_types import ActivationName, Count
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.capacity_ops import Capacity
-from moec.passes.ir.ops.mixture_ops import experts_held, experts_layout, experts_of, require_experts, require_weights
+from moec.passes.ir.ops.mixture_ops import (
+    experts_layout,
+    experts_of,
+    require_experts,
+    require_weights,
+    weights_layout,
+)
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value
 
@@ -68,7 +74,7 @@ class PermutePadded(Capacity):
 class PermuteDynamic(Op):
     """Like `permute_padded`, but each expert has `places` places, the rows of the busiest expert: x, experts, places.
 
-    Drops only choices of −1 (Tutel, Hwang et al. 2022, section 3.3).
+    Drops only choices of −1 (Tutel, Hwang et al. 2023, section 3.3).
     """
 
     mnemonic: ClassVar[str] = "permute_dynamic"
@@ -126,17 +132,17 @@ class ExpertMlpPadded(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         given = self.named(operands)
-        held = experts_held(self, given["up"])
-        rows = experts_layout(meshes, dict.fromkeys(held.axes, Shard(0)), Shard(1))
+        stored = weights_layout(self, given["up"])
+        rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
         wanted = {"rows": rows, "weights": rows}
-        return Placing(tuple(wanted.get(name, held) for name in given), (rows,))
+        return Placing(tuple(wanted.get(name, stored) for name in given), (rows,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         given = self.named(operands)
         rows, experts = given["rows"], experts_of(given)
-        held, places, _ = workload.shape(rows)
-        work = experts_work(held * places, places, experts, workload, forward=3, backward=4)
-        hidden = pre_activation(results[0], held * places, experts[0], workload)
+        local, places, _ = workload.shape(rows)
+        work = experts_work(local * places, places, experts, workload, forward=3, backward=4)
+        hidden = pre_activation(results[0], local * places, experts[0], workload)
         saved = (*workload.keep(*operands), hidden)
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload))
 

@@ -62,6 +62,6 @@ class Mix(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         first, second, logits = operands
-        shares = workload.inner(results[0], "shares", workload.count(logits), logits.dtype)
-        keeps = (*workload.keep(first, second), shares)
+        weights = workload.inner(results[0], "weights", workload.count(logits), logits.dtype)
+        keeps = (*workload.keep(first, second), weights)
         return elementwise(self, operands, results, workload, keeps=keeps, forward=4, backward=6)

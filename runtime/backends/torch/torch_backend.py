@@ -1,3 +1,4 @@
+# ruff: noqa: F401  (operators are called by name)
 """Plain torch: the definition of correct, and the backend for CPU.
 
 Low-precision tensors are computed in float32 and rounded: a sum once, a gated activation after each of its two
@@ -20,6 +21,7 @@ from moec.runtime.backends.torch.torch_padded import (
     permute_padded_backward,
     queue_starts,
 )
+from moec.runtime.backends.torch.torch_random import jitter, token_keys
 from moec.runtime.backends.torch.torch_rope import rope, rope_backward
 from moec.runtime.backends.torch.torch_routing import (
     count_choices,
@@ -36,34 +38,3 @@ from moec.runtime.backends.torch.torch_rows import (
     sum_rows,
     sum_rows_backward,
 )
-
-__all__ = [
-    "combine",
-    "combine_backward",
-    "combine_padded",
-    "combine_padded_backward",
-    "count_choices",
-    "count_queues",
-    "expert_mlp",
-    "expert_mlp_backward",
-    "gated",
-    "gated_backward",
-    "keep_choices",
-    "largest_load",
-    "mixture_mlp",
-    "mixture_mlp_backward",
-    "permute",
-    "permute_backward",
-    "permute_dynamic",
-    "permute_padded",
-    "permute_padded_backward",
-    "queue_starts",
-    "rope",
-    "rope_backward",
-    "route",
-    "route_backward",
-    "sum_rows",
-    "sum_rows_backward",
-    "switch_loss",
-    "switch_loss_backward",
-]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from moec.runtime.backends.torch.torch_activations import Weigh, activate, activate_backward
 from moec.runtime.backends.torch.torch_memory import new_empty
-from moec.runtime.backends.torch.torch_shares import longest, shares_of
+from moec.runtime.backends.torch.torch_row_groups import longest, row_groups
 from moec.runtime.backends.torch.torch_threads import each_expert
 
 
@@ -25,28 +25,28 @@ def expert_mlp(
 ) -> tuple[Tensor, Tensor]:
     rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
     width = down.shape[2]
-    shares = shares_of(counts, rows.shape[0])
+    groups = row_groups(counts, rows.shape[0])
     hidden = new_empty(rows, (rows.shape[0], up.shape[1] // width, width))
     out = new_empty(rows, rows.shape)
 
     def begin() -> Callable[[int], None]:
-        activated = rows.new_empty((longest(shares), width))
+        activated = rows.new_empty((longest(groups), width))
 
         def compute(expert: int) -> None:
-            share = shares[expert]
-            if share.size:
-                own_hidden, own_activated = hidden[share.where], activated[: share.size]
-                project(share.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
+            group = groups[expert]
+            if group.size:
+                own_hidden, own_activated = hidden[group.where], activated[: group.size]
+                project(group.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
                 activate(own_activated, own_hidden, activation)
-                own_out = share.room(out)
+                own_out = group.room(out)
                 project(own_activated, down, down_bias, expert, own_out)
                 if weights is not None:
-                    own_out.mul_(share.scale(weights, rows.dtype))
-                share.scatter(own_out, out)
+                    own_out.mul_(group.scale(weights, rows.dtype))
+                group.scatter(own_out, out)
 
         return compute
 
-    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, rows.device, begin)
+    each_expert([group.size for group in groups], 3 * rows.shape[1] * width, rows.device, begin)
     return out, hidden
 
 
@@ -64,51 +64,50 @@ def expert_mlp_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
     factor, width = up.shape[1:3]
-    shares = shares_of(counts, rows.shape[0])
+    groups = row_groups(counts, rows.shape[0])
     grad_rows = new_empty(rows, rows.shape)
-    grad_up, grad_down = new_empty(up, up.shape), new_empty(down, down.shape)
-    of_up_bias, of_down_bias = new_biases(up, up_bias, down_bias)
+    grad_up, grad_down, of_up_bias, of_down_bias = new_gradients(up, down, up_bias, down_bias)
     of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
 
     def begin() -> Callable[[int], None]:
         # Buffers for one expert, reused by the next, so that they stay in cache.
-        activated, grad_activated = rows.new_empty((2, longest(shares), width))
-        grad_hidden = rows.new_empty((longest(shares), factor, width))
+        activated, grad_activated = rows.new_empty((2, longest(groups), width))
+        grad_hidden = rows.new_empty((longest(groups), factor, width))
 
         def compute(expert: int) -> None:
-            share = shares[expert]
-            if not share.size:
+            group = groups[expert]
+            if not group.size:
                 grad_up[expert].zero_()
                 grad_down[expert].zero_()
                 return
-            own_activated, own_grad_activated = activated[: share.size], grad_activated[: share.size]
-            own_grad_hidden, flat = grad_hidden[: share.size], grad_hidden[: share.size].flatten(1)
-            own_grad = share.gather(grad)
+            own_activated, own_grad_activated = activated[: group.size], grad_activated[: group.size]
+            own_grad_hidden, flat = grad_hidden[: group.size], grad_hidden[: group.size].flatten(1)
+            own_grad = group.gather(grad)
             torch.mm(own_grad, down[expert], out=own_grad_activated)
             weigh = None
             if weights is not None:
-                scale, own_of_weights = share.scale(weights, rows.dtype), share.room(of_weights)
+                scale, own_of_weights = group.scale(weights, rows.dtype), group.room(of_weights)
                 weigh = weighing(own_grad_activated, own_activated, scale, own_of_weights)
-            own_hidden = hidden[share.where]
+            own_hidden = hidden[group.where]
             activate_backward(own_grad_hidden, own_activated, own_grad_activated, own_hidden, activation, weigh)
             if weights is not None:
                 if down_bias is not None:
                     own_of_weights += (own_grad * down_bias[expert]).sum(-1, dtype=weights.dtype)
-                share.scatter(own_of_weights, of_weights)
+                group.scatter(own_of_weights, of_weights)
                 own_activated.mul_(scale)
             torch.mm(own_grad.t(), own_activated, out=grad_down[expert])
-            torch.mm(flat.t(), share.gather(rows), out=by_expert[expert])
+            torch.mm(flat.t(), group.gather(rows), out=by_expert[expert])
             if up_bias is not None:
                 sum_rows(own_grad_hidden, of_up_bias[expert])
                 sum_rows(own_grad if weights is None else own_grad * scale, of_down_bias[expert])
-            own_grad_rows = share.room(grad_rows)
+            own_grad_rows = group.room(grad_rows)
             torch.mm(flat, up[expert], out=own_grad_rows)
-            share.scatter(own_grad_rows, grad_rows)
+            group.scatter(own_grad_rows, grad_rows)
 
         return compute
 
-    each_expert([share.size for share in shares], 3 * rows.shape[1] * width, rows.device, begin)
+    each_expert([group.size for group in groups], 3 * rows.shape[1] * width, rows.device, begin)
     return grad_rows, grad_up, grad_down, of_up_bias, of_down_bias, of_weights
 
 
@@ -118,6 +117,13 @@ def project(rows: Tensor, weights: Tensor, biases: Tensor | None, expert: int, o
         torch.mm(rows, weights[expert].t(), out=out)
     else:
         torch.addmm(biases[expert].flatten(), rows, weights[expert].t(), out=out)
+
+
+def new_gradients(
+    up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Memory for the gradients of both weights, and `new_biases`."""
+    return new_empty(up, up.shape), new_empty(down, down.shape), *new_biases(up, up_bias, down_bias)
 
 
 def new_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from moec.runtime.backends.torch.torch_activations import activate, activate_backward
-from moec.runtime.backends.torch.torch_experts import (
-    new_biases,
-    project,
-    sum_rows,
-    weighing,
-)
+from moec.runtime.backends.torch.torch_experts import new_gradients, project, sum_rows, weighing
 from moec.runtime.backends.torch.torch_memory import new_empty
 from moec.runtime.backends.torch.torch_rows import choices_of_rows, inverse, refuse_out_of_range, stable_order, sums_of
 from moec.runtime.backends.torch.torch_threads import InTurn, each_expert
@@ -44,7 +39,7 @@ def mixture_mlp(
     hidden = new_empty(x, (choices.numel(), up.shape[1] // width, width))
     hidden[num_rows:] = 0
     out = new_empty(x, (num_rows, dim))
-    tokens_of, hidden_of, out_of = (torch.split(t[:num_rows], sizes) for t in (tokens, hidden, out))
+    tokens_of, hidden_of, out_of = _by_expert(sizes, tokens, hidden, out)
 
     def begin() -> Callable[[int], None]:
         longest = max(sizes, default=0)
@@ -78,27 +73,17 @@ def mixture_mlp_backward(
     down_bias: Tensor | None,
     activation: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    k, (dim, width), factor = positions.shape[2], down.shape[1:], up.shape[1]
+    (dim, width), factor = down.shape[1:], up.shape[1]
     sizes: list[int] = counts[0].tolist()
-    num_rows = sum(sizes)
-    chosen, dropped = positions.reshape(-1), num_rows < positions.numel()
-    # Weights of dropped choices read the gradient 0 at the last index.
-    places = chosen.where(chosen >= 0, num_rows) if dropped else chosen
-    order = choices_of_rows(chosen, num_rows)
-    tokens = order.div(k, rounding_mode="floor")
-    # Rounded as in forward; also, a product of two dtypes takes 15 times as long (measured, bfloat16 and float32).
-    scale = weights.reshape(-1).index_select(0, order).to(x.dtype)[:, None]
+    tokens, scale = _tokens_of_rows(positions, weights, sum(sizes), x.dtype)
 
     grad, flat = grad.reshape(-1, dim), x.reshape(-1, dim)
-    grad_up, grad_down = new_empty(up, up.shape), new_empty(down, down.shape)
-    of_up_bias, of_down_bias = new_biases(up, up_bias, down_bias)
+    grad_up, grad_down, of_up_bias, of_down_bias = new_gradients(up, down, up_bias, down_bias)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
     # An expert has a token at most once, so adding expert by expert sums each token in the order of its experts.
     grad_x = torch.zeros(flat.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    of_weights = weights.new_zeros(num_rows + 1)
-    tokens_of, hidden_of, scale_of, weights_of = (
-        torch.split(t[:num_rows], sizes) for t in (tokens, hidden, scale, of_weights)
-    )
+    of_weights = weights.new_zeros(sum(sizes) + 1)
+    tokens_of, hidden_of, scale_of, weights_of = _by_expert(sizes, tokens, hidden, scale, of_weights)
     longest, sums, spare = max(sizes, default=0), InTurn(), []
 
     def begin() -> Callable[[int], None]:
@@ -142,5 +127,18 @@ def mixture_mlp_backward(
         return compute
 
     each_expert(sizes, 3 * dim * width, x.device, begin)
-    of_weights = of_weights[places].view(weights.shape)
+    of_weights = of_weights[positions]  # dropped choices, −1, read the gradient 0 at the last index
     return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
+
+
+def _tokens_of_rows(positions: Tensor, weights: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Each row's token [R] and weight [R, 1], from the row and the weight of each choice, both [B, S, k]."""
+    order = choices_of_rows(positions.reshape(-1), num_rows)
+    # Rounded as in forward; also, a product of two dtypes takes 15 times as long (measured, bfloat16 and float32).
+    scale = weights.reshape(-1).index_select(0, order).to(dtype)[:, None]
+    return order.div(positions.shape[2], rounding_mode="floor"), scale
+
+
+def _by_expert(sizes: list[int], *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
+    """The rows of each expert, of tensors whose first rows lie by expert."""
+    return (torch.split(tensor[: sum(sizes)], sizes) for tensor in tensors)

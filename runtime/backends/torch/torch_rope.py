@@ -8,18 +8,20 @@ import torch
 from torch import Tensor
 
 
-def rope(x: Tensor, theta: float) -> Tensor:
-    return _rotate(x, theta, 1)
+def rope(x: Tensor, positions: Tensor | None, theta: float) -> Tensor:
+    return _rotate(x, positions, theta, 1)
 
 
-def rope_backward(grad: Tensor, theta: float) -> Tensor:
+def rope_backward(grad: Tensor, positions: Tensor | None, theta: float) -> Tensor:
     """The transpose of a rotation is the rotation by the opposite angle."""
-    return _rotate(grad, theta, -1)
+    return _rotate(grad, positions, theta, -1)
 
 
-def _rotate(x: Tensor, theta: float, direction: int) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor | None, theta: float, direction: int) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = _tables(x.shape[1], x.shape[3], theta, dtype, x.device)
+    if positions is not None:
+        cos, sin = cos[positions], sin[positions]
     first, second = x.to(dtype).chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     out_first, out_second = out.chunk(2, dim=-1)

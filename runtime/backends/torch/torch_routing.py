@@ -9,18 +9,22 @@ from torch import Tensor
 from moec.runtime.job.unscored import note_or_refuse
 
 
-def route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
+def route(
+    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     sigmoid = score == "sigmoid"
     # A sigmoid is exp(logsigmoid), so sigmoids over their sum are a softmax of logsigmoids, which cannot be 0 / 0.
     log_scores = F.logsigmoid(logits) if sigmoid else logits
     probabilities = log_scores.softmax(dim=-1)
-    if order == "after":
+    if order == "after" and bias is None:
         keys = logits
     elif sigmoid:
         keys = logits.sigmoid()
     else:
         keys = probabilities
-    best, experts = _largest(keys, k)
+    best, experts = _largest(keys if bias is None else keys + bias, k)
+    if bias is not None:
+        best = (logits if order == "after" else keys).gather(-1, experts)
     if normalize or (order == "after" and not sigmoid):
         weights = log_scores.gather(-1, experts).softmax(dim=-1)
     elif order == "after":
@@ -99,16 +103,16 @@ def count_choices(experts: Tensor, num_experts: int, groups: int) -> Tensor:
 def switch_loss(probabilities: Tensor, choices: Tensor) -> Tensor:
     # S · E · Σᵢ (countᵢ / kS) · (Σₛ probabilityₛᵢ / S) = E / kS · Σₛᵢ countᵢ · probabilityₛᵢ
     sums = probabilities.sum(dim=1)
-    return (_shares(probabilities, choices) * sums).sum()
+    return (_load_fractions(probabilities, choices) * sums).sum()
 
 
 def switch_loss_backward(grad: Tensor, probabilities: Tensor, choices: Tensor) -> Tensor:
-    shares = _shares(probabilities, choices).mul_(grad)
-    return shares[:, None].expand(probabilities.shape).contiguous()
+    fractions = _load_fractions(probabilities, choices).mul_(grad)
+    return fractions[:, None].expand(probabilities.shape).contiguous()
 
 
-def _shares(probabilities: Tensor, choices: Tensor) -> Tensor:
+def _load_fractions(probabilities: Tensor, choices: Tensor) -> Tensor:
     """E times each expert's fraction of the choices of a sequence's group: [B, E]."""
     total = choices.sum(dim=1, keepdim=True).clamp_min(1)
-    shares = choices.to(probabilities.dtype) * (choices.shape[1] / total.to(probabilities.dtype))
-    return shares.repeat_interleave(probabilities.shape[0] // max(choices.shape[0], 1), dim=0)
+    fractions = choices.to(probabilities.dtype) * (choices.shape[1] / total.to(probabilities.dtype))
+    return fractions.repeat_interleave(probabilities.shape[0] // max(choices.shape[0], 1), dim=0)

@@ -22,9 +22,11 @@ def _shape(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> R
     )
 
 
-def route(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> tuple[Tensor, Tensor, Tensor]:
-    if too_many(logits.shape[-1]):
-        return torch_routing.route(logits, k, score, order, normalize)
+def route(
+    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    if bias is not None or too_many(logits.shape[-1]):
+        return torch_routing.route(logits, bias, k, score, order, normalize)
     logits = logits.contiguous()
     probabilities, weights = torch.empty_like(logits), logits.new_empty((*logits.shape[:-1], k))
     experts = torch.empty_like(weights, dtype=torch.int64)

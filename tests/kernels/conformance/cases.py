@@ -30,7 +30,7 @@ def route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> lis
     results = []
     for (experts, k), tokens in itertools.product(ROUTES, (1, 65)):
         logits = numbers.logits(tokens, experts)
-        probabilities, weights, chosen = backend.route(logits, k, *how)
+        probabilities, weights, chosen = backend.route(logits, None, k, *how)
         results += [probabilities, weights, chosen]
         of_all, of_chosen = numbers.of_router(*probabilities.shape), numbers.of_router(*weights.shape)
         for gradients in ((of_all, of_chosen), (of_all, None), (None, of_chosen)):
@@ -40,9 +40,18 @@ def route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> lis
 
 def route_nothing(backend: Backend, numbers: Numbers) -> list[Tensor]:
     logits = numbers.of_router(2, 0, 5)
-    probabilities, weights, chosen = backend.route(logits, 2, "softmax", "before", True)
+    probabilities, weights, chosen = backend.route(logits, None, 2, "softmax", "before", True)
     grad = backend.route_backward(logits, None, weights, weights, chosen, "softmax", "before", True)
     return [probabilities, weights, chosen, grad]
+
+
+def biased_route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
+    """No kernel takes a bias: every backend runs plain torch."""
+    logits = numbers.logits(65, 13)
+    bias = numbers.of_router(13) / 13
+    probabilities, weights, chosen = backend.route(logits, bias, 3, *how)
+    gradients = numbers.of_router(*probabilities.shape), numbers.of_router(*weights.shape)
+    return [probabilities, weights, chosen, backend.route_backward(logits, *gradients, weights, chosen, *how)]
 
 
 def equal_scores(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
@@ -51,7 +60,7 @@ def equal_scores(backend: Backend, numbers: Numbers, how: tuple[str, str, bool])
     logits[0, 0] = -torch.inf
     logits[0, 0, 5] = 0.0
     logits[0, 1] = 0.0
-    _, _, chosen = backend.route(logits.to(numbers.device, numbers.router_dtype), 5, *how)
+    _, _, chosen = backend.route(logits.to(numbers.device, numbers.router_dtype), None, 5, *how)
     assert chosen[0, 1].tolist() == [0, 1, 2, 3, 4]
     return [chosen]
 
@@ -75,7 +84,7 @@ ROWS = {
 def rows(
     backend: Backend, numbers: Numbers, shape: tuple[int, ...], skew: float = 0.0, padding: float | None = None
 ) -> list[Tensor]:
-    """With `padding`, about that part of the tokens has choices of −1."""
+    """With `padding`, about that fraction of the tokens has choices of −1."""
     batch, tokens, experts, k, dim = shape
     x, choices = numbers.normal(batch, tokens, dim), numbers.choices(batch, tokens, experts, k, skew)
     some_are_none = padding is not None
@@ -117,7 +126,7 @@ def random_loads() -> Iterator[tuple[str, Case]]:
 
 # ---- expert_mlp --------------------------------------------------------------------------------------
 
-# Rows each source sends for each expert.
+# Rows that each source sends for each expert.
 COUNTS = {
     "uneven": [[3, 1, 4]],
     "more than one tile": [[70, 0, 33, 65]],
@@ -129,7 +138,7 @@ COUNTS = {
     "two sources, no rows": [[0, 0], [0, 0]],
     "two sources, an expert that neither uses": [[2, 0, 1], [1, 0, 2]],
 }
-# dim, hidden: below a tile, multiples of it, and beyond it by a little.
+# dim, hidden: below a tile, multiples of it, and slightly above it.
 WIDTHS = [(6, 5), (64, 32), (70, 40)]
 
 
@@ -184,7 +193,7 @@ def mixture(
     skew: float = 0.0,
     bias: bool = False,
 ) -> list[Tensor]:
-    """Forward and backward; of the choices, a share is dropped."""
+    """Forward and backward, with some choices dropped."""
     (batch, tokens, num_experts, k), (dim, hidden) = shape, widths
     x, choices = numbers.normal(batch, tokens, dim), numbers.choices(batch, tokens, num_experts, k, skew)
     lost = torch.rand(choices.shape, generator=numbers.draw) < dropped
@@ -225,7 +234,7 @@ def gated(backend: Backend, numbers: Numbers, activation: str) -> list[Tensor]:
 
 def rope(backend: Backend, numbers: Numbers) -> list[Tensor]:
     x = numbers.normal(2, 7, 3, 8)
-    return [backend.rope(x, 1e4), backend.rope_backward(numbers.normal(*x.shape), 1e4)]
+    return [backend.rope(x, None, 1e4), backend.rope_backward(numbers.normal(*x.shape), None, 1e4)]
 
 
 def balance(backend: Backend, numbers: Numbers, padding: float | None = None) -> list[Tensor]:
@@ -267,12 +276,13 @@ def padded(
 OF_ROUTER: dict[str, Case] = {
     **{f"route {' '.join(map(str, how))}": partial(route, how=how) for how in HOW},
     **{f"equal scores {' '.join(map(str, how))}": partial(equal_scores, how=how) for how in HOW},
+    **{f"biased route {' '.join(map(str, how))}": partial(biased_route, how=how) for how in HOW},
     "route, no tokens": route_nothing,
     "balance": balance,
     "balance, padding": partial(balance, padding=0.5),
     "balance, padding alone": partial(balance, padding=1.0),
 }
-"""In float32 and float64 alone."""
+"""Only in float32 and float64."""
 
 CASES: dict[str, Case] = {
     **{f"rows, {name}": partial(rows, shape=shape) for name, shape in ROWS.items()},

@@ -34,7 +34,7 @@ def backend(place: Place) -> Backend:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of each test, one that says what is absent is enough."""
+    """One skip per test, with the reason."""
     seen: set[str] = set()
 
     def repeats(item: pytest.Item) -> bool:

@@ -1,4 +1,4 @@
-"""Where operators run here: each backend on each device that there is, and the numbers that it is given."""
+"""The backends and devices of this machine, and the random inputs of each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOW = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A backend on a device, and the dtypes that it is tried in."""
+    """A backend on a device, and its tested dtypes."""
 
     name: str
     backend: Backend
@@ -57,7 +57,7 @@ TOLERANCE = {
     torch.bfloat16: 3 * 2**-8,
     torch.float16: 3 * 2**-11,
 }
-"""How far from the definition a result may be, in units of its largest number or 1."""
+"""The largest allowed error, relative to the result's largest number or 1."""
 
 
 @dataclass(slots=True)
@@ -78,7 +78,7 @@ class Numbers:
         return self._given(torch.randn(shape, generator=self.draw, dtype=torch.float64), self.router_dtype)
 
     def logits(self, tokens: int, experts: int) -> Tensor:
-        """[1, tokens, experts], from −9 to 9, no two of a token's so close that roundings could swap them."""
+        """[1, tokens, experts], from −9 to 9; no two logits of a token are so close that rounding could swap them."""
         order = torch.rand(1, tokens, experts, generator=self.draw).argsort(-1).double()
         return self._given(order * (18 / experts) - 9 + 9 / experts, self.router_dtype)
 
@@ -88,7 +88,7 @@ class Numbers:
         return self.whole((torch.rand(batch, tokens, experts, generator=self.draw) + liking).argsort(-1)[..., :k])
 
     def whole(self, integers: Tensor) -> Tensor:
-        """Integers, as they are."""
+        """Integers, unrounded."""
         return integers.contiguous().to(self.device)
 
     @property

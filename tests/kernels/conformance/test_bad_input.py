@@ -1,4 +1,4 @@
-"""What no model should feed the operators: an error, or plain torch and one warning; never a wrong number."""
+"""Invalid inputs of operators: an error, or plain torch and one warning; never a wrong number."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from cases import HOW
 from places import INTERPRETED, Numbers, Place
 
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends import Backend, BackendError
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton.triton_launch import too_many
@@ -36,20 +37,37 @@ def test_logits_make_finite_weights_or_are_refused(place: Place, logits: str, ho
     fine = by_softmax if how[0] == "softmax" else by_sigmoid
     if not fine and place.device == "cpu":
         with pytest.raises(FloatingPointError, match=r"NaN or infinite for 1 of 2 tokens, first token 1 of sequence 0"):
-            place.backend.route(x, 2, *how)
+            place.backend.route(x, None, 2, *how)
         return
-    probabilities, weights, experts = place.backend.route(x, 2, *how)
+    probabilities, weights, experts = place.backend.route(x, None, 2, *how)
     assert sorted(experts[0, 0].tolist()) == [3, 4]
     first, second = experts[0, 1].tolist()
     assert 0 <= first < 5
     assert 0 <= second < 5
     assert first != second
     assert bool(probabilities[0, 0].isfinite().all() and weights[0, 0].isfinite().all())
-    if not fine:  # a device does not look, and the loss shows it
+    if not fine:  # kernels do not check this; the loss is NaN
         assert bool(probabilities[0, 1].isnan().any() or weights[0, 1].isnan().any())
         return
     grad = place.backend.route_backward(x, probabilities, weights, weights, experts, *how)
     assert bool(torch.cat([probabilities, weights, grad], -1).isfinite().all())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_at_nan_are_those_of_plain_torch(backend: Backend, device: str, activation: str) -> None:
+    def gradients(backend: Backend, device: str) -> list[torch.Tensor]:
+        numbers = Numbers(torch.float32, device)
+        rows, parts = numbers.normal(3, 4), ACTIVATIONS[activation].parts
+        up, down = numbers.normal(1, parts, 5, 4), numbers.normal(1, 4, 5)
+        hidden = numbers.normal(3, parts, 5)
+        hidden[1, 0, 2] = nan
+        given = numbers.whole(torch.tensor([[3]])), up, down, None, None, None, activation
+        return [x.cpu() for x in backend.expert_mlp_backward(numbers.normal(3, 4), rows, hidden, *given)]
+
+    found, expected = gradients(backend, device), gradients(torch_backend, "cpu")
+    assert expected[2].isnan().any()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-5, atol=1e-5)
 
 
 def test_more_experts_than_kernels_take_run_in_plain_torch_with_one_warning(backend: Backend, device: str) -> None:
@@ -58,7 +76,7 @@ def test_more_experts_than_kernels_take_run_in_plain_torch_with_one_warning(back
     up, down = numbers.normal(num_experts, 2, 3, 4), numbers.normal(num_experts, 4, 3)
 
     def layer(with_backend: Backend) -> list[torch.Tensor]:
-        probabilities, weights, chosen = with_backend.route(logits, 2, "softmax", "before", True)
+        probabilities, weights, chosen = with_backend.route(logits, None, 2, "softmax", "before", True)
         rows, counts, positions = with_backend.permute(x, chosen, num_experts)
         out, hidden = with_backend.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
         grads = with_backend.expert_mlp_backward(out, rows, hidden, counts, up, down, None, None, None, "swiglu")
@@ -86,7 +104,7 @@ def test_an_expert_that_is_none_is_refused_or_leads_nowhere(
             place.backend.permute(x, experts, 4)
     if place.backend is torch_backend:
         return
-    # On a device nobody looks: the choice gets no row, and every other place lies among the rows.
+    # Kernels do not check this: the choice gets no row, and every other position is valid.
     monkeypatch.setattr("moec.runtime.backends.triton.triton_rows.refuse_out_of_range", lambda *_: None)
     rows, counts, positions = place.backend.permute(x, experts, 4)
     assert rows.shape == (140, 3)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import ACTIVATIONS, COUNTS, HOW, new_biases
+from conversion_cases import CASES
 from places import INTERPRETED, Numbers, Place
 from torch import Tensor
 from torch.library import opcheck
@@ -25,15 +26,16 @@ Call = tuple[str, tuple[Any, ...]]
 
 
 def leaf(x: Tensor | None) -> Tensor | None:
-    """A copy that wants a gradient."""
+    """A copy that requires a gradient."""
     return None if x is None else x.clone().requires_grad_()
 
 
 def route(numbers: Numbers) -> Iterator[Call]:
     logits = numbers.logits(6, 5).view(2, 3, 5)
     for how in HOW:
-        yield "route", (logits.clone().requires_grad_(), 2, *how)
-        probabilities, weights, experts = ops.route(logits, 2, *how)
+        for bias in (None, numbers.of_router(logits.shape[-1])):
+            yield "route", (logits.clone().requires_grad_(), bias, 2, *how)
+        probabilities, weights, experts = ops.route(logits, None, 2, *how)
         for grads in ((probabilities, weights), (None, weights), (probabilities, None)):
             yield "route_backward", (logits, *grads, weights, experts, *how)
 
@@ -108,11 +110,22 @@ def mixture(numbers: Numbers) -> Iterator[Call]:
 
 def elementwise(numbers: Numbers) -> Iterator[Call]:
     x = numbers.normal(2, 3, 2, 4)
-    yield "rope", (x.clone().requires_grad_(), 1e4)
-    yield "rope_backward", (x, 1e4)
+    positions = numbers.whole(torch.tensor([[0, 1, 2], [0, 0, 1]]))
+    for given in (None, positions):
+        yield "rope", (x.clone().requires_grad_(), given, 1e4)
+        yield "rope_backward", (x, given, 1e4)
     for activation in GATED:
         yield "gated", (x.clone().requires_grad_(), activation)
         yield "gated_backward", (x[..., 0, :], x, activation)
+
+
+def random_numbers(numbers: Numbers) -> Iterator[Call]:
+    ids, zero, one = numbers.choices(2, 3, 6, 1)[..., 0], torch.tensor(0), torch.tensor(1)
+    sequences = numbers.whole(torch.tensor([4, 5]))
+    yield "token_keys", (ids, sequences, one, zero)
+    keys = ops.token_keys(ids, sequences, one, zero)
+    for training in (zero, one):
+        yield "jitter", (leaf(numbers.normal(2, 3, 5)), keys, training, one, 0.5, 0)
 
 
 def embedding(numbers: Numbers) -> Iterator[Call]:
@@ -153,11 +166,11 @@ def padded(numbers: Numbers) -> Iterator[Call]:
 
 
 TABLE = {
-    family.__name__: family for family in (route, balance, rows, experts, mixture, elementwise, embedding, norm, padded)
+    family.__name__: family
+    for family in (route, balance, rows, experts, mixture, elementwise, random_numbers, embedding, norm, padded)
 }
 IN_A_GROUP = {
-    *("exchange_counts", "all_to_all", "all_reduce", "all_reduce_max", "all_gather", "all_gather_alike"),
-    *("reduce_scatter", "slice", "all_to_all_padded", "copy_to"),
+    *(case.operator for case in CASES),
     *("embed_part", "embed_part_backward", "label_logit", "label_logit_backward"),
 }
 """`tests/distributed` checks these."""
@@ -169,7 +182,7 @@ WHICH = ["first", pytest.param("last", marks=pytest.mark.slow)]
 @pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("family", TABLE)
 def test_operators_are_well_formed(place: Place, family: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`which` of the dtypes; in the interpreter, which is slow, both are the first."""
+    """Dtype number `which`; in the slow interpreter always the first."""
     monkeypatch.setenv("MOEC_BACKEND", "torch" if place.backend is torch_backend else "triton")
     for dtype in place.dtypes[:1] if which == "first" or INTERPRETED else place.dtypes[-1:]:
         for name, arguments in TABLE[family](Numbers(dtype, place.device)):

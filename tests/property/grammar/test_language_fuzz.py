@@ -1,4 +1,4 @@
-"""Whatever the text: diagnostics or a Spec, never an exception, and spans that lie in the text."""
+"""Any text gives diagnostics or a Spec, never an exception, and spans within the text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WORDS = sorted({*vocabulary(), *(word for every in vocabulary().values() for cls
 LITERALS = ["0", "1", "2", "8", "64", "0.5", "1e-5", "8GB", "450GB/s", "2us", "3k", '"a"', '"b"', "9" * 30, "1e400"]
 PIECES = [*KEYWORDS, *WORDS, *LITERALS, "\n", "\n", " ", ";", "#", '"', "é", "\t", "\r\n"]
 LONGEST_SECONDS = 1.0
-"""Of the processor: fifty times what the longest of them takes, so that only a runaway reaches it."""
+"""Processor seconds: fifty times the longest input's, so that only a runaway exceeds it."""
 
 
 def assert_in_good_order(loaded: Loaded) -> None:
@@ -106,7 +106,7 @@ def made_up(dice: random.Random) -> bytes:
 
 
 def assert_only_diagnostics(count: int, seed: int) -> None:
-    """Each of `count` inputs gives diagnostics or a Spec, soon; and what parses is laid out."""
+    """Each of `count` inputs quickly gives diagnostics or a Spec; inputs that parse are formatted."""
     dice = random.Random(seed)
     for _ in range(count):
         data = made_up(dice)

@@ -1,4 +1,4 @@
-"""Spec(to_text(spec)) == spec, whatever the Spec, over the whole vocabulary."""
+"""Spec(to_text(spec)) == spec for random Specs over the whole vocabulary."""
 
 from __future__ import annotations
 

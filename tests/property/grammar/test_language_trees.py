@@ -1,4 +1,4 @@
-"""Trees to text and back, and the formatter: what it lays out says the same, and is laid out already."""
+"""Trees to text and back; the formatter keeps meaning and is idempotent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random syntax trees: whatever the grammar can say."""
+"""Random syntax trees over the whole grammar."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from moec.grammar.schema import fields as fields_of
 from moec.grammar.spec.base import Node
 
 LARGEST = 2**40
-SKIPPED = (s.Layer, s.ParallelLayers)  # drawn by the model, which knows how many layers there are
+SKIPPED = (s.Layer, s.ParallelLayers)  # drawn with the model, which has the number of layers
 label = st.text(st.characters(codec="utf-8", exclude_characters='"\r\n\0'), max_size=12)
 
 
@@ -76,7 +76,7 @@ def nodes(cls: type[Node]) -> st.SearchStrategy[Any]:
 
 
 def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
-    """`given`, changed as little as the rules between fields need."""
+    """`given` with the changes that the rules between fields need."""
     if "heads" in given and cls is not s.Mla:
         given["head_dim"] = 2 * min(given.get("head_dim") or 32, 2**30)
         if given.get("kv_heads"):
@@ -104,7 +104,7 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def chosen(gate: Any, experts: int) -> tuple[Any, int]:
-    """A gate and a number of experts that fit."""
+    """A gate and a valid number of experts."""
     k = min(getattr(gate, "k", 1), 64)
     if hasattr(gate, "k"):
         gate = gate.replace(k=k)
@@ -144,7 +144,7 @@ def clusters(draw: st.DrawFn) -> s.Cluster:
 
 @st.composite
 def specs(draw: st.DrawFn) -> Spec:
-    """A Spec that every rule holds for, with a model or with a layer as its subject."""
+    """A valid Spec of a model or of a layer."""
     modules = tuple(draw(st.lists(nodes(s.LayerModule), max_size=2, unique_by=lambda module: module.name)))
     train, adapt = draw(st.none() | nodes(s.Train)), draw(st.none() | nodes(s.Adapt))
     cluster = draw(clusters())
@@ -160,8 +160,9 @@ def specs(draw: st.DrawFn) -> Spec:
         if known(s.Model, field) and (field.required or draw(st.booleans()))
     }
     embedding = drawn.get("embedding")
-    if embedding is not None and embedding.padding is not None:
-        drawn["embedding"] = embedding.replace(padding=embedding.padding % drawn["vocab"])
+    if embedding is not None:
+        ids = {name: id for name in ("padding", "separator") if (id := getattr(embedding, name)) is not None}
+        drawn["embedding"] = embedding.replace(**{name: id % drawn["vocab"] for name, id in ids.items()})
     context = max(draw(st.integers(1, LARGEST)), train.sequence if train else 1)
     model = s.Model(**drawn | {"name": draw(label), "depth": len(stack), "context": context, "layers": stack})
     parallel = draw(nodes(s.Parallel)).replace(layers=tuple(draw(st.lists(ranges(len(stack)), max_size=2))))

@@ -1,4 +1,4 @@
-"""`import moec`: what it offers, and when it imports what."""
+"""`import moec`: its names, and which imports are lazy."""
 
 import subprocess
 import sys

@@ -128,7 +128,7 @@ def test_emitted_stages_are_what_they_say(run):
     graphs = run("compile", "tiny.moe", "--emit=fx")[1]
     assert "torch.ops.moec.route.default(" in graphs
     ast.parse(graphs)
-    assert "plain torch does the work" in run("compile", "tiny.moe", "--emit=kernels")[1]
+    assert "plain torch runs everything" in run("compile", "tiny.moe", "--emit=kernels")[1]
 
 
 def test_inspect_shows_the_graphs_of_a_plan_and_the_source_of_its_kernels(run):
@@ -213,9 +213,9 @@ def test_verify_blames_no_plan_for_a_backend_that_cannot_be_had(run, monkeypatch
     assert err.startswith(f"error[MOE0707]: the kernels asked for cannot run here\n  {why}\nhelp: unset it")
 
 
-def test_load_says_that_a_plan_is_whole(run):
+def test_load_says_that_a_plan_is_valid(run):
     run("compile", "tiny.moe")
-    assert run("load", "tiny.plan", "--trust-nothing") == (0, "tiny.plan: tiny, 4 ranks, 29 parameters, whole\n", "")
+    assert run("load", "tiny.plan", "--trust-nothing") == (0, "tiny.plan: tiny, 4 ranks, 29 parameters, valid\n", "")
 
 
 def test_no_plan_at_all_is_a_diagnostic(run):

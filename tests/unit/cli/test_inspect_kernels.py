@@ -1,4 +1,4 @@
-"""`moec inspect PLAN --kernels`: shapes, what a compiler says of them, and the work under a roofline."""
+"""`moec inspect PLAN --kernels`: shapes, the compiler's statistics, and the work under a roofline."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_triton_that_cannot_compile_them_is_a_diagnostic(
         monkeypatch.setattr("triton.__version__", has)
     else:
         monkeypatch.setitem(sys.modules, "triton", None)
-    with pytest.raises(BackendError, match=f"MOE0707.*`moec inspect --kernels` compiles them, and {why}") as refused:
+    with pytest.raises(BackendError, match=f"MOE0707.*`moec inspect --kernels` compiles them, but {why}") as refused:
         inspect_kernels(folder)
     assert refused.value.diagnostics[0].help == "install Triton 3.6 to 3.9"
 
@@ -87,7 +87,7 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     assert cells["down"][2] == "rule"
     assert cells["down"][6:] == ["arithmetic", "1.0 µs", "<text>:10"]
     assert int(cells["down"][3]) > 16
-    # 128 tokens of 64 numbers, read twice as rows and written once, and 256 places.
+    # 128 tokens of 64 numbers, read twice as rows and written once, and 256 positions.
     assert cells["combine"][6:8] == ["memory", "0.1 µs"]
 
 
@@ -126,15 +126,15 @@ def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(moe_plan().save(tmp_path / "tiny.plan")), "--kernels"])
     assert done.exit_code == 0
-    assert "plain torch does the work" in done.stdout
+    assert "plain torch runs everything" in done.stdout
 
 
-def test_kernels_are_of_a_plan(tmp_path: Path) -> None:
+def test_kernels_need_a_plan(tmp_path: Path) -> None:
     file = tmp_path / "small.moe"
     file.write_text(SMALL)
     done = CliRunner().invoke(app, ["inspect", str(file), "--kernels"])
     assert done.exit_code == 2
-    assert "of a plan" in done.output
+    assert "need a plan" in done.output
 
 
 def test_work_is_that_of_the_tensors() -> None:

@@ -1,4 +1,4 @@
-"""`moec inspect PLAN`: every collective with its group, bytes and line; what a rank holds; pictures."""
+"""`moec inspect PLAN`: every collective with its group, bytes and line; a rank's parts; pictures."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from models import moe_plan
 
 from moec.commands.inspect_plan import inspect_plan
-from moec.passes.ir.ops import Collective
+from moec.passes.ir.ops import Conversion
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(pla
     # 32 rows through 3 matrices of 16 by 16. Kept: rows, pre-activations [32, 2, 16], weights, counts from 2 sources.
     kept = 32 * 16 * 4 + 32 * 32 * 4 + 32 * 4 + 2 * 4 * 8
     assert rows["expert_mlp %weighted"] == ["49.2 k", "98.3 k", f"{kept / 1000:.3g} kB", "-", "tiny.moe:10"]
-    # q, k and v are projections of one value, which is kept once.
+    # q, k and v are projections of one value, which is saved once.
     assert (rows["linear %q"][2], rows["linear %k"][2]) == ("1.02 kB", "-")
     assert [row[0] for row in lines[-2:]] == ["18 others", "all"]
     assert rows["all"][3] == "4.26 kB"
@@ -63,14 +63,14 @@ def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(pla
 
 def test_one_rank_cannot_send(tmp_path):
     text = inspect_plan(moe_plan(ranks=1, ep=1).save(tmp_path / "one.plan"), None, None)
-    assert text.count("nothing is communicated") == 7
+    assert text.count("no communication") == 7
 
 
 def test_a_rank_knows_its_place_its_peers_and_its_experts(plan: Path):
     text = inspect_plan(plan, 3, None)
-    assert "rank 3 of 4: reads share 3 of 4" in text
-    assert "talks over ep[1..2] to [2]" in text
-    assert "talks over edp[1..2] to [1]" in text
+    assert "rank 3 of 4: reads part 3 of 4" in text
+    assert "group ep[1..2] with [2]" in text
+    assert "group edp[1..2] with [1]" in text
     assert re.search(r"moe.experts.up.weight +fp32\[4:8, 2, 16, 16\] +of \[8, 2, 16, 16\] +ep:shard\(0\)", text)
 
 
@@ -92,7 +92,7 @@ def test_pictures_have_every_op_once_and_show_collectives(plan: Path, kind: str,
         edges += sum(len({makers[name] for name in op.operands if name in makers}) for op in block.ops)
         edges += len({makers[output.name] for output in block.outputs})
     assert text.count(f" {arrow} ") == edges
-    collectives = sum(isinstance(op, Collective) for block in program.blocks for op in block.ops)
+    collectives = sum(isinstance(op, Conversion) for block in program.blocks for op in block.ops)
     assert text.count(loud) == collectives > 0
     blocks = len(program.blocks)
     assert len(text.splitlines()) == edges + drawn + (2 * blocks + 1 if kind == "mermaid" else 3 * blocks + 3)

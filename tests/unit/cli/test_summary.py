@@ -1,4 +1,4 @@
-"""The summary at the end of `moec compile`: what a rank holds, keeps and sends."""
+"""The summary of `moec compile`: a rank's parameters, saved activations and bytes sent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`moec tune` where it has nothing to measure; `tests/kernels/interpreted_tuning.py` has it search."""
+"""`moec tune` without anything to measure; `tests/kernels/interpreted_tuning.py` tests its search."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def test_on_processors_there_is_nothing_to_tune_and_the_plan_stays(tmp_path: Pat
     before = (folder / "plan.json").read_bytes()
     done = CliRunner().invoke(app, ["tune", str(folder)])
     assert done.exit_code == 0, done.output
-    assert done.stdout == "tiny: on cpu plain torch does the work; there is nothing to tune\n"
+    assert done.stdout == "tiny: on cpu plain torch runs everything; there is nothing to tune\n"
     assert (folder / "plan.json").read_bytes() == before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a device")
 def test_without_a_device_it_says_where_to_go() -> None:
-    with pytest.raises(DiagnosticError, match=r"MOE0706.*the plan is for h100 \(cuda\), and torch finds no GPU here"):
+    with pytest.raises(DiagnosticError, match=r"MOE0706.*the plan is for h100 \(cuda\), but torch finds no GPU"):
         tune(compile_source(MIXTRAL))
 
 
 def test_the_device_must_be_of_the_plans_kind_and_not_another_of_the_library() -> None:
     h100 = compile_source(MIXTRAL).spec.cluster.device
     require_fit(h100, "cuda", "NVIDIA H100 80GB HBM3")
-    require_fit(h100, "cuda", "NVIDIA GH200 480GB")  # of no name in the library: whoever asks knows
+    require_fit(h100, "cuda", "NVIDIA GH200 480GB")  # not in moec's library, so not known to be another device
     for kind, name in (("cuda", "NVIDIA A100-SXM4-80GB"), ("hip", "AMD Instinct MI300X"), ("hip", "AMD H100")):
         with pytest.raises(DiagnosticError, match=f"this machine has {name}"):
             require_fit(h100, kind, name)
@@ -65,4 +65,4 @@ def test_a_plan_without_experts_has_nothing_to_tune(tmp_path: Path) -> None:
     """
     done = CliRunner().invoke(app, ["tune", str(compile_source(dense).save(tmp_path / "dense.plan"))])
     assert done.exit_code == 0, done.output
-    assert "it has no experts that kernels run" in done.stdout
+    assert "no kernel runs its experts" in done.stdout

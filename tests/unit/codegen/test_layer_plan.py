@@ -1,4 +1,4 @@
-"""The plan of a `layer` file: written, read, and refused where it is not what its Spec says."""
+"""The plan of a `layer` file: written, read, and refused if it differs from its Spec."""
 
 from __future__ import annotations
 

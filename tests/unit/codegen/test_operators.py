@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from models import layer_plan, moe_plan
+from sliced_experts import sliced_plan
 from torch import fx
 
 import moec
-from moec.codegen.emit import emit_graph, facts_of, target_name
+from moec.codegen.emit import emit_graph, info_of, target_name
 from moec.codegen.emit.functions import EMISSIONS
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
@@ -50,10 +51,13 @@ FORMS: dict[str, dict[str, Any]] = {
     "relu2": {"expert": "relu2(8)", "ffn": "relu2(8)", "gate": "topk(1, score = sigmoid)"},
     "expert biases": {"expert": "swiglu(8, bias = true)", "ffn": "swiglu(8, bias = true)"},
     "no balance": {"balance": "[]"},
+    "biases that balance": {"gate": "topk(2, bias = online(0.01))", "tp": 2, "ep": 4},
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},
+    "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
+    "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
-"""Options of `moe_plan` that between them make every op (`test_every_op_is_in_one_of_these_plans`)."""
+"""Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""
 
 
 def emitted(program: Any) -> list[fx.Node]:
@@ -63,7 +67,8 @@ def emitted(program: Any) -> list[fx.Node]:
 def plans() -> dict[str, Plan]:
     made = {name: moe_plan(**options) for name, options in FORMS.items()}
     made |= {path.name: moec.compile(path) for path in EXAMPLES}
-    return made | {"a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
+    made |= {"a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
+    return made | {"sliced experts": sliced_plan(), "copied experts": sliced_plan(copied=True)}
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +87,8 @@ def test_every_op_has_an_emission():
 
 
 def test_every_op_is_in_one_of_these_plans(nodes: list[fx.Node]):
-    """Else the tests here would say nothing of it."""
-    assert set(Op.registry.values()) - {type(facts_of(node).op) for node in nodes} == set()
+    """An op that no plan makes would not be tested here."""
+    assert set(Op.registry.values()) - {type(info_of(node).op) for node in nodes} == set()
 
 
 def test_graphs_name_operators_of_torch_and_moec_only(nodes: list[fx.Node]):
@@ -94,8 +99,8 @@ def test_graphs_name_operators_of_torch_and_moec_only(nodes: list[fx.Node]):
                 assert target is operator.getitem or isinstance(target, torch._ops.OpOverload), node
                 assert target is operator.getitem or target.namespace in ("aten", "moec"), target  # type: ignore[union-attr]
             case "call_module":
-                assert facts_of(node).op is not None
-                assert target_name(node) == f"layers.{facts_of(node).op.layer}"  # type: ignore[union-attr]
+                assert info_of(node).op is not None
+                assert target_name(node) == f"layers.{info_of(node).op.layer}"  # type: ignore[union-attr]
             case _:
                 assert node.op in ("placeholder", "output"), node
 
@@ -114,17 +119,19 @@ def test_no_operator_writes_its_inputs_or_draws_numbers(nodes: list[fx.Node]):
 
 
 SEEDED = {torch.ops.aten.scaled_dot_product_attention.default}
-"""It draws numbers for dropout alone, and is given 0.0."""
+"""It draws random numbers only for dropout, which is 0.0."""
 
 
 def test_attention_drops_nothing(nodes: list[fx.Node]):
     attention = [node for node in nodes if node.target in SEEDED]
     assert attention
-    assert all(node.args[3:6] == (None, 0.0, True) for node in attention)
+    masked = [node for node in attention if node.args[3] is not None]
+    assert masked  # packed texts
+    assert all(node.args[4:6] == (0.0, node.args[3] is None) for node in attention)
 
 
 def test_arguments_are_what_the_schemas_take(nodes: list[fx.Node]):
-    """As many as there are, of the types that torch's own schema says; none is an object of the plan's."""
+    """Arguments match torch's schema in number and type; none is an object of the plan."""
     for node in nodes:
         if isinstance(node.target, torch._ops.OpOverload):
             schema = node.target._schema
@@ -161,4 +168,4 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "List[int]": (_list_of(int),),
     "Optional[List[int]]": (_list_of(int), _NONE),
 }
-"""What an argument may be, by its type in a schema, which writes a dtype as an int."""
+"""The Python types of an argument by its type in a schema, which writes a dtype as an int."""

@@ -1,4 +1,4 @@
-"""A plan's kernels: listed from its Program, rendered for people, never stored."""
+"""A plan's kernels: listed from its Program, rendered for reading, never stored."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_shapes_without_kernels_say_why() -> None:
 
 
 def test_no_kernel_adds_atomically() -> None:
-    """One program writes each element: a sum that several programs add to has another order every time, or a race."""
+    """One program writes each element: sums by several programs have another order every time, or a race."""
     templates = sorted((Path(kernels.__file__).parent / "templates").glob("*.j2"))
     assert len(templates) > 8
     assert all("tl.atomic" not in template.read_text(encoding="utf-8") for template in templates)

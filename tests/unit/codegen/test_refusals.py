@@ -1,4 +1,4 @@
-"""A plan is data: whatever is planted in one, it is refused, and nothing of it runs.
+"""A plan is data: planted code is refused and never runs.
 
 `tests/unit/passes/test_hostile_text.py` plants more in the text of a Program alone.
 """
@@ -27,13 +27,13 @@ Change = Callable[[dict[str, str], dict[str, Any]], None]
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    """A plan on disk, in a folder of its own to watch for planted files."""
+    """A plan in an empty folder, where tests look for planted files."""
     monkeypatch.chdir(tmp_path)
     return moe_plan().save(tmp_path / "tiny.plan")
 
 
 def forge(folder: Path, change: Change) -> None:
-    """Edits a plan as an attacker would: the digests are made to fit again."""
+    """Edits a plan as an attacker would: with new digests."""
     texts = {name: (folder / name).read_text() for name in FILES[1:]}
     manifest = json.loads((folder / "plan.json").read_text())
     change(texts, manifest)
@@ -46,7 +46,7 @@ def forge(folder: Path, change: Change) -> None:
 
 
 def program(old: str, new: str, count: int = 1) -> Change:
-    """Replaces `old` in the Program, the first time that it stands there."""
+    """Replaces the first `old` in the Program."""
 
     def change(texts: dict[str, str], manifest: dict[str, Any]) -> None:
         assert old in texts["program.ir"], old
@@ -56,7 +56,7 @@ def program(old: str, new: str, count: int = 1) -> Change:
 
 
 def spec(old: str, new: str) -> Change:
-    """The same in the Spec."""
+    """Replaces the first `old` in the Spec."""
 
     def change(texts: dict[str, str], manifest: dict[str, Any]) -> None:
         assert old in texts["spec.moe"], old
@@ -298,6 +298,66 @@ def test_a_linked_file_is_refused(folder, tmp_path):
 def test_a_huge_file_is_refused_unread(folder, monkeypatch):
     monkeypatch.setattr("moec.codegen.reading.MAX_FILE_BYTES", 1000)
     with pytest.raises(PlanError, match="larger than 1000 bytes"):
+        read_plan(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "name"),
+    [
+        ("normal(0.02) decays", "normal(0.02)", "layers.0.attention.q.weight"),
+        ("normal(0.02) decays", "normal(0.03) decays", "layers.0.attention.q.weight"),
+        ("= ones", "= zeros", "layers.0.attention_norm.weight"),
+        ("= ones", "= ones decays", "layers.0.attention_norm.weight"),
+    ],
+)
+def test_initial_values_and_weight_decay_are_those_of_the_spec(folder, old: str, new: str, name: str):
+    """No rule of an op, and no comparison of gradients, would find another."""
+    forge(folder, program(old, new))
+    with pytest.raises(PlanError, match=f"program.ir: its parameter {name} is not that of the Spec"):
+        read_plan(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (
+            "parts = 4, whole = 5, eval_parts = 4, eval_whole = 5",
+            "parts = 17, whole = 20, eval_parts = 17, eval_whole = 20",
+        ),
+        ("least = 1", "least = 4"),
+    ],
+)
+def test_capacities_are_those_of_the_spec(tmp_path, old: str, new: str):
+    """On the short sequences of `moec verify` an expert has as many places."""
+    folder = moe_plan(beside="capacity = factor(0.8)").save(tmp_path / "capacity.plan")
+    forge(folder, program(old, new, -1))
+    with pytest.raises(PlanError, match=r"its capacity of layer 1 is not that of the Spec"):
+        read_plan(folder)
+
+
+def test_the_order_of_parameters_is_that_of_the_spec(folder):
+    """An optimizer's state is by order."""
+    lines = (folder / "program.ir").read_text().splitlines(keepends=True)
+    first, second = (next(i for i, line in enumerate(lines) if f"@attention.{n}.weight:" in line) for n in "qk")
+    lines[first], lines[second] = lines[second], lines[first]
+    forge(folder, lambda texts, manifest: texts.update({"program.ir": "".join(lines)}))
+    with pytest.raises(PlanError, match="its order of the parameters of layer 0 is not that of the Spec"):
+        read_plan(folder)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fp32[8] @ replicate = zeros", "fp32[8] @ replicate = ones"),
+        ("^moe.gate.bias", "^moe.gate.biases"),
+    ],
+)
+def test_states_are_those_of_the_spec(tmp_path, old: str, new: str):
+    """The Program keeps every rule: the layers and the block that updates their states are edited alike."""
+    plan = moe_plan(gate="topk(2, score = sigmoid, normalize = true, bias = online(0.01))")
+    folder = plan.save(tmp_path / "online.plan")
+    forge(folder, program(old, new, count=-1))
+    with pytest.raises(PlanError, match=r"program.ir: its state layers.[12].moe.gate.bias\w* is not that of"):
         read_plan(folder)
 
 

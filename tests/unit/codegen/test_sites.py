@@ -1,4 +1,4 @@
-"""Collectives know what of the model they serve, so that a message about one can say it."""
+"""Collectives have a site: the part of the model that they serve, for messages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import torch
 from models import layer_plan, moe_plan
 from torch import fx
 
-from moec.codegen.emit import LAYER, emit_function, emit_graph, facts_of, site_of, target_name, weight_users
+from moec.codegen.emit import LAYER, emit_function, emit_graph, info_of, site_of, target_name, weight_users
 from moec.codegen.plan import Plan
 from moec.grammar.source import Source, Span
 from moec.passes.ir import Mesh, Op, Program, Value
 from moec.passes.ir.interface import FORWARD, layers_by_block
-from moec.passes.ir.ops import Collective
+from moec.passes.ir.ops import Conversion
 from moec.runtime.job.watch import located
 from moec.runtime.verify.shuffles import SHUFFLES
 
@@ -34,8 +34,8 @@ def sites(plan: Plan) -> dict[str, str]:
     found = {}
     for block, layers in layers_by_block(plan.program).items():
         for node in collectives(emit_graph(plan.program, plan.program.block(block))):
-            op, site = facts_of(node).op, node.kwargs["site"]
-            assert isinstance(op, Collective)
+            op, site = info_of(node).op, node.kwargs["site"]
+            assert isinstance(op, Conversion)
             assert isinstance(site, str)
             assert ("layer" in node.kwargs) == bool(layers)
             for number in layers:
@@ -57,11 +57,11 @@ def test_every_collective_names_its_layer_and_line():
 
 
 def test_a_layers_number_is_what_its_graph_is_given():
-    """Identical layers share a graph: the number that reaches a collective is the input of that name."""
+    """Identical layers share a graph: a collective gets the layer's number from that input."""
     plan = moe_plan(ranks=4, ep=2, tp=2)
     for block, layers in layers_by_block(plan.program).items():
         graph = emit_graph(plan.program, plan.program.block(block))
-        given = [node for node in graph.nodes if facts_of(node).key == LAYER]
+        given = [node for node in graph.nodes if info_of(node).key == LAYER]
         assert len(given) == bool(layers)
         assert all(node.kwargs.get("layer") in (given or [None]) for node in collectives(graph))
 
@@ -99,7 +99,7 @@ def code(quote: str) -> str:
 
 
 def require_text(module: fx.GraphModule) -> None:
-    """The source that was run is what the graph says, and nothing in it was code of the plan's."""
+    """The source that ran equals the graph, and contains no code of the plan."""
     tree = ast.parse(module.code)
     assert "__import__" not in {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     assert [type(statement) for statement in tree.body if not isinstance(statement, ast.Import | ast.ImportFrom)] == [
@@ -110,7 +110,7 @@ def require_text(module: fx.GraphModule) -> None:
 
 @pytest.mark.parametrize("quote", QUOTES)
 def test_a_line_that_is_code_stays_text(quote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """torch.fx writes the words into source: whatever a plan claims its `.moe` line is, it is quoted there."""
+    """torch.fx writes sites into source: any text in place of a `.moe` line is quoted there."""
     monkeypatch.chdir(tmp_path)
     plan = moe_plan(ranks=2, ep=2)
     span = Span(Source(code(quote), ""), 0, 0)
@@ -128,7 +128,7 @@ def test_a_line_that_is_code_stays_text(quote: str, tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("quote", QUOTES)
 def test_names_that_are_code_stay_text(quote: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Of blocks, values, parameters, meshes and axes."""
+    """Names of blocks, values, parameters, meshes and axes."""
     monkeypatch.chdir(tmp_path)
     program = _renamed(moe_plan(ranks=4, ep=2, tp=2).program, code(quote))
     assert all("__import__" in block.name for block in program.blocks)

@@ -1,4 +1,4 @@
-"""Tiles by device and shape: what is shipped, what a plan has of its own, and which of them counts."""
+"""Tiles by device and shape: shipped ones, a plan's, and which of them are used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from moec.driver import load
 
 ROOT = Path(__file__).parents[3]
 OTHER = Tiles(Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3))
-"""Of no rule, and shipped by nobody."""
+"""A tile of no rule, and not shipped."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def plan() -> Plan:
 
 
 def tuned(plan: Plan, tiles: Tiles = OTHER) -> Plan:
-    """As `moec tune` would leave it."""
+    """The plan as `moec tune` would write it."""
     measured = Measured(rows=4096, default_ms=2.0, ms=1.5)
     entries = tuple(Entry.of(one.key, tiles, measured) for one in products_of(plan))
     return replace(plan, tiles=StoredTiles(device="h100", triton="3.6.0", entries=entries))
@@ -50,7 +50,7 @@ def test_a_plans_own_tiles_come_before_those_that_are_shipped_and_these_before_t
     assert choice({})[1] == "shipped"
     assert choice({}, device="b200") == (tiles_for("bf16", 8192, 8, (4096, 14336), "hopper"), "rule")
     assert choice({}, dim=4095)[1] == "rule"
-    # Tuned for many rows per expert: with few of them it is another product.
+    # Tuned for many rows per expert; few rows are another entry.
     assert choice(own, rows=64)[1] == "shipped"
 
 
@@ -66,7 +66,7 @@ def test_what_is_shipped_names_a_device_of_the_library_and_claims_no_measurement
     assert (ROOT / "grammar" / "library" / "devices" / f"{device}.moe").exists()
     stored = StoredTiles.model_validate_json((ROOT / "codegen" / "kernels" / "tuned" / f"{device}.json").read_bytes())
     assert stored.device == device
-    # Whoever measures one says with which Triton, and what the default took.
+    # Measured tiles name their Triton and the default's time.
     assert stored.triton is None
     assert all(entry.measured is None for entry in stored.entries)
     # Mixtral, Qwen3, OLMoE, DeepSeek-V3, gpt-oss, under each load.

@@ -29,7 +29,7 @@ def moec(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tm
 
 @pytest.fixture
 def starter(tmp_path: Path) -> Path:
-    """A good file, laid out."""
+    """A valid, formatted file."""
     path = tmp_path / "model.moe"
     path.write_text(STARTER, encoding="utf-8")
     return path

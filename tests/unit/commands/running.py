@@ -1,4 +1,4 @@
-"""What running a command in a test gives."""
+"""The result of running a command in a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a command left behind."""
+    """The exit code and output of a command."""
 
     status: int
     out: str

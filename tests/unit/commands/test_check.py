@@ -1,4 +1,4 @@
-"""`moec check` and `--fix`: the two ways to the command say the same, and mending mends."""
+"""`moec check` and `--fix`: both entry points print the same, and fixes fix."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_fix_mends_what_has_one_remedy(moec: Run, starter: Path) -> None:
     starter.write_text(bad)
     ran = moec("check", "--fix", "model.moe")
     assert (ran.status, starter.read_text()) == (0, good)
-    assert "mended" in ran.err
+    assert "fixed" in ran.err
 
 
 def test_fix_leaves_what_it_cannot_mend(moec: Run, starter: Path) -> None:

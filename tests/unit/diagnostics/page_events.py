@@ -1,6 +1,6 @@
-"""What happens without a `.moe` file: plans that cannot be read or written, and jobs that cannot run.
+"""Diagnostics without a `.moe` file: plans that cannot be read or written, and jobs that cannot run.
 
-Each function brings one diagnostic about and gives it, with the working folder an empty one.
+Each function causes one diagnostic and returns it, in an empty working folder.
 """
 
 from __future__ import annotations
@@ -91,9 +91,9 @@ def too_large_to_verify() -> Sequence[Diagnostic]:
 
 
 def drifted() -> Sequence[Diagnostic]:
-    from moec.runtime.job.replicas import require_alike
+    from moec.runtime.job.replicas import require_equal
 
-    return raised(lambda: require_alike(moe_plan(), {"layers.0.attention.q.weight": [(1, 1), (1, 1), (1, 1), (2, 1)]}))
+    return raised(lambda: require_equal(moe_plan(), {"layers.0.attention.q.weight": [(1, 1), (1, 1), (1, 1), (2, 1)]}))
 
 
 def killed() -> Sequence[Diagnostic]:
@@ -185,6 +185,14 @@ def model_of_another_job() -> Sequence[Diagnostic]:
         return raised(lambda: second.clip_grad_norm_(first.build(), 1.0))
 
 
+def setting_out_of_range() -> Sequence[Diagnostic]:
+    from models import moe_spec
+
+    from moec.runtime.job.reference import reference
+
+    return raised(lambda: reference(moe_spec(gate="topk(2, jitter = 0.1)")).set(step=-1))
+
+
 def another_device() -> Sequence[Diagnostic]:
     from moec.driver import compile as compile_source
     from moec.runtime.tune.tuning import require_fit
@@ -214,9 +222,9 @@ def unknown_subject() -> Sequence[Diagnostic]:
 
 
 def other_layers() -> Sequence[Diagnostic]:
-    from moec.runtime.job.layer_home import require_alike
+    from moec.runtime.job.layer_home import require_same_layer
 
-    return raised(lambda: require_alike([7, 8], [0, 1]))
+    return raised(lambda: require_same_layer([7, 8], [0, 1]))
 
 
 def launching_a_layer() -> Sequence[Diagnostic]:
@@ -251,6 +259,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0712": foreign_state,
     "MOE0713": nothing_to_learn,
     "MOE0714": model_of_another_job,
+    "MOE0715": setting_out_of_range,
     "MOE0720": other_layers,
     "MOE0721": launching_a_layer,
 }

@@ -1,9 +1,9 @@
-"""Every code has a page, and every page is true: its wrong file renders as shown, its corrected file says nothing.
+"""Every code has a page: its wrong file renders as shown, its corrected file has no diagnostics.
 
-A page is `MOExxxx.md`: a title, why the rule is there and how to keep it, a wrong file, the exact output, and the
-corrected file. Most files are checked by `check_file`. A code that needs another road (a later pass, another way
-to save the file) has an entry in `CHECKS`. What happens without a `.moe` file has an entry in `EVENTS`, and its page
-says what to do in the place of the two files.
+A page is `MOExxxx.md`: a title, the rule's reason and remedy, a wrong file, the exact output, and the
+corrected file. `check_file` checks most files. A code that needs another check (a later pass, another encoding of the
+file) has an entry in `CHECKS`. A diagnostic without a `.moe` file has an entry in `EVENTS`, and its page says what to
+do instead of showing files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Check = Callable[[str, Path], Sequence[Diagnostic]]
 
 
 def check_file(text: str, folder: Path) -> Sequence[Diagnostic]:
-    """What the language says about `text`, saved as `example.moe` in `folder`."""
+    """The diagnostics of `text`, saved as `example.moe` in `folder`."""
     return load_bytes(text.encode(), folder)
 
 
@@ -42,7 +42,7 @@ def load_bytes(data: bytes, folder: Path, **lets: str) -> Sequence[Diagnostic]:
 
 
 def saved(convert: Callable[[str], bytes]) -> Check:
-    """The file saved in another way than as plain UTF-8."""
+    """Checks the file in another encoding than plain UTF-8."""
     return lambda text, folder: load_bytes(convert(text), folder)
 
 
@@ -56,7 +56,7 @@ def in_place_of_a_file(text: str, folder: Path) -> Sequence[Diagnostic]:
 
 
 def with_degrees(text: str, folder: Path) -> Sequence[Diagnostic]:
-    """What `moec check` says: the degrees are the `place` pass's to check."""
+    """The diagnostics of `moec check`, which also runs the `place` pass for degrees."""
     path = folder / "example.moe"
     path.write_text(text, encoding="utf-8")
     return check_degrees(path)
@@ -68,7 +68,7 @@ def chain_of_files(text: str, folder: Path) -> Sequence[Diagnostic]:
     return load_bytes(text.encode(), folder)
 
 
-# How to come to the wrong file, by code; the corrected one is always checked as it stands, unless `EVERY` has it.
+# The check of the wrong file, by code; the corrected file is checked by `check_file`, unless `EVERY` has the code.
 CHECKS: dict[str, Check] = {
     "MOE0001": missing,
     "MOE0002": in_place_of_a_file,
@@ -88,7 +88,7 @@ EVERY: dict[str, Check] = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page taken apart."""
+    """A parsed page."""
 
     title: str
     wrong: str
@@ -158,7 +158,7 @@ def test_page_shows_what_the_event_gives(
 
 
 def assert_shown(path: Path, shown: str, output: str, update_golden: bool) -> None:
-    """The page shows `output`, or is made to."""
+    """Compares the page's output with `output`, or updates it."""
     if update_golden:
         text = path.read_text(encoding="utf-8")
         path.write_text(text.replace(f"```text\n{shown}```", f"```text\n{output}```"), encoding="utf-8")

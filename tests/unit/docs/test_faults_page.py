@@ -1,4 +1,4 @@
-"""docs/faults.md: every row is answered, every test that it names exists, and what is not built yet is refused."""
+"""docs/faults.md: no row is empty, every named test exists, and "not built yet" features are refused."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ ROWS = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in LINE
 TEST = re.compile(r"`([\w/]+\.py)::(\w+)`")
 LATER = re.compile(r"not built yet: `([^`]+)`")
 
-PARALLEL, GATE = "parallel {", "topk(2, normalize = true)"
+PARALLEL = "parallel {"
 REFUSED: dict[str, tuple[str, str]] = {
-    "bias": (GATE, "topk(2, score = sigmoid, bias = online(rate = 1e-3))"),
     "sinks": ("rope(theta = 1e4)", "rope(theta = 1e4), sinks = true"),
     "cp": (PARALLEL, f"{PARALLEL} cp = 2;"),
     "etp": (PARALLEL, f"{PARALLEL} etp = 2;"),
@@ -35,7 +34,7 @@ REFUSED: dict[str, tuple[str, str]] = {
     "fp8": ("dtype = fp32", "dtype = fp8"),
     "adapt": (PARALLEL, f"adapt {{ placement = replicate(2) }}\n{PARALLEL}"),
 }
-"""Words of the language that the page calls not built yet: what of a file to write otherwise to say each."""
+"""The words that the page calls not built yet, with the change to a file that uses each."""
 
 OTHERS = {"moec weights", "job.save"}
 

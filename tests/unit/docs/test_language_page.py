@@ -1,4 +1,4 @@
-"""docs/language.md: its tables are the schema's, and its files are good."""
+"""docs/language.md: its tables are generated from the schema, and its files are valid."""
 
 from __future__ import annotations
 

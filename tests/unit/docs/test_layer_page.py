@@ -1,4 +1,4 @@
-"""docs/layer.md: what it shows runs, and what it says of hosts is what the example does."""
+"""docs/layer.md: its code runs, and its lines for hosts are the example's."""
 
 from __future__ import annotations
 

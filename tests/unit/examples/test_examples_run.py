@@ -29,7 +29,7 @@ def test_the_demo_is_for_as_many_ranks_as_it_starts() -> None:
 
 @pytest.fixture
 def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Arguments for `train.main` that train a small plan a little; gives the result file."""
+    """Arguments for `train.main` that train a small plan for a few steps; returns the result file."""
     plan, data, result = tmp_path / "first.plan", tmp_path / "data.txt", tmp_path / "result.json"
     moec.compile(EXAMPLES / "first.moe").save(plan)
     data.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)

@@ -1,4 +1,4 @@
-"""What the examples read: always the same split, and one clear line where there is nothing to train on."""
+"""The examples' text: always the same split, and one clear error if there is nothing to train on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters and devices: the library, `from`, `nodes`, and which of several is used."""
+"""Clusters and devices: the library, `from`, `nodes`, and which of several clusters is used."""
 
 from __future__ import annotations
 

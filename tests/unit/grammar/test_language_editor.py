@@ -1,4 +1,4 @@
-"""Highlighting: the same table for Pygments and TextMate, and no error token on any good file."""
+"""Highlighting: the same table for Pygments and TextMate, and no error token in any valid file."""
 
 from __future__ import annotations
 

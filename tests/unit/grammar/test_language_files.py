@@ -1,4 +1,4 @@
-"""Files: what `use` finds, and the many ways in which a file can be no `.moe` file."""
+"""Files: the paths of `use`, and inputs that are not `.moe` files."""
 
 from __future__ import annotations
 

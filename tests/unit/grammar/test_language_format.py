@@ -1,4 +1,4 @@
-"""`moec fmt`: what it does to spacing, alignment, blank lines, long lines and comments."""
+"""`moec fmt`: its rules for spacing, alignment, blank lines, long lines and comments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`layers` blocks: which layers they pick, what a later one changes, and that like layers are one object."""
+"""`layers` blocks: selectors, overrides by later blocks, and identical layers as one object."""
 
 from __future__ import annotations
 

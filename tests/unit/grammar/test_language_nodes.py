@@ -1,4 +1,4 @@
-"""Nodes and sources: what takes part in equality, and what positions mean."""
+"""Nodes and sources: equality of nodes, and positions in a source."""
 
 from __future__ import annotations
 

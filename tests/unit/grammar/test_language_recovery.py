@@ -1,4 +1,4 @@
-"""Syntax errors: all of a file in one run, each at its place, and none because of another."""
+"""Syntax errors: one run reports each error of a file at its place, and no consequential errors."""
 
 from __future__ import annotations
 

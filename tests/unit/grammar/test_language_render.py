@@ -1,4 +1,4 @@
-"""Renderings: what each shows, and that nothing in a file can disturb a terminal or a log."""
+"""Renderings: the text of each, and that no file can inject control characters into a terminal or a log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules between values, also over a Spec that was made in Python and has no spans."""
+"""Rules between values, also for a Spec made in Python, without spans."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The schema as it is read off the annotations: words, kinds, bounds, descriptions, sources."""
+"""The schema, derived from annotations: words, kinds, bounds, descriptions, sources."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words without a backend parse and validate, and are refused with MOE0202 where they stand; nothing else is."""
+"""Words without a backend parse and validate, and are refused with MOE0202 at their place; other words are not."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"}, "`gshard`", "hash, switch, topk"),
-        ({"ffn": "moe { experts = 4 * gelu(8); gate = switch(jitter = 0.1) }"}, "`jitter`", ""),
-        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = online()) }"}, "`bias`", ""),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, noise = 0.1) }"}, "`noise`", ""),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = learned) }"}, "`bias = learned`", "none, online"),
         ({"ffn": MOE.format("capacity = factor(1.25); overflow = pad")}, "`overflow = pad`", "drop"),
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),

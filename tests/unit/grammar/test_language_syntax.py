@@ -1,4 +1,4 @@
-"""The constructs: what each makes in the tree, and what ends a statement."""
+"""The constructs: the tree of each, and the end of a statement."""
 
 from __future__ import annotations
 

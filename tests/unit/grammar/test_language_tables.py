@@ -1,4 +1,4 @@
-"""The committed tables are the grammar's, and the parser that runs them agrees with lark."""
+"""The committed tables match the grammar, and moec's parser agrees with lark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values: numbers, units, arithmetic, `let` and its overrides, and what a wrong one is told."""
+"""Values: numbers, units, arithmetic, `let` and its overrides, and the diagnostics of wrong ones."""
 
 from __future__ import annotations
 

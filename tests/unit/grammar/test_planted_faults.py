@@ -1,4 +1,4 @@
-"""A person finds a slip from what is said about it: single faults in good files (`benchmarks/planted_faults.py`)."""
+"""Diagnostics point at the cause: single faults in valid files (`benchmarks/planted_faults.py`)."""
 
 from __future__ import annotations
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from faults import op_giving
 from models import moe_plan
+from sliced_experts import sliced_plan
 from torch import fx
 
-from moec.codegen.emit import facts_of
+from moec.codegen.emit import info_of
 from moec.runtime.verify.lockstep import Lockstep
-from moec.runtime.verify.verification import BOUND, verify
+from moec.runtime.verify.verification import verify
+from moec.runtime.verify.verify_report import BOUND
 
 WHOLE_TOKENS = {"tp": 2, "ep": 4, "sequence_parallel": False}
 STOPS = {
@@ -43,12 +45,12 @@ def test_an_op_whose_backward_cannot_run_is_named(mnemonic: str, monkeypatch: py
 
             @staticmethod
             def backward(ctx, gradient):
-                facts = facts_of(node)
-                reached.append((facts.value.name, str(facts.op.span)))
+                info = info_of(node)
+                reached.append((info.value.name, str(info.op.span)))
                 raise RuntimeError("shape '[3]' is invalid")
 
         results = call(self, node, values)
-        if facts_of(node).op.mnemonic != mnemonic or len(self.ranks) == 1:
+        if info_of(node).op.mnemonic != mnemonic or len(self.ranks) == 1:
             return results
         return [Refusing.apply(result) for result in results]
 
@@ -89,7 +91,7 @@ SIBLINGS = [
     ("rows#1", {"ep": 4, "beside": "capacity = factor(1.0)"}),
     ("z_loss#1", {"ep": 4}),
     ("hidden#2", {"tp": 2, "ep": 4, **SHARED}),
-    ("shares", {"tp": 2, "ep": 4, **SHARED}),
+    ("path_logits", {"tp": 2, "ep": 4, **SHARED}),
     ("h.3", {"tp": 2, "ep": 4, **SHARED}),
     ("logits", {**WHOLE_TOKENS, **SHARED}),
     ("h.4", {**WHOLE_TOKENS, **SHARED}),
@@ -106,8 +108,8 @@ def test_an_op_and_none_beside_it_is_blamed_for_a_wrong_gradient(
     call = Lockstep._call
 
     def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
-        results, facts = call(self, node, values), facts_of(node)
-        return list(map(doubled, results)) if facts.key == key and facts.op is op else results
+        results, info = call(self, node, values), info_of(node)
+        return list(map(doubled, results)) if info.key == key and info.op is op else results
 
     monkeypatch.setattr(Lockstep, "_call", wrong)
     report = verify(plan, float32=False)
@@ -116,3 +118,80 @@ def test_an_op_and_none_beside_it_is_blamed_for_a_wrong_gradient(
     assert found is not None
     assert found.gradient
     assert (found.layer, found.op, found.span) == ("layers.2", op.mnemonic, str(op.span))
+
+
+IN_PARTS = ["sums#3", "sums", "sums.1", "label_logit", "label_logit.1", "nll#1", "nll#3", "nll", "loss"]
+"""Nodes of a loss over a sharded vocabulary: the reference has one `cross_entropy` there."""
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("key", IN_PARTS)
+def test_an_op_of_a_loss_in_parts_is_blamed_for_a_wrong_gradient(
+    key: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With bf16 logits are widened first."""
+    plan = moe_plan(tp=2, ep=4, dtype=dtype)
+    op = op_giving(plan, "loss", key.split("#")[0])
+    call = Lockstep._call
+
+    def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
+        results, info = call(self, node, values), info_of(node)
+        return list(map(doubled, results)) if info.key == key and info.op is op else results
+
+    monkeypatch.setattr(Lockstep, "_call", wrong)
+    report = verify(plan, float32=False)
+    assert report.max_output_error < BOUND < report.max_gradient_error
+    found = report.first_difference
+    assert found is not None
+    assert found.gradient
+    assert (found.layer, found.op, found.span) == ("loss", op.mnemonic, str(op.span))
+
+
+@pytest.mark.parametrize("key", ["sums", "label_logit"])
+def test_an_op_of_a_loss_in_parts_is_blamed_for_a_wrong_value(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = moe_plan(tp=2, ep=4)
+    op = op_giving(plan, "loss", key)
+    call = Lockstep._call
+
+    def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
+        results, info = call(self, node, values), info_of(node)
+        return [1.5 * result for result in results] if info.key == key and info.op is op else results
+
+    monkeypatch.setattr(Lockstep, "_call", wrong)
+    found = verify(plan, float32=False).first_difference
+    assert found is not None
+    assert not found.gradient
+    assert (found.layer, found.op, found.value) == ("loss", op.mnemonic, key)
+
+
+GATHERED = [
+    ("rows.1", "all_to_all", False),
+    ("rows.2", "all_gather_rows", False),
+    ("row_weights.2", "all_gather_rows", False),
+    ("weighted", "sliced_expert_mlp", False),
+    ("weighted.1", "reduce_scatter_rows", False),
+    ("rows.2", "all_gather_rows_alike", True),
+    ("weighted.1", "slice_rows", True),
+]
+"""Rows of experts over two axes: the value, its op, and whether experts are copied over the second axis."""
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["value", "gradient"])
+@pytest.mark.parametrize(("key", "mnemonic", "copied"), GATHERED)
+def test_an_op_of_rows_over_two_axes_is_blamed(
+    key: str, mnemonic: str, copied: bool, forward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = sliced_plan(copied=copied)
+    op, call = op_giving(plan, BODY, key), Lockstep._call
+
+    def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
+        results, info = call(self, node, values), info_of(node)
+        if info.key != key or info.op is not op:
+            return results
+        return [1.5 * result for result in results] if forward else list(map(doubled, results))
+
+    monkeypatch.setattr(Lockstep, "_call", wrong)
+    found = verify(plan, float32=False).first_difference
+    assert found is not None
+    assert found.gradient == (not forward)
+    assert (found.op, found.span) == (mnemonic, str(op.span))

@@ -1,4 +1,4 @@
-"""Capacities: plans with one equal the unsharded model, and evaluation has one of its own.
+"""Capacities: plans with one equal the unsharded model, and evaluation can have another.
 
 What a routing group promises of them is in test_routing_groups.py.
 """
@@ -47,7 +47,7 @@ def test_a_plan_that_is_wrong_in_training_alone_is_refused():
 
 @pytest.mark.parametrize("setting", [True, False])
 def test_a_plan_that_has_lost_its_setting_is_refused(setting: bool):
-    """Evaluation is compared where the file says that it differs, whatever the plan says."""
+    """The file decides whether evaluation is compared, not the plan."""
     plan = moe_plan(beside=EVALUATED.format("batch"))
     permuted = op_giving(plan, BODY, "rows")
     assert permuted.operands[-1] == "$training"

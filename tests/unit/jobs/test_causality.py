@@ -1,6 +1,6 @@
 """When later tokens change what earlier ones get, found by running the reference; MOE0322 warns then and only then.
 
-What a router learns from the loss, found the same way; MOE0321 warns where it learns nothing.
+Whether a router gets a gradient from the loss, found the same way; MOE0321 warns if it does not.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def warned(loaded: Loaded) -> list[str]:
 
 
 def model_of(loaded: Loaded, seed: int) -> PlanModule:
-    """The reference in float64 with weights large enough that experts differ and are chosen unevenly."""
+    """The reference in float64 with weights so large that experts differ and are chosen unevenly."""
     model = reference(loaded.unwrap(), seed=seed, dtype=torch.float64)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -111,7 +111,7 @@ def test_only_a_group_of_several_sequences_lets_one_change_another(group: str, m
 
 
 def test_a_longer_sequence_has_more_places_so_that_its_start_is_not_what_it_was_alone() -> None:
-    """Also with one choice per token: not what the later tokens are, but that they are there."""
+    """Also with one choice per token: the number of later tokens matters, not their ids."""
     model = model_of(load("switch", "capacity = factor(0.5)"), seed=0)
     tokens = torch.randint(16, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

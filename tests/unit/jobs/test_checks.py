@@ -1,4 +1,4 @@
-"""In which passes a job looks at values on the device, and that what needs no device is always checked."""
+"""The passes in which a job checks values on the device; dtypes and shapes are always checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Biases of routed experts: plans equal the unsharded model, and a forgotten one is found."""
+"""Biases of routed experts: plans equal the unsharded model, and a missing one is found."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ DEGREES = [
 
 
 def choose(ids: Tensor, k: int, experts: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """What the op gives, run by itself: weights and experts."""
+    """The results of the op alone: weights and experts."""
     built = HashRoute(operands=("tokens",), results=(), k=k, num_experts=experts, seed=seed)
     types = built.infer([of_tokens("tokens")], {})
     results = [Value(name=name, shape=t.shape, dtype=t.dtype) for name, t in zip("we", types, strict=True)]
@@ -57,7 +57,7 @@ def choose(ids: Tensor, k: int, experts: int, seed: int = 0) -> tuple[Tensor, Te
 
 
 def mix(x: int) -> int:
-    """SplitMix64's, as its authors print it, in Python's integers."""
+    """SplitMix64 from the authors' paper, in Python integers."""
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return x ^ (x >> 31)
@@ -84,7 +84,7 @@ def test_the_experts_of_an_id_are_those_that_the_definition_says(k: int, experts
 
 
 def test_the_function_never_changes() -> None:
-    """What is trained with one version of moec must find its experts in the next."""
+    """A model trained with one version of moec must keep its experts in the next."""
     _, chosen = choose(torch.arange(8)[None], 2, 8)
     assert chosen[0].tolist() == PINNED
     _, chosen = choose(torch.arange(8)[None], 2, 8, seed=1)

@@ -1,4 +1,4 @@
-"""New parameters: the same numbers however they are sharded."""
+"""New parameters: the same values for any sharding."""
 
 import pytest
 import torch

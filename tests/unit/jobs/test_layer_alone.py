@@ -51,7 +51,7 @@ def test_any_leading_dims(shape: tuple[int, ...]):
     assert (y.shape, y.dtype) == (x.shape, x.dtype)
     (y.sum() + layer.aux_loss).backward()
     assert torch.isfinite(x.grad).all()
-    # Without a capacity tokens do not see each other, so the dims before the last do not matter to y.
+    # Without a capacity y of a token depends on no other token, so leading dims do not matter.
     torch.testing.assert_close(y.reshape(-1, 16), layer(x.detach().reshape(-1, 16)))
 
 
@@ -162,7 +162,7 @@ def test_a_plan_serves_as_well_if_it_is_for_as_many_ranks(tmp_path: Path):
     expected = moec.layer(ALONE)(x)
     assert torch.equal(moec.layer(folder)(x), expected)
     assert torch.equal(moec.layer(moec.load(folder))(x), expected)
-    with pytest.raises(moec.DiagnosticError, match=r"MOE0701.*the plan is for 4, and the layer's process group has 1"):
+    with pytest.raises(moec.DiagnosticError, match=r"MOE0701.*for 4 ranks, but the layer's process group has 1"):
         moec.layer(layer_plan(ranks=4))
 
 
@@ -192,3 +192,11 @@ def test_a_model_is_no_layer_and_a_layer_is_not_launched():
         moec.launch(layer_plan())
     with pytest.raises(ValueError, match="reduction is 'mean' or 'sum', not 'avg'"):
         moec.layer(ALONE, reduction="avg")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_host_may_convert_a_layer(dtype: torch.dtype):
+    """A host such as `fully_shard` with a mixed-precision policy converts the parameters of its modules."""
+    for layer in (moec.layer(ALONE), moec.reference(ALONE)):
+        layer.to(dtype)(x_of(3, 16, dtype=dtype)).sum().backward()
+        assert all(parameter.grad.dtype == dtype for parameter in layer.parameters())

@@ -1,4 +1,4 @@
-"""The module that a training script calls, in one process."""
+"""`PlanModule` in one process."""
 
 import copy
 from functools import partial
@@ -71,7 +71,7 @@ def test_expert_counts_add_up_to_every_choice(model):
 
 
 def test_layers_that_are_computed_again_count_their_choices_once(model):
-    """Counts are results of the forward pass: backward and evaluation leave nothing in them that a step adds to."""
+    """Counts are results of the forward pass; nothing accumulates over backward passes or evaluation."""
     tokens = ids(4, 8)
     again = copy.deepcopy(model)
     for layer in again.layers:
@@ -134,7 +134,7 @@ def test_one_process_needs_no_torchrun():
 
 def test_a_world_of_another_size_is_refused_with_the_command_to_use():
     with (
-        pytest.raises(JobError, match=r"MOE0701.*the plan is for 4, and this job has 1") as refused,
+        pytest.raises(JobError, match=r"MOE0701.*the plan is for 4 ranks, but this job has 1") as refused,
         moec.launch(moe_plan(ranks=4), device="cpu"),
     ):
         pytest.fail("the job started")
@@ -174,5 +174,5 @@ def test_a_job_refuses_what_it_cannot_be_told(argument: dict[str, Any], complain
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
 def test_a_job_on_a_gpu_needs_one() -> None:
-    with pytest.raises(ValueError, match="torch finds no GPU here"):
+    with pytest.raises(ValueError, match="torch finds no GPU"):
         moec.launch(moe_plan(ranks=1, ep=1), device="cuda")

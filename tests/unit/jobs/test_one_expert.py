@@ -42,6 +42,6 @@ def test_a_plan_equals_the_unsharded_model_where_one_expert_is_chosen_by_all(
     report = verify(plan, float32=False)
     assert report.ok, report
     tokens = degrees["ranks"] * inputs.SEQUENCES_PER_RANK * plan.spec.train.sequence
-    # A factor of 1 has places for as many as there would be if all experts were liked alike.
+    # A factor of 1 has as many places as evenly loaded experts would need.
     kept = tokens if capacity in ("dropless", "dynamic") else tokens // 4
     assert all(counts.tolist() == [kept, 0, 0, 0] for counts in made[0].expert_counts.values())

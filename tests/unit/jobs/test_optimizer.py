@@ -1,4 +1,4 @@
-"""The file's optimizer, over parameters that are fp32 whatever the dtype that layers compute in."""
+"""The file's optimizer, over fp32 parameters with any compute dtype."""
 
 import pytest
 import torch
@@ -30,12 +30,12 @@ def test_updates_below_bf16_rounding_add_up_in_the_masters():
         optimizer.step()
         optimizer.zero_grad()
         assert weight.grad is None
-    # 400 steps of 1e-5 from 1.0, where bf16 has steps of 2^-8 below 1: rounded every time, they would all be lost.
+    # 400 steps of 1e-5 from 1.0, where bf16 has a spacing of 2^-8: rounded each time, all would be lost.
     assert (start - weight).mean().item() == pytest.approx(400e-5, rel=0.01)
 
 
 def test_a_state_dict_holds_the_fp32_masters():
-    """A model that is loaded from it goes on bit by bit as the one that it was of."""
+    """A model that loads it continues bit for bit."""
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
     with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16"), device="cpu") as job:
         model, other = job.build(seed=1), job.build(seed=2)
@@ -56,7 +56,7 @@ def test_a_state_dict_holds_the_fp32_masters():
 
 
 def test_gradients_of_many_micro_batches_add_up_in_fp32():
-    """Of equal micro-batches each gives 1/256 of the gradient: a sum in bf16 stops growing long before the last."""
+    """Each of equal micro-batches adds 1/256 of the gradient: a sum in bf16 stops growing long before the last."""
     tokens = torch.randint(32, (1, 8), generator=torch.Generator().manual_seed(0))
     many = tokens.expand(256, 8).contiguous()
     with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16"), device="cpu") as job:

@@ -26,7 +26,7 @@ CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 
 
 def model(**options: str) -> PlanModule:
-    """In float64, with weights so large that balance terms have gradients to see."""
+    """In float64, with weights so large that balance terms have notable gradients."""
     made = reference(moe_spec(ranks=1, ep=1, model=EMBEDDING, **options), seed=1, dtype=torch.float64)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -106,7 +106,7 @@ def test_expert_counts_leave_padding_out(capacity: str) -> None:
 
 @pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
 def test_padding_makes_no_real_token_lose_its_place(group: str) -> None:
-    """As many places as all tokens of the group get, and only real ones in them."""
+    """The number of places follows from all tokens of the group, and only real tokens fill them."""
     made, (tokens, _) = model(depth=2, beside=f"capacity = factor(1.0); group = {group}"), padded((4, 4), 8)
     made(tokens[:, :4])
     (alone,) = made.expert_counts.values()
@@ -138,11 +138,11 @@ THROUGH: dict[str, tuple[str, Callable[[Plan], Plan]]] = {
     "into the z-loss": ("z_loss", lambda p: without_mask(p, "z_loss")),
     "as another id": ("real_tokens", lambda p: change_op(p, "forward", "real", padding=PADDING - 1)),
 }
-"""Where padding gets through, the op that should keep it out, and the change that lets it."""
+"""Faults by which padding reaches experts or terms: the op that should mask it, and the change."""
 
 
 def without_mask(plan: Plan, value: str) -> Plan:
-    """The op that gives `value` without its last operand, which says which tokens are real."""
+    """Removes the mask of real tokens, the last operand of the op that computes `value`."""
     (op,) = [op for op in plan.program.block(BODY).ops if op.results[0].name == value]
     assert op.operands[-1].startswith("real")
     return change_op(plan, BODY, value, operands=op.operands[:-1])

@@ -1,4 +1,4 @@
-"""What stands in a parameter's place is used, or refused by name; hooks that would never run are warned of."""
+"""A replaced parameter is used or refused by name; hooks that would never run give a warning."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 import moec
 from moec.runtime.errors import JobError
 from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
 
 TOKENS = torch.arange(16).view(2, 8)
 
@@ -93,3 +94,43 @@ def test_a_normed_weight_trains(model: PlanModule) -> None:
 def test_a_functional_call_is_of_the_parameters_it_is_given(model: PlanModule) -> None:
     zeros = {name: torch.zeros_like(parameter) for name, parameter in model.named_parameters()}
     assert torch.func.functional_call(model, zeros, TOKENS).logits.abs().max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("file_dtype", ["fp32", "bf16"])
+def test_converted_masters_are_refused(dtype: torch.dtype, file_dtype: str) -> None:
+    wanted = rf"MOE0710.*embedding.weight .* was converted to {dtype}, but an optimizer updates masters in torch.float"
+    with moec.launch(moe_plan(ranks=1, ep=1, dtype=file_dtype), device="cpu") as job:
+        model = job.build().to(dtype)
+        with pytest.raises(JobError, match=wanted) as error:
+            job.step(model, TOKENS, TOKENS)
+        assert error.value.diagnostics[0].help == "layers compute in the file's `dtype`; leave the parameters float32"
+        with torch.no_grad(), pytest.raises(JobError, match=wanted):
+            model(TOKENS)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.float()
+        job.step(model, TOKENS, TOKENS)
+
+
+def test_one_converted_parameter_is_refused_by_its_name(model: PlanModule) -> None:
+    model.layers[1].get_submodule("moe.gate").half()
+    with pytest.raises(JobError, match=r"MOE0710.*moe.gate.weight \(layer 1.* was converted to torch.float16"):
+        model(TOKENS)
+
+
+def test_float64_references_keep_float64_masters() -> None:
+    exact = reference(moe_plan(ranks=1, ep=1).spec, dtype=torch.float64)
+    assert exact(TOKENS).logits.dtype == torch.float64
+    with pytest.raises(JobError, match=r"MOE0710.*an optimizer updates masters in torch.float64"):
+        exact.float()(TOKENS)
+
+
+def test_a_parametrization_may_compute_in_another_dtype(model: PlanModule) -> None:
+    class Rounded(nn.Module):
+        def forward(self, weight: torch.Tensor) -> torch.Tensor:
+            return weight.bfloat16()
+
+    parametrize.register_parametrization(model.layers[0].get_submodule("attention.q"), "weight", Rounded(), unsafe=True)
+    model(TOKENS, TOKENS).loss.backward()
+    original = model.get_parameter("layers.0.attention.q.parametrizations.weight.original")
+    assert original.grad.dtype == original.dtype == torch.float32

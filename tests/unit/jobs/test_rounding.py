@@ -25,8 +25,9 @@ from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.passes.ir import Op, Value
 from moec.passes.ir.ops import LabelLogit, Widen
-from moec.runtime.verify.rounding import FACTOR, STEP_BOUND, measure_rounding
+from moec.runtime.verify.rounding import measure_rounding, smooth
 from moec.runtime.verify.verification import verify
+from moec.runtime.verify.verify_report import FACTOR, STEP_BOUND
 from moec.runtime.verify.virtual import VirtualCluster
 
 BODY = "layers[1..2]"
@@ -63,6 +64,17 @@ def test_only_a_plan_that_loses_too_much_on_every_draw_is_refused(unkind: int, m
     assert report.ok == (unkind < 3)
     assert len(seeds) == min(unkind + 1, 3)
     assert not any(torch.equal(one, other) for one, other in pairwise(seeds))
+
+
+@pytest.mark.parametrize("options", [{}, {"beside": "capacity = factor(1.0)"}, {"ranks": 1, "ep": 1}])
+def test_every_op_runs_a_smooth_activation(options: dict[str, object]):
+    program = moe_plan(expert="relu(16)", ffn="relu(16)", **options).program
+    jumps, smoothed = ([op for b in p.blocks for op in b.ops] for p in (program, smooth(program)))
+    of_relu = [op for op in jumps if "relu" in op.attributes().values()]
+    assert len(of_relu) == 2
+    assert [type(op) for op in smoothed if "gelu" in op.attributes().values()] == [type(op) for op in of_relu]
+    assert not any("relu" in op.attributes().values() for op in smoothed)
+    assert smooth(moe_plan(ffn="silu(16)").program) == moe_plan(ffn="silu(16)").program
 
 
 # ---- planted faults: float64 sees none of them -----------------------------------------------------
@@ -161,9 +173,9 @@ def test_gradients_that_many_ranks_sum_in_bf16_are_refused(monkeypatch: pytest.M
 
 
 def test_masters_in_bf16_lose_the_step(monkeypatch: pytest.MonkeyPatch):
-    from moec.runtime.verify import rounding
+    from moec.runtime.verify import rounding_errors
 
-    make = rounding.make_optimizer
+    make = rounding_errors.make_optimizer
 
     class Narrow:
         def __init__(self, *arguments) -> None:
@@ -175,7 +187,7 @@ def test_masters_in_bf16_lose_the_step(monkeypatch: pytest.MonkeyPatch):
                 if p.dtype == torch.float32:
                     p.data = p.data.bfloat16().float()
 
-    monkeypatch.setattr(rounding, "make_optimizer", Narrow)
+    monkeypatch.setattr(rounding_errors, "make_optimizer", Narrow)
     report = verify(moe_plan(dtype="bf16"), float32=False)
     assert not report.ok
     assert report.rounding.step > STEP_BOUND

@@ -1,4 +1,4 @@
-"""What a routing group promises: results that depend neither on ranks nor, of sequences, on how a batch is split."""
+"""Routing groups: results depend on no ranks, and with `sequence` on no split into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from models import moe_plan, moe_spec
 from torch import Tensor
 
 from moec.passes.ir import Layout, Mesh, local_slices
+from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime.errors import JobError
-from moec.runtime.job.batches import IGNORED_LABEL
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.virtual import VirtualCluster
 
 BATCH, SEQUENCE, CHOICES = 8, 8, 2
 BOUND = 1e-12
 OTHER = 1e-4
-"""What differs by less is not another result."""
+"""Results that differ by less are equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one step: its loss, whole gradients, the logits of all sequences, and the drop rate of each layer."""
+    """The result of one step: loss, whole gradients, the logits of all sequences, and each layer's drop rate."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -76,7 +76,7 @@ def outcome(
 
 
 def whole(shape: Sequence[int], parts: Sequence[Tensor], layout: Layout, mesh: Mesh) -> Tensor:
-    """The tensor whose parts the ranks hold."""
+    """The whole tensor of the ranks' parts."""
     found = torch.full(tuple(shape), torch.nan, dtype=torch.float64)
     for rank, part in enumerate(parts):
         found[local_slices(shape, layout, mesh, rank)] = part.detach()
@@ -157,7 +157,7 @@ def test_a_batch_of_no_sequences_runs_forward_and_backward(capacity: str, group:
 
 
 @pytest.mark.parametrize("capacity", ["dropless", "factor(1.0)"])
-def test_a_batch_that_the_ranks_of_a_group_do_not_divide_is_refused_in_words(capacity: str) -> None:
+def test_a_batch_that_routing_groups_do_not_divide_is_refused(capacity: str) -> None:
     model = reference(moe_spec(ranks=4, beside=f"capacity = {capacity}; group = rank"))
-    with pytest.raises(JobError, match=r"MOE0702.*tokens are 3 sequences, which the 4 data-parallel ranks .* divide"):
+    with pytest.raises(JobError, match=r"tokens have 3 sequences, not a multiple of this rank.s 4 routing groups"):
         model(torch.zeros(3, 8, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""What ops say that backward keeps (`Op.cost`) against what autograd holds after a forward pass.
+"""Saved bytes by the ops' costs (`Op.cost`) against the bytes that autograd saves in a forward pass.
 
 Bytes of unique storages, parameters apart. What the ops leave out is below 0.1 %: 0-d tensors such as a layer's number.
 """
@@ -38,6 +38,9 @@ MODELS = {
         "beside": "shared = swiglu(8, gated = true)",
     },
     "residual": {"beside": "residual = gelu(8)", "ffn": "relu(64)"},
+    "jitter": {"gate": "topk(2, jitter = 0.1)"},
+    "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
+    "packed texts": {"model": "embedding = tokens(separator = 3, positions = learned)"},
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {
@@ -48,7 +51,7 @@ TENSOR_PARALLEL = {
 }
 
 
-class Held:
+class SavedStorages:
     """Storages that autograd saves, each once."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -56,7 +59,7 @@ class Held:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def note(self, tensor: Tensor) -> Tensor:
-        """A storage that stays alive keeps its address."""
+        """A storage that stays alive has a unique address."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._known:
             self._storages[storage.data_ptr()] = storage
@@ -68,8 +71,8 @@ class Held:
         return sum(storage.nbytes() for storage in self._storages.values())
 
 
-def said(program: Program, workload: Workload) -> float:
-    """What the ops say, of one rank."""
+def saved_by_costs(program: Program, workload: Workload) -> float:
+    """The saved bytes of one rank by the ops' costs."""
     return activation_bytes(program, costs_of(program, workload))
 
 
@@ -81,7 +84,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def weights_said(program: Program, workload: Workload) -> float:
-    """What the ops say that they keep of parameters, of one rank."""
+    """The saved bytes of parameters of one rank by the ops' costs."""
     layers, total = layers_by_block(program), 0.0
     for name, block_cost in costs_of(program, workload).items():
         saved = (saved for _, cost in block_cost.costs for saved in cost.saved)
@@ -89,33 +92,33 @@ def weights_said(program: Program, workload: Workload) -> float:
     return total
 
 
-def held_by_reference(plan: Plan) -> float:
+def saved_by_reference(plan: Plan) -> float:
     """With the narrow copies of its fp32 parameters, where layers compute in bf16."""
     model, (tokens, labels) = reference(plan.spec, seed=0), batch()
-    held = Held(model.parameters())
-    with torch.autograd.graph.saved_tensors_hooks(held.note, lambda tensor: tensor):
+    saved = SavedStorages(model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         output = model(tokens, labels=labels)
     assert output.loss.requires_grad
-    return held.bytes
+    return saved.bytes
 
 
-def held_by_ranks(plan: Plan) -> tuple[float, list[Tensor]]:
+def saved_by_ranks(plan: Plan) -> tuple[float, list[Tensor]]:
     """The mean over the ranks of a virtual cluster, and the rows that each of a layer's experts got."""
     model, (tokens, labels) = reference(plan.spec, seed=0), batch()
     dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
     weights = {name: p.detach().to(dtypes[plan.parameters[name].dtype]) for name, p in model.named_parameters()}
     cluster = VirtualCluster(plan, weights)
-    held = Held(part for parts in cluster.parameters.values() for part in parts)
+    saved = SavedStorages(part for parts in cluster.parameters.values() for part in parts)
 
     def shares(whole: Tensor) -> Sequence[Tensor]:
         parts = whole.chunk(plan.data_size)
         return [parts[plan.data_rank(rank)].clone() for rank in range(plan.world_size)]
 
-    with torch.autograd.graph.saved_tensors_hooks(held.note, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         _, loss = cluster.lockstep.run(shares(tokens), shares(labels))
     assert all(value.requires_grad for value in loss)
     counts = [torch.cat(of_ranks) for of_ranks in cluster.lockstep.counts.values()]
-    return held.bytes / plan.world_size, counts
+    return saved.bytes / plan.world_size, counts
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
@@ -124,38 +127,38 @@ def test_the_reference_keeps_what_its_ops_say(options: dict[str, object]) -> Non
     program = reference_program(plan.spec)
     workload = Workload.of(plan.spec, program)
     narrow = weights_said(program, workload) if plan.spec.subject.dtype == "bf16" else 0
-    assert said(program, workload) + narrow == pytest.approx(held_by_reference(plan), rel=1e-3)
+    assert saved_by_costs(program, workload) + narrow == pytest.approx(saved_by_reference(plan), rel=1e-3)
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
 def test_a_rank_keeps_what_its_ops_say(options: dict[str, object]) -> None:
     plan = moe_plan(**SIZES | options)
-    held, _ = held_by_ranks(plan)
-    assert said(plan.program, Workload.of(plan.spec, plan.program)) == pytest.approx(held, rel=1e-3)
+    saved, _ = saved_by_ranks(plan)
+    assert saved_by_costs(plan.program, Workload.of(plan.spec, plan.program)) == pytest.approx(saved, rel=1e-3)
 
 
 def test_a_layer_in_a_model_of_ones_own_keeps_what_its_ops_say() -> None:
     plan = layer_plan(dim=32, tail=f"train {{ batch = {BATCH}; sequence = {SEQUENCE} }}")
     layer, program = layer_reference(plan.spec, seed=0), reference_program(plan.spec)
-    held = Held(layer.parameters())
-    with torch.autograd.graph.saved_tensors_hooks(held.note, lambda tensor: tensor):
+    saved = SavedStorages(layer.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(saved.note, lambda tensor: tensor):
         y = layer(torch.randn(BATCH, SEQUENCE, 32, generator=torch.Generator().manual_seed(0), requires_grad=True))
     assert y.requires_grad
-    assert said(program, Workload.of(plan.spec, program)) == pytest.approx(held.bytes, rel=1e-3)
+    assert saved_by_costs(program, Workload.of(plan.spec, program)) == pytest.approx(saved.bytes, rel=1e-3)
 
 
 @pytest.mark.parametrize("options", TENSOR_PARALLEL.values(), ids=TENSOR_PARALLEL)
 def test_a_rank_of_tensor_parallelism_keeps_what_its_ops_say(options: dict[str, object]) -> None:
-    """The virtual cluster composes the two ops of a sharded vocabulary, and so keeps logits and masks: up to 2 %."""
+    """The virtual cluster composes the two ops of a sharded vocabulary, and so saves logits and masks: up to 2 %."""
     plan = moe_plan(**SIZES | options)
-    held, _ = held_by_ranks(plan)
-    assert said(plan.program, Workload.of(plan.spec, plan.program)) == pytest.approx(held, rel=0.02)
+    saved, _ = saved_by_ranks(plan)
+    assert saved_by_costs(plan.program, Workload.of(plan.spec, plan.program)) == pytest.approx(saved, rel=0.02)
 
 
 def test_places_of_the_busiest_expert_are_those_of_the_skew() -> None:
-    """`dynamic` gives every expert the places of the busiest; the workload is given the skew that was measured."""
+    """`dynamic` gives every expert the busiest one's places; the workload gets the measured skew."""
     plan = moe_plan(**SIZES, beside="capacity = dynamic")
-    held, layers = held_by_ranks(plan)
+    saved, layers = saved_by_ranks(plan)
     loads = [float(rows.max() / rows.sum(-1, keepdim=True).float().mean() * EXPERTS) for rows in layers]
     skew = sum(loads) / len(loads)
     low, high = 0.0, 4.0
@@ -163,5 +166,5 @@ def test_places_of_the_busiest_expert_are_those_of_the_skew() -> None:
         middle = (low + high) / 2
         low, high = (middle, high) if busiest(EXPERTS, EXPERTS, middle) < skew else (low, middle)
     workload = replace(Workload.of(plan.spec, plan.program), exponent=low)
-    assert said(plan.program, workload.even) < 0.85 * held
-    assert said(plan.program, workload) == pytest.approx(held, rel=0.01)
+    assert saved_by_costs(plan.program, workload.even) < 0.85 * saved
+    assert saved_by_costs(plan.program, workload) == pytest.approx(saved, rel=0.01)

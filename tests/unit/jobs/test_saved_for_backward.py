@@ -1,4 +1,4 @@
-"""What a plan's mixtures keep for backward: of all that has the size of rows, the rows that experts were given."""
+"""A plan's mixtures save, of all tensors as large as rows, only the experts' input rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moec.runtime.job.reference import reference
 from moec.runtime.verify.virtual import VirtualCluster
 
 ROWS = ("rows", "rows.1", "y", "y.1", "weighted", "weighted.1")
-"""Values of a mixture that are as large as a token for each of its choices."""
+"""Values of a mixture as large as one token per choice."""
 
 
 @pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)", "dynamic"])

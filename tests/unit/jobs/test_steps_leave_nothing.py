@@ -1,4 +1,4 @@
-"""A step keeps nothing alive that the next one does not use again."""
+"""No tensor of a step outlives it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import moec
 
 
 def alive() -> int:
-    """Tensors that somebody holds."""
+    """The live tensors."""
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 

@@ -1,4 +1,4 @@
-"""`torch.compile` of what a plan compiles to: one graph, the same numbers."""
+"""`torch.compile` of a plan's graphs: one graph each, the same numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from models import moe_spec
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from moec.runtime.job.module import Layer, PlanModule
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.plan_layer import Layer
 from moec.runtime.job.reference import reference
 
 BESIDE = {
@@ -23,7 +24,7 @@ BESIDE = {
     "dynamic": "capacity = dynamic(max = 1.5)",
 }
 LAYERS = [*((beside, "forward") for beside in BESIDE), ("factor over the batch", "evaluation")]
-"""Evaluation has graphs of its own only where its capacity is another."""
+"""Evaluation has separate graphs only if its capacity differs."""
 
 BACKENDS = ("eager", "aot_eager")
 PADDED = "embedding = tokens(padding = 5)"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
-from faults import Planted, bypass, change_groups, change_kind, change_op, change_sums, swap_groups
+from faults import Planted, bypass, change_groups, change_kind, change_op, change_ops, change_sums, swap_groups
 from models import moe_plan
 
 from moec.codegen.emit.emitter import Emitter
@@ -16,7 +17,9 @@ from moec.passes.ir import Op
 from moec.passes.ir.ops import AllToAll
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.verify import shuffles
-from moec.runtime.verify.verification import BOUND, relative_error, verify
+from moec.runtime.verify.distances import relative_error
+from moec.runtime.verify.verification import verify
+from moec.runtime.verify.verify_report import BOUND
 
 BODY = "layers[1..2]"
 
@@ -158,8 +161,10 @@ def test_a_gradient_summed_over_another_layers_replicas_is_named():
 
 
 def test_a_collective_with_a_wrong_backward_is_named(monkeypatch):
+    exact = shuffles.SHUFFLES["moec.all_to_all.default"]
+
     def deaf(args: shuffles.Args, inputs: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        return [rows * 0.5 + rows.detach() * 0.5 for rows in shuffles._all_to_all(args, inputs)]
+        return [rows * 0.5 + rows.detach() * 0.5 for rows in exact(args, inputs)]
 
     monkeypatch.setitem(shuffles.SHUFFLES, "moec.all_to_all.default", deaf)
     report = verify(moe_plan())
@@ -177,6 +182,23 @@ def test_weights_that_stay_where_rows_travel_are_found(capacity: str):
     found = report.first_difference
     assert found is not None
     assert (found.layer, found.value, found.gradient) == ("layers.1", "weighted", False)
+
+
+def test_weights_of_rows_and_weighted_rows_are_known_by_their_ops():
+    new = {"row_weights": "first", "row_weights.1": "first.1", "weighted": "second", "weighted.1": "second.1"}
+
+    def rename(op: Op) -> Op:
+        results = tuple(replace(v, name=new.get(v.name, v.name)) for v in op.results)
+        return replace(op, operands=tuple(new.get(name, name) for name in op.operands), results=results)
+
+    plan = change_ops(moe_plan(), BODY, lambda ops: [rename(op) for op in ops])
+    assert verify(plan, float32=False).ok
+    found = verify(bypass(moe_plan(), BODY, "row_weights.1")).first_difference
+    renamed = verify(bypass(plan, BODY, "first.1")).first_difference
+    assert found is not None
+    assert renamed is not None
+    assert (found.value, renamed.value) == ("weighted", "second")
+    assert found.error == renamed.error
 
 
 @pytest.mark.parametrize("capacity", ["dropless", "factor(1.25)"])

@@ -26,7 +26,8 @@ from moec.passes.ir.ops import AllReduce, CopyTo
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.unsharded import outcome, unsharded
-from moec.runtime.verify.verification import BOUND, verify
+from moec.runtime.verify.verification import verify
+from moec.runtime.verify.verify_report import BOUND
 
 BODY = "layers[0]"
 KINDS: dict[str, dict[str, object]] = {

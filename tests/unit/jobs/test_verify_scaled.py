@@ -10,7 +10,8 @@ from models import moe_plan
 from moec.passes.ir.ops import Rope
 from moec.runtime.errors import JobError
 from moec.runtime.verify.toy import at_toy_widths
-from moec.runtime.verify.verification import BOUND, Report, verify
+from moec.runtime.verify.verification import verify
+from moec.runtime.verify.verify_report import BOUND, Report
 
 LARGE = {"dim": 4096, "expert": "swiglu(14336)", "experts": 16, "ffn": "swiglu(8192)"}
 BODY = "layers[1..2]"
@@ -115,7 +116,7 @@ def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(pla
 
 
 def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatch):
-    monkeypatch.setattr("moec.runtime.verify.verification.MANY_LAYERS", 1)
+    monkeypatch.setattr("moec.runtime.verify.comparison.MANY_LAYERS", 1)
     report = verify(moe_plan(ranks=4, ep=2))
     assert report.ok, report
 
@@ -125,9 +126,9 @@ def test_small_models_run_on_one_thread_and_the_number_is_restored(dim: int, thr
     seen: list[int] = []
     from moec.runtime.verify import verification as module
 
-    compare = module._compare
+    compare = module.compare
     monkeypatch.setattr(module, "SMALL", 100_000)
-    monkeypatch.setattr(module, "_compare", lambda *a, **k: (seen.append(torch.get_num_threads()), compare(*a, **k))[1])
+    monkeypatch.setattr(module, "compare", lambda *a, **k: (seen.append(torch.get_num_threads()), compare(*a, **k))[1])
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:

@@ -1,10 +1,18 @@
-"""shard and communicate: which conversions, and over which axes gradients are summed."""
+"""shard and communicate: the inserted conversions, and the axes over which gradients are summed."""
+
+from dataclasses import fields, replace
 
 import pytest
 from models import moe_spec
+from sliced_experts import MESH, sliced_plan
 
-from moec.passes.ir import Program
+from moec.passes.ir import Block, Init, Layout, Mesh, Op, Output, Parameter, Program, Value
+from moec.passes.ir.ops import ExpertMlp, Linear
+from moec.passes.ir.parse import parse_program
+from moec.passes.ir.text import print_program
+from moec.passes.ir.verifier import connected, laid_out, well_typed
 from moec.passes.pipeline import compile_program
+from moec.passes.place.communicate import Communicate
 
 
 def compiled(**options: object) -> Program:
@@ -53,3 +61,93 @@ def test_ranks_number_the_innermost_axis_first():
     mesh = compiled(ranks=4, ep=2).mesh("experts[1..2]")
     assert mesh.groups("ep") == ((0, 1), (2, 3))
     assert mesh.groups("edp") == ((0, 2), (1, 3))
+
+
+# ---- rows over two axes --------------------------------------------------------------------------------
+
+
+def moves(program: Program) -> list[str]:
+    ops = [op for op in program.block("layers[1..2]").ops if "axis" in op.attributes()]
+    return [f"{op.mnemonic} {op.attributes()['axis']} {' '.join(op.operands)}" for op in ops]
+
+
+def test_rows_of_sliced_experts_go_to_all_ranks_of_the_slices_and_back():
+    """The counts of the way back are those from before each gather or exchange, over its own axis."""
+    program = sliced_plan().program
+    assert moves(program) == [
+        "exchange_counts ep counts",
+        "all_to_all ep rows splits counts.1",
+        "all_to_all ep row_weights splits counts.1",
+        "all_gather_alike etp counts.1",
+        "all_gather_rows etp rows.1 counts.2",
+        "all_gather_rows etp row_weights.1 counts.2",
+        "reduce_scatter_rows etp weighted counts.2 counts.1",
+        "all_to_all ep weighted.1 splits counts",
+    ]
+    assert dict(program.mesh(MESH).axes) == {"ep": 2, "etp": 2}
+    experts = {p.name: (str(p.layout), p.sum_over) for p in program.block("layers[1..2]").parameters if "exp" in p.name}
+    assert set(experts.values()) == {("ep:shard(0) etp:shard(2)", ())}
+
+
+def test_rows_of_copied_experts_are_gathered_alike_and_each_rank_keeps_its_own():
+    found = [move.split()[:2] for move in moves(sliced_plan(copied=True).program)]
+    assert found[3:7] == [
+        ["all_gather_alike", "etp"], ["all_gather_rows_alike", "etp"], ["all_gather_rows_alike", "etp"],
+        ["slice_rows", "etp"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["cut over etp", "copied over etp"])
+def test_conversions_of_rows_are_read_as_they_are_printed(copied: bool):
+    """With the registered op of experts in the place of the tests' own."""
+    program = sliced_plan(copied=copied).program
+    block = program.block("layers[1..2]")
+    names = [f.name for f in fields(ExpertMlp)]
+    ops = tuple(
+        ExpertMlp(**{name: getattr(op, name) for name in names}) if isinstance(op, ExpertMlp) else op
+        for op in block.ops
+    )
+    blocks = tuple(replace(block, ops=ops) if each is block else each for each in program.blocks)
+    program = replace(program, blocks=blocks)
+    assert parse_program(print_program(program)) == program
+
+
+# ---- a partial sum for an op that is sharded on its axis -----------------------------------------------
+
+
+def linears(weights: dict[str, str], x: str) -> Program:
+    """`forward` applies each of these weights `[out, in]`, in these layouts, to one x that lies so."""
+    value = Value(name="x", shape=("batch", "sequence", 8), dtype="fp32", layout=Layout.parse(x), role="residual")
+    init = Init(kind="zeros")
+    parameters = tuple(
+        Parameter(name=name, shape=(4, 8), dtype="fp32", init=init, decays=True).placed(Layout.parse(layout))
+        for name, layout in weights.items()
+    )
+    results = [Value(name=f"y_{name}", shape=("batch", "sequence", 4), dtype="fp32") for name in weights]
+    ops: tuple[Op, ...] = tuple(
+        Linear(operands=("x", f"@{name}"), results=(result,)) for name, result in zip(weights, results, strict=True)
+    )
+    outputs = tuple(Output(result.name, "residual") for result in results)
+    block = Block(name="forward", inputs=(value,), parameters=parameters, ops=ops, outputs=outputs)
+    program = Communicate().apply(
+        Program(name="linears", meshes=(Mesh("dense", (("dp", 2), ("tp", 2))),), blocks=(block,))
+    )
+    for invariant in (well_typed, laid_out, connected):
+        invariant(program)
+    return program
+
+
+def test_a_partial_sum_for_an_op_sharded_on_its_axis_is_reduced_and_its_gradient_too():
+    assert collectives(linears({"cut": "tp:shard(0)"}, x="tp:partial(sum)"), "forward") == [
+        "all_reduce tp",
+        "copy_to tp",
+    ]
+    assert collectives(linears({"cut": "tp:shard(0)"}, x="replicate"), "forward") == ["copy_to tp"]
+    assert collectives(linears({"whole": "replicate"}, x="tp:partial(sum)"), "forward") == ["all_reduce tp"]
+
+
+def test_a_partial_sum_is_reduced_once_for_all_that_use_it():
+    found = linears({"whole": "replicate", "cut": "tp:shard(0)", "other": "tp:shard(0)"}, x="tp:partial(sum)")
+    assert collectives(found, "forward") == ["all_reduce tp", "copy_to tp"]
+    of_ops = {op.operands[1]: op.operands[0] for op in found.block("forward").ops if isinstance(op, Linear)}
+    assert of_ops["@cut"] == of_ops["@other"] != of_ops["@whole"]

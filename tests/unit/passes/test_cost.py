@@ -1,4 +1,4 @@
-"""What ops say that they cost: products, what backward keeps, and what goes over the wire, for every op of a plan."""
+"""Costs of ops: products, saved activations and bytes sent, for every op of a plan."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from models import moe_spec, moe_text
+from sliced_experts import sliced_plan
 
 from moec.driver import run_passes, to_spec
 from moec.grammar import load_text
@@ -20,7 +21,7 @@ FILES = [*sorted(REPOSITORY.glob("tests/cases/*.moe")), *sorted(REPOSITORY.glob(
 
 
 def costs_of(text: str, block: str = "layers[1..2]") -> dict[str, Cost]:
-    """What the ops of a block cost, by their first result."""
+    """The costs of a block's ops, by their first result."""
     spec = load_text(text).unwrap()
     program = compile_program(spec).program
     cost = BlockCost.of(program, program.block(block), Workload.of(spec, program))
@@ -35,7 +36,7 @@ def every_op(program: Program, workload: Workload) -> list[tuple[BlockCost, Op, 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_every_op_names_what_it_keeps(file: Path) -> None:
-    """An operand, a result, or a tensor of its own; parameters are among its operands."""
+    """An op saves an operand (parameters included), a result, or an intermediate tensor named after a result."""
     spec = to_spec(file)
     program = run_passes(spec).program
     for _, op, cost in every_op(program, Workload.of(spec, program)):
@@ -78,7 +79,7 @@ def test_an_uneven_load_is_that_of_the_busiest_rank_and_its_busiest_expert() -> 
     up, _ = uneven["weighted"].work.forward.products
     assert up.m == pytest.approx(choices * 1.5 / total)
     assert up.most_rows == pytest.approx(choices / total)
-    # What goes out is even; the busiest rank receives more than that, and sends it back.
+    # Ranks send evenly; the busiest rank receives more, and sends it back.
     (there,), (usual,) = uneven["rows.1"].sent, even["rows.1"].sent
     assert there.forward == there.backward == pytest.approx(usual.forward * 1.5 / total * 2)
     assert uneven["rows"] == even["rows"]
@@ -107,6 +108,27 @@ def test_bytes_over_an_axis_are_said_for_each_direction() -> None:
     """8 ranks, dp 2 × tp 4: a rank's 4 sequences of 8 tokens, 16 wide in fp32, of which it sends three quarters."""
     sent = costs_of(moe_text(ranks=8, tp=4, ep=4, batch=8), "layers[0]")["h.2"].sent
     assert [(s.axis, s.forward, s.backward, s.backward_op) for s in sent] == [("tp", 1536, 1536, "reduce_scatter")]
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["cut over etp", "copied over etp"])
+def test_gathered_rows_are_sent_once_each_way(copied: bool) -> None:
+    """64 tokens' 128 rows, 16 wide in fp32, over ep 2: a rank of etp 2 gets 64 rows, half of them from the other.
+
+    Their counts, of 4 sources for 4 experts, are kept for backward.
+    """
+    plan = sliced_plan(copied=copied)
+    cost = BlockCost.of(plan.program, plan.program.block("layers[1..2]"), Workload.of(plan.spec, plan.program).even)
+    found = {op.results[0].name: (op, of_op) for op, of_op in cost.costs}
+    sent = {name: found[name][1].sent[0] for name in ("rows.2", "weighted.1", "row_weights.2")}
+    bytes_of = {name: (each.axis, each.forward, each.backward, each.backward_op) for name, each in sent.items()}
+    if copied:
+        assert bytes_of["rows.2"] == ("etp", 2048, 0, "slice_rows")
+        assert bytes_of["weighted.1"] == ("etp", 0, 2048, "all_gather_rows")
+    else:
+        assert bytes_of["rows.2"] == ("etp", 2048, 2048, "reduce_scatter_rows")
+        assert bytes_of["weighted.1"] == ("etp", 2048, 2048, "all_gather_rows")
+    assert bytes_of["row_weights.2"][1] == 2048 / 16
+    assert [(saved.name, saved.bytes) for saved in found["rows.2"][1].saved] == [("counts.2", 4 * 4 * 8)]
 
 
 def test_processors_keep_more_of_a_norm_than_devices_with_a_fused_one() -> None:

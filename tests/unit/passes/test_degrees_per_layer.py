@@ -1,4 +1,4 @@
-"""A degree of expert parallelism per range of layers: which layers it is for, what it divides, which meshes result."""
+"""A degree of expert parallelism per range of layers: its layers, its divisibility, its meshes."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_traffic_is_counted_over_the_mesh_of_each_layer():
     for group, ranks in (("ep[1]", 2), ("ep[2]", 4), ("ep[3]", 8)):
         flow = flows[group, "all_to_all of rows"]
         assert flow.ranks == ranks
-        # A row goes there and back, forward and backward, its weight there, and in backward back.
+        # A row goes to its expert and back, in forward and in backward; its weight goes there, and its gradient back.
         assert flow.bytes == (2 * 2 * rows * dim * width + 2 * rows * 4) * (ranks - 1) / ranks * 1
     assert flows["edp[1]", "all_reduce of gradients"].ranks == 4
     assert flows["edp[2]", "all_reduce of gradients"].ranks == 2

@@ -21,11 +21,11 @@ HARMLESS = {
     "span", "program name", "program meshes", "parameter init", "weighted_sum weights", "block inputs", "block outputs",
     "call layer", "count_choices shares",
 }  # fmt: skip
-"""What a flipped byte may change and still be a Program. The digests of a plan refuse these."""
+"""Changes by a flipped byte that still give a valid Program. A plan's digests refuse these."""
 
 
 def changed(one: Program, other: Program) -> Iterator[str]:
-    """What differs between two Programs of as many blocks and ops."""
+    """The differences between two Programs with equally many blocks and ops."""
     for name in ("name", "tokens", "meshes", "stages"):
         if getattr(one, name) != getattr(other, name):
             yield f"program {name}"

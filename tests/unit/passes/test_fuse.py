@@ -1,4 +1,4 @@
-"""fuse: which mixtures become one op, and that nothing else changes."""
+"""fuse: the mixtures that become one op; nothing else changes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_weights_travel_with_rows_that_do(capacity: str, tp: dict[str, object]) 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_what_is_weighted_has_a_name_of_its_own(capacity: str) -> None:
-    """`moec verify` compares values by name with a reference that weighs later."""
+    """`moec verify` compares values by name with a reference that weights later."""
     block = compiled(capacity, ep=2).block("layers[1..2]")
     given = {value.name: op for op in block.ops for value in op.results}
     assert "y" not in given

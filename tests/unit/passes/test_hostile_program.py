@@ -1,10 +1,11 @@
-"""Programs that read but that no pass wrote: `check_program` refuses them and names the op and its line."""
+"""Programs that parse but that no pass wrote: `check_program` refuses them and names the op and its line."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from models import moe_spec
@@ -13,6 +14,7 @@ from moec.grammar.diagnostics import InternalError
 from moec.passes.ir import IrError
 from moec.passes.ir.interface import has_interface
 from moec.passes.ir.parse import parse_program
+from moec.passes.ir.roles import ROLES, Role
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
 from moec.passes.pipeline import compile_program
@@ -44,7 +46,7 @@ def test_an_op_with_another_number_of_operands_is_refused_with_its_line(file: st
 
 
 def refused_by_any(text: str) -> str | None:
-    """Why reading or checking refuses `text`; None where nothing does."""
+    """The error of reading or checking `text`, or None."""
     try:
         check_program(parse_program(text))
     except (IrError, InternalError) as error:
@@ -63,7 +65,7 @@ CHECKED = {
     "no gradient rule": ("ones sum_over(dp)", "ones", "no gradient rule"),
     "a collective over no axis": ("{axis = ep}", "{axis = zz}", "there is no axis zz"),
     "experts on another number of ranks": ("edp = 2, ep = 2", "edp = 2, ep = 4", "different rank counts"),
-    "tokens on another dim": ("tokens @ dp:shard(0)", "tokens @ dp:shard(1)", "tokens do not lie"),
+    "tokens on another dim": ("tokens @ dp:shard(0)", "tokens @ dp:shard(1)", "the residual stream cannot have dp"),
     "experts that cannot be cut": (None, None, "dim 0 of 8 is cut into 3 pieces"),
     "a layer that runs twice": ("layer = 1}", "layer = 0}", "layer 0 runs twice"),
     "tokens that are labels": ("as tokens)", "as labels)", "forward takes labels"),
@@ -146,3 +148,7 @@ def test_a_role_has_a_type(fault: str):
     has_interface(program)
     with pytest.raises(InternalError, match=re.escape(words)):
         has_interface(replace(program, blocks=blocks))
+
+
+def test_every_role_has_a_line_in_the_table():
+    assert set(ROLES) == set(get_args(Role))

@@ -1,4 +1,4 @@
-"""A Program's text from anyone: what no pass wrote is refused, with the line where it stands."""
+"""Hostile texts of Programs: everything that no pass wrote is refused, with its line."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ EMBED = "%x = embed %tokens, @embedding.weight"
 IMPORT = '__import__("os")'
 NO_SOURCE = TEXT.replace(' from "tiny.moe"', "")
 SECONDS = 1.0
-"""Far more than a refusal takes."""
+"""Far more seconds than a refusal takes."""
 
 
 def planted(old: str, new: str) -> tuple[str, int]:
-    """TEXT with the first `old` replaced by `new`, and the line where it stood."""
+    """TEXT with the first `old` replaced by `new`, and the line of `old`."""
     before, found, after = TEXT.partition(old)
     assert found, old
     return before + new + after, before.count("\n") + 1
@@ -139,7 +139,7 @@ WORDS = [
     "@attention_norm.weight:", "%h =", '"layers[0]" (', '"experts[1]"', "rows by %counts", "decays", "@ replicate",
     "stage 0", "mesh", "1e-05", "final", "return", "tokens @", "at 6", '"num_tokens", "aux_loss"}',
 ]  # fmt: skip
-"""Where a word may stand."""
+"""The places of words."""
 BAD_NAMES = [
     "class",
     "None",

@@ -1,4 +1,4 @@
-"""Layouts: the order in which axes cut a dim, what each rank then holds, and the conversions between layouts."""
+"""Layouts: the order in which axes shard a dim, each rank's part, and conversions between layouts."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from moec.passes.ir import (
     Partial,
     Program,
     Shard,
+    TypeRuleError,
     Value,
     local_shape,
     local_slices,
 )
-from moec.passes.ir.ops import AllGather, Call
+from moec.passes.ir.ops import AllGather, AllToAll, Call
+from moec.passes.ir.ops.ragged_conversions import GatheredRows, ReduceScatterRows, SliceRows
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import connected, laid_out, well_typed
 from moec.passes.place.communicate import Communicate
+from moec.runtime.errors import JobError
 from moec.runtime.job.shards import dtensor_placements
 from moec.runtime.verify.shuffles import SHUFFLES
 
@@ -62,7 +65,7 @@ def test_only_the_order_of_cuts_of_one_dim_tells_layouts_apart():
     assert str(second) == "cp:shard(0) dp:shard(0)"
     assert Layout.parse("tp:shard(1) dp:shard(0)") == Layout.parse("dp:shard(0) tp:shard(1)")
     assert Layout.parse("tp:partial(sum) dp:partial(sum)") == Layout.parse("dp:partial(sum) tp:partial(sum)")
-    # What stands between the cuts of a dim means nothing.
+    # Axes between the shards of a dim have no effect.
     assert Layout.parse("dp:shard(0) tp:shard(1) cp:shard(0)") == Layout.parse("tp:shard(1) dp:shard(0) cp:shard(0)")
 
 
@@ -115,7 +118,7 @@ def test_dtensor_holds_the_same_parts_on_a_mesh_of_the_same_order(layout: Layout
 
 def test_an_order_of_cuts_that_dtensor_does_not_know_is_refused():
     mesh = DeviceMesh("cpu", torch.arange(6).view(2, 3), mesh_dim_names=("dp", "cp"), _init_backend=False, _rank=0)
-    with pytest.raises(AssertionError, match="cannot be cp:shard"):
+    with pytest.raises(JobError, match=r"(?s)MOE0700.*lies as cp:shard"):
         dtensor_placements(Layout.of({"cp": Shard(0), "dp": Shard(0)}), mesh)
 
 
@@ -123,7 +126,7 @@ def test_an_order_of_cuts_that_dtensor_does_not_know_is_refused():
 
 
 def converting(source: Layout, target: Layout, shape: tuple[Dim, ...] = SHAPE, dtype: str = "fp64") -> Program:
-    """`forward` is given a value that is `source`, and calls a block that wants it as `target`."""
+    """`forward` has an input with layout `source`, and calls a block that wants layout `target`."""
     x = Value(name="x", shape=shape, dtype=dtype, layout=source, role="residual")
     wanted = replace(x, layout=target)
     inner = Block(name="inner", inputs=(wanted,), parameters=(), ops=(), outputs=(Output("x", "residual"),))
@@ -145,7 +148,7 @@ def conversions(source: str, target: str, **of_value: Any) -> list[str]:
 
 
 def parts_of(whole: Tensor, layout: Layout) -> list[Tensor]:
-    """What every rank holds of `whole`; partial sums are terms of different sizes."""
+    """Every rank's part of `whole`; partial sums are terms of different sizes."""
     parts = [whole[local_slices(whole.shape, layout, MESH, rank)] for rank in range(MESH.ranks)]
     for axis, size in MESH.axes:
         if layout.get(axis) == Partial():
@@ -155,7 +158,7 @@ def parts_of(whole: Tensor, layout: Layout) -> list[Tensor]:
 
 
 def run_conversions(program: Program, parts: list[Tensor]) -> list[Tensor]:
-    """The value that `forward` hands to the block that it calls, on every rank."""
+    """The operand of the block that `forward` calls, on every rank."""
     graph, values = emit_graph(program, program.block("forward")), dict[fx.Node, list[Tensor]]()
     for node in graph.nodes:
         if node.op == "placeholder":
@@ -186,13 +189,13 @@ ROADS = {
     ("dp:shard(0) cp:shard(0)", "dp:shard(0) cp:shard(1)"): ["all_to_all_padded cp"],
     ("dp:shard(0)", "dp:shard(0) cp:shard(0)"): ["slice cp"],
     ("dp:shard(0) cp:partial(sum)", "dp:shard(0) cp:shard(0)"): ["reduce_scatter cp"],
-    # The first cut of the target is made first, whatever its name.
+    # The target's first shard is made first, whatever its name.
     ("replicate", "dp:shard(0) cp:shard(0)"): ["slice dp", "slice cp"],
     ("replicate", "cp:shard(0) dp:shard(0)"): ["slice cp", "slice dp"],
-    # Cuts are undone from the last one on.
+    # Shards are undone from the last one on.
     ("dp:shard(0) cp:shard(0)", "replicate"): ["all_gather_alike cp", "all_gather_alike dp"],
     ("cp:shard(0) dp:shard(0)", "replicate"): ["all_gather_alike dp", "all_gather_alike cp"],
-    # A later cut is in the way: it is undone and made again.
+    # A later shard is in the way: it is undone and made again.
     ("dp:shard(0) cp:shard(0)", "cp:shard(0) dp:shard(1)"): [
         "all_gather_alike cp", "all_to_all_padded dp", "slice cp",
     ],
@@ -214,6 +217,80 @@ def test_counts_of_rows_are_exchanged_and_other_integers_move_as_all_dense_value
         assert conversions(*there, shape=shape, dtype="int64") == ["all_to_all_padded cp"]
 
 
+OF_ROWS = {
+    # Rows of a rank's tokens → rows of its experts: the counts first.
+    ("dp:shard(1) cp:shard(1)", "dp:shard(1) cp:shard(0)"): ["exchange_counts cp", "all_to_all cp"],
+    ("cp:shard(1)", "replicate"): ["all_gather_alike cp", "all_gather_rows_alike cp"],
+    # The last cut is undone first: rows go to their experts, then each rank gets those of all.
+    ("dp:shard(1) cp:shard(1)", "cp:shard(0)"): [
+        "exchange_counts cp", "all_to_all cp", "all_gather_alike dp", "all_gather_rows_alike dp",
+    ],
+    ("dp:shard(1) cp:shard(1)", "replicate"): [
+        "all_gather_alike cp", "all_gather_rows_alike cp", "all_gather_alike dp", "all_gather_rows_alike dp",
+    ],
+}  # fmt: skip
+
+
+def rows_converted(source: str, target: str) -> list[str]:
+    """The conversions of ragged rows whose counts lie as the rows do, with both dims swapped."""
+    swapped = source.replace("shard(1)", "shard(2)").replace("shard(0)", "shard(1)").replace("shard(2)", "shard(0)")
+    counts = Value(name="c", shape=("sources", 6), dtype="int64", layout=Layout.parse(swapped), role="counts")
+    program = converting(Layout.parse(source), Layout.parse(target), shape=(6, "rows", 3))
+    inner, forward = program.blocks
+    (x,) = forward.inputs
+    forward = replace(forward, inputs=(counts, replace(x, ragged="c")))
+    program = Communicate().apply(replace(program, blocks=(inner, forward)))
+    for invariant in (well_typed, laid_out, connected):
+        invariant(program)
+    ops = program.block("forward").ops
+    return [f"{op.mnemonic} {op.attributes()['axis']}" for op in ops if not isinstance(op, Call)]
+
+
+@pytest.mark.parametrize(("source", "target"), OF_ROWS)
+def test_counts_are_converted_before_their_rows(source: str, target: str):
+    assert rows_converted(source, target) == OF_ROWS[source, target]
+
+
+@pytest.mark.parametrize("target", ["cp:shard(1)", "dp:shard(1) cp:shard(1)"])
+def test_rows_return_only_from_where_they_went(target: str):
+    with pytest.raises(LayoutError, match=r"slice_rows of %x: %c is no all_gather_alike"):
+        rows_converted("replicate", target)
+
+
+def test_rows_of_several_ranks_do_not_go_to_their_experts():
+    """They are sorted by source, then by expert: what goes to one rank does not lie together."""
+    rows = Value(name="x", shape=(6, "rows", 3), dtype="fp64", ragged="c", layout=Layout.parse("ep:shard(1)"))
+    counts = Value(name="c", shape=("sources", 6), dtype="int64", layout=Layout.parse("ep:shard(1)"))
+    splits = Value(name="s", shape=(2, "sources"), dtype="int64", layout=Layout())
+    op = AllToAll(operands=("x", "s", "c"), axis="ep", reverse=False)
+    experts = Mesh("experts", (("ep", 2), ("etp", 3)))
+    with pytest.raises(LayoutError, match="with rows of several ranks over"):
+        op.place([rows, splits, counts], Meshes(MESH, experts), {})
+    own = replace(rows, layout=Layout.parse("etp:shard(1) ep:shard(1)"))
+    received = replace(counts, layout=Layout.parse("etp:shard(0) ep:shard(1)"))
+    placing = op.place([own, splits, received], Meshes(MESH, experts), {})
+    assert placing.results == (Layout.parse("etp:shard(1) ep:shard(0)"),)
+    with pytest.raises(LayoutError, match="to rows that %c does not count"):
+        op.place([own, splits, replace(counts, layout=Layout.parse("etp:shard(0) ep:shard(0)"))], Meshes(MESH), {})
+
+
+@pytest.mark.parametrize("kind", [ReduceScatterRows, SliceRows])
+def test_rows_return_by_counts_that_every_rank_has(kind: type[GatheredRows]):
+    layout = Layout.parse("cp:partial(sum)") if kind is ReduceScatterRows else Layout()
+    rows = Value(name="x", shape=(6, "rows", 3), dtype="fp64", ragged="g", layout=layout)
+    gathered = Value(name="g", shape=("sources", 6), dtype="int64", layout=Layout())
+    counts = replace(gathered, name="c", layout=Layout.parse("cp:shard(0)"))
+    op = kind(operands=("x", "g", "c"), axis="cp")
+    assert op.infer([rows, gathered, counts], {})[0].ragged == "c"
+    assert op.place([rows, gathered, counts], Meshes(MESH), {}).results == (Layout.parse("cp:shard(1)"),)
+    with pytest.raises(LayoutError, match="which not every rank has"):
+        op.place([rows, replace(counts, name="g"), counts], Meshes(MESH), {})
+    with pytest.raises(LayoutError, match="to rows that %g does not count"):
+        op.place([rows, gathered, gathered], Meshes(MESH), {})
+    with pytest.raises(TypeRuleError, match="rows are counted by other, not g"):
+        op.infer([replace(rows, ragged="other"), gathered, counts], {})
+
+
 def test_what_no_conversion_gives_is_a_layout_error():
     for source in ("replicate", "dp:shard(0)"):
         with pytest.raises(LayoutError, match="no conversion of %x"):
@@ -228,3 +305,8 @@ def test_an_op_that_would_undo_an_inner_cut_first_is_a_layout_error():
     assert AllGather(operands=("x",), axis="cp", dim=0).place([x], Meshes(MESH), {}).results == (
         Layout.of({"dp": Shard(0)}),
     )
+
+
+def test_an_axis_that_a_mesh_does_not_have_is_of_one_rank() -> None:
+    assert MESH.groups("tp") == tuple((rank,) for rank in range(6))
+    assert {MESH.coordinate(rank, "tp") for rank in range(6)} == {0}

@@ -141,15 +141,15 @@ def test_the_lowered_program_depends_on_no_degree(capacity: str, group: str):
 
 
 @pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
-def test_choices_are_counted_by_group_and_shares_are_those_of_the_mesh(group: str):
-    dims = {"sequence": "batch", "batch": 1, "rank": "shares"}
+def test_choices_are_counted_by_group_and_data_ranks_are_those_of_the_mesh(group: str):
+    dims = {"sequence": "batch", "batch": 1, "rank": "data_ranks"}
     program = compile_program(moe_spec(ranks=8, tp=2, ep=2, beside=f"group = {group}")).program
     choices = program.block("layers[1..2]").scope["choices"]
     assert choices.shape == (dims[group], 8)
     assert str(choices.layout) == ("dp:partial(sum)" if group == "batch" else "dp:shard(0)") + " tp:partial(sum)"
 
 
-def test_the_reference_is_told_how_many_shares_a_batch_has():
+def test_the_reference_is_told_how_many_data_ranks_there_are():
     def groups(ranks: int, tp: int) -> int:
         program = reference_program(moe_spec(ranks=ranks, tp=tp, ep=1, beside="group = rank"))
         graph = emit_graph(program, program.block("layers[1..2]"))

@@ -1,4 +1,4 @@
-"""A `layer` file through the passes: one mixture, which takes and gives the residual stream."""
+"""A `layer` file through the passes: one mixture, from residual stream to residual stream."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_tokens_are_counted_from_x_over_all_ranks():
 
 
 def test_a_layer_has_the_mixture_of_a_model_of_one_layer():
-    """The same ops on the same layouts, whatever stands around them."""
+    """The same ops with the same layouts as in a model."""
     options = {"ep": 2, "balance": "[switch_loss(0.01)]", "beside": "shared = swiglu(8); capacity = factor(1.25)"}
     alone = placed(**options).block("layers[0]")
     model = run_passes(moe_spec(**options, depth=2)).program.block("layers[1]")
@@ -78,7 +78,7 @@ def test_a_spec_can_be_placed_on_another_number_of_ranks_than_its_file_says():
     assert (other.cluster.ranks, other.cluster.device) == (6, spec.cluster.device)
     with pytest.raises(DiagnosticError, match="MOE0312") as caught:
         choose_degrees(for_ranks(layer_spec(ranks=4, ep=4), 6))
-    assert not caught.value.diagnostics[0].labels  # the file's cluster has no part in it
+    assert not caught.value.diagnostics[0].labels  # the file's cluster has no effect
 
 
 def test_costs_are_counted_over_the_tokens_of_train_or_a_nominal_sequence_to_a_rank():

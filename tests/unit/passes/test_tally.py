@@ -1,4 +1,4 @@
-"""tally: counts worked out by hand."""
+"""tally: counts computed by hand."""
 
 import pytest
 from models import moe_spec, moe_text
@@ -94,7 +94,7 @@ def test_capacities_are_counted_under_every_degree(capacity: str, degrees: dict[
     tp = degrees.get("tp", 1)
     rows, tokens = 2 * 64, 64
     if capacity == "factor(1.25)" and degrees["ep"] == 2:
-        # Places are computed with whether they are filled or not, as many as the operator makes.
+        # All places that the operator makes are computed, filled or not.
         groups, spread = (0, tp) if group == "sequence" else (1, tp * (4 // tp if group == "batch" else 1))
         rows = 4 * 8 * places_of(8 * tp // 4, 8 // tp, 2, 8, groups, spread, 5, 4, 1)[1]
     if capacity == "dynamic(max = 0.5)" and degrees["ep"] == 1:
@@ -110,3 +110,12 @@ def test_places_are_those_that_the_operator_makes():
     # A rank's 16 tokens fill ⌈1.25 · 2 · 16 / 8⌉ = 5 places of each of 8 experts, half of which are on another rank.
     rows = 8 * 5
     assert counted["ep[1..2]", "activations"] == 2 * (4 * rows * 16 * 4 + 2 * rows * 4) / 2
+
+
+@pytest.mark.parametrize("beside", ["", "capacity = factor(1.25)"])
+@pytest.mark.parametrize("ep", [1, 2, 4])
+def test_a_token_uses_its_own_experts_for_every_degree(ep: int, beside: str):
+    """Top-2 of 8 experts in two layers: six experts of 3 · 16 · 16 parameters are idle in each."""
+    spec = moe_spec(ranks=4, ep=ep, experts=8, beside=beside)
+    counts = tally(compile_program(spec).program, spec)
+    assert counts.parameters - counts.active_parameters == 2 * 6 * 3 * 16 * 16

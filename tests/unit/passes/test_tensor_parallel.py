@@ -1,4 +1,4 @@
-"""Tensor parallelism: what is sharded, which conversions that needs, and what it refuses."""
+"""Tensor parallelism: shards, conversions and refusals."""
 
 from __future__ import annotations
 

@@ -88,9 +88,7 @@ BROKEN = {
     ),
     "experts that are not sharded": (
         connected,
-        lambda p: with_block(
-            p, lambda b: replace(b, parameters=tuple(replace(q, layout=REPLICATED) for q in b.parameters))
-        ),
+        lambda p: with_block(p, lambda b: replace(b, parameters=tuple(q.placed(REPLICATED) for q in b.parameters))),
         "rows",
     ),
     "meshes of different sizes": (
@@ -108,9 +106,7 @@ def test_a_layout_over_an_axis_of_another_blocks_mesh_is_refused():
     other = {"layers[1]": "edp", "layers[2]": "ep"}
     for name, axis in other.items():
         block = program.block(name)
-        moved = replace(
-            block, parameters=tuple(replace(p, layout=Layout.of({axis: Shard(0)})) for p in block.parameters)
-        )
+        moved = replace(block, parameters=tuple(p.placed(Layout.of({axis: Shard(0)})) for p in block.parameters))
         blocks = tuple(moved if b is block else b for b in program.blocks)
         with pytest.raises(InternalError, match="axes are"):
             laid_out(replace(program, blocks=blocks))

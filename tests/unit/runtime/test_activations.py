@@ -21,7 +21,7 @@ CLASSES = {cls.word: cls for cls in get_args(FeedForward) if issubclass(cls, Act
 
 
 def composed(function: Function, x: Tensor) -> Tensor:
-    """The function as a graph has it."""
+    """The function as graphs compute it."""
     for name in function.aten:
         x = getattr(torch.ops.aten, name).default(x)
     return x

@@ -1,4 +1,4 @@
-"""Work done in blocks of rows, against the same work done at once."""
+"""Functions that compute in blocks of rows, against the same in one block."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moec.runtime.ops.elementwise import GATED
 
 
 def layer_results(dtype: torch.dtype) -> list[Tensor]:
-    """What every function that works in blocks gives: T 11, k 3, D 6, F 5, E 4."""
+    """The results of every function that computes in blocks: T 11, k 3, D 6, F 5, E 4."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""`rope` and `gated` against their definitions, written out."""
+"""`rope` and `gated` against their definitions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ every_gated = pytest.mark.parametrize("activation", GATED)
 def test_rope_turns_each_half_split_pair_by_position_times_frequency(dtype: torch.dtype) -> None:
     x = torch.randn(2, 7, 3, 8, dtype=dtype)
     torch.testing.assert_close(
-        ops.rope(x, 100.0).double(), naive_rope(x.double(), 100.0), rtol=0, atol=4 * TOLERANCE[dtype]
+        ops.rope(x, None, 100.0).double(), naive_rope(x.double(), 100.0), rtol=0, atol=4 * TOLERANCE[dtype]
     )
 
 
@@ -64,48 +64,48 @@ def test_rope_agrees_with_hugging_face_llama_and_shares_its_tables_bit_for_bit()
     assert torch.equal(ours[0][:, 0], cos[0, :, :8])
     assert torch.equal(ours[1][:, 0], sin[0, :, :8])
     theirs, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
-    torch.testing.assert_close(ops.rope(x, 10_000.0), theirs.transpose(1, 2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(ops.rope(x, None, 10_000.0), theirs.transpose(1, 2), rtol=0, atol=1e-6)
 
 
 def test_rope_is_undone_by_its_backward() -> None:
     x = torch.randn(2, 9, 3, 8, dtype=torch.float64)
-    torch.testing.assert_close(ROPE(ops.rope(x, 1e4), 1e4), x)
+    torch.testing.assert_close(ROPE(ops.rope(x, None, 1e4), None, 1e4), x)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 2, 4), (1, 1, 1, 2), (0, 3, 2, 4), (2, 0, 2, 4)])
 def test_rope_gradients(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     if x.numel():
-        assert gradcheck(lambda x: ops.rope(x, 1e4), (x,))
+        assert gradcheck(lambda x: ops.rope(x, None, 1e4), (x,))
     else:
-        ops.rope(x, 1e4).sum().backward()
+        ops.rope(x, None, 1e4).sum().backward()
         assert x.grad is not None
         assert x.grad.shape == shape
 
 
 def test_rope_takes_inputs_that_are_not_contiguous() -> None:
     x = torch.randn(2, 3, 5, 8).transpose(1, 2)
-    assert torch.equal(ops.rope(x, 1e4), ops.rope(x.contiguous(), 1e4))
+    assert torch.equal(ops.rope(x, None, 1e4), ops.rope(x.contiguous(), None, 1e4))
 
 
 def test_rope_tables_made_under_inference_mode_serve_training_after() -> None:
     torch_rope._tables.cache_clear()
     with torch.inference_mode():
-        ops.rope(torch.randn(1, 6, 1, 4), 123.0)
+        ops.rope(torch.randn(1, 6, 1, 4), None, 123.0)
     x = torch.randn(1, 6, 1, 4, requires_grad=True)
-    ops.rope(x, 123.0).sum().backward()
+    ops.rope(x, None, 123.0).sum().backward()
     assert x.grad is not None
 
 
 def test_rope_table_cache_is_bounded() -> None:
     for length in range(1, 40):
-        ops.rope(torch.randn(1, length, 1, 4), 1e4)
+        ops.rope(torch.randn(1, length, 1, 4), None, 1e4)
     assert torch_rope._tables.cache_info().currsize <= 16
 
 
 def test_rope_refuses_an_odd_head_dim() -> None:
     with pytest.raises(RuntimeError, match="head dim must be even, not 5"):
-        ops.rope(torch.randn(1, 2, 1, 5), 1e4)
+        ops.rope(torch.randn(1, 2, 1, 5), None, 1e4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,4 +1,4 @@
-"""Large tensors on CPU: their memory is used again, and never while anything refers to it."""
+"""Large tensors on CPU: their memory is reused, and never while a tensor refers to it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_small_tensors_are_torchs_own(shape: tuple[int, int]) -> None:
 
 
 def test_gradients_of_experts_are_where_the_last_ones_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And those that are still held are not overwritten."""
+    """Live tensors are not overwritten."""
     monkeypatch.setattr(torch_memory, "LARGE", 0)
     monkeypatch.setattr(torch_memory, "POOL", Pool())
     x, up, down = torch.randn(1, 6, 8), torch.randn(4, 2, 16, 8), torch.randn(4, 8, 16)

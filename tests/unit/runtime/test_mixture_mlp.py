@@ -1,4 +1,4 @@
-"""`mixture_mlp` against a loop over tokens and experts, and against the operators that it stands for."""
+"""`mixture_mlp` against a loop over tokens and experts, and against the operators that it replaces."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIVE = {
     "silu": lambda x: x / (1 + torch.exp(-x)),
 }
 
-# batch, tokens, experts, k, share of choices dropped
+# batch, tokens, experts, k, fraction of choices dropped
 SHAPES = {
     "dropless": (2, 7, 5, 2, 0.0),
     "some dropped": (2, 7, 5, 2, 0.4),

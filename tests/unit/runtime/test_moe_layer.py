@@ -1,4 +1,4 @@
-"""A layer made of the operators, as a compiled graph makes it."""
+"""A layer composed of the operators, as in a compiled graph."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class MoeLayer(nn.Module):
         self.activation, self.score = activation, score
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = ops.rope(x[:, :, None], 1e4)[:, :, 0]
+        x = ops.rope(x[:, :, None], None, 1e4)[:, :, 0]
         probabilities, weights, experts = ops.route(
-            (x @ self.gate.to(x.dtype).t()).float(), 2, self.score, "before", True
+            (x @ self.gate.to(x.dtype).t()).float(), None, 2, self.score, "before", True
         )
         rows, counts, positions = ops.permute(x, experts, 5)
         out, _ = ops.expert_mlp(rows, counts, self.up, self.down, None, None, None, self.activation)

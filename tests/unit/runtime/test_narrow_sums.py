@@ -1,4 +1,4 @@
-"""Sums over tokens in bf16: no gradient is further from float64 than its own rounding explains."""
+"""Sums over tokens in bf16: no gradient has a larger error than rounding its result explains."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from models import moe_spec
 from torch import Tensor, fx
 
-from moec.codegen.emit import emit_graph, facts_of
+from moec.codegen.emit import emit_graph, info_of
 from moec.passes.ir import Program
 from moec.passes.ir.interface import FORWARD
 from moec.passes.lower.lower_model import lower
@@ -21,14 +21,14 @@ ONE_ROUNDING = 2**-8
 
 
 def ids() -> Tensor:
-    """One id in half of all places."""
+    """Half of all tokens have one id."""
     drawn = torch.randint(VOCAB, (2, TOKENS // 2), generator=torch.Generator().manual_seed(0))
     drawn[:, ::2] = 3
     return drawn
 
 
 def gradient(*shape: int) -> Tensor:
-    """Of one sign mostly: what a sum in bf16 stops growing under."""
+    """Mostly of one sign: a sum in bf16 would stop growing."""
     return (torch.randn(shape, generator=torch.Generator().manual_seed(1)) + 1).bfloat16()
 
 
@@ -76,18 +76,18 @@ def test_vectors_of_norms_keep_their_gradients(kind: str):
 
 
 def last_norm(program: Program, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The norm before a model's head, of x, and its parameters, which are ones."""
+    """The final norm of x, and its parameters, which are ones."""
     graph = emit_graph(program, program.block(FORWARD), float64=x.dtype == torch.float64)
     (norm,) = (op for op in program.block(FORWARD).ops if op.mnemonic.endswith("_norm"))
     vectors = {name[1:]: torch.ones(DIM, dtype=x.dtype, requires_grad=True) for name in norm.operands[1:]}
     values: dict[fx.Node, Tensor] = {}
     for node in graph.nodes:
-        facts = facts_of(node)
-        if facts.parameter in vectors:
-            values[node] = vectors[facts.parameter]
-        elif facts.op is norm:
+        info = info_of(node)
+        if info.parameter in vectors:
+            values[node] = vectors[info.parameter]
+        elif info.op is norm:
             values[node] = node.target(*fx.map_arg(node.args, lambda used: values.get(used, x)))
-            if facts.value is not None:
+            if info.value is not None:
                 return values[node], vectors
     raise AssertionError("the model has no norm before its head")
 

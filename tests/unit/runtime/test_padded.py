@@ -1,4 +1,4 @@
-"""Rows in the places of a capacity, against a queue kept by hand."""
+"""Padded rows of a capacity, against a queue in Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def chosen(batch: int = 3, tokens: int = 5, k: int = 2, seed: int = 0) -> Tensor
 
 
 def by_hand(experts: Tensor, groups: int, capacity: int) -> Tensor:
-    """Whether each choice is kept: first choices before second ones, tokens in order."""
+    """Whether each choice is kept: first choices before second choices, in token order."""
     batch, tokens, k = experts.shape
     kept = torch.zeros_like(experts, dtype=torch.bool)
     for members in torch.arange(batch).chunk(groups or batch):
@@ -70,7 +70,7 @@ def test_a_setting_says_which_of_two_capacities_is_in_force(groups: int):
 
 
 def test_pieces_of_a_sequence_stand_in_one_queue():
-    """Cut along the sequence, as tensor parallelism cuts it, the same choices are kept."""
+    """With sequences sharded, as under tensor parallelism, the same choices are kept."""
     experts, x = chosen(tokens=6), torch.randn(3, 6, 2)
     _, _, whole = permuted(x, experts, 0, 1, 1)
     pieces = experts.chunk(2, dim=1)

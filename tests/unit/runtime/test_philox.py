@@ -7,7 +7,7 @@ import torch
 
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Init, Layout, Mesh
-from moec.runtime.job import philox
+from moec.runtime import philox
 from moec.runtime.job.shards import initial_shard
 
 ALONE = Mesh("dense", (("tp", 1),))
@@ -20,6 +20,8 @@ def data(shape: tuple[int, ...], layout: str = "replicate", init: str = "normal"
         shape=shape,
         dtype="bf16",
         layout=Layout.parse(layout),
+        gradient=Layout.parse(layout),
+        optimizer_state=Layout.parse(layout),
         init=Init(kind=init, std=0.5),
         decays=True,
         sum_over=(),
@@ -35,7 +37,7 @@ def data(shape: tuple[int, ...], layout: str = "replicate", init: str = "normal"
     ],
 )
 def test_known_answers(counter: int, key: tuple[int, int], words: tuple[int, ...]) -> None:
-    assert tuple(philox.philox(torch.tensor([counter]), key).flatten().tolist()) == words
+    assert tuple(philox.philox_words(torch.tensor([counter]), key).flatten().tolist()) == words
 
 
 def by_hand(counter: int, key: tuple[int, int]) -> list[int]:
@@ -52,7 +54,7 @@ def by_hand(counter: int, key: tuple[int, int]) -> list[int]:
 def test_any_counter_and_key_give_what_big_integers_give() -> None:
     counters = torch.randint(2**62, (200,), generator=torch.Generator().manual_seed(0))
     key = philox.key_of(3, "layers.0.attention.q.weight")
-    words = philox.philox(counters, key).T.tolist()
+    words = philox.philox_words(counters, key).T.tolist()
     assert words == [by_hand(counter, key) for counter in counters.tolist()]
 
 

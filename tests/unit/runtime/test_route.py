@@ -42,7 +42,7 @@ def test_route_and_its_gradient_agree_with_a_loop_over_tokens(
 ) -> None:
     logits = torch.randn(2, 5, num_experts, dtype=dtype, requires_grad=True)
     exact = logits.detach().double().requires_grad_()
-    probabilities, weights, experts = ops.route(logits, k, score, order, normalize)
+    probabilities, weights, experts = ops.route(logits, None, k, score, order, normalize)
     expected = naive_route(exact, k, score, order, normalize)
     assert probabilities.dtype == weights.dtype == dtype
     assert torch.equal(experts, expected[2])
@@ -62,7 +62,7 @@ def test_route_gradients(score: str, order: str, normalize: bool) -> None:
     logits = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     for output in ((0,), (1,), (0, 1)):
         assert gradcheck(
-            lambda x, output=output: [ops.route(x, 2, score, order, normalize)[i] for i in output], (logits,)
+            lambda x, output=output: [ops.route(x, None, 2, score, order, normalize)[i] for i in output], (logits,)
         )
 
 
@@ -70,19 +70,19 @@ def test_route_gradients(score: str, order: str, normalize: bool) -> None:
 def test_ties_go_to_the_lower_expert(score: str, order: str, normalize: bool) -> None:
     for num_experts, k in ((8, 3), (16, 2), (64, 8), (256, 8), (7, 7)):
         level = torch.zeros(1, 4, num_experts)
-        assert torch.equal(ops.route(level, k, score, order, normalize)[2], torch.arange(k).expand(1, 4, k)), (
+        assert torch.equal(ops.route(level, None, k, score, order, normalize)[2], torch.arange(k).expand(1, 4, k)), (
             f"{num_experts} equal logits"
         )
         few = torch.randint(0, 3, (2, 16, num_experts)).double()
         assert torch.equal(
-            ops.route(few, k, score, order, normalize)[2], naive_route(few, k, score, order, normalize)[2]
+            ops.route(few, None, k, score, order, normalize)[2], naive_route(few, k, score, order, normalize)[2]
         )
 
 
 def test_weights_come_best_first_and_sum_to_one_when_normalized() -> None:
     logits = torch.randn(2, 50, 16)
     for score, order, normalize in MODES:
-        weights = ops.route(logits, 4, score, order, normalize)[1]
+        weights = ops.route(logits, None, 4, score, order, normalize)[1]
         assert (weights.diff(dim=-1) <= 0).all()
         if normalize or (order == "after" and score == "softmax"):
             torch.testing.assert_close(weights.sum(-1), torch.ones(2, 50))
@@ -93,12 +93,12 @@ def test_experts_are_distinct_even_where_logits_are_minus_infinity(score: str, o
     logits = torch.full((1, 1, 6), -math.inf)
     logits[..., 3] = 0.5
     logits[..., 5] = 1.0
-    assert ops.route(logits, 4, score, order, normalize)[2].tolist() == [[[5, 3, 0, 1]]]
+    assert ops.route(logits, None, 4, score, order, normalize)[2].tolist() == [[[5, 3, 0, 1]]]
 
 
 def test_sigmoid_scores_that_underflow_still_normalize() -> None:
     logits = torch.full((1, 1, 4), -200.0, requires_grad=True)
-    probabilities, weights, _ = ops.route(logits, 2, "sigmoid", "before", True)
+    probabilities, weights, _ = ops.route(logits, None, 2, "sigmoid", "before", True)
     torch.testing.assert_close(probabilities, torch.full((1, 1, 4), 0.25))
     torch.testing.assert_close(weights, torch.full((1, 1, 2), 0.5))
     (probabilities[..., 0].sum() + weights[..., 0].sum()).backward()
@@ -111,13 +111,13 @@ def test_logits_that_are_nan_are_refused_and_located(score: str, order: str, nor
     logits = torch.randn(2, 3, 4)
     logits[1, 2, 3] = math.nan
     with pytest.raises(FloatingPointError, match=r"are NaN or infinite for 1 of 6 tokens, first token 2 of sequence 1"):
-        ops.route(logits, 2, score, order, normalize)
+        ops.route(logits, None, 2, score, order, normalize)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])
 def test_no_tokens_route_nowhere(shape: tuple[int, ...]) -> None:
     logits = torch.randn(shape, requires_grad=True)
-    probabilities, weights, experts = ops.route(logits, 2, "softmax", "before", True)
+    probabilities, weights, experts = ops.route(logits, None, 2, "softmax", "before", True)
     assert weights.shape == experts.shape == (*shape[:2], 2)
     (probabilities.sum() + weights.sum()).backward()
     assert logits.grad is not None
@@ -126,7 +126,7 @@ def test_no_tokens_route_nowhere(shape: tuple[int, ...]) -> None:
 
 def test_only_the_outputs_in_use_get_gradients() -> None:
     logits = torch.randn(1, 3, 4, requires_grad=True)
-    _, _, experts = ops.route(logits, 2, "softmax", "before", True)
+    _, _, experts = ops.route(logits, None, 2, "softmax", "before", True)
     assert not experts.requires_grad
 
 
@@ -134,8 +134,64 @@ def test_arguments_out_of_range_are_refused() -> None:
     logits = torch.randn(1, 2, 4)
     for k in (0, 5):
         with pytest.raises(RuntimeError, match=f"k must be between 1 and the 4 experts, not {k}"):
-            ops.route(logits, k, "softmax", "before", True)
+            ops.route(logits, None, k, "softmax", "before", True)
     with pytest.raises(RuntimeError, match="score must be one of softmax, sigmoid, not 'tanh'"):
-        ops.route(logits, 1, "tanh", "before", True)
+        ops.route(logits, None, 1, "tanh", "before", True)
     with pytest.raises(RuntimeError, match=r"must be float32 or float64, not torch\.bfloat16"):
-        ops.route(logits.bfloat16(), 1, "softmax", "before", True)
+        ops.route(logits.bfloat16(), None, 1, "softmax", "before", True)
+
+
+# ---- with biases -----------------------------------------------------------------------------------------
+
+
+@every_mode
+@pytest.mark.parametrize(("num_experts", "k"), [(8, 2), (6, 1), (5, 5), (64, 8)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_biases_choose_and_do_not_weigh(
+    num_experts: int, k: int, dtype: torch.dtype, score: str, order: str, normalize: bool
+) -> None:
+    logits = torch.randn(2, 5, num_experts, dtype=dtype, requires_grad=True)
+    bias = torch.randn(num_experts, dtype=dtype) / num_experts
+    probabilities, weights, experts = ops.route(logits, bias, k, score, order, normalize)
+    exact = logits.detach().double().requires_grad_()
+    scores = exact.softmax(-1) if score == "softmax" else exact.sigmoid()
+    for sequence, token in itertools.product(range(2), range(5)):
+        keys = (scores[sequence, token] + bias).tolist()
+        assert (
+            experts[sequence, token].tolist() == sorted(range(num_experts), key=lambda e, keys=keys: (-keys[e], e))[:k]
+        )
+    kept = exact.gather(-1, experts)
+    wanted = scores.gather(-1, experts)
+    if order == "after":
+        wanted = kept.softmax(-1) if score == "softmax" else kept.sigmoid()
+    wanted = wanted / wanted.sum(-1, keepdim=True) if normalize else wanted
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 1e-12, "atol": 1e-13}
+    torch.testing.assert_close(weights.double(), wanted, **tolerance)
+    torch.testing.assert_close(probabilities.double(), scores / scores.sum(-1, keepdim=True), **tolerance)
+    grads = torch.randn_like(probabilities), torch.randn_like(weights)
+    torch.autograd.backward((probabilities, weights), grads)
+    torch.autograd.backward((scores / scores.sum(-1, keepdim=True), wanted), [grad.double() for grad in grads])
+    torch.testing.assert_close(logits.grad.double(), exact.grad, **tolerance)
+
+
+def test_a_bias_far_above_all_scores_leaves_their_weight_as_it_is() -> None:
+    """A weight computed as biased score minus bias would be 0."""
+    logits, bias = torch.tensor([[[-1.0, 0.0, 1.0]]]), torch.tensor([1e9, 0.0, 0.0])
+    _, weights, experts = ops.route(logits, bias, 1, "sigmoid", "before", False)
+    assert experts.item() == 0
+    assert weights.item() == pytest.approx(1 / (1 + math.e))
+
+
+@every_mode
+def test_biases_of_zeros_change_nothing(score: str, order: str, normalize: bool) -> None:
+    logits = torch.randint(-2, 3, (2, 30, 12)).float()
+    without = ops.route(logits, None, 4, score, order, normalize)
+    biased = ops.route(logits, torch.zeros(12), 4, score, order, normalize)
+    for one, other in zip(without, biased, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(7), torch.zeros(1, 8), torch.zeros(8, dtype=torch.bfloat16)], ids=str)
+def test_a_bias_of_another_shape_or_dtype_is_refused(bias: Tensor) -> None:
+    with pytest.raises((ValueError, RuntimeError), match="bias must be"):
+        ops.route(torch.zeros(1, 2, 8), bias, 2, "softmax", "before", True)

@@ -99,7 +99,7 @@ def test_combine_and_its_gradients_agree_with_a_loop_over_tokens(
 
 
 def is_rounded_once(ours: torch.Tensor, exact: torch.Tensor) -> bool:
-    """To the nearest bfloat16, ties either way, which has 8 significant bits."""
+    """Rounded to the nearest bfloat16 (8 significant bits), ties either way."""
     assert ours.dtype == torch.bfloat16
     return bool(((ours.double() - exact).abs() <= 2**-8 * exact.abs()).all())
 

@@ -29,7 +29,7 @@ def naive_switch_loss(probabilities: Tensor, experts: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_switch_loss_and_its_gradient_agree_with_the_definition(num_experts: int, k: int, dtype: torch.dtype) -> None:
     logits = torch.randn(3, 7, num_experts, dtype=dtype)
-    probabilities, _, experts = ops.route(logits, k, "softmax", "before", True)
+    probabilities, _, experts = ops.route(logits, None, k, "softmax", "before", True)
     probabilities.requires_grad_()
     exact = probabilities.detach().double().requires_grad_()
     loss, expected = switch_loss(probabilities, experts), naive_switch_loss(exact, experts)
@@ -49,7 +49,7 @@ def test_a_balanced_load_costs_one_per_token_for_any_k(k: int) -> None:
 
 
 def test_sequences_are_counted_apart() -> None:
-    probabilities, _, experts = ops.route(torch.randn(3, 5, 4), 2, "softmax", "before", True)
+    probabilities, _, experts = ops.route(torch.randn(3, 5, 4), None, 2, "softmax", "before", True)
     apart = [switch_loss(p[None], e[None]) for p, e in zip(probabilities, experts, strict=True)]
     torch.testing.assert_close(switch_loss(probabilities, experts), torch.stack(apart).sum())
 
@@ -71,7 +71,7 @@ def test_no_tokens_cost_nothing_and_still_have_a_gradient(shape: tuple[int, int]
 
 
 def test_the_terms_of_parts_of_a_sequence_add_up() -> None:
-    probabilities, _, experts = ops.route(torch.randn(2, 6, 4), 2, "softmax", "before", True)
+    probabilities, _, experts = ops.route(torch.randn(2, 6, 4), None, 2, "softmax", "before", True)
     choices = ops.count_choices(experts, 4, 0)
     parts = [ops.switch_loss(part, choices) for part in probabilities.chunk(3, dim=1)]
     torch.testing.assert_close(torch.stack(parts).sum(), ops.switch_loss(probabilities, choices))

@@ -1,4 +1,4 @@
-"""Experts side by side: every expert once, the same result whatever the number of threads, errors raised here."""
+"""Experts in parallel threads: each expert runs once, the same result for any number of threads, errors are raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _any_size_is_enough(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Seen:
-    """Who computed what."""
+    """The thread that computed each expert."""
 
     def __init__(self) -> None:
         self.by_thread: dict[int, list[int]] = {}
@@ -182,7 +182,7 @@ def test_experts_are_the_same_on_any_number_of_threads(
     for threads in (2, 3):
         torch.set_num_threads(threads)
         for own, expected in zip(results(activation, dtype, biased), alone, strict=True):
-            # Not bit by bit: MKL's sums of float32 depend on where in memory a matrix begins.
+            # Not bit for bit: MKL's float32 sums depend on the alignment of a matrix.
             torch.testing.assert_close(own, expected, **CLOSE[dtype])
         assert begun[-2:] == [threads, threads]
 

@@ -1,10 +1,10 @@
-"""Who holds up a job, from what the ranks say of themselves."""
+"""The rank that blocks a job, from the positions of all ranks."""
 
 from __future__ import annotations
 
 import pytest
 
-from moec.runtime.job.verdict import Left, Place, Position, Word, from_json, judge, to_json
+from moec.runtime.job.verdict import Left, Place, Position, RankState, from_json, judge, to_json
 
 ROWS = Place("all_to_all", "ep[0..1]", (0, 1), "layer 1 (tiny.moe:14:5)")
 OTHER_ROWS = Place("all_to_all", "ep[0..1]", (2, 3), "layer 1 (tiny.moe:14:5)")
@@ -24,64 +24,64 @@ def outside(place: Place | None, seconds: float, **counts: int) -> Position:
 KEYS = {"rows": ROWS.key(), "other_rows": OTHER_ROWS.key(), "gradient": GRADIENT.key(), "step": STEP.key()}
 
 
-def text(words: dict[int, Word], *, overdue: bool = True, ranks: int = 4) -> str:
-    verdict = judge(words, ranks, overdue=overdue)
+def text(states: dict[int, RankState], *, overdue: bool = True, ranks: int = 4) -> str:
+    verdict = judge(states, ranks, overdue=overdue)
     assert verdict is not None
     return verdict.text
 
 
-def test_a_rank_without_an_answer_is_named_with_whoever_waits_longest():
-    words = {0: inside(ROWS, 0.3), 2: inside(OTHER_ROWS, 0.9), 1: outside(STEP, 0.1)}
-    assert text(words, overdue=False) == (
+def test_a_rank_without_an_answer_is_named_with_the_longest_waiter():
+    states = {0: inside(ROWS, 0.3), 2: inside(OTHER_ROWS, 0.9), 1: outside(STEP, 0.1)}
+    assert text(states, overdue=False) == (
         "rank 3 no longer answers (killed, out of memory, stopped, or its machine cut off); "
         "rank 2 waits for it in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5)"
     )
 
 
-def test_where_nobody_waits_yet_the_last_collective_is_named():
-    words = {0: outside(ROWS, 0.3), 1: outside(STEP, 0.9), 2: outside(None, 5.0)}
-    found = text(words, overdue=False)
-    assert found.endswith("; rank 0 was last in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5)")
+def test_if_no_rank_waits_the_last_collective_is_named():
+    states = {0: outside(ROWS, 0.3), 1: outside(STEP, 0.9), 2: outside(None, 5.0)}
+    message = text(states, overdue=False)
+    assert message.endswith("; rank 0 was last in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5)")
 
 
 def test_several_silent_ranks():
     assert text({0: inside(ROWS, 1), 2: outside(STEP, 1)}).startswith("ranks 1, 3 no longer answer (")
 
 
-def test_a_rank_that_raised_has_said_so_itself():
+def test_a_rank_that_raised_has_printed_its_error():
     verdict = judge({0: inside(ROWS, 1), 1: Left("ValueError: no such file")}, 4, overdue=False)
     assert verdict is not None
-    assert verdict.said
+    assert verdict.printed
     assert verdict.text.startswith("rank 1 ended with ValueError: no such file; rank 0 waits for it in all_to_all")
 
 
 def test_a_rank_that_left_early():
-    words: dict[int, Word] = {rank: inside(STEP, rank) for rank in (0, 1, 3)}
-    assert text({**words, 2: Left()}, overdue=False) == (
+    states: dict[int, RankState] = {rank: inside(STEP, rank) for rank in (0, 1, 3)}
+    assert text({**states, 2: Left()}, overdue=False) == (
         "rank 2 left the job before the others; "
         "rank 3 waits for it in all_reduce over all ranks, start of a forward pass"
     )
 
 
-def test_leaving_is_no_fault_where_nobody_waits():
+def test_leaving_is_no_fault_if_no_rank_waits():
     assert judge({0: Left(), 1: Left(), 2: outside(STEP, 1), 3: Left()}, 4, overdue=False) is None
 
 
-def test_being_ended_from_outside_is_nobodys_fault():
-    words = {0: inside(ROWS, 3, rows=2), 1: outside(STEP, 3), 2: outside(STEP, 1), 3: outside(STEP, 1)}
-    assert judge(words, 4, overdue=False) is None
-    assert judge(words, 4, overdue=True) is not None
+def test_a_job_ended_from_outside_blames_no_rank():
+    states = {0: inside(ROWS, 3, rows=2), 1: outside(STEP, 3), 2: outside(STEP, 1), 3: outside(STEP, 1)}
+    assert judge(states, 4, overdue=False) is None
+    assert judge(states, 4, overdue=True) is not None
 
 
-def test_the_waiting_are_followed_to_the_one_that_stalls():
-    """0 waits for 1 in a collective of theirs; 1 waits for 3 in another; 3 is in none."""
-    words = {
+def test_waits_are_followed_to_the_rank_that_stalls():
+    """0 waits for 1 in a collective of both; 1 waits for 3 in another; 3 is in none."""
+    states = {
         0: inside(ROWS, 90, rows=3),
         1: inside(GRADIENT, 80, rows=2, gradient=5),
         2: outside(STEP, 0.1),
         3: outside(OTHER_ROWS, 79, gradient=4),
     }
-    assert text(words) == (
+    assert text(states) == (
         "rank 3 has stalled: it has been in no collective for 79.0 s, since all_to_all over ep[0..1], "
         "layer 1 (tiny.moe:14:5); rank 1 waits for it in all_reduce over edp[0..1], "
         "gradient of layers.1.moe.up, layer 1 (tiny.moe:14:5)"
@@ -89,41 +89,42 @@ def test_the_waiting_are_followed_to_the_one_that_stalls():
 
 
 def test_ranks_in_different_collectives_of_one_communicator():
-    words = {0: inside(STEP, 5, step=7), 1: inside(STEP, 5, step=7), 2: inside(LOADS, 5, step=7), 3: outside(STEP, 9)}
-    found = text(words, overdue=False)
-    assert found.startswith("the ranks do not do the same: rank 0 is in all_reduce over all ranks, start of a forward")
-    assert found.endswith("and rank 2 in all_reduce over all ranks, expert loads")
+    states = {0: inside(STEP, 5, step=7), 1: inside(STEP, 5, step=7), 2: inside(LOADS, 5, step=7), 3: outside(STEP, 9)}
+    message = text(states, overdue=False)
+    assert message.startswith(
+        "the ranks make different calls: rank 0 is in all_reduce over all ranks, start of a forward"
+    )
+    assert message.endswith("and rank 2 in all_reduce over all ranks, expert loads")
 
 
 def test_waiting_for_an_earlier_collective_is_no_difference():
-    """Gradients are begun one after the other, and waited for after."""
+    """Sums of gradients all begin before the first wait."""
     later = Place("all_reduce", "edp[0..1]", (1, 3), "gradient of layers.0.moe.up, layer 0")
-    words: dict[int, Word] = {
+    states: dict[int, RankState] = {
         1: Position(True, GRADIENT, 5, {GRADIENT.key(): 2}, newest=False),
         3: Position(True, later, 5, {GRADIENT.key(): 2}, newest=False),
         0: outside(STEP, 1),
         2: outside(STEP, 1),
     }
-    assert "does not get through" in text(words)
+    assert "does not finish" in text(states)
 
 
 def test_a_ring_of_waiting_ranks():
     crossed = Place("all_reduce", "dp", (0, 1), "the model's loss")
-    words = {
+    states = {
         0: Position(True, ROWS, 9, {ROWS.key(): 1, crossed.key(): 0}),
         1: Position(True, crossed, 8, {ROWS.key(): 0, crossed.key(): 1}),
     }
-    assert text(words, ranks=2).startswith("each waits for the next: rank 0 in all_to_all")
+    assert text(states, ranks=2).startswith("each waits for the next: rank 0 in all_to_all")
 
 
-def test_a_network_that_does_not_get_through():
-    words = {0: inside(ROWS, 9, rows=4), 1: inside(ROWS, 8, rows=4), 2: outside(STEP, 1), 3: outside(STEP, 1)}
-    assert text(words) == (
-        "ranks 0, 1 are all in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5), rank 0 for 9.0 s: "
-        "it does not get through"
+def test_a_collective_that_all_ranks_are_in():
+    states = {0: inside(ROWS, 9, rows=4), 1: inside(ROWS, 8, rows=4), 2: outside(STEP, 1), 3: outside(STEP, 1)}
+    assert text(states) == (
+        "ranks 0, 1 are all in all_to_all over ep[0..1], layer 1 (tiny.moe:14:5), rank 0 for 9.0 s: it does not finish"
     )
 
 
-@pytest.mark.parametrize("word", [Left(), Left("OSError: disk full"), outside(None, 1.5), inside(ROWS, 2, rows=3)])
-def test_words_survive_the_journey(word: Word):
-    assert from_json(to_json(word)) == word
+@pytest.mark.parametrize("state", [Left(), Left("OSError: disk full"), outside(None, 1.5), inside(ROWS, 2, rows=3)])
+def test_states_survive_json(state: RankState):
+    assert from_json(to_json(state)) == state

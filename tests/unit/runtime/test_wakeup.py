@@ -26,7 +26,7 @@ def test_a_forked_child_is_killed_and_wakes_nobody():
     with woken_by_sigterm() as wakeup:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # forking beside threads, which data loaders do too
+            warnings.simplefilter("ignore", DeprecationWarning)  # forks with running threads, as data loaders do
             child.start()
         child.terminate()
         child.join(10)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RowGroup:
     """One expert's rows: in one piece of `hidden`, and in as many pieces of `rows` as there are sources."""
 
     where: slice
@@ -44,7 +44,7 @@ class Share:
                 start = stop
 
 
-def shares_of(counts: Tensor, num_rows: int) -> list[Share]:
+def row_groups(counts: Tensor, num_rows: int) -> list[RowGroup]:
     """Each expert's rows, by counts [sources, E], in rows sorted by source, then by expert."""
     by_source: list[list[int]] = counts.tolist()
     pieces: list[list[slice]] = [[] for _ in range(counts.shape[1])]
@@ -57,15 +57,15 @@ def shares_of(counts: Tensor, num_rows: int) -> list[Share]:
     if start != num_rows:
         message = f"moec::expert_mlp: the counts add up to {start}, but there are {num_rows} rows"
         raise RuntimeError(message)
-    shares, start = [], 0
+    groups, start = [], 0
     for own in pieces:
         if all(first.stop == second.start for first, second in pairwise(own)):
             own = [slice(own[0].start, own[-1].stop)] if own else []
         size = sum(piece.stop - piece.start for piece in own)
-        shares.append(Share(slice(start, start + size), tuple(own)))
+        groups.append(RowGroup(slice(start, start + size), tuple(own)))
         start += size
-    return shares
+    return groups
 
 
-def longest(shares: list[Share]) -> int:
-    return max((share.size for share in shares), default=0)
+def longest(groups: list[RowGroup]) -> int:
+    return max((group.size for group in groups), default=0)

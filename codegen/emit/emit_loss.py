@@ -1,4 +1,4 @@
-"""Emits the loss over a whole or a sharded vocabulary."""
+"""Emits the loss over a whole or a sharded vocabulary, and the divisors of losses."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op, Shard
 from moec.passes.ir import ops as o
-from moec.passes.ir.ops.vocabulary_ops import VOCABULARY as VOCABULARY_DIM
+from moec.passes.ir.ops.vocabulary_ops import VOCABULARY
+from moec.passes.ir.roles import IGNORED_LABEL
 
 aten = torch.ops.aten
 
-IGNORED_LABEL = -100
 SUM = 2
 """`reduction` of `aten.cross_entropy_loss`."""
 
@@ -47,7 +47,7 @@ def _sum_exp(e: Emitter, op: Op) -> None:
 def _label_logit(e: Emitter, op: Op) -> None:
     layout = e.value(op.operands[0]).layout
     assert layout is not None
-    (axis,) = (axis for axis, placement in layout.placements if placement == Shard(VOCABULARY_DIM))
+    (axis,) = (axis for axis, placement in layout.placements if placement == Shard(VOCABULARY))
     e.result(op, torch.ops.moec.label_logit.default, *e.refs(op), e.group(axis))
 
 
@@ -69,21 +69,13 @@ def _count_labels(e: Emitter, op: Op) -> None:
     e.result(op, aten.sum.default, counted)
 
 
-def _count_tokens(e: Emitter, op: Op) -> None:
-    """Counts one element of each token's vector, as an integer: a sum of bf16 ones stops at 256."""
-    first = e.call(op, aten.narrow.default, *e.refs(op), 2, 0, 1)
-    ones = e.call(op, aten.ones_like.default, first)
-    e.result(op, aten.sum.default, e.call(op, aten.to.dtype, ones, torch.int64))
-
-
 def _mean(e: Emitter, op: Op) -> None:
     total, count = e.refs(op)
     e.result(op, aten.div.Tensor, total, e.call(op, aten.clamp_min.default, count, 1))
 
 
-VOCABULARY: dict[type[Op], Callable[[Emitter, Op], None]] = {
+LOSS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.CountLabels: _count_labels,
-    o.CountTokens: _count_tokens,
     o.CrossEntropy: _cross_entropy,
     o.CrossEntropyOfSums: _cross_entropy_of_sums,
     o.LabelLogit: _label_logit,

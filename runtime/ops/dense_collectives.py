@@ -1,18 +1,9 @@
-"""The conversions between layouts, each an operator with its declared backward: the conversion table at run time.
+"""The operators of conversions between layouts, for values that have one shape on every rank.
 
-| from → to | forward | backward |
-|---|---|---|
-| partial → replicated | `all_reduce` | identity |
-| partial → sharded | `reduce_scatter` | all_gather |
-| replicated → replicated, for ops sharded on the axis | `copy_to` | all_reduce |
-| replicated → sharded | `slice` | all_gather |
-| sharded → replicated, consumed the same way on every rank | `all_gather_alike` | slice |
-| sharded → replicated, for ops sharded on the axis | `all_gather` | reduce_scatter |
-| sharded(i) → sharded(j) | `all_to_all_padded` | all_to_all_padded |
-
-`passes/place/communicate.py` says which is inserted where; ragged rows are in `runtime/ops/collectives.py`. Groups are
+What each converts, and the conversion that its backward runs, its class declares
+(`passes/ir/ops/dense_conversions.py`); those of ragged rows are in `runtime/ops/ragged_collectives.py`. Groups are
 named (`job/groups.py`). PyTorch's differentiable `all_reduce` reduces again in backward, which is wrong for a sum that
-all ranks then use in the same way; hence two operators where PyTorch has one.
+all ranks then use in the same way; hence two operators, `all_reduce` and `copy_to`, where PyTorch has one.
 
 `site` says which part of the model a collective belongs to (`codegen/emit`); `{layer}` in it stands for the number
 `layer`, a 0-d int64 tensor on CPU, in which layers that share a graph differ. Both are only for messages.
@@ -20,7 +11,6 @@ all ranks then use in the same way; hence two operators where PyTorch has one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,21 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.passes.ir import ops as o
-from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.job.groups import resolve
-from moec.runtime.job.watch import Layer, backward_of, collective
-from moec.runtime.ops.registry import check, define, differentiate
-
-__all__ = [
-    "all_gather",
-    "all_gather_alike",
-    "all_reduce",
-    "all_reduce_max",
-    "all_to_all_padded",
-    "copy_to",
-    "reduce_scatter",
-    "slice_",
-]
+from moec.runtime.job.watch import Layer, collective
+from moec.runtime.ops.define_conversion import define_conversion
+from moec.runtime.ops.registry import check
 
 # Renamed in torch 2.13, where the old names warn.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -146,8 +125,8 @@ def _fake_exchanged(x: Tensor, given: int, wanted: int, group: str, site: str = 
 
 # ---- the operators ---------------------------------------------------------------------------------------
 
-all_reduce = define(
-    schema_of(o.AllReduce),
+all_reduce = define_conversion(
+    o.AllReduce,
     fake=_fake_like,
     check=_check_group,
     kernel=_summed,
@@ -158,95 +137,59 @@ Backward is the identity: partial sums become a replicated value, whose consumer
 every rank.
 """
 
-all_reduce_max = define(
-    schema_of(o.AllReduce, "all_reduce_max"),
+all_reduce_max = define_conversion(
+    o.AllReduce,
+    reduce="max",
     fake=_fake_like,
     check=_check_group,
     kernel=_largest,
 )
 """The elementwise maximum of all ranks' x; not differentiated."""
 
-copy_to = define(
-    schema_of(o.CopyTo),
+copy_to = define_conversion(
+    o.CopyTo,
     fake=_fake_like,
     check=_check_group,
     kernel=_copied,
 )
 """x, for operators that are sharded over the ranks. Backward: all_reduce (Megatron's f, Shoeybi et al. 2019)."""
 
-reduce_scatter = define(
-    schema_of(o.ReduceScatter),
+reduce_scatter = define_conversion(
+    o.ReduceScatter,
     fake=_fake_piece,
     check=_check_divides,
     kernel=_scattered,
 )
 """This rank's piece, along `dim`, of the sum of every rank's x. Backward: all_gather."""
 
-slice_ = define(
-    schema_of(o.Slice),
+slice_ = define_conversion(
+    o.Slice,
     fake=_fake_piece,
     check=_check_divides,
     kernel=_sliced,
 )
 """This rank's piece of x along `dim`; x is the same on all ranks. Backward: all_gather."""
 
-all_gather = define(
-    schema_of(o.AllGather),
+all_gather = define_conversion(
+    o.AllGather,
     fake=_fake_gathered,
     check=_check_dim,
     kernel=_gathered,
 )
 """Every rank's x, concatenated along `dim`, for operators sharded over the ranks. Backward: reduce_scatter."""
 
-all_gather_alike = define(
-    schema_of(o.AllGatherAlike),
+all_gather_alike = define_conversion(
+    o.AllGatherAlike,
     fake=_fake_gathered,
     check=_check_dim,
     kernel=_gathered,
 )
 """Every rank's x, concatenated along `dim`, consumed the same way on every rank. Backward: slice."""
 
-all_to_all_padded = define(
-    schema_of(o.AllToAllPadded),
+all_to_all_padded = define_conversion(
+    o.AllToAllPadded,
     fake=_fake_exchanged,
     check=_check_exchanged,
     kernel=_exchanged,
 )
 """x, sharded along `given`, becomes sharded along `wanted`; shapes are the same on every rank."""
-
-
-# ---- and their backward ----------------------------------------------------------------------------------
-
-
-def _declare(operator: Any, backward: Callable[..., Tensor]) -> None:
-    """Declares `backward(gradient, *attributes)`, with the forward's attributes (`dim`, `group`, `site`, `layer`)."""
-
-    def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        *ctx.attributes, ctx.site, layer = inputs[1:]
-        if layer is not None:
-            ctx.save_for_backward(layer)
-
-    def differentiated(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        layer = next(iter(ctx.saved_tensors), None)
-        given = backward(gradient, *ctx.attributes, backward_of(ctx.site), layer)
-        return (given, *(None for _ in ctx.attributes), None, None)
-
-    differentiate(operator, setup=setup, backward=differentiated)
-
-
-def _as_it_is(gradient: Tensor, *attributes: Any) -> Tensor:
-    return gradient
-
-
-def _exchanged_back(gradient: Tensor, given: int, wanted: int, group: str, site: str, layer: Layer) -> Tensor:
-    exchanged: Tensor = all_to_all_padded(gradient, wanted, given, group, site, layer)
-    return exchanged
-
-
-_declare(all_reduce, _as_it_is)
-_declare(copy_to, all_reduce)
-_declare(reduce_scatter, all_gather)
-_declare(slice_, all_gather)
-_declare(all_gather, reduce_scatter)
-_declare(all_gather_alike, slice_)
-_declare(all_to_all_padded, _exchanged_back)

@@ -1,0 +1,41 @@
+"""Emits the balance terms, which leave padding out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from moec.codegen.emit.emit_tokens import real_column, real_mask
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+
+aten = torch.ops.aten
+
+
+def _switch_loss(e: Emitter, op: Op) -> None:
+    probabilities, choices, *real = e.refs(op)
+    if real:
+        probabilities = e.call(op, aten.where.ScalarOther, real_column(e, op, *real), probabilities, 0)
+    e.result(op, torch.ops.moec.switch_loss.default, probabilities, choices)
+
+
+def _z_loss(e: Emitter, op: Op) -> None:
+    logits, *real = e.refs(op)
+    terms = e.call(op, aten.square.default, e.call(op, aten.logsumexp.default, logits, [-1]))
+    e.result(op, aten.sum.default, _of_real_tokens(e, op, terms, real))
+
+
+def _of_real_tokens(e: Emitter, op: Op, terms: fx.Node, real: Sequence[fx.Node]) -> fx.Node:
+    """Terms [batch, sequence], 0 for padding. Selects and does not multiply: a padding token's NaN must not remain."""
+    if not real:
+        return terms
+    return e.call(op, aten.where.ScalarOther, real_mask(e, op, *real), terms, 0)
+
+
+BALANCE: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.SwitchLoss: _switch_loss,
+    o.ZLoss: _z_loss,
+}

@@ -1,0 +1,69 @@
+"""Emits ops that count tokens, and that mark padding and packed texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+
+aten = torch.ops.aten
+
+
+def _real_tokens(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.RealTokens)
+    e.result(op, aten.to.dtype, e.call(op, aten.ne.Scalar, *e.refs(op), op.padding), torch.int64)
+
+
+def _count_real_tokens(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.CountRealTokens)
+    e.result(op, aten.sum.default, e.call(op, aten.ne.Scalar, *e.refs(op), op.padding))
+
+
+def _count_tokens(e: Emitter, op: Op) -> None:
+    """Counts one element of each token's vector, as an integer: a sum of bf16 ones stops at 256."""
+    first = e.call(op, aten.narrow.default, *e.refs(op), 2, 0, 1)
+    ones = e.call(op, aten.ones_like.default, first)
+    e.result(op, aten.sum.default, e.call(op, aten.to.dtype, ones, torch.int64))
+
+
+def _mask_choices(e: Emitter, op: Op) -> None:
+    experts, real = e.refs(op)
+    e.result(op, aten.where.ScalarOther, real_column(e, op, real), experts, -1)
+
+
+def real_mask(e: Emitter, op: Op, real: fx.Node) -> fx.Node:
+    """Which tokens are real, [batch, sequence]."""
+    return e.call(op, aten.ne.Scalar, real, 0)
+
+
+def real_column(e: Emitter, op: Op, real: fx.Node) -> fx.Node:
+    """Which tokens are real, [batch, sequence, 1]."""
+    return e.call(op, aten.unsqueeze.default, real_mask(e, op, real), -1)
+
+
+def _segments(e: Emitter, op: Op) -> None:
+    """Numbers segments by the separators before a token; a segment starts at the place after the last of them."""
+    assert isinstance(op, o.Segments)
+    (ids,) = e.refs(op)
+    ends = e.call(op, aten.to.dtype, e.call(op, aten.eq.Scalar, ids, op.separator), torch.int64)
+    segments = e.call(op, aten.sub.Tensor, e.call(op, aten.cumsum.default, ends, 1), ends)
+    places = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, ids), 1)  # from 1
+    following = e.call(op, aten.mul.Tensor, ends, places)  # the next segment starts at this place, from 0
+    last = e.item(op, e.call(op, aten.cummax.default, following, 1), 0)
+    starts = e.call(op, aten.constant_pad_nd.default, last, [1, -1])
+    positions = e.call(op, aten.sub.Tensor, e.call(op, aten.sub.Scalar, places, 1), starts)
+    e.several(op, segments, positions)
+
+
+TOKENS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.CountRealTokens: _count_real_tokens,
+    o.CountTokens: _count_tokens,
+    o.MaskChoices: _mask_choices,
+    o.RealTokens: _real_tokens,
+    o.Segments: _segments,
+}

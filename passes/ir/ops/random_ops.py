@@ -1,0 +1,85 @@
+"""Ops that draw random numbers: the keys of tokens, and jitter.
+
+A number is a function of the job's seed, the step, the layer, the op and the token. It depends neither on the rank
+that has the token nor on the micro-batch, and recomputation draws it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Stream
+from moec.passes.ir.layout import REPLICATED, Shard
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import Value, promoted
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenKeys(Op):
+    """A random 64-bit key of each token in this step: ids `[batch, sequence]` → int64 of the same shape.
+
+    `sequences` `[batch]` numbers the sequences of the global batch. The key of a token is two words of Philox4x32-10
+    (Salmon et al. 2011) of (place in the sequence, number of the sequence, step), keyed by the seed.
+    """
+
+    mnemonic: ClassVar[str] = "token_keys"
+    takes: ClassVar[str] = "ids sequences seed step"
+    gives: ClassVar[str] = "keys"
+    operator: ClassVar[str | None] = "token_keys"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        ids, sequences, seed, step = operands
+        require(all(v.dtype == "int64" for v in operands) and len(ids.shape) == 2, self, "wants int64 ids")
+        require(sequences.shape == ids.shape[:1], self, "wants a number for each sequence")
+        require(seed.shape == step.shape == (), self, "wants the settings $seed and $step")
+        return (Type(shape=ids.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # A token's place is counted from the start of its sequence.
+        whole = layout_of(operands[0]).only(Shard(0))
+        return Placing((whole, whole, REPLICATED, REPLICATED), (whole,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jitter(Op):
+    """`x · (1 + amount · u)` in training, with u uniform in [−1, 1) for each element; x itself in evaluation.
+
+    x `[batch, sequence, dim]` → the same shape, in at least fp32. Fedus et al. 2021, section 2.2 (the input of a
+    router). u comes from Philox4x32-10 of (element, layer, `stream`), keyed by the token's key; `stream` tells apart
+    the ops of one layer that draw.
+    """
+
+    mnemonic: ClassVar[str] = "jitter"
+    takes: ClassVar[str] = "x keys training"
+    gives: ClassVar[str] = "y"
+    operator: ClassVar[str | None] = "jitter"
+    numbered: ClassVar[bool] = True
+    amount: Annotated[float, Field(gt=0, le=1)]
+    stream: Stream
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, keys, training = operands
+        require(len(x.shape) == 3 and isinstance(x.shape[2], int), self, "wants x [batch, sequence, dim]")
+        require(x.dtype != "int64" and x.ragged is None, self, "wants floating x")
+        require(keys.dtype == "int64" and keys.shape == x.shape[:2], self, "wants a key for each token")
+        require(training.dtype == "int64" and training.shape == (), self, "wants the setting $training")
+        return (Type(shape=x.shape, dtype=promoted(x.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        placing = own_tokens(self, 2, meshes)
+        return Placing((*placing.operands, REPLICATED), placing.results)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(operands[1]))

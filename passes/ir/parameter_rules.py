@@ -1,0 +1,60 @@
+"""The rules of a placed parameter's layouts: of its weight, its gradient and its optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from moec.passes.ir.layout import Layout, Shard
+from moec.passes.ir.mesh import EXPERT_AXES
+from moec.passes.ir.value import Parameter, Value
+
+
+def parameter_complaint(parameter: Parameter, axes: Mapping[str, int]) -> str:
+    """The rule that the layouts of a placed parameter break; empty where they break none.
+
+    `axes` are the wide axes that it may lie on, with sizes. The gradient is cut as the weight is, and further
+    only over axes over which it is summed. The optimizer state is cut as the gradient is, and further over axes of the
+    same mesh.
+    """
+    name, weight, gradient, state = (
+        f"@{parameter.name}",
+        parameter.layout,
+        parameter.gradient,
+        parameter.optimizer_state,
+    )
+    if weight is None or gradient is None or state is None:
+        return f"{name} has no layout for its {'gradient' if gradient is None else 'optimizer state'}"
+    summed = parameter.sum_over or ()
+    for what, layout in (("gradient", gradient), ("optimizer state", state)):
+        if not axes.keys() >= set(layout.axes):
+            return f"the {what} of {name} lies on {layout}, axes are {set(axes)}"
+        if complaint := uneven(parameter, layout, axes):
+            return f"the {what} of {name} is {layout}: {complaint}"
+    if not gradient.refines(weight):
+        return f"the gradient of {name} is {gradient}, which is not {weight} cut further"
+    if unsummed := sorted(set(gradient.axes) - {*weight.axes, *summed}):
+        return f"the gradient of {name} is cut over {unsummed[0]}, over which it is not summed"
+    if not state.refines(gradient):
+        return f"the optimizer state of {name} is {state}, which is not {gradient} cut further"
+    if not _on_one_mesh({*state.axes, *summed}):
+        return f"the optimizer state of {name} is {state}, which are axes of two meshes"
+    return ""
+
+
+def _on_one_mesh(axes: Collection[str]) -> bool:
+    return len({axis in EXPERT_AXES for axis in axes}) < 2
+
+
+def uneven(value: Value, layout: Layout, axes: Mapping[str, int]) -> str:
+    """Why `layout` does not cut `value` evenly over axes of these sizes; empty where it does."""
+    pieces: dict[int, int] = {}
+    for axis, placement in layout.placements:
+        if isinstance(placement, Shard):
+            pieces[placement.dim] = pieces.get(placement.dim, 1) * axes[axis]
+    for dim, count in pieces.items():
+        if dim >= len(value.shape):
+            return f"there is no dim {dim}"
+        size = value.shape[dim]
+        if isinstance(size, int) and size % count and "sources" not in value.shape:
+            return f"dim {dim} of {size} is cut into {count} pieces"
+    return ""

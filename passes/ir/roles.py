@@ -1,0 +1,102 @@
+"""Roles: what the inputs and outputs of blocks mean. `ROLES` says all that a role says of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from moec.passes.ir.value import Dim
+
+Role = Literal[
+    "tokens",
+    "positions",
+    "segments",
+    "real",
+    "sequences",
+    "keys",
+    "past",
+    "labels",
+    "residual",
+    "logits",
+    "routes",
+    "counts",
+    "balance",
+    "valid",
+    "num_tokens",
+    "loss",
+    "state",
+]
+"""The meaning of a block's input or output. Code finds values by role, never by name."""
+
+Lies = Literal["sharded over dp", "replicated", "source by source", "partial", "as tokens", "as given"]
+"""Where an input of a role lies on the dense mesh. In this order: cut over dp by sequences, and whole on each rank of a
+tp group; equal on every rank; cut by its first dim over the ranks that have different tokens; a partial sum over these
+ranks; in the layout of the residual stream; as `forward` gives its output of the role."""
+
+IGNORED_LABEL = -100
+"""The label of a token whose loss does not count."""
+
+WIDTH = -1
+"""In the shape of a role: a dim of any constant size."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """The values of one role: their shape, the dtypes that they may have, and where an input of the role lies.
+
+    `in_layers`: whether a layer may have such an input beside the residual stream. No value has a role without a shape,
+    except outputs of the role `state`, whose type is that of the state.
+    """
+
+    doc: str
+    shape: tuple[Dim, ...] | None = None
+    dtypes: tuple[str, ...] = ("int64",)
+    lies: Lies | None = None
+    in_layers: bool = False
+
+
+_FLOATING = ("bf16", "fp16", "fp32", "fp64")
+
+
+def _of_tokens(doc: str, *, in_layers: bool = False) -> RoleSpec:
+    """A whole number of each token."""
+    return RoleSpec(f"{doc}, [batch, sequence]", ("batch", "sequence"), lies="sharded over dp", in_layers=in_layers)
+
+
+ROLES: Mapping[Role, RoleSpec] = {
+    "tokens": _of_tokens("token ids", in_layers=True),
+    "positions": _of_tokens("the place of each token in its text", in_layers=True),
+    "segments": _of_tokens("which of several packed texts each token belongs to", in_layers=True),
+    "real": _of_tokens("1 for each token that is no padding, else 0", in_layers=True),
+    "sequences": RoleSpec(
+        "the number of each sequence in the global batch of the step, [batch]", ("batch",), lies="sharded over dp"
+    ),
+    "keys": _of_tokens("a key of each token in this step, from which its random numbers are drawn", in_layers=True),
+    "past": RoleSpec("keys and values of earlier tokens"),
+    "labels": _of_tokens(f"the ids that the model is to predict, {IGNORED_LABEL} where none is"),
+    "residual": RoleSpec(
+        "the residual stream, or x and y of a layer by itself, [batch, sequence, dim]",
+        ("batch", "sequence", WIDTH),
+        _FLOATING,
+        "as tokens",
+    ),
+    "logits": RoleSpec(
+        "scores of every id for each token, [batch, sequence, vocab]",
+        ("batch", "sequence", WIDTH),
+        _FLOATING,
+        "as given",
+    ),
+    "routes": RoleSpec("the experts that each token goes to, chosen by somebody else"),
+    "counts": RoleSpec(
+        "rows that a rank's tokens sent to each expert of one layer, [sources, experts]",
+        ("sources", WIDTH),
+        lies="source by source",
+    ),
+    "balance": RoleSpec("the weighted balance terms, a sum over tokens", (), _FLOATING, "partial"),
+    "valid": RoleSpec("the number of labels that are not ignored, on all ranks", (), lies="replicated"),
+    "num_tokens": RoleSpec("the number of tokens on all ranks, padding left out", (), lies="replicated"),
+    "loss": RoleSpec("a term of the training loss, alike on every rank", (), _FLOATING),
+    "state": RoleSpec("the new value of a state"),
+}

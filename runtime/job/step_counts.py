@@ -1,0 +1,86 @@
+"""The divisors of a step's losses, and the numbers of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.passes.ir.roles import IGNORED_LABEL
+from moec.runtime.errors import JobError
+
+
+@dataclass(slots=True)
+class StepCounts:
+    """Divisors of losses: counts over all ranks of a step, 0-d int64. None: each forward pass counts its batch.
+
+    `sequences`: this rank's sequences in the whole step; None if each forward pass in training is a step. `numbered`:
+    those that earlier forward passes of the step had.
+    """
+
+    labels: Tensor | None = None
+    tokens: Tensor | None = None
+    sequences: int | None = None
+    numbered: int = 0
+    given: int = 0
+    """Labels, ignored ones included, of the forward passes on this rank whose losses were divided by `labels`."""
+    valid: int | Tensor = 0
+    """Valid labels of those passes, on this rank."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepCounts:
+        return StepCounts()  # a copy of a model belongs to no open step
+
+    def add(self, labels: Tensor) -> None:
+        """Counts the labels of a forward pass on this rank, if its loss is divided by `self.labels`."""
+        if self.labels is not None:
+            self.given += labels.numel()
+            self.valid = self.valid + (labels != IGNORED_LABEL).sum()
+
+    def require_whole(self, labels: Tensor, *, look: bool, numbered: bool) -> None:
+        """Raises `JobError` unless the forward passes had just the `labels` and, if `numbered`, all the sequences.
+
+        Without `look` it does not read which labels are ignored.
+        """
+        promised = int((labels != IGNORED_LABEL).sum()) if look else 0
+        unlike = numbered and self.numbered != self.sequences
+        if self.given != labels.numel() or unlike or (look and int(self.valid) != promised):
+            raise JobError(
+                "MOE0713",
+                f"job.accumulate got {labels.numel()} labels, its forward passes {self.given}, or other ignored ones",
+                "zero the gradients, and pass it the labels of exactly the micro-batches of the block",
+            )
+
+    def number_sequences(self, tokens: Tensor, data_rank: int, *, advance: bool) -> Tensor:
+        """The numbers of the sequences of `tokens` in the global batch of the step: int64 `[batch]`.
+
+        `advance`: the next forward pass of the step continues after them. Raises `JobError` if the step has fewer
+        sequences: their numbers would be another rank's.
+        """
+        batch = tokens.shape[0]
+        if self.sequences is None:
+            return sequence_numbers(data_rank, batch, batch, device=tokens.device)
+        if advance and self.numbered + batch > self.sequences:
+            raise JobError(
+                "MOE0713",
+                f"the step has {self.sequences} sequences on this rank, and its forward passes have more",
+                "call other forward passes in evaluation or under torch.no_grad, and in job.accumulate pass labels "
+                "`[batch, sequence]` of each micro-batch",
+            )
+        numbers = sequence_numbers(
+            data_rank, self.sequences, batch, numbered=self.numbered if advance else 0, device=tokens.device
+        )
+        self.numbered += batch if advance else 0
+        return numbers
+
+
+def sequence_numbers(
+    data_rank: int, in_step: int, batch: int, *, numbered: int = 0, device: torch.device | None = None
+) -> Tensor:
+    """The numbers of `batch` sequences in the global batch of the step, int64, after the rank's first `numbered`.
+
+    `in_step` are the sequences that each rank has in the step.
+    """
+    first = data_rank * in_step + numbered
+    return torch.arange(first, first + batch, device=device)

@@ -1,0 +1,220 @@
+"""Compares a plan on the virtual cluster with the unsharded model in one dtype: outputs, gradients and one SGD step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.grammar.spec import Spec
+from moec.passes.ir import TRAINING, local_slices
+from moec.runtime.backends import plain_torch
+from moec.runtime.job.reference import reference_program
+from moec.runtime.verify.blame import first_difference
+from moec.runtime.verify.distances import largest, relative_error
+from moec.runtime.verify.inputs import Inputs, global_batch
+from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, StepError
+from moec.runtime.verify.unsharded import Outcome, Unsharded, outcome, result_name, states_of, unsharded
+from moec.runtime.verify.verify_report import BOUND, BOUND_FLOAT32, Difference, Report
+from moec.runtime.verify.virtual import VirtualCluster
+
+FLOAT32_NOISE = 64 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
+"""A gradient that is zero consists of rounding only and has no scale. Its difference may be this part of the difference
+between float32 and float64. A wrong plan's difference is 1e8 times as large."""
+
+LEARNING_RATE = 0.1
+
+MANY_LAYERS = 1024
+"""Layers times ranks from which activations are computed again rather than kept: 16,000 of them took 8 GB."""
+
+
+@dataclass(slots=True)
+class _Errors:
+    """The largest error of each kind, and the name of the tensor that has it."""
+
+    scales: Mapping[str, float]
+    noise: Callable[[], Mapping[str, float]] = dict
+    """What rounding alone may change in each parameter's gradient; asked for only where a gradient differs by more
+    than the bound."""
+    largest: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def add(self, kind: str, name: str, got: object, expected: Tensor, whole: Tensor, parameter: str = "") -> None:
+        error = relative_error(got, expected, whole, self.scales[kind])
+        if parameter and error > BOUND and isinstance(got, Tensor) and got.shape == expected.shape:
+            error = 0.0 if largest(got - expected) <= self.noise().get(parameter, -1.0) else error
+        if not error <= self.largest.get(kind, (-1.0, ""))[0]:
+            self.largest[kind] = (error, name)
+
+    def of(self, *kinds: str) -> float:
+        return max(self.largest.get(kind, (0.0, ""))[0] for kind in kinds)
+
+
+def compare(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
+    """Compares in training, and in evaluation too where the two modes differ. Reports the larger errors.
+
+    `blamed` looks for the first wrong op of a wrong plan.
+    """
+    found = _compare_with(plan, model, dtype, seed, blamed)
+    settings = {**plan.program.settings, **reference_program(plan.spec).settings}
+    if TRAINING.name not in settings or not found.ok:
+        return found
+    model.zero_grad()
+    other = _compare_with(plan, model.eval(), dtype, seed, blamed)
+    if not other.ok:
+        return replace(other, worst=f"{other.worst}, in evaluation")
+    return replace(
+        found,
+        max_output_error=max(found.max_output_error, other.max_output_error),
+        max_gradient_error=max(found.max_gradient_error, other.max_gradient_error),
+    )
+
+
+def recomputes(plan: Plan) -> bool:
+    """Whether the virtual cluster computes activations again instead of keeping them."""
+    return plan.world_size * plan.spec.subject.depth >= MANY_LAYERS
+
+
+def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
+    parameters, states = dict(model.named_parameters()), states_of(model)
+    cluster = VirtualCluster(plan, parameters, states, recompute=recomputes(plan), training=model.training)
+    inputs = global_batch(plan, seed).to(dtype)
+    try:
+        errors = _measure(plan, model, cluster, inputs)
+    except StepError as failure:
+        errors = _Errors({}, largest=dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
+    output, gradient = errors.of("output", "loss", "aux_loss", "counts", "states"), errors.of("gradient", "parameter")
+    ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
+    worst = max(errors.largest.items(), key=lambda item: item[1][0])
+    first = None
+    if blamed and not ok and dtype == torch.float64:
+        # If every value is right, the graph returns the wrong one.
+        given = Difference(
+            layer="forward", op="output", value=worst[1][1], span=None, error=worst[1][0], gradient=False
+        )
+        first = first_difference(plan, model, inputs) or given
+    return Report(
+        ok=ok,
+        world_size=plan.world_size,
+        scaled=False,
+        max_output_error=output,
+        max_gradient_error=gradient,
+        first_difference=first,
+        worst=f"{worst[0]} of {worst[1][1]}",
+        subject="model" if plan.spec.has_model else "layer",
+    )
+
+
+def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inputs) -> _Errors:
+    with plain_torch():
+        expected = outcome(model, inputs)
+        expected.differentiated.backward()  # type: ignore[no-untyped-call]
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len(cluster.parameters)
+    results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets, loads=inputs.loads)
+    scales = {
+        "output": largest(expected.result),
+        **{name: largest(scalar) for name, scalar in expected.scalars.items()},
+        "counts": 0.0,
+        "states": 0.0,
+        "gradient": max(largest(g) for g in gradients.values()),
+        "parameter": max(largest(p) for p in model.parameters()),
+    }
+    is_float64 = expected.result.dtype == torch.float64
+    noise = cache(partial(gradient_noise, plan.spec, model, inputs, FLOAT32_NOISE)) if is_float64 else dict
+    errors = _Errors(scales, noise)
+    _add_results(errors, plan, cluster.lockstep, expected, results)
+    try:
+        summed = cluster.backward(losses)
+    except BackwardError as failure:
+        errors.largest["gradient"] = (math.inf, str(failure))
+        return errors
+    _add_gradient_of_x(errors, inputs)
+    _add_gradients(errors, cluster, model, gradients, summed)
+    return errors
+
+
+def _add_results(errors: _Errors, plan: Plan, lockstep: Lockstep, expected: Outcome, results: PerRank) -> None:
+    """Compares logits or y, scalars, expert counts and new states. A plan may have lost the graph of one of them."""
+    whole_result, layout, dense = expected.result.detach(), plan.result_layout, plan.meshes["dense"]
+    for rank in range(plan.world_size):
+        part = whole_result[local_slices(whole_result.shape, layout, dense, rank)]
+        errors.add("output", f"{result_name(plan.spec)} of rank {rank}", results[rank].detach(), part, whole_result)
+    for name, scalar in expected.scalars.items():
+        for rank, got in enumerate(lockstep.scalars.get(name, [None] * plan.world_size)):
+            errors.add(name, f"rank {rank}", got, scalar.detach(), scalar)
+    for layer, counts in expected.counts.items():
+        total = _total(lockstep.counts.get(layer, []))
+        errors.add("counts", f"the expert counts of layer {layer}", total, counts, counts)
+    for name, state in expected.states.items():
+        for rank, got in enumerate(lockstep.new_states.get(name, [None] * plan.world_size)):
+            errors.add("states", f"{name} on rank {rank}", got, state, state)
+
+
+def _add_gradient_of_x(errors: _Errors, inputs: Inputs) -> None:
+    """Compares the gradient of a layer's x on each rank; does nothing for a model."""
+    whole = inputs.given.grad
+    if whole is None:
+        return
+    for rank, (x, rows) in enumerate(zip(inputs.rank_given, inputs.rank_rows, strict=True)):
+        got = torch.zeros_like(x) if x.grad is None else x.grad
+        errors.add("gradient", f"x on rank {rank}", got, whole[rows], whole, parameter="x")
+
+
+def _add_gradients(
+    errors: _Errors,
+    cluster: VirtualCluster,
+    model: Unsharded,
+    gradients: Mapping[str, Tensor],
+    summed: Mapping[str, Sequence[Tensor]],
+) -> None:
+    """Compares each parameter's gradient, and the parameter after one step of SGD, on each rank."""
+    plan, whole = cluster.plan, dict(model.named_parameters())
+    for name, rank, got in _per_rank(summed):
+        data = plan.parameters[name]
+        index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
+        gradient, parameter = gradients[name], whole[name].detach()
+        errors.add("gradient", f"{name} on rank {rank}", got, gradient[index], gradient, parameter=name)
+        part = cluster.parameters[name][rank].detach()
+        after = parameter - LEARNING_RATE * gradient
+        errors.add("parameter", f"{name} on rank {rank}", part - LEARNING_RATE * got, after[index], after)
+
+
+def _total(counts: Sequence[object]) -> object:
+    """Rows per expert over all ranks; None of what is no list of counts."""
+    rows = [value for value in counts if isinstance(value, Tensor) and value.dim() == 2 and len(value) == 1]
+    if not counts or len(rows) != len(counts) or len({row.shape for row in rows}) != 1:
+        return None
+    return torch.cat(rows).sum(0)
+
+
+def _per_rank(gradients: Mapping[str, Sequence[Tensor]]) -> Iterator[tuple[str, int, Tensor]]:
+    for name, parts in gradients.items():
+        for rank, part in enumerate(parts):
+            yield name, rank, part
+
+
+def gradient_noise(spec: Spec, model: Unsharded, inputs: Inputs, part: float) -> dict[str, float]:
+    """The largest difference that float32 makes in each gradient of `model`, which is in float64; `part` of it."""
+    single = unsharded(spec, dtype=torch.float32).train(model.training)
+    narrow = inputs.to(torch.float32)
+    with torch.no_grad():
+        for name, p in single.named_parameters():
+            p.copy_(model.get_parameter(name))
+        for name, state in states_of(single).items():
+            state.copy_(states_of(model)[name])
+    with plain_torch():
+        outcome(single, narrow).differentiated.backward()  # type: ignore[no-untyped-call]
+    pairs = {name: (p.grad, model.get_parameter(name).grad) for name, p in single.named_parameters()}
+    if inputs.given.requires_grad:
+        pairs["x"] = narrow.given.grad, inputs.given.grad
+    noise = {}
+    for name, (rounded, whole) in pairs.items():
+        assert rounded is not None
+        assert whole is not None
+        noise[name] = part * float((rounded.double() - whole).abs().max())
+    return noise

@@ -1,0 +1,51 @@
+"""The graphs of a Program's blocks, built once and prepared for running node by node."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from moec.codegen.emit import emit_graph
+from moec.passes.ir import Output, Program
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedGraph:
+    """A graph with its results, its output node, and the values that no node after each node uses."""
+
+    graph: fx.Graph
+    results: tuple[Output, ...]
+    output: fx.Node
+    last_used_at: Mapping[fx.Node, tuple[fx.Node, ...]]
+
+
+class Graphs:
+    """A Program's graphs, each built once."""
+
+    def __init__(self, program: Program, *, float64: bool) -> None:
+        self.program, self._float64 = program, float64
+        self._built: dict[str, PreparedGraph] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the Program has a block called `name`."""
+        return name in self.program.block_map
+
+    def __getitem__(self, name: str) -> PreparedGraph:
+        if name not in self._built:
+            block = self.program.block(name)
+            graph = emit_graph(self.program, block, float64=self._float64)
+            self._built[name] = PreparedGraph(graph, block.outputs, graph.output_node(), _last_uses(graph))
+        return self._built[name]
+
+
+def _last_uses(graph: fx.Graph) -> Mapping[fx.Node, tuple[fx.Node, ...]]:
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        for used in node.all_input_nodes:
+            if used not in seen:
+                seen.add(used)
+                dead.setdefault(node, []).append(used)
+    return {node: tuple(used) for node, used in dead.items()}

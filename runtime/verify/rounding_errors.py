@@ -1,0 +1,184 @@
+"""Measures rounding errors against float64: ratios of a plan's to the unsharded model's, and the optimizer's step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import geometric_mean, median
+
+import torch
+from torch import Tensor, nn
+
+from moec.codegen.emit import DTYPES
+from moec.codegen.plan import Plan
+from moec.grammar.spec import AdamW as AdamWSpec
+from moec.passes.ir import local_slices
+from moec.runtime.job.optimizer import make_optimizer
+from moec.runtime.verify.distances import Part, distance, distance_of, rms
+from moec.runtime.verify.inputs import Inputs
+from moec.runtime.verify.rounding_runs import UnshardedRun
+from moec.runtime.verify.routes import Routes
+from moec.runtime.verify.unsharded import result_name
+from moec.runtime.verify.verify_report import FACTOR, FACTORS, MEAN, MEANS, STEP_BOUND, Rounding
+
+FLOOR = 0.2
+"""The smallest error assumed, in eps of the dtype relative to the tensor: rounding each element alone makes it."""
+
+LOSS_EPS = torch.finfo(torch.float32).eps
+"""A loss is a sum in fp32 over all tokens and ranks, and may always be off by this part of it."""
+
+GRADIENT_FLOOR = 1e-6
+"""A gradient whose elements are below this part of the largest gradient's is measured as if they were as large."""
+
+CHANCE = 1.5
+"""A ratio over n numbers may exceed its bound by the factor `1 + CHANCE / sqrt(n)`."""
+
+CLEAR = 64
+"""An element of a gradient is clear if it is this many times its rounding error. AdamW's first step is about the
+gradient's sign, so that where it is not clear, rounding alone turns the step around."""
+
+
+class RoundingErrors:
+    """Errors of a plan's run and of the unsharded model's in one dtype, both against float64."""
+
+    def __init__(self, plan: Plan, exact: UnshardedRun, same_dtype: UnshardedRun, perturbed: UnshardedRun) -> None:
+        self._plan, self._exact, self._same_dtype, self._perturbed = plan, exact, same_dtype, perturbed
+        self._eps = torch.finfo(DTYPES[plan.spec.subject.dtype]).eps
+        self._ratios: dict[str, dict[str, float]] = {"output": {}, "gradient": {}}
+        self._steps: dict[str, float] = {}
+        self._known = self._known_errors()
+
+    def outputs(self, results: Sequence[Tensor], scalars: Mapping[str, Sequence[Tensor]]) -> None:
+        """Logits or y, and losses, of every rank."""
+        exact, dense = self._exact, self._plan.meshes["dense"]
+        layout = self._plan.result_layout
+        parts = [(local_slices(exact.result.shape, layout, dense, r), x) for r, x in enumerate(results)]
+        error = max(distance(run.result, exact.result) for run in (self._same_dtype, self._perturbed))
+        error = max(error, FLOOR * self._eps * float(exact.result.norm()))
+        self._ratios["output"][result_name(self._plan.spec)] = _ratio(distance_of(parts, exact.result), error)
+        # A loss is a mean over tokens, whose error may vanish by chance. It is at most about that of a logit.
+        mean = error / math.sqrt(max(exact.result.numel(), 1)) if self._plan.spec.has_model else 0.0
+        for name, wanted in exact.scalars.items():
+            known = max(abs(self._same_dtype.scalars[name] - wanted), mean, LOSS_EPS * abs(wanted))
+            off = max(abs(float(scalar.detach()) - wanted) for scalar in scalars[name])
+            self._ratios["output"][f"the {name}"] = _ratio(off, known)
+
+    def routers(self, routes: Routes) -> None:
+        """Fails a plan whose router logits were rounded to bf16: bf16 makes ties."""
+        for path, (expected,) in self._same_dtype.routes.scores.items():
+            if not _are_bf16(expected) and all(map(_are_bf16, routes.scores[path])):
+                self._ratios["output"][f"the router logits of {path.rstrip('.')}, rounded to bf16"] = math.inf
+
+    def gradients(self, summed: Mapping[str, Sequence[Tensor]]) -> None:
+        """Every parameter's gradient."""
+        for name, parts in summed.items():
+            found = distance_of(self._parts(name, parts), self._exact.gradients[name])
+            self._ratios["gradient"][name] = _ratio(found, self._known[name])
+
+    def gradient_of_x(self, inputs: Inputs) -> None:
+        """What a layer gives back to the model around it, on every rank."""
+        of_ranks = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs.rank_given]
+        cut = [tuple(slice(0, size) for size in x.shape[1:]) for x in of_ranks]
+        parts = [((rows, *rest), x) for rows, rest, x in zip(inputs.rank_rows, cut, of_ranks, strict=True)]
+        self._ratios["gradient"]["x"] = _ratio(distance_of(parts, self._exact.gradients["x"]), self._known["x"])
+
+    def loss_alone(self, got: Sequence[Part], expected: Tensor, same_dtype: Tensor) -> None:
+        """The gradient of confident logits."""
+        known = max(distance(same_dtype, expected), FLOOR * self._eps * float(expected.norm()))
+        self._ratios["gradient"]["confident logits"] = _ratio(distance_of(got, expected), known)
+
+    def step(self, parameters: Mapping[str, Tensor], summed: Mapping[str, Sequence[Tensor]]) -> None:
+        """One step of the file's optimizer, over fp32 masters of each rank's parts."""
+        plan, exact = self._plan, self._exact.gradients
+        wanted = _stepped(plan, {name: [(p.double(), exact[name])] for name, p in parameters.items()})
+        cut = {
+            name: [(p[index].float(), part.float()) for index, part in self._parts(name, summed[name])]
+            for name, p in parameters.items()
+        }
+        for name, steps in _stepped(plan, cut).items():
+            (whole,) = wanted[name]
+            clear = exact[name].abs() > CLEAR * self._known[name] / math.sqrt(whole.numel())
+            parts = [(index, step * clear[index]) for index, step in self._parts(name, steps)]
+            size = float((whole * clear).norm())
+            off = distance_of(parts, whole * clear)
+            self._steps[name] = off / size if size else (math.inf if off else 0.0)
+
+    def report(self, dtype: str) -> Rounding:
+        """The largest of each."""
+        output, gradient = (max(self._ratios[kind].values()) for kind in ("output", "gradient"))
+        step = max(self._steps.values())
+        bound, mean_bound = FACTORS.get(dtype, FACTOR), MEANS.get(dtype, MEAN)
+        ratios = [ratio for name, ratio in self._ratios["gradient"].items() if ratio and name in self._known]
+        mean = geometric_mean(ratios) if ratios else 0.0
+        over = {what: ratio / bound for what, ratio in self._ratios["output"].items()}
+        over |= {f"the gradient of {name}": ratio / bound for name, ratio in self._ratios["gradient"].items()}
+        over |= {f"the step of {name}": error / STEP_BOUND for name, error in self._steps.items()}
+        over["mean over all gradients"] = mean / mean_bound
+        return Rounding(
+            ok=max(over.values()) <= 1,
+            dtype=dtype,
+            bound=bound,
+            mean=mean,
+            mean_bound=mean_bound,
+            output=output,
+            gradient=gradient,
+            step=step,
+            worst=max(over, key=lambda what: over[what]),
+            gradients=self._ratios["gradient"],
+        )
+
+    def _parts(self, name: str, parts: Sequence[Tensor]) -> list[Part]:
+        data = self._plan.parameters[name]
+        layout, mesh = data.layout, self._plan.meshes[data.mesh]
+        return [(local_slices(data.shape, layout, mesh, rank), part) for rank, part in enumerate(parts)]
+
+    def _known_errors(self) -> dict[str, float]:
+        """The error of each gradient without a plan: the unsharded model's error in the dtype.
+
+        A gradient of few elements may by chance have almost no error. The result is at least the error that changing
+        parameters by an eighth of an eps makes, a quarter of the median relative error, and `FLOOR`.
+        """
+        exact = self._exact.gradients
+        least = GRADIENT_FLOOR * max(rms(gradient) for gradient in exact.values())
+        sizes = {name: max(float(g.norm()), least * math.sqrt(g.numel())) for name, g in exact.items()}
+        errors = {
+            name: max(distance(run.gradients[name], gradient) for run in (self._same_dtype, self._perturbed))
+            for name, gradient in exact.items()
+        }
+        typical = median(errors[name] / size for name, size in sizes.items() if size) if any(sizes.values()) else 0.0
+        part = max(typical / 4, FLOOR * self._eps)
+        return {
+            name: max(error, part * sizes[name]) * (1 + CHANCE / math.sqrt(exact[name].numel()))
+            for name, error in errors.items()
+        }
+
+
+def _ratio(found: float, known: float) -> float:
+    """found / known, 0/0 being 0."""
+    if not math.isfinite(found) or not known:
+        return math.inf if found else 0.0
+    return found / known
+
+
+def _are_bf16(values: Tensor) -> bool:
+    """Whether every number is one that bf16 has."""
+    return torch.equal(values.bfloat16().to(values.dtype), values)
+
+
+def _stepped(plan: Plan, parts: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[str, list[Tensor]]:
+    """What one step of the file's optimizer adds to each of several parts (value, gradient) of each parameter."""
+    made = {name: [_parameter(value, gradient) for value, gradient in each] for name, each in parts.items()}
+    train = plan.spec.train
+    decayed = [p for name, each in made.items() if plan.parameters[name].decays for p in each]
+    undecayed = [p for name, each in made.items() if not plan.parameters[name].decays for p in each]
+    make_optimizer(train.optimizer if train else AdamWSpec(), decayed, undecayed).step()
+    return {
+        name: [p.detach().double() - before.double() for p, (before, _) in zip(each, parts[name], strict=True)]
+        for name, each in made.items()
+    }
+
+
+def _parameter(value: Tensor, gradient: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(value.clone())
+    parameter.grad = gradient.clone()
+    return parameter

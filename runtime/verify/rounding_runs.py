@@ -1,0 +1,75 @@
+"""Runs for the measurement of rounding: the unsharded model in one dtype, and the loss alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.passes.ir import local_slices
+from moec.runtime.backends import plain_torch
+from moec.runtime.verify.distances import Part
+from moec.runtime.verify.inputs import Inputs
+from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep
+from moec.runtime.verify.prepared_graphs import Graphs
+from moec.runtime.verify.routes import Routes
+
+MARGIN = 10.0
+"""How far a label's logit is above the others' when the loss is run alone, as in a model that has learned. There
+`softmax - onehot` cancels, and a loss that rounds before it subtracts is far off; at a random start it is not."""
+
+
+class UnshardedRun:
+    """One run of the unsharded model, forward and backward."""
+
+    def __init__(
+        self, graphs: Graphs, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor], routes: Routes
+    ) -> None:
+        self.routes = routes
+        self._dtype = next(iter(parameters.values())).dtype
+        self._leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
+        self._lockstep = Lockstep(graphs, 1, {}, self._leaves, states=states, routes=routes)
+
+    def run(self, inputs: Inputs) -> None:
+        """Over the global batch."""
+        with plain_torch():
+            (result,), (loss,) = self._lockstep.run([inputs.given], [inputs.targets])
+            loss.backward()
+        self.result = result.detach().double()
+        self.scalars = {name: float(scalar.detach()) for name, (scalar,) in self._lockstep.scalars.items()}
+        self.gradients = {
+            name: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
+            for name, (p,) in self._leaves.items()
+        }
+        if inputs.given.grad is not None:
+            self.gradients["x"] = inputs.given.grad.double()
+
+    def loss_alone(self, inputs: Inputs, logits: Tensor) -> Tensor:
+        """The gradient of the loss with respect to given logits."""
+        leaf = logits.to(self._dtype).requires_grad_()
+        self._lockstep.loss([leaf], [inputs.targets])[0].backward()
+        assert leaf.grad is not None
+        return leaf.grad.double()
+
+
+def loss_alone(plan: Plan, lockstep: Lockstep, inputs: Inputs, logits: Tensor) -> list[Part]:
+    """The gradient of the loss with respect to each rank's part of given logits. Raises `BackwardError`."""
+    layout, dense = plan.result_layout, plan.meshes["dense"]
+    indices = [local_slices(logits.shape, layout, dense, rank) for rank in range(plan.world_size)]
+    leaves = [logits[index].clone().requires_grad_() for index in indices]
+    losses = lockstep.loss(leaves, inputs.rank_targets)
+    try:
+        torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
+    except FAILURES as error:
+        raise BackwardError(f"the backward pass of the loss alone, which stopped: {error}") from error
+    return [(i, torch.zeros_like(x) if x.grad is None else x.grad) for i, x in zip(indices, leaves, strict=True)]
+
+
+def confident_logits(inputs: Inputs, vocab: int, dtype: torch.dtype) -> Tensor:
+    """Logits `[batch, sequence, vocab]` of a model that has learned: most of the probability is the label's."""
+    shape = (*inputs.targets.shape, vocab)
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(vocab), dtype=torch.float64)
+    raised = drawn.scatter_add(-1, inputs.targets.clamp_min(0)[..., None], drawn.new_full((*shape[:-1], 1), MARGIN))
+    return raised.to(dtype)

@@ -1,0 +1,148 @@
+"""A plan's Spec at toy widths: which widths there are, and how small each of them can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from moec.codegen.plan import Plan
+from moec.grammar.spec import Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
+from moec.passes.lower.lower_model import context_of
+
+DIM, HEAD_DIM, HIDDEN, VOCAB = 16, 4, 8, 64
+"""A head of 4 has two rope frequencies, so rope's theta still matters."""
+
+SEQUENCE, SHORT_SEQUENCE, MANY_RANKS = 8, 4, 65
+"""Tokens of a sequence on fewer than `MANY_RANKS` ranks, and on others."""
+
+Node_ = TypeVar("Node_", Layer, Moe)
+
+
+@dataclass(frozen=True, slots=True)
+class Width:
+    """One kind of width that was shrunk."""
+
+    name: str
+    before: int
+    toy: int
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.before} -> {self.toy}"
+
+
+_ORDER = ("dim", "vocab", "padding", "head_dim", "hidden", "experts", "sequence")
+
+
+class ToySpec:
+    """Builds a Spec with toy widths. Layers that were one object stay one object; distinct layers stay distinct."""
+
+    def __init__(self, plan: Plan, fewer_experts: bool) -> None:
+        self._spec, self._ranks = plan.spec, plan.world_size
+        meshes = plan.meshes.values()
+        self._pieces = math.lcm(*(mesh.size(axis) for mesh in meshes for axis in ("tp", "etp", "cp")))
+        self._eps = math.lcm(*(mesh.size("ep") for mesh in meshes)) if fewer_experts else None
+        self._toys: dict[tuple[str, int], int] = {}
+        self._hidden = self._toy_widths("hidden", _hidden_widths(plan.spec), HIDDEN)
+        self._heads = self._toy_widths("head_dim", _head_widths(plan.spec), HEAD_DIM)
+        self._shrunk_nodes: dict[int, object] = {}
+
+    def spec(self) -> Spec:
+        """The Spec."""
+        if not self._spec.has_model:
+            return self._spec.replace(layers=(self._layer_module(self._spec.layer),))
+        model, train = self._spec.model, self._spec.train
+        tokens = self._shrunk("sequence", context_of(self._spec), self._tokens())
+        vocab = self._shrunk("vocab", model.vocab, VOCAB)
+        small = model.replace(
+            dim=self._shrunk("dim", model.dim, DIM),
+            vocab=vocab,
+            embedding=self._embedding(vocab),
+            context=tokens,
+            layers=tuple(self._once(layer, self._layer) for layer in model.layers),
+        )
+        if train is None:
+            return self._spec.replace(model=small)
+        return self._spec.replace(model=small, train=train.replace(sequence=min(tokens, train.sequence)))
+
+    def _layer_module(self, layer: LayerModule) -> LayerModule:
+        """The subject of a `layer` file, whose ops contain no sequence length."""
+        dim = self._shrunk("dim", layer.subject.dim, DIM)
+        return layer.replace(dim=dim, moe=self._mixture(layer.moe))
+
+    def _embedding(self, vocab: int) -> TokenEmbedding:
+        """The embedding with a padding id below the toy vocabulary: the last id if it was above."""
+        embedding = self._spec.model.embedding
+        if embedding.padding is None or embedding.padding < vocab:
+            return embedding
+        self._toys["padding", embedding.padding] = vocab - 1
+        return embedding.replace(padding=vocab - 1)
+
+    @property
+    def widths(self) -> tuple[Width, ...]:
+        """The widths that were shrunk."""
+        shrunk = (Width(name, before, toy) for (name, before), toy in self._toys.items() if toy != before)
+        return tuple(sorted(shrunk, key=lambda width: (_ORDER.index(width.name), width.before)))
+
+    def _tokens(self) -> int:
+        return SEQUENCE if self._ranks < MANY_RANKS else SHORT_SEQUENCE
+
+    def _shrunk(self, name: str, width: int, smallest: int, pieces: int | None = None) -> int:
+        """The toy width, with the same common divisor with the degrees as `width`."""
+        each = pieces or self._pieces
+        shared = math.gcd(width, each)
+        toy = next((toy for toy in range(smallest, width) if math.gcd(toy, each) == shared), width)
+        self._toys[name, width] = toy
+        return toy
+
+    def _toy_widths(self, name: str, widths: Iterator[int], smallest: int) -> Mapping[int, int]:
+        """Toy widths for all `widths`; different widths get different toy widths."""
+        step = math.lcm(self._pieces, 4)
+        return {
+            width: self._shrunk(name, width, smallest + step * index) for index, width in enumerate(sorted(set(widths)))
+        }
+
+    def _once(self, node: Node_, make: Callable[[Node_], Node_]) -> Node_:
+        if id(node) not in self._shrunk_nodes:
+            self._shrunk_nodes[id(node)] = make(node)
+        shrunk = self._shrunk_nodes[id(node)]
+        assert isinstance(shrunk, type(node))
+        return shrunk
+
+    def _layer(self, layer: Layer) -> Layer:
+        width = self._heads[_head_width(self._spec.model, layer)]
+        changed: dict[str, object] = {"attention": layer.attention.replace(head_dim=width)}
+        if layer.ffn is not None:
+            changed["ffn"] = self._narrow(layer.ffn)
+        if layer.moe is not None:
+            changed["moe"] = self._once(layer.moe, self._mixture)
+        return layer.replace(**changed)
+
+    def _mixture(self, moe: Moe) -> Moe:
+        (experts,) = moe.parts
+        count = experts.count
+        if self._eps is not None:
+            count = self._shrunk("experts", count, max(getattr(moe.gate, "k", 1), self._eps), self._eps)
+        dense_paths = {name: self._narrow(path) for name in ("shared", "residual") if (path := getattr(moe, name))}
+        return moe.replace(experts=experts.replace(count=count, body=self._narrow(experts.body)), **dense_paths)
+
+    def _narrow(self, path: Any) -> object:
+        return path.replace(hidden=self._hidden[path.hidden])
+
+
+def _hidden_widths(spec: Spec) -> Iterator[int]:
+    paths: list[Any] = [layer.ffn for layer in spec.model.layers] if spec.has_model else []
+    for moe in spec.subject.mixtures:
+        if moe is not None:
+            paths += [moe.shared, moe.residual, *(part.body for part in moe.parts)]
+    return (path.hidden for path in paths if path is not None)
+
+
+def _head_widths(spec: Spec) -> Iterator[int]:
+    return (_head_width(spec.model, layer) for layer in spec.model.layers) if spec.has_model else iter(())
+
+
+def _head_width(model: Model, layer: Layer) -> int:
+    attention: Any = layer.attention
+    return int(attention.head_dim or model.dim // attention.heads)

@@ -1,0 +1,64 @@
+"""A conversion is declared in one class: which files name one, and what its class says beside placements."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moec.passes.ir.op import operand_names
+from moec.passes.ir.ops.conversion import Conversion, conversion_classes
+
+ROOT = Path(__file__).parents[3]
+SOURCES = [
+    path for folder in ("grammar", "passes", "codegen", "runtime", "moec") for path in (ROOT / folder).rglob("*.py")
+]
+OF_ROWS = {
+    "all_gather_rows": "AllGatherRows",
+    "all_gather_rows_alike": "AllGatherRowsAlike",
+    "reduce_scatter_rows": "ReduceScatterRows",
+    "slice_rows": "SliceRows",
+}
+
+
+def naming(*names: str) -> set[str]:
+    """The source files in which one of these names stands."""
+    words = re.compile(rf"\b({'|'.join(names)})\b")
+    return {str(path.relative_to(ROOT)) for path in SOURCES if words.search(path.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("mnemonic", OF_ROWS)
+def test_a_conversion_takes_three_source_files(mnemonic: str):
+    assert naming(mnemonic, OF_ROWS[mnemonic]) == {
+        "passes/ir/ops/ragged_conversions.py",
+        "runtime/ops/ragged_collectives.py",
+        "runtime/verify/shuffles.py",
+    }
+
+
+def test_the_pass_that_inserts_conversions_names_none():
+    for kind in conversion_classes():
+        for path in ("passes/place/communicate.py", "passes/fuse.py", "passes/ir/verifier.py"):
+            assert path not in naming(kind.__name__), kind
+        for path in ("runtime/verify/blame.py", "runtime/verify/judge.py", "runtime/verify/lockstep.py"):
+            assert path not in naming(kind.__name__), kind
+
+
+@pytest.mark.parametrize("kind", conversion_classes(), ids=lambda kind: kind.mnemonic)
+def test_backward_takes_the_operands_of_forward(kind: type[Conversion]):
+    """The operators of both take as many tensors, for the others are those of forward."""
+    attributes = {"dim": 1, "given": 0, "wanted": 1, "reverse": False}
+    one = kind.over("tp", **{name: attributes[name] for name in kind.attribute_names() if name in attributes})
+    back = one.backward()
+    if not isinstance(back, Conversion):
+        assert back in ("identity", "none")
+        return
+    assert back.axis == "tp"
+    assert tensors(type(back)) == tensors(kind)
+    assert back.carries == kind.carries
+
+
+def tensors(kind: type[Conversion]) -> int:
+    required, optional = operand_names(kind)
+    return len([name for name in required if name not in kind.typing]) + len(optional)

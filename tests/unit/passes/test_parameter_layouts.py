@@ -1,0 +1,201 @@
+"""Layouts of a parameter's gradient and optimizer state: their text, their rules, and that no job runs them yet."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from faults import change_block
+from models import layer_plan, moe_plan
+
+import moec
+from moec.codegen.plan import Plan
+from moec.commands.inspect_plan import inspect_plan
+from moec.grammar.diagnostics import DiagnosticError, InternalError
+from moec.passes.cost.totals import tally
+from moec.passes.ir import IrError, Layout
+from moec.passes.ir.parse import parse_program
+from moec.passes.ir.text import print_program
+from moec.passes.ir.verifier import check_program
+from moec.runtime.job.checks import Checks
+from moec.runtime.job.layer_home import make_layer
+from moec.runtime.job.rank import RankHome
+from moec.runtime.verify.verification import verify
+
+SECONDS = 1.0
+BODY = "layers[1..2]"
+EXPERT = "moe.experts.up.weight"
+NORM = "attention_norm.weight"
+
+
+def plan_with(name: str, gradient: str, state: str, **options: int) -> Plan:
+    """A plan for 8 ranks (dp 4, tp 2; edp 4, ep 2), with other layouts for one parameter of the mixtures' layers."""
+    plan = moe_plan(**{"ranks": 8, "tp": 2, "ep": 2, **options})
+    layouts = {"gradient": Layout.parse(gradient), "optimizer_state": Layout.parse(state)}
+    parameters = plan.program.block(BODY).parameters
+    return change_block(
+        plan, BODY, parameters=tuple(replace(p, **layouts) if p.name == name else p for p in parameters)
+    )
+
+
+FINER = {
+    "state alone": (EXPERT, "ep:shard(0)", "edp:shard(2) ep:shard(0)", " optimizer(edp:shard(2) ep:shard(0))"),
+    "gradient and state": (
+        EXPERT,
+        "ep:shard(0) edp:shard(0)",
+        "ep:shard(0) edp:shard(0)",
+        " gradient(ep:shard(0) edp:shard(0)) optimizer(ep:shard(0) edp:shard(0))",
+    ),
+    "state finer than gradient": (
+        NORM,
+        "dp:shard(0)",
+        "dp:shard(0) tp:shard(0)",
+        " gradient(dp:shard(0)) optimizer(dp:shard(0) tp:shard(0))",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", FINER)
+def test_finer_layouts_print_read_back_and_pass_every_check(kind: str):
+    name, gradient, state, words = FINER[kind]
+    program = plan_with(name, gradient, state).program
+    text = print_program(program)
+    assert text.count(words) == 1
+    assert re.search(rf"@{re.escape(name)}: .* sum_over\([a-z, ]+\){re.escape(words)} at \d+\n", text)
+    assert parse_program(text) == program
+    check_program(program)
+
+
+def test_a_placed_parameter_has_the_layout_of_its_weight_three_times_and_its_text_says_it_once():
+    program = moe_plan().program
+    parameters = [p for block in program.blocks for p in block.parameters]
+    assert any(p.layout.axes for p in parameters)
+    assert all(p.layout == p.gradient == p.optimizer_state for p in parameters)
+    assert not re.search(r"gradient\(|optimizer\(", print_program(program))
+
+
+BROKEN = {
+    "a gradient that is whole": (EXPERT, "replicate", "ep:shard(0)", "not ep:shard.0. cut further"),
+    "a gradient cut before its weight": (EXPERT, "edp:shard(0) ep:shard(0)", "ep:shard(0)", "not ep:shard.0. cut"),
+    "a gradient of another dim": (EXPERT, "ep:shard(1)", "ep:shard(0)", "is ep:shard.1., which is not"),
+    "a gradient cut over an axis of other experts": (EXPERT, "ep:shard(0) dp:shard(2)", "ep:shard(0)", "over dp"),
+    "a partial sum": (EXPERT, "ep:shard(0) edp:partial(sum)", "ep:shard(0)", "not ep:shard.0. cut"),
+    "a state that is a partial sum": (EXPERT, "ep:shard(0)", "ep:shard(0) edp:partial(sum)", "optimizer state of"),
+    "a state coarser than the gradient": (NORM, "dp:shard(0)", "replicate", "not dp:shard.0. cut further"),
+    "a state cut before the gradient": (NORM, "dp:shard(0)", "tp:shard(0) dp:shard(0)", "not dp:shard.0. cut"),
+    "a state of two meshes": (EXPERT, "ep:shard(0)", "ep:shard(0) dp:shard(2)", "two meshes"),
+    "a state over a narrow axis": (NORM, "replicate", "pp:shard(0)", "axes are"),
+    "a gradient over a narrow axis": (NORM, "cp:shard(0)", "replicate", "axes are"),
+    "a dim that is not there": (NORM, "dp:shard(1)", "dp:shard(1)", "there is no dim 1"),
+    "an uneven state": (EXPERT, "ep:shard(0)", "ep:shard(0) edp:shard(1)", "dim 1 of 2 is cut into 4 pieces"),
+    "an uneven gradient": (EXPERT, "edp:shard(1) ep:shard(0)", "ep:shard(0)", "dim 1 of 2 is cut into 4 pieces"),
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_layouts_that_break_a_rule_are_refused(fault: str):
+    name, gradient, state, words = BROKEN[fault]
+    text = print_program(plan_with(name, gradient, state).program)
+    started = time.perf_counter()
+    with pytest.raises(InternalError, match=words):
+        check_program(parse_program(text))
+    assert time.perf_counter() - started < SECONDS
+
+
+def test_a_gradient_is_cut_only_over_axes_that_it_is_summed_over():
+    """Without sequence parallelism a norm's gradient is the same on the ranks of tp: there is no sum to scatter."""
+    with pytest.raises(InternalError, match="cut over tp, over which it is not summed"):
+        check_program(plan_with(NORM, "tp:shard(0)", "tp:shard(0)", sequence_parallel=False).program)
+    check_program(plan_with(NORM, "replicate", "tp:shard(0)", sequence_parallel=False).program)
+
+
+@pytest.mark.parametrize("missing", ["gradient", "optimizer_state"])
+def test_a_placed_parameter_without_a_layout_of_each_kind_is_refused(missing: str):
+    plan = moe_plan()
+    parameters = plan.program.block(BODY).parameters
+    wrong = change_block(plan, BODY, parameters=tuple(replace(p, **{missing: None}) for p in parameters))
+    with pytest.raises(InternalError, match="has no layout for its"):
+        check_program(wrong.program)
+
+
+STATED = "sum_over(edp) gradient(ep:shard(0) edp:shard(0)) optimizer(ep:shard(0) edp:shard(0))"
+HOSTILE = {
+    "the weight's own layout again": STATED.replace("gradient(ep:shard(0) edp:shard(0))", "gradient(ep:shard(0))"),
+    "state first": "sum_over(edp) optimizer(ep:shard(0) edp:shard(0)) gradient(ep:shard(0) edp:shard(0))",
+    "before the sums": "gradient(ep:shard(0) edp:shard(0)) sum_over(edp) optimizer(ep:shard(0) edp:shard(0))",
+    "twice": f"{STATED} optimizer(ep:shard(0) edp:shard(0))",
+    "nothing": STATED.replace("optimizer(ep:shard(0) edp:shard(0))", "optimizer()"),
+    "no layout": STATED.replace("edp:shard(0)", "edp:split(0)"),
+    "an unknown axis": STATED.replace("edp:shard(0)", "zz:shard(0)"),
+    "an axis twice": STATED.replace("edp:shard(0)", "ep:shard(1)"),
+    "a dim of two digits": STATED.replace("edp:shard(0)", "edp:shard(10)"),
+    "an unknown sum": STATED.replace("edp:shard(0)", "edp:partial(min)"),
+    "code": STATED.replace("edp:shard(0)", '__import__("os")'),
+    "a megabyte": STATED.replace("edp:shard(0)", " ".join(["edp:shard(0)"] * 80_000)),
+    "half of a layout a million times": STATED.replace("edp:shard(0)", "edp:" * 250_000),
+    "two spaces": STATED.replace(" optimizer", "  optimizer"),
+    "another order of dims": STATED.replace("(ep:shard(0) edp:shard(0))", "(ep:shard(0) edp:shard(2))"),
+    "no end": STATED.replace("edp:shard(0)) optimizer", "edp:shard(0) optimizer"),
+}
+
+
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_texts_that_no_pass_wrote_are_refused_with_their_line(fault: str):
+    layout = "ep:shard(0) edp:shard(0)"
+    text = print_program(plan_with(EXPERT, layout, layout).program)
+    before, found, after = text.partition(STATED)
+    assert found
+    assert HOSTILE[fault] != STATED
+    started = time.perf_counter()
+    with pytest.raises(IrError) as refused:
+        parse_program(before + HOSTILE[fault] + after)
+    assert time.perf_counter() - started < SECONDS
+    assert refused.value.line == before.count("\n") + 1
+    assert len(str(refused.value)) < 400
+
+
+# ---- what runs them ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", FINER)
+def test_verify_and_a_job_refuse_them_and_name_the_parameter(kind: str, tmp_path: Path):
+    name, gradient, state, _ = FINER[kind]
+    plan = moec.load(plan_with(name, gradient, state).save(tmp_path / "finer.plan"))
+    what = "optimizer state" if kind == "state alone" else "gradient"
+    home = lambda: RankHome(plan, 0, "", {}, Checks("none", str), device="cpu", seed=0)  # type: ignore[arg-type]  # noqa: E731
+    for run in (lambda: verify(plan), home):
+        with pytest.raises(DiagnosticError, match=rf"MOE0700.*the {what} of layers\.1\.{re.escape(name)} is"):
+            run()
+
+
+def test_a_layer_refuses_them_too():
+    plan = layer_plan(ranks=1)
+    (block,) = (b for b in plan.program.blocks if b.parameters)
+    finer = Layout.parse("ep:shard(0)")
+    wrong = change_block(
+        plan, block.name, parameters=tuple(replace(p, optimizer_state=finer) for p in block.parameters)
+    )
+    with pytest.raises(DiagnosticError, match=r"MOE0700.*optimizer state"):
+        make_layer(wrong, (0,), "mean", seed=0, device=None)
+
+
+def test_inspect_shows_layouts_that_are_not_the_weights(tmp_path: Path):
+    plan = plan_with(NORM, "dp:shard(0)", "dp:shard(0) tp:shard(0)").save(tmp_path / "finer.plan")
+    line = next(line for line in inspect_plan(plan, 0, None).split(BODY)[1].splitlines() if NORM in line)
+    assert line.endswith("of [16]  replicate  gradient dp:shard(0)  optimizer state dp:shard(0) tp:shard(0)")
+    stored = moe_plan(store_experts_over_edp=True).save(tmp_path / "stored.plan")
+    text = inspect_plan(stored, 0, None)
+    assert "edp:shard(1) ep:shard(0)  used as %up_weight ep:shard(0)\n" in text
+    assert "gradient" not in text
+    assert "used as" not in inspect_plan(moe_plan().save(tmp_path / "whole.plan"), 0, None)
+
+
+def test_bytes_of_a_rank_count_each_layout():
+    whole, finer = moe_plan(ranks=8, tp=2, ep=2), plan_with(EXPERT, *["ep:shard(0) edp:shard(0)"] * 2)
+    state = [tally(plan.program, plan.spec).state_bytes for plan in (whole, finer)]
+    elements = 8 * 2 * 16 * 16 // 2
+    # Gradient and two moments, in each of two layers, are a quarter.
+    assert state[0] - state[1] == 2 * 3 * 4 * (elements - elements // 4)
