@@ -157,7 +157,7 @@ class PlanModule(nn.Module):
         return aux_loss
 
     def _number_sequences(self, tokens: Tensor, labels: Tensor | None) -> Tensor:
-        """The number of each sequence in the global batch of the step: int64 `[batch]`, alike for every sharding.
+        """The number of each sequence in the global batch of the step: int64 `[batch]`, the same for every sharding.
 
         Raises `JobError` if `torch.utils.checkpoint` computes the pass again, in another step or micro-batch, and if
         the step has fewer sequences.
