@@ -90,6 +90,14 @@ def inspect(
     _require("--graph", graph, ("mermaid", "dot"))
     if source and not kernels:
         raise typer.BadParameter("--source needs --kernels")
+    views = {"--rank": rank is not None, "--graph": graph is not None, "--kernels": kernels, "--fx": fx}
+    asked = [option for option, is_asked in views.items() if is_asked]
+    if len(asked) > 1:
+        raise typer.BadParameter(f"{' and '.join(asked)}: one view at a time")
+    if asked and not path.is_dir():
+        raise typer.BadParameter(f"{asked[0]} needs a plan, not a file")
+    if lets and path.is_dir():
+        raise typer.BadParameter("--let needs a file; a plan was compiled with values of its own")
     if path.is_dir() and kernels:
         from moec.commands.inspect_kernels import inspect_kernels, inspect_sources
 
@@ -105,8 +113,6 @@ def inspect(
 
         print(inspect_plan(path, rank, graph))
         return
-    if rank is not None or graph is not None or kernels or fx:
-        raise typer.BadParameter("--rank, --graph, --kernels and --fx need a plan, not a file")
     from moec.commands.inspect import run
 
     show(run(path, _lets(lets)), format)

@@ -13,24 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._C import DispatchKey
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalIntNode, LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map
 
 from moec.codegen.emit import emit_graph, info_of
 from moec.codegen.plan import Plan
-from moec.passes.ir import Output, Setting, local_slices
+from moec.passes.ir import Output, Setting, State, local_slices
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.ops import Call
 from moec.runtime.job import groups
 from moec.runtime.job.gradients import Bucket, Summed
 from moec.runtime.job.reference import reference
 from moec.runtime.job.settings import setting_values
+from moec.runtime.job.step_counts import sequence_numbers
 from moec.runtime.verify.inputs import Inputs, global_batch
 from moec.runtime.verify.lockstep import VERIFY_SETTINGS
 from moec.runtime.verify.shuffles import SHUFFLES
@@ -87,7 +90,7 @@ class AllRanks(LocalTensorMode):
     def _one_by_one(self, func: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         results = {}
         for rank in range(self._plan.world_size):
-            own = [arg._local_tensors[rank] if isinstance(arg, LocalTensor) else arg for arg in args]
+            own = tree_map(partial(_of_rank, rank=rank), args)
             with groups.use(self._seats(rank)):
                 results[rank] = func(*own)
         if isinstance(results[0], Tensor):
@@ -97,6 +100,15 @@ class AllRanks(LocalTensorMode):
     def _seats(self, rank: int) -> dict[str, Any]:
         cliques = ((name, ranks) for name, every in self._plan.groups.items() for ranks in every)
         return {name: Seat(tuple(ranks), list(ranks).index(rank)) for name, ranks in cliques if rank in ranks}
+
+
+def _of_rank(argument: Any, rank: int) -> Any:
+    """A rank's tensor, or its size where ranks have different ones."""
+    if isinstance(argument, LocalTensor):
+        return argument._local_tensors[rank]
+    if isinstance(argument, torch.SymInt) and isinstance(argument.node, LocalIntNode):
+        return argument.node._local_ints[rank]
+    return argument
 
 
 def _all_to_all(rows: Tensor, splits: Tensor, reverse: bool, group: str, *_: object) -> Tensor:
@@ -138,17 +150,31 @@ def all_ranks(plan: Plan) -> Iterator[None]:
 
 
 def run_all_ranks(
-    plan: Plan, parts: dict[str, list[Tensor]], inputs: Inputs, *, training: bool
+    plan: Plan,
+    parts: dict[str, list[Tensor]],
+    inputs: Inputs,
+    *,
+    training: bool,
+    whole_states: Mapping[str, Tensor] | None = None,
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
     """Logits, loss and summed gradients of every rank, from each rank's parameters (`VirtualCluster.parameters`)."""
+    size = len(inputs.rank_given[0])
+    # Outside of the mode, in which every tensor that is made is one of each rank.
+    sequences = [sequence_numbers(plan.data_rank(rank), size, size) for rank in range(plan.world_size)]
+    states = {
+        name: LocalTensor(dict.fromkeys(range(plan.world_size), state)) for name, state in (whole_states or {}).items()
+    }
     with all_ranks(plan):
         parameters = {
             name: nn.Parameter(LocalTensor({r: p.detach().clone() for r, p in enumerate(of_ranks)}))
             for name, of_ranks in parts.items()
         }
-        run = _Blocks(plan, parameters, training)
+        run = _Blocks(plan, parameters, states, training)
         tokens, labels = (LocalTensor(dict(enumerate(ids))) for ids in (inputs.rank_given, inputs.rank_targets))
-        results = {output.key: value for output, value in run(FORWARD, "", [tokens]).items()}
+        given = [tokens]
+        if plan.program.block(FORWARD).input("sequences") is not None:
+            given.append(LocalTensor(dict(enumerate(sequences))))
+        results = {output.key: value for output, value in run(FORWARD, "", given).items()}
         logits = results["logits", None, None]
         (valid,) = run("valid_labels", "", [labels]).values()
         (loss,) = run("loss", "", [logits, labels, valid]).values()
@@ -164,8 +190,10 @@ def run_all_ranks(
 class _Blocks:
     """Runs a plan's blocks in float64, node by node of the graphs that are emitted from them."""
 
-    def __init__(self, plan: Plan, parameters: Mapping[str, Tensor], training: bool) -> None:
-        self._program, self._parameters, self._training = plan.program, parameters, training
+    def __init__(
+        self, plan: Plan, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor], training: bool
+    ) -> None:
+        self._program, self._parameters, self._states, self._training = plan.program, parameters, states, training
 
     def __call__(self, block: str, path: str, given: Sequence[Tensor], number: int = -1) -> dict[Output, Tensor]:
         """A block's results; its parameters are those whose names begin with `path`."""
@@ -182,6 +210,8 @@ class _Blocks:
                 values[node] = self._parameters[path + info.parameter]
             elif isinstance(info.value, Setting):
                 (values[node],) = setting_values((info.value.name,), VERIFY_SETTINGS, training=self._training)
+            elif isinstance(info.value, State):
+                values[node] = self._states[path + info.value.name]
             elif node.op == "placeholder":  # the only other input is the layer's number
                 values[node] = inputs[info.key] if info.value is not None else torch.tensor(number)
             elif node.op == "call_module":
@@ -218,9 +248,10 @@ def _listed(tensor: LocalTensor) -> list[Tensor]:
 def run_both(plan: Plan, *, training: bool = True) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
     """Every rank's logits, loss and gradients in float64: by torch's mode, and on the virtual cluster."""
     model = reference(plan.spec, seed=0, dtype=torch.float64)
-    cluster = VirtualCluster(plan, dict(model.named_parameters()), training=training)
+    states = dict(model.named_buffers())
+    cluster = VirtualCluster(plan, dict(model.named_parameters()), states, training=training)
     inputs = global_batch(plan, 0)
-    logits, loss, gradients = run_all_ranks(plan, cluster.parameters, inputs, training=training)
+    logits, loss, gradients = run_all_ranks(plan, cluster.parameters, inputs, training=training, whole_states=states)
     virtual_logits, virtual_loss = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets)
     virtual = {"logits": virtual_logits, "loss": virtual_loss, **cluster.backward(virtual_loss)}
     return {"logits": logits, "loss": loss, **gradients}, virtual
@@ -229,6 +260,7 @@ def run_both(plan: Plan, *, training: bool = True) -> tuple[dict[str, list[Tenso
 def unsharded(plan: Plan, *, training: bool = True) -> dict[str, list[Tensor]]:
     """The expected value of each rank."""
     model = reference(plan.spec, seed=0, dtype=torch.float64).train(training)
+    model.set(**VERIFY_SETTINGS)
     inputs = global_batch(plan, 0)
     out = model(inputs.given, inputs.targets)
     loss = training_loss(model, out)

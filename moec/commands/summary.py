@@ -36,8 +36,9 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         )
     if counts.imbalance > 1:
         lines.append(f"  load      the busiest rank gets {counts.imbalance:.2f} × the mean, by `train.routing`")
-    if warning := _does_not_fit(counts, spec.cluster.device.memory):
-        lines.append(f"  warning   {warning}")
+    for warning in (_does_not_fit(counts, spec.cluster.device.memory), _whole_vocabulary(spec, degrees.tp)):
+        if warning:
+            lines.append(f"  warning   {warning}")
     if path and not spec.has_model:
         lines += ["", f"next: `moec verify {path}`, then `moec.layer({str(path)!r})` in your own model"]
     elif path:
@@ -84,6 +85,13 @@ def _does_not_fit(counts: Tally, memory: float) -> str:
     if counts.state_bytes + counts.most_activation_bytes > memory:
         return "states and activations do not fit the device: use more ranks, or micro-batches"
     return ""
+
+
+def _whole_vocabulary(spec: Spec, tp: int) -> str:
+    if not spec.has_model or (vocab := spec.model.vocab) % tp == 0:
+        return ""
+    fits = -(-vocab // tp) * tp
+    return f"tp = {tp} does not divide the vocabulary: every rank has all of it; `vocab = {fits}` would be divided"
 
 
 def si(number: float, billion: str = "B") -> str:

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from moec.runtime.errors import JobError
 
 
-def state() -> tuple[int, int]:
-    """Identifies the hosts of the running forward pass: changes if a model is wrapped later."""
-    states: Any = sys.modules.get("torch.distributed._composable_state")
-    return id(_active_ddp()), len(states._module_state_mapping) if states is not None else 0
+def _state() -> tuple[object, ...]:
+    """Identifies the hosts of the running forward pass: changes if a model is wrapped later.
+
+    Weak references, not ids or counts. Garbage collection reuses addresses and lowers counts, at another time on each
+    rank; a rank that therefore skips the check does not raise with the others, and they hang.
+    """
+    ddp, states = _active_ddp(), sys.modules.get("torch.distributed._composable_state")
+    sharded: Any = states._module_state_mapping.keyrefs() if states is not None else ()
+    return (None if ddp is None else weakref.ref(ddp), *sharded[-1:])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def checked(experts: nn.Module, ranks: Sequence[int], last: tuple[object, ...] | None) -> tuple[object, ...]:
+    """`require_left_alone` if the hosts are not those of the `last` check; returns the present ones."""
+    if last != (now := _state()):
+        require_left_alone(experts, ranks)
+    return now
 
 
 def require_left_alone(experts: nn.Module, ranks: Sequence[int]) -> None:

@@ -63,7 +63,8 @@ class MoeLayer(nn.Module):
     def __init__(self, program: Program, dim: int, home: HostedHome, *, float64: bool = False) -> None:
         super().__init__()
         require_seed(home.seed)
-        self.dim, self._home, self.seen, self._hosts = dim, home, set[object](), (0, -1)
+        self.dim, self._home, self.seen = dim, home, set[object]()
+        self._hosts: tuple[object, ...] | None = None
         (call,) = layer_calls(program)
         self._function = emit_function(program, call.block, groups=home.groups, float64=float64)
         self._scalars: dict[str, Function] = {
@@ -132,9 +133,8 @@ class MoeLayer(nn.Module):
         """Raises `JobError` for an invalid x; returns whether this pass checks tensors' values."""
         checks = self._home.checks
         kind = ("forward", self.training)
-        if len(self._home.ranks) > 1 and self._hosts != (hosts_now := hosts.state()):
-            hosts.require_left_alone(self.get_submodule("experts"), self._home.ranks)
-            self._hosts = hosts_now
+        if len(self._home.ranks) > 1:
+            self._hosts = hosts.checked(self.get_submodule("experts"), self._home.ranks, self._hosts)
         look = checks.looks(self.seen, kind, x.device)
         complaint = None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
@@ -155,8 +155,8 @@ class MoeLayer(nn.Module):
             self._home.checks.require("end of a layer", unscored.complaint(noted, self._routers))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: drops the results of a forward pass, which autograd's graph refers to."""
-        return self.__dict__ | {"aux_loss": None, "expert_counts": None}
+        """For copies: drops the results of a forward pass, which autograd's graph refers to, and its hosts."""
+        return self.__dict__ | {"aux_loss": None, "expert_counts": None, "_hosts": None}
 
 
 def _as_sequences(x: Tensor) -> Tensor:

@@ -51,6 +51,15 @@ class Inputs:
         )
 
 
+def batch_shape(plan: Plan) -> tuple[int, int]:
+    """Sequences of the global batch, and tokens of each: of a model, a multiple of the ranks that split a sequence."""
+    batch = plan.data_size * SEQUENCES_PER_RANK
+    if not plan.spec.has_model:
+        return batch, MAX_SEQUENCE
+    sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
+    return batch, max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
+
+
 def global_batch(plan: Plan, seed: int) -> Inputs:
     """Two random sequences per data-parallel rank."""
     generator = torch.Generator().manual_seed(seed + 1)
@@ -74,14 +83,12 @@ def _loads(plan: Plan, generator: torch.Generator) -> dict[int, Tensor]:
 
 
 def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Random ids, one label in eight ignored. The sequence length is a multiple of the ranks that split it.
+    """Random ids, one label in eight ignored.
 
     If the model has a separator, an eighth of the tokens are separators. If it has a padding id, a quarter of the
     tokens and the whole last sequence are padding.
     """
-    sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
-    length = max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
-    shape = (plan.data_size * SEQUENCES_PER_RANK, length)
+    shape = batch_shape(plan)
     tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
@@ -95,7 +102,7 @@ def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 def _vectors(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """x and a cotangent, normal numbers. The cotangent has the scale of a mean over tokens, as `aux_loss` has."""
-    shape = (plan.data_size * SEQUENCES_PER_RANK, MAX_SEQUENCE, plan.spec.subject.dim)
+    shape = (*batch_shape(plan), plan.spec.subject.dim)
     x, cotangent = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, cotangent / (shape[0] * shape[1])
 

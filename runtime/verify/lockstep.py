@@ -98,6 +98,7 @@ class _Recomputed(torch.autograd.Function):
             results = ctx.layer(inputs)
         pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if isinstance(r, Tensor) and r.requires_grad]
         torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
+        ctx.layer = None  # it refers to the run, and the run's results to this node: a cycle that nobody would collect
         return (None, *(x.grad for x in inputs))
 
 

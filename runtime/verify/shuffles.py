@@ -137,9 +137,16 @@ def _exchanged_counts(_: Conversion, counts: Tensors) -> list[Any]:
 
 @shuffle(rows.AllToAll)
 def _exchanged(op: rows.AllToAll, tensors: Tensors, splits: Tensors) -> list[Tensor]:
-    sent = [split[int(op.reverse)].tolist() for split in splits]
-    pieces = [torch.split(tensor, counts) for tensor, counts in zip(tensors, sent, strict=True)]
-    return [torch.cat([piece[rank] for piece in pieces]) for rank in range(len(pieces))]
+    """Every rank's rows, one rank after the other, are put into the order of receivers by one index."""
+    sent = torch.stack([split[int(op.reverse)] for split in splits])
+    if sent.sum(1).tolist() != [len(tensor) for tensor in tensors]:
+        raise ValueError(f"{[len(tensor) for tensor in tensors]} rows, of which {sent.sum(1).tolist()} are sent")
+    lengths = sent.flatten()
+    starts = (lengths.cumsum(0) - lengths).view_as(sent).T.flatten()
+    received = sent.T.flatten()
+    order = torch.arange(int(received.sum())) - (received.cumsum(0) - received).repeat_interleave(received)
+    rows = torch.cat(list(tensors))[order + starts.repeat_interleave(received)]
+    return list(torch.split(rows, sent.sum(0).tolist()))
 
 
 def _rows_of_ranks(counts: Tensors) -> list[int]:

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.codegen.plan import Plan
-from moec.grammar.spec import Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
+from moec.grammar.spec import Gqa, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
 from moec.passes.lower.lower_model import context_of
 
 DIM, HEAD_DIM, HIDDEN, VOCAB = 16, 4, 8, 64
 """A head of 4 has two rope frequencies, so rope's theta still matters."""
+
+KV_HEADS, QUERIES = 2, 2
+"""Kv heads of a rank, and queries for each: with a single one of either, heads in a wrong order would not show."""
 
 SEQUENCE, SHORT_SEQUENCE, MANY_RANKS = 8, 4, 65
 """Tokens of a sequence on fewer than `MANY_RANKS` ranks, and on others."""
@@ -32,7 +35,7 @@ class Width:
         return f"{self.name} {self.before} -> {self.toy}"
 
 
-_ORDER = ("dim", "vocab", "padding", "head_dim", "hidden", "experts", "sequence")
+_ORDER = ("dim", "vocab", "padding", "heads", "kv_heads", "head_dim", "hidden", "experts", "sequence")
 
 
 class ToySpec:
@@ -43,9 +46,10 @@ class ToySpec:
         meshes = plan.meshes.values()
         self._pieces = math.lcm(*(mesh.size(axis) for mesh in meshes for axis in ("tp", "etp", "cp")))
         self._eps = math.lcm(*(mesh.size("ep") for mesh in meshes)) if fewer_experts else None
-        self._toys: dict[tuple[str, int], int] = {}
+        self._toys: set[Width] = set()
         self._hidden = self._toy_widths("hidden", _hidden_widths(plan.spec), HIDDEN)
-        self._heads = self._toy_widths("head_dim", _head_widths(plan.spec), HEAD_DIM)
+        self._head_dims = self._toy_widths("head_dim", _head_dims(plan.spec), HEAD_DIM)
+        self._heads = self._toy_heads()
         self._shrunk_nodes: dict[int, object] = {}
 
     def spec(self) -> Spec:
@@ -76,14 +80,14 @@ class ToySpec:
         embedding = self._spec.model.embedding
         if embedding.padding is None or embedding.padding < vocab:
             return embedding
-        self._toys["padding", embedding.padding] = vocab - 1
+        self._toys.add(Width("padding", embedding.padding, vocab - 1))
         return embedding.replace(padding=vocab - 1)
 
     @property
     def widths(self) -> tuple[Width, ...]:
         """The widths that were shrunk."""
-        shrunk = (Width(name, before, toy) for (name, before), toy in self._toys.items() if toy != before)
-        return tuple(sorted(shrunk, key=lambda width: (_ORDER.index(width.name), width.before)))
+        shrunk = (width for width in self._toys if width.toy != width.before)
+        return tuple(sorted(shrunk, key=lambda width: (_ORDER.index(width.name), width.before, width.toy)))
 
     def _tokens(self) -> int:
         return SEQUENCE if self._ranks < MANY_RANKS else SHORT_SEQUENCE
@@ -93,7 +97,7 @@ class ToySpec:
         each = pieces or self._pieces
         shared = math.gcd(width, each)
         toy = next((toy for toy in range(smallest, width) if math.gcd(toy, each) == shared), width)
-        self._toys[name, width] = toy
+        self._toys.add(Width(name, width, toy))
         return toy
 
     def _toy_widths(self, name: str, widths: Iterator[int], smallest: int) -> Mapping[int, int]:
@@ -103,6 +107,24 @@ class ToySpec:
             width: self._shrunk(name, width, smallest + step * index) for index, width in enumerate(sorted(set(widths)))
         }
 
+    def _toy_heads(self) -> Mapping[tuple[int, int], tuple[int, int]]:
+        """Toy numbers of heads and kv heads, by both. Kv heads with several queries keep several."""
+        pairs = sorted({_head_counts(layer) for layer in self._spec.model.layers}) if self._spec.has_model else []
+        step = math.lcm(self._pieces, 4)
+        kv_heads = {
+            kv: self._shrunk("kv_heads", kv, KV_HEADS * math.gcd(kv, self._pieces) + step * index)
+            for index, kv in enumerate(sorted({kv for _, kv in pairs}))
+        }
+        toys: dict[tuple[int, int], tuple[int, int]] = {}
+        for heads, kv in pairs:
+            toy_kv, queries, shared = kv_heads[kv], heads // kv, math.gcd(heads, self._pieces)
+            taken = {toy for (other, _), (toy, _) in toys.items() if other != heads}
+            few = range(min(queries, QUERIES) * toy_kv, queries * toy_kv, toy_kv)
+            fitting = (toy for toy in few if math.gcd(toy, self._pieces) == shared and toy not in taken)
+            toys[heads, kv] = next(fitting, queries * toy_kv), toy_kv
+            self._toys.add(Width("heads", heads, toys[heads, kv][0]))
+        return toys
+
     def _once(self, node: Node_, make: Callable[[Node_], Node_]) -> Node_:
         if id(node) not in self._shrunk_nodes:
             self._shrunk_nodes[id(node)] = make(node)
@@ -111,8 +133,11 @@ class ToySpec:
         return shrunk
 
     def _layer(self, layer: Layer) -> Layer:
-        width = self._heads[_head_width(self._spec.model, layer)]
-        changed: dict[str, object] = {"attention": layer.attention.replace(head_dim=width)}
+        heads, kv_heads = self._heads[_head_counts(layer)]
+        small: dict[str, int] = {"head_dim": self._head_dims[_head_dim(self._spec.model, layer)], "heads": heads}
+        if isinstance(layer.attention, Gqa):
+            small["kv_heads"] = kv_heads
+        changed: dict[str, object] = {"attention": layer.attention.replace(**small)}
         if layer.ffn is not None:
             changed["ffn"] = self._narrow(layer.ffn)
         if layer.moe is not None:
@@ -139,10 +164,16 @@ def _hidden_widths(spec: Spec) -> Iterator[int]:
     return (path.hidden for path in paths if path is not None)
 
 
-def _head_widths(spec: Spec) -> Iterator[int]:
-    return (_head_width(spec.model, layer) for layer in spec.model.layers) if spec.has_model else iter(())
+def _head_dims(spec: Spec) -> Iterator[int]:
+    return (_head_dim(spec.model, layer) for layer in spec.model.layers) if spec.has_model else iter(())
 
 
-def _head_width(model: Model, layer: Layer) -> int:
+def _head_dim(model: Model, layer: Layer) -> int:
     attention: Any = layer.attention
     return int(attention.head_dim or model.dim // attention.heads)
+
+
+def _head_counts(layer: Layer) -> tuple[int, int]:
+    """Query heads, and heads of keys and values."""
+    attention: Any = layer.attention
+    return attention.heads, getattr(attention, "kv_heads", attention.heads)

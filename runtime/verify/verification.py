@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -10,14 +11,13 @@ from dataclasses import replace
 import torch
 
 from moec.codegen.plan import Plan
-from moec.passes.ir import local_shape
 from moec.runtime.backends import plain_torch, select
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton import triton_tiles
-from moec.runtime.errors import JobError
 from moec.runtime.job.shards import require_executable
-from moec.runtime.verify.comparison import compare, recomputes
+from moec.runtime.verify.comparison import compare
 from moec.runtime.verify.inputs import global_batch
+from moec.runtime.verify.memory import MAX_BYTES, recomputes, require_memory, weight_bytes
 from moec.runtime.verify.rounding import measure_rounding
 from moec.runtime.verify.toy import at_toy_widths
 from moec.runtime.verify.unsharded import Unsharded, states_of, unsharded
@@ -25,8 +25,6 @@ from moec.runtime.verify.verify_report import Difference, Report, Rounding
 
 DRAWS = 3
 """A plan is refused for its rounding only if it loses too much on each of this many draws of parameters and batch."""
-
-MAX_BYTES = 8 * 1024**3
 
 SMALL = 1 << 20
 """Elements of the largest parameter of a model whose ops are too small to share between threads."""
@@ -44,15 +42,16 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
     require_executable(plan.parameters)
     select("cpu")  # otherwise every operator would fail, and the plan would be blamed
     if scale is None:
-        scale = _bytes_needed(plan) > MAX_BYTES
+        scale = weight_bytes(plan) > MAX_BYTES
     if scale:
         return _verify_scaled(plan, seed)
-    _require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
-    with _threads_for(plan), triton_tiles.use(plan.tiles):
+    require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
+    with _settings_for(plan), triton_tiles.use(plan.tiles):
         model = _model(plan, torch.float64, seed)
         double = compare(plan, model, torch.float64, seed)
         if not double.ok:
             return double
+        gc.collect(0)
         rounding = _rounding(plan, model, seed)
         informs = float32 and plan.spec.subject.dtype != "fp32"
         single = compare(plan, _model(plan, torch.float32, seed), torch.float32, seed) if informs else None
@@ -62,10 +61,10 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
 
 def _verify_scaled(plan: Plan, seed: int) -> Report:
     toy = at_toy_widths(plan)
-    if _bytes_needed(toy.plan) > MAX_BYTES:
+    if weight_bytes(toy.plan) > MAX_BYTES:
         toy = at_toy_widths(plan, fewer_experts=True)
-    _require_memory(toy.plan, "its widths are toy ones already; verify a copy of the file with fewer layers or ranks")
-    with _threads_for(toy.plan):
+    require_memory(toy.plan, "its widths are toy ones already; verify a copy of the file with fewer layers or ranks")
+    with _settings_for(toy.plan):
         model = _model(toy.plan, torch.float64, seed)
         found = compare(toy.plan, model, torch.float64, seed, blamed=toy.unlike is None)
     first = found.first_difference
@@ -79,15 +78,22 @@ def _verify_scaled(plan: Plan, seed: int) -> Report:
 
 
 @contextmanager
-def _threads_for(plan: Plan) -> Iterator[None]:
-    """One thread while a small model runs: more threads mostly wait for each other (60 s against 3 s)."""
-    before = torch.get_num_threads()
+def _settings_for(plan: Plan) -> Iterator[None]:
+    """One thread while a small model runs: more threads mostly wait for each other (60 s against 3 s).
+
+    No garbage collection: autograd's graphs are millions of objects, and looking through them took a quarter of the
+    time (61 layers, 256 ranks). Between comparisons only young objects are collected.
+    """
+    before, collects = torch.get_num_threads(), gc.isenabled()
     largest_parameter = max((math.prod(p.shape) for p in plan.parameters.values()), default=0)
     torch.set_num_threads(1 if largest_parameter < SMALL else before)
+    gc.disable()
     try:
         yield
     finally:
         torch.set_num_threads(before)
+        if collects:
+            gc.enable()
 
 
 def _rounding(plan: Plan, model: Unsharded, seed: int) -> Rounding:
@@ -103,6 +109,7 @@ def _rounding(plan: Plan, model: Unsharded, seed: int) -> Rounding:
             if found.ok:
                 return found
             first = first or found
+            gc.collect(0)
             model = _model(plan, torch.float64, drawn + 1)
     assert first is not None
     return first
@@ -129,23 +136,3 @@ def _spread_vectors(model: Unsharded, seed: int) -> None:
         for state in states_of(model).values():
             # Larger biases than the differences between scores would send all tokens to the same experts.
             state.add_(0.1 / state.numel() * torch.randn(state.shape, generator=generator).to(state))
-
-
-def _bytes_needed(plan: Plan) -> int:
-    """Whole parameters and their gradients once, and each rank's gradients of what it holds, in float64."""
-    total = local_total = 0
-    for parameter in plan.parameters.values():
-        total += math.prod(parameter.shape)
-        local = local_shape(parameter.shape, parameter.layout, plan.meshes[parameter.mesh])
-        local_total += math.prod(local) * plan.world_size
-    return 8 * (3 * total + 2 * local_total)
-
-
-def _require_memory(plan: Plan, help: str) -> None:
-    needed = _bytes_needed(plan)
-    if needed > MAX_BYTES:
-        raise JobError(
-            "MOE0703",
-            f"{plan.name}: about {needed / 1e9:.0f} GB in float64, the limit is {MAX_BYTES / 1e9:.0f} GB",
-            help,
-        )

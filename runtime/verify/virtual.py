@@ -29,8 +29,7 @@ class VirtualCluster:
     ) -> None:
         self.plan = plan
         self.parameters: dict[str, list[Tensor]] = {
-            name: [self._part(name, whole, rank) for rank in range(plan.world_size)]
-            for name, whole in parameters.items()
+            name: self._leaves(name, whole) for name, whole in parameters.items()
         }
         float64 = next(iter(parameters.values())).dtype == torch.float64
         self.lockstep = Lockstep(
@@ -45,11 +44,27 @@ class VirtualCluster:
             data_ranks=[plan.data_rank(rank) for rank in range(plan.world_size)],
         )
 
-    def _part(self, name: str, whole: Tensor, rank: int) -> Tensor:
+    def _leaves(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Each rank's part of a parameter, in the memory of `whole`.
+
+        Ranks that sum the gradient over the same list of the first group, and hold the same part, share a leaf:
+        autograd adds their gradients. Each rank has its own leaf in bf16, where autograd would round each sum, and in
+        a wrong plan in which a rank is in several lists.
+        """
         data = self.plan.parameters[name]
-        index = local_slices(data.shape, data.layout, self.plan.meshes[data.mesh], rank)
-        # A replicated parameter has the same memory on every rank, but each rank has its own leaf.
-        return whole.detach()[index].requires_grad_()
+        mesh, lists = self.plan.meshes[data.mesh], self.plan.groups[data.sum_over[0]] if data.sum_over else ()
+        listed = [rank for ranks in lists for rank in ranks]
+        shares = torch.finfo(whole.dtype).bits >= 32 and len(set(listed)) == len(listed)
+        owner = {rank: ranks[0] for ranks in lists for rank in ranks} if shares else {}
+        leaves: dict[object, Tensor] = {}
+        parts = []
+        for rank in range(self.plan.world_size):
+            index = local_slices(data.shape, data.layout, mesh, rank)
+            key = (owner.get(rank, rank), *((cut.start, cut.stop) for cut in index))
+            if key not in leaves:
+                leaves[key] = whole.detach()[index].requires_grad_()
+            parts.append(leaves[key])
+        return parts
 
     def backward(self, loss: PerRank) -> dict[str, list[Tensor]]:
         """Runs backward on every rank and sums gradients over the plan's groups: parameter → gradient of each rank.
@@ -72,10 +87,15 @@ class VirtualCluster:
         return {name: self._summed(name, parts) for name, parts in self.parameters.items()}
 
     def _summed(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
-        gradients = [_widened(torch.zeros_like(p) if p.grad is None else p.grad) for p in parts]
-        for group in self.plan.parameters[name].sum_over:
+        of_leaf = {id(p): _widened(torch.zeros_like(p) if p.grad is None else p.grad) for p in parts}
+        gradients = [of_leaf[id(p)] for p in parts]
+        shared = len(of_leaf) < len(parts)
+        for number, group in enumerate(self.plan.parameters[name].sum_over):
             for ranks in self.plan.groups[group]:
-                total = torch.stack([gradients[rank] for rank in ranks]).sum(0)
+                terms = [gradients[rank] for rank in ranks]
+                if shared and number == 0:  # a shared leaf has the sum of its ranks' gradients already
+                    terms = list({id(parts[rank]): gradients[rank] for rank in ranks}.values())
+                total = torch.stack(terms).sum(0)
                 for rank in ranks:
                     gradients[rank] = total
         return gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 from pathlib import Path
 from typing import Any
@@ -249,9 +250,15 @@ def test_torchs_checkpoint_keeps_the_experts_of_every_rank(gloo: GlooPool, tmp_p
 
 
 def wrapped_late(host: str) -> str:
-    """A host that wraps the model after a first forward pass and manages experts."""
+    """A host that wraps the model after a first forward pass and manages experts.
+
+    As many hosts of another model have gone in the meantime.
+    """
+    others = [fully_shard(torch.nn.Linear(4, 4)) for _ in range(3)]
     x, model = torch.ones(2, 3, 16), Transformer(lambda number: moec.layer(layer_text(ranks=None), seed=number))
     model(x)
+    others.clear()
+    gc.collect()
     if host == "ddp":
         return refusal(DistributedDataParallel(model), x)
     for block in model.blocks:

@@ -36,7 +36,9 @@ def require_same_curve(results: list[dict[str, Any]], expected: dict[str, Any]) 
     for result in results:
         assert result["losses"] == pytest.approx(expected["losses"], abs=TOLERANCE)
         assert result["norms"] == pytest.approx(expected["norms"], rel=1e-3)
-    assert expected["losses"][-1] < expected["losses"][0] - 0.1, "the run learns nothing, so it proves nothing"
+    losses = expected["losses"]
+    same_batch = losses[(len(losses) - 1) % 3]
+    assert losses[-1] < same_batch - 0.1, "the run learns nothing, so it proves nothing"
 
 
 @pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
@@ -97,12 +99,25 @@ FOLDED = {
 }  # fmt: skip
 """Ranks and degrees; the dense parts' dp and the experts' edp follow."""
 
-LONG = [name for name, (ranks, _) in FOLDED.items() if ranks == 8]
-"""A quarter of a minute each: eight ranks, most of whose time is in collectives."""
+FAST = (
+    "tp 2",
+    "tp 2, ep 2",
+    "dp 2, tp 2, ep 2",
+    "tp 4, ep 4, tokens whole",
+    "tp 2, shared, biases",
+    "tp 2, jitter",
+    "tp 2, packed texts",
+    "tp 2, norm of each head",
+    "tp 4, norm of all heads together",
+    "tp 4, residual, tied",
+    "tp 2, layer norm, positions",
+    "tp 2, ep 4, experts by ids",
+)
+"""The others are more degrees of the same mechanisms, up to a quarter of a minute each: the slow part."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in FOLDED]
+    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FOLDED]
 )
 def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(gloo: GlooPool, name: str):
     ranks, degrees = FOLDED[name]
@@ -179,7 +194,7 @@ def test_a_dynamic_capacity_drops_nothing_whatever_each_rank_has(gloo: GlooPool,
         (2, {"ep": 2}, "factor(1.0); group = sequence"),
         (4, {"ep": 4}, "factor(0.75, min = 2); group = batch"),
         (4, {"ep": 2, "tp": 2}, "factor(1.25); group = sequence"),
-        (4, {"ep": 4, "tp": 2}, "factor(1.0); group = batch"),
+        pytest.param(4, {"ep": 4, "tp": 2}, "factor(1.0); group = batch", marks=pytest.mark.slow),
         pytest.param(8, {"ep": 4, "tp": 2}, "factor(1.0); group = sequence", marks=pytest.mark.slow),
         (4, {"ep": 2, "tp": 2}, "dynamic(max = 0.8); group = sequence"),
         (4, {"ep": 4}, "dynamic(max = 1.1); group = batch"),
@@ -337,7 +352,7 @@ def torchrun(folder: Path, *arguments: str, processes: int, **environment: str) 
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, cwd=folder)
 
 
-def test_torchrun_runs_a_saved_plan_and_each_mistake_is_said_once(tmp_path):
+def test_torchrun_runs_a_saved_plan(tmp_path: Path):
     options = {"ranks": 2, "ep": 2}
     plan = str(moe_plan(**options).save(tmp_path / "tiny.plan"))
     right = torchrun(tmp_path, plan, "32", processes=2)
@@ -346,17 +361,21 @@ def test_torchrun_runs_a_saved_plan_and_each_mistake_is_said_once(tmp_path):
     loss = reference(moe_plan(**options).spec, seed=1)(tokens, tokens).loss
     assert float(right.stdout.split()[-1]) == pytest.approx(loss.item(), abs=1e-5)
 
-    out_of_range = torchrun(tmp_path, plan, "40", processes=2)
-    assert out_of_range.returncode == 1
-    assert out_of_range.stderr.count("MOE0702") == 1
-    assert "Traceback" not in out_of_range.stderr.split("MOE0702")[0]
 
-    wrong_world = torchrun(tmp_path, plan, "32", processes=1)
-    assert wrong_world.returncode == 1
-    assert wrong_world.stderr.count("MOE0701") == 1
-    assert "torchrun --nproc-per-node 2" in wrong_world.stderr
-
-    no_backend = torchrun(tmp_path, plan, "32", processes=2, MOEC_BACKEND="nonsense")
-    assert no_backend.returncode == 1
-    assert no_backend.stderr.count("MOE0707") == 1
-    assert "Traceback" not in no_backend.stderr.split("MOE0707")[0]
+@pytest.mark.parametrize(
+    ("vocab", "processes", "environment", "said"),
+    [
+        ("40", 2, {}, "MOE0702"),
+        pytest.param("32", 1, {}, "MOE0701", marks=pytest.mark.slow),
+        pytest.param("32", 2, {"MOEC_BACKEND": "nonsense"}, "MOE0707", marks=pytest.mark.slow),
+    ],
+)
+def test_under_torchrun_each_mistake_is_said_once(
+    tmp_path: Path, vocab: str, processes: int, environment: dict[str, str], said: str
+):
+    plan = str(moe_plan(ranks=2, ep=2).save(tmp_path / "tiny.plan"))
+    wrong = torchrun(tmp_path, plan, vocab, processes=processes, **environment)
+    assert wrong.returncode == 1
+    assert wrong.stderr.count(said) == 1
+    assert "Traceback" not in wrong.stderr.split(said)[0]
+    assert said != "MOE0701" or "torchrun --nproc-per-node 2" in wrong.stderr

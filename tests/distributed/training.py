@@ -15,7 +15,7 @@ from moec.runtime.job.job import local_part
 from moec.runtime.job.optimizer import make_optimizer
 from moec.runtime.job.reference import reference
 
-STEPS = 12
+STEPS = 8
 MAX_NORM = 0.5
 
 

@@ -144,6 +144,22 @@ def test_inspect_shows_the_graphs_of_a_plan_and_the_source_of_its_kernels(run):
     assert run("inspect", "gpu.plan", "--source")[0] == 2
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("tiny.plan", "--graph", "dot", "--rank", "0"), "--rank and --graph: one view at a time"),
+        (("tiny.plan", "--fx", "--kernels"), "--kernels and --fx: one view at a time"),
+        (("tiny.plan", "--let", "n=4"), "--let needs a file"),
+        (("tiny.moe", "--fx"), "--fx needs a plan, not a file"),
+    ],
+)
+def test_inspect_ignores_no_option(run, arguments: tuple[str, ...], said: str):
+    assert run("compile", "tiny.moe", "-o", "tiny.plan")[0] == 0
+    code, out, err = run("inspect", *arguments)
+    assert (code, out) == (2, "")
+    assert said in " ".join(err.replace("│", " ").split())
+
+
 def test_stop_after_shows_the_program_so_far(run):
     shown = parse_program(run("compile", "tiny.moe", "--emit=ir", "--stop-after=place")[1])
     assert shown.meshes

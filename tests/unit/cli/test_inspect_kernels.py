@@ -134,7 +134,7 @@ def test_kernels_need_a_plan(tmp_path: Path) -> None:
     file.write_text(SMALL)
     done = CliRunner().invoke(app, ["inspect", str(file), "--kernels"])
     assert done.exit_code == 2
-    assert "need a plan" in done.output
+    assert "--kernels needs a plan" in done.output
 
 
 def test_work_is_that_of_the_tensors() -> None:

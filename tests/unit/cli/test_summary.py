@@ -40,3 +40,11 @@ def test_what_does_not_fit_is_warned_of(memory: str, warning: str | None) -> Non
     lines = lines_of(device + moe_text(batch=8, sequence=8).replace("device = cpu", 'device = "small"'))
     found = [line.removeprefix("  warning   ") for line in lines if line.startswith("  warning")]
     assert found == ([] if warning is None else [warning])
+
+
+@pytest.mark.parametrize(("vocab", "warned"), [(32, False), (33, True)])
+def test_a_vocabulary_that_tp_does_not_divide_is_warned_of(vocab: int, warned: bool) -> None:
+    lines = lines_of(moe_text(tp=2).replace("vocab = 32", f"vocab = {vocab}"))
+    found = [line for line in lines if "warning" in line]
+    whole = "  warning   tp = 2 does not divide the vocabulary: every rank has all of it; `vocab = 34` would be divided"
+    assert found == ([whole] if warned else [])

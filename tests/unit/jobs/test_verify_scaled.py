@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from faults import bypass, change_op, change_parameter, change_result, change_sums, op_giving
-from models import moe_plan
+from models import moe_plan, moe_text
 
+import moec
 from moec.passes.ir.ops import Rope
 from moec.runtime.errors import JobError
 from moec.runtime.verify.toy import at_toy_widths
@@ -31,6 +32,24 @@ def test_a_plan_too_large_is_verified_at_toy_widths_and_says_which():
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
     assert widths(report) == {"dim": [4096], "head_dim": [1024], "hidden": [8192, 14336]}
     assert str(report.widths[0]) == "dim 4096 -> 16"
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "toys"),
+    [
+        (32, 8, 1, {"heads 32 -> 4", "kv_heads 8 -> 2"}),
+        (32, 8, 4, {"heads 32 -> 16"}),
+        (12, 2, 4, {"heads 12 -> 4"}),
+        (16, 1, 2, {"heads 16 -> 2"}),
+        (8, 8, 2, {"heads 8 -> 4", "kv_heads 8 -> 4"}),
+    ],
+)
+def test_heads_become_few_and_stay_grouped_and_divided_as_they_were(heads: int, kv_heads: int, tp: int, toys: set[str]):
+    text = moe_text(dim=4 * heads, tp=tp, ranks=4).replace("mha(heads = 4)", f"mha(heads = {heads})")
+    text = text.replace("gqa(heads = 4, kv_heads = 2", f"gqa(heads = {heads}, kv_heads = {kv_heads}")
+    report = verify(moec.compile(text), scale=True)
+    assert report.ok, report
+    assert toys <= {str(width) for width in report.widths}
 
 
 def test_scaling_can_be_asked_for():
@@ -116,7 +135,7 @@ def test_a_planted_fault_is_found_and_named_at_toy_widths_by_its_numbers_too(pla
 
 
 def test_layers_computed_again_for_their_gradients_give_the_same_ones(monkeypatch):
-    monkeypatch.setattr("moec.runtime.verify.comparison.MANY_LAYERS", 1)
+    monkeypatch.setattr("moec.runtime.verify.memory.KEPT_BYTES", 0)
     report = verify(moe_plan(ranks=4, ep=2))
     assert report.ok, report
 

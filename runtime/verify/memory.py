@@ -1,0 +1,57 @@
+"""The memory that a comparison on the virtual cluster needs, and what is done where it is too much."""
+
+from __future__ import annotations
+
+import math
+
+from moec.codegen.plan import Plan
+from moec.passes.cost.totals import activation_bytes, costs_of
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import local_shape
+from moec.passes.ir.value import DTYPE_BYTES
+from moec.runtime.errors import JobError
+from moec.runtime.job.reference import reference_program
+from moec.runtime.verify.inputs import batch_shape
+
+MAX_BYTES = 8 * 1024**3
+"""Limit for the weights and gradients of all ranks."""
+
+KEPT_BYTES = 4 * 1024**3
+"""Limit for the activations of all ranks. Above it they are recomputed in backward, which takes a third longer."""
+
+GRAPH_BYTES = 50_000
+"""What autograd's graph of one layer takes on one rank, besides the tensors that ops save."""
+
+
+def recomputes(plan: Plan) -> bool:
+    """Whether the virtual cluster computes activations again instead of keeping them.
+
+    An upper estimate, from the reference: a plan may be wrong. It counts everything for each rank of
+    `tp`, and every tensor in the plan's dtype, which float64 widens. 61 layers at toy widths on 256 ranks are estimated
+    at 2.7 GB and keep 2.1 GB.
+    """
+    batch, sequence = batch_shape(plan)
+    program = reference_program(plan.spec)
+    saved = activation_bytes(program, costs_of(program, Workload(batch=batch, sequence=sequence)))
+    saved *= plan.meshes["dense"].size("tp") * 8 / DTYPE_BYTES[plan.spec.subject.dtype]
+    return saved + plan.world_size * plan.spec.subject.depth * GRAPH_BYTES > KEPT_BYTES
+
+
+def weight_bytes(plan: Plan) -> int:
+    """Whole parameters and their gradients once, and each rank's gradients of what it holds, in float64."""
+    total = local_total = 0
+    for parameter in plan.parameters.values():
+        total += math.prod(parameter.shape)
+        local = local_shape(parameter.shape, parameter.layout, plan.meshes[parameter.mesh])
+        local_total += math.prod(local) * plan.world_size
+    return 8 * (3 * total + 2 * local_total)
+
+
+def require_memory(plan: Plan, help: str) -> None:
+    needed = weight_bytes(plan)
+    if needed > MAX_BYTES:
+        raise JobError(
+            "MOE0703",
+            f"{plan.name}: about {needed / 1e9:.0f} GB in float64, the limit is {MAX_BYTES / 1e9:.0f} GB",
+            help,
+        )
