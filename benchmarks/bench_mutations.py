@@ -13,7 +13,6 @@ import sys
 import time
 from argparse import ArgumentParser
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -45,7 +44,7 @@ def main() -> None:
     started = time.perf_counter()
     for number in range(options.count):
         change = mutate(plans[number % len(plans)], random.Random(f"{options.seed}/{number}"))
-        rules, numbers = in_a_child(judge, change)
+        rules, numbers = judge_in_child(change)
         outcomes[change.kind, rules, numbers] += 1
         if options.verbose or is_missed(rules, numbers) or numbers == "found":
             print(f"{rules}, {numbers}: {change.words}", flush=True)
@@ -62,21 +61,20 @@ def plan_of(degrees: str) -> Plan:
     return moec.compile(f"{text[:start]}parallel {{ {degrees} {text[stop:]}")
 
 
-def in_a_child(function: Callable[[Change], tuple[str, str]], change: Change) -> tuple[str, str]:
-    """`function(change)` in a process of its own: without the rules a plan may end one (attention of no heads does)."""
+def judge_in_child(change: Change) -> tuple[str, str]:
+    """`judge` in a forked process: a broken plan may crash it (attention without heads), and counts as stopped."""
     read, write = os.pipe()
     if (child := os.fork()) == 0:
-        os.write(write, json.dumps(function(change)).encode())
+        os.write(write, json.dumps(judge(change)).encode())
         os._exit(0)
     os.close(write)
     with os.fdopen(read) as pipe:
         found = pipe.read()
     os.waitpid(child, 0)
-    return (
-        tuple(json.loads(found))
-        if found
-        else ("refused" if broken_rule(change.plan) else "within the rules", "stopped")
-    )
+    if found:
+        rules, numbers = json.loads(found)
+        return rules, numbers
+    return "within the rules" if broken_rule(change.plan) is None else "refused", "stopped"
 
 
 def judge(change: Change) -> tuple[str, str]:

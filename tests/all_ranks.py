@@ -159,7 +159,7 @@ def run_all_ranks(
 ) -> tuple[list[Tensor], list[Tensor], dict[str, list[Tensor]]]:
     """Logits, loss and summed gradients of every rank, from each rank's parameters (`VirtualCluster.parameters`)."""
     size = len(inputs.rank_given[0])
-    # Outside of the mode, in which every tensor that is made is one of each rank.
+    # Made before the mode starts: inside it every new tensor becomes a LocalTensor.
     sequences = [sequence_numbers(plan.data_rank(rank), size, size) for rank in range(plan.world_size)]
     states = {
         name: LocalTensor(dict.fromkeys(range(plan.world_size), state)) for name, state in (whole_states or {}).items()

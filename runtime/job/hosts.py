@@ -14,11 +14,11 @@ from torch import nn
 from moec.runtime.errors import JobError
 
 
-def _state() -> tuple[object, ...]:
-    """Identifies the hosts of the running forward pass: changes if a model is wrapped later.
+def _hosts() -> tuple[object, ...]:
+    """The active DDP module, and the module that last got a composable state (`fully_shard`): a later wrap changes it.
 
-    Weak references, not ids or counts. Garbage collection reuses addresses and lowers counts, at another time on each
-    rank; a rank that therefore skips the check does not raise with the others, and they hang.
+    Weak references: after garbage collection an id can be reused and a count can fall, at different times on different
+    ranks. A rank that skips the check would not raise, and the others would hang.
     """
     ddp, states = _active_ddp(), sys.modules.get("torch.distributed._composable_state")
     sharded: Any = states._module_state_mapping.keyrefs() if states is not None else ()
@@ -26,9 +26,10 @@ def _state() -> tuple[object, ...]:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def checked(experts: nn.Module, ranks: Sequence[int], last: tuple[object, ...] | None) -> tuple[object, ...]:
-    """`require_left_alone` if the hosts are not those of the `last` check; returns the present ones."""
-    if last != (now := _state()):
+def check_hosts(experts: nn.Module, ranks: Sequence[int], last: tuple[object, ...] | None) -> tuple[object, ...]:
+    """Returns the present hosts. If they are not the `last`, calls `require_left_alone`, which raises `JobError`."""
+    now = _hosts()
+    if last != now:
         require_left_alone(experts, ranks)
     return now
 

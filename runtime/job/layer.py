@@ -134,7 +134,7 @@ class MoeLayer(nn.Module):
         checks = self._home.checks
         kind = ("forward", self.training)
         if len(self._home.ranks) > 1:
-            self._hosts = hosts.checked(self.get_submodule("experts"), self._home.ranks, self._hosts)
+            self._hosts = hosts.check_hosts(self.get_submodule("experts"), self._home.ranks, self._hosts)
         look = checks.looks(self.seen, kind, x.device)
         complaint = None
         if x.dim() == 0 or x.shape[-1] != self.dim or not x.is_floating_point():
@@ -155,7 +155,7 @@ class MoeLayer(nn.Module):
             self._home.checks.require("end of a layer", unscored.complaint(noted, self._routers))
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies: drops the results of a forward pass, which autograd's graph refers to, and its hosts."""
+        """For copies: drops a forward pass's results, part of its graph, and weak references, which do not pickle."""
         return self.__dict__ | {"aux_loss": None, "expert_counts": None, "_hosts": None}
 
 

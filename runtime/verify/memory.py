@@ -13,10 +13,10 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.reference import reference_program
 from moec.runtime.verify.inputs import batch_shape
 
-MAX_BYTES = 8 * 1024**3
-"""Limit for the weights and gradients of all ranks."""
+MAX_BYTES = 8 * 10**9
+"""Limit for `weight_bytes`."""
 
-KEPT_BYTES = 4 * 1024**3
+KEPT_BYTES = 4 * 10**9
 """Limit for the activations of all ranks. Above it they are recomputed in backward, which takes a third longer."""
 
 GRAPH_BYTES = 50_000
@@ -38,7 +38,7 @@ def recomputes(plan: Plan) -> bool:
 
 
 def weight_bytes(plan: Plan) -> int:
-    """Whole parameters and their gradients once, and each rank's gradients of what it holds, in float64."""
+    """Bytes in float64, at most: three times the whole parameters, and twice the parts of every rank."""
     total = local_total = 0
     for parameter in plan.parameters.values():
         total += math.prod(parameter.shape)

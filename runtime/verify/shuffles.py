@@ -137,16 +137,19 @@ def _exchanged_counts(_: Conversion, counts: Tensors) -> list[Any]:
 
 @shuffle(rows.AllToAll)
 def _exchanged(op: rows.AllToAll, tensors: Tensors, splits: Tensors) -> list[Tensor]:
-    """Every rank's rows, one rank after the other, are put into the order of receivers by one index."""
+    """Concatenates all ranks' rows and reorders them by receiver, then by sender.
+
+    Raises `ValueError` if the splits do not add up to the rows.
+    """
     sent = torch.stack([split[int(op.reverse)] for split in splits])
     if sent.sum(1).tolist() != [len(tensor) for tensor in tensors]:
         raise ValueError(f"{[len(tensor) for tensor in tensors]} rows, of which {sent.sum(1).tolist()} are sent")
     lengths = sent.flatten()
     starts = (lengths.cumsum(0) - lengths).view_as(sent).T.flatten()
     received = sent.T.flatten()
-    order = torch.arange(int(received.sum())) - (received.cumsum(0) - received).repeat_interleave(received)
-    rows = torch.cat(list(tensors))[order + starts.repeat_interleave(received)]
-    return list(torch.split(rows, sent.sum(0).tolist()))
+    within = torch.arange(int(received.sum())) - (received.cumsum(0) - received).repeat_interleave(received)
+    moved = torch.cat(list(tensors))[starts.repeat_interleave(received) + within]
+    return list(torch.split(moved, sent.sum(0).tolist()))
 
 
 def _rows_of_ranks(counts: Tensors) -> list[int]:

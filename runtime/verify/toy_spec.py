@@ -109,7 +109,9 @@ class ToySpec:
 
     def _toy_heads(self) -> Mapping[tuple[int, int], tuple[int, int]]:
         """Toy numbers of heads and kv heads, by both. Kv heads with several queries keep several."""
-        pairs = sorted({_head_counts(layer) for layer in self._spec.model.layers}) if self._spec.has_model else []
+        layers = self._spec.model.layers if self._spec.has_model else ()
+        # As many kv heads as heads leave no choice: they come first.
+        pairs = sorted({_head_counts(layer) for layer in layers}, key=lambda pair: (pair[0] > pair[1], pair))
         step = math.lcm(self._pieces, 4)
         kv_heads = {
             kv: self._shrunk("kv_heads", kv, KV_HEADS * math.gcd(kv, self._pieces) + step * index)
@@ -119,10 +121,12 @@ class ToySpec:
         for heads, kv in pairs:
             toy_kv, queries, shared = kv_heads[kv], heads // kv, math.gcd(heads, self._pieces)
             taken = {toy for (other, _), (toy, _) in toys.items() if other != heads}
-            few = range(min(queries, QUERIES) * toy_kv, queries * toy_kv, toy_kv)
+            few = range(QUERIES * toy_kv, heads + 1, toy_kv) if queries > 1 else ()
             fitting = (toy for toy in few if math.gcd(toy, self._pieces) == shared and toy not in taken)
             toys[heads, kv] = next(fitting, queries * toy_kv), toy_kv
             self._toys.add(Width("heads", heads, toys[heads, kv][0]))
+        stated = {layer.attention.kv_heads for layer in layers if isinstance(layer.attention, Gqa)}
+        self._toys -= {width for width in self._toys if width.name == "kv_heads" and width.before not in stated}
         return toys
 
     def _once(self, node: Node_, make: Callable[[Node_], Node_]) -> Node_:

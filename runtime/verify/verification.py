@@ -46,7 +46,7 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
     if scale:
         return _verify_scaled(plan, seed)
     require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
-    with _settings_for(plan), triton_tiles.use(plan.tiles):
+    with _one_thread_without_collection(plan), triton_tiles.use(plan.tiles):
         model = _model(plan, torch.float64, seed)
         double = compare(plan, model, torch.float64, seed)
         if not double.ok:
@@ -64,7 +64,7 @@ def _verify_scaled(plan: Plan, seed: int) -> Report:
     if weight_bytes(toy.plan) > MAX_BYTES:
         toy = at_toy_widths(plan, fewer_experts=True)
     require_memory(toy.plan, "its widths are toy ones already; verify a copy of the file with fewer layers or ranks")
-    with _settings_for(toy.plan):
+    with _one_thread_without_collection(toy.plan):
         model = _model(toy.plan, torch.float64, seed)
         found = compare(toy.plan, model, torch.float64, seed, blamed=toy.unlike is None)
     first = found.first_difference
@@ -78,13 +78,14 @@ def _verify_scaled(plan: Plan, seed: int) -> Report:
 
 
 @contextmanager
-def _settings_for(plan: Plan) -> Iterator[None]:
+def _one_thread_without_collection(plan: Plan) -> Iterator[None]:
     """One thread while a small model runs: more threads mostly wait for each other (60 s against 3 s).
 
     No garbage collection: autograd's graphs are millions of objects, and looking through them took a quarter of the
-    time (61 layers, 256 ranks). Between comparisons only young objects are collected.
+    time (61 layers, 256 ranks). `gc.collect(0)` runs after the comparison in
+    float64 and after each refused draw.
     """
-    before, collects = torch.get_num_threads(), gc.isenabled()
+    before, collected = torch.get_num_threads(), gc.isenabled()
     largest_parameter = max((math.prod(p.shape) for p in plan.parameters.values()), default=0)
     torch.set_num_threads(1 if largest_parameter < SMALL else before)
     gc.disable()
@@ -92,7 +93,7 @@ def _settings_for(plan: Plan) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-        if collects:
+        if collected:
             gc.enable()
 
 

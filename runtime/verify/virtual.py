@@ -47,9 +47,9 @@ class VirtualCluster:
     def _leaves(self, name: str, whole: Tensor) -> list[Tensor]:
         """Each rank's part of a parameter, in the memory of `whole`.
 
-        Ranks that sum the gradient over the same list of the first group, and hold the same part, share a leaf:
-        autograd adds their gradients. Each rank has its own leaf in bf16, where autograd would round each sum, and in
-        a wrong plan in which a rank is in several lists.
+        Ranks that sum the gradient over the same list of the first group of `sum_over`, and hold the same part, share
+        a leaf: autograd adds their gradients. Each rank has its own leaf in bf16, where autograd would round each sum,
+        and in a wrong plan in which a rank is in several lists.
         """
         data = self.plan.parameters[name]
         mesh, lists = self.plan.meshes[data.mesh], self.plan.groups[data.sum_over[0]] if data.sum_over else ()

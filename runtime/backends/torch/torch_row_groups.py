@@ -11,7 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """One expert's rows: side by side in `hidden`; in `rows` a slice, or, with several sources, these indices."""
+    """One expert's rows: `where` is their slice of `hidden`; `rows` selects them in x, with indices [N] if there are
+    several sources and experts.
+    """
 
     where: slice
     rows: slice | Tensor
@@ -39,7 +41,10 @@ class RowGroup:
 
 
 def row_groups(counts: Tensor, num_rows: int) -> list[RowGroup]:
-    """Each expert's rows, by counts [sources, E], in rows sorted by source, then by expert."""
+    """Each expert's rows, by counts [sources, E], in rows sorted by source, then by expert.
+
+    Raises `RuntimeError` if the counts do not add up to the rows.
+    """
     sources, experts = counts.shape
     stops = list(accumulate(counts.sum(0).tolist(), initial=0))
     if stops[-1] != num_rows:
