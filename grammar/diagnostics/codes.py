@@ -96,7 +96,7 @@ CODES: dict[str, str] = {
     "MOE0705": "a rank has died or stalled",
     "MOE0706": "nothing here to measure this plan's kernels on",
     "MOE0707": "the kernels asked for cannot run here",
-    "MOE0708": "a router's logits are NaN or infinite",
+    "MOE0708": "a router's logits, or the biases added to them, are NaN or infinite",
     "MOE0709": "the job of this model has ended",
     "MOE0710": "a parameter was replaced by something else",
     "MOE0711": "something around the model does not know of its shards",

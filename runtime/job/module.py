@@ -309,6 +309,8 @@ class PlanModule(nn.Module):
         """
         words = self.limits.complaint(tokens, labels, look=look)
         complaint = Complaint("MOE0702", words) if words else None
+        if look and complaint is None and (name := self._updates.not_finite(self.layers)):
+            complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", unscored.HELP)
         needed: list[bool] = []
         try:
             if self._home.checks.compares:

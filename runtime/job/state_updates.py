@@ -40,6 +40,15 @@ class Updates:
         """Whether the model has states."""
         return bool(self._of_layer)
 
+    def not_finite(self, layers: nn.ModuleList) -> str | None:
+        """The full name of a state that is NaN or infinite, if there is one. Waits for the device."""
+        for number, function in self._of_layer.items():
+            states = _states_in(layers[number])
+            for state in function.states:
+                if state.name in states and not states[state.name].isfinite().all():
+                    return f"layers.{number}.{state.name}"
+        return None
+
     def functions(self) -> Iterable[Function]:
         """The functions that compute new values."""
         return self._functions.values()

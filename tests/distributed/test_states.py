@@ -136,3 +136,23 @@ def load_elsewhere(options: dict[str, Any]) -> list[Tensor]:
 def test_every_rank_takes_whole_biases_from_a_model_that_is_not_sharded(gloo: GlooPool) -> None:
     for found in gloo.run(2, load_elsewhere, {**OPTIONS, "ranks": 2, "ep": 2}):
         assert all(torch.equal(bias, torch.arange(8) / 8) for bias in found)
+
+
+def not_finite_on_rank_one(options: dict[str, Any]) -> str:
+    """What a job says of a bias that is NaN on one rank."""
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(**options), device="cpu") as job:
+        model = job.build(seed=1)
+        (tokens, labels), *_ = batches(32, 8, 8, 1)
+        mine = [each.chunk(job.data_size)[job.data_rank] for each in (tokens, labels)]
+        job.step(model, *mine)
+        if job.rank == 1:
+            model.get_buffer(NAMES[0])[3] = torch.nan
+        with pytest.raises(JobError) as refused:
+            job.step(model, *mine)
+    return str(refused.value)
+
+
+def test_a_bias_that_is_nan_on_one_rank_is_refused_on_all(gloo: GlooPool) -> None:
+    said = gloo.run(2, not_finite_on_rank_one, {**OPTIONS, "ranks": 2, "ep": 2})
+    assert all("MOE0708" in each and f"rank 1, step 2: the state {NAMES[0]}" in each for each in said)
