@@ -54,7 +54,9 @@ def steps_as_rank(options: dict[str, Any], fault: str) -> tuple[list[str], list[
 def require_errors(results: list[tuple[list[str], list[float], bool]], message: str) -> None:
     """Every rank raises the same error once; the other steps are unaffected."""
     for errors, losses, graded in results:
-        assert errors == [f"error[MOE0708]: a router's logits are NaN or infinite: {message}"]
+        assert errors == [
+            f"error[MOE0708]: a router's logits, or the biases added to them, are NaN or infinite: {message}"
+        ]
         assert len(losses) == 3
         assert set(losses) == {results[0][1][0]}
         assert not graded
