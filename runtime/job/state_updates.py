@@ -41,13 +41,15 @@ class Updates:
         return bool(self._of_layer)
 
     def not_finite(self, layers: nn.ModuleList) -> str | None:
-        """The full name of a state that is NaN or infinite, if there is one. Waits for the device."""
+        """The full name of a state that is NaN or infinite, if any. Waits for the device once if all are finite."""
+        finite = {}
         for number, function in self._of_layer.items():
             states = _states_in(layers[number])
-            for state in function.states:
-                if state.name in states and not states[state.name].isfinite().all():
-                    return f"layers.{number}.{state.name}"
-        return None
+            names = [state.name for state in function.states if state.name in states]
+            finite.update({f"layers.{number}.{name}": states[name].isfinite().all() for name in names})
+        if not finite or torch.stack([*finite.values()]).all():
+            return None
+        return next(name for name, is_finite in finite.items() if not is_finite)
 
     def functions(self) -> Iterable[Function]:
         """The functions that compute new values."""
