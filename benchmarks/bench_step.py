@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import moec
 from moec.grammar.spec import Spec
+from moec.runtime.job.masters import Master
 from moec.runtime.job.optimizer import make_optimizer
 
 FILE = Path(__file__).parents[1] / "examples" / "tiny.moe"
@@ -82,8 +83,8 @@ def handwritten(spec: Spec, weights: dict[str, Tensor]) -> Contender:
     model.load_state_dict(plain_state_dict(weights))
     parameters = list(model.parameters())
     assert spec.train is not None
-    decayed, undecayed = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
-    optimizer = make_optimizer(spec.train.optimizer, decayed, undecayed)
+    masters = [Master(parameter, parameter.dim() > 1) for parameter in parameters]
+    optimizer = make_optimizer(spec.train.optimizer, masters)
     clip = lambda: nn.utils.clip_grad_norm_(parameters, MAX_NORM)  # noqa: E731
     return Contender(lambda tokens, labels: model(tokens, labels)[1], clip, optimizer)
 

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 import moec
 from moec.grammar.spec import Spec
 from moec.runtime.job.groups import resolve
+from moec.runtime.job.masters import Master
 from moec.runtime.job.optimizer import make_optimizer
 
 FILE = Path(__file__).parents[1] / "examples" / "folded.moe"
@@ -155,8 +156,8 @@ def by_hand(spec: Spec, weights: dict[str, Tensor]) -> Step:
     model.load_state_dict(plain_state_dict(weights))
     parameters = list(model.parameters())
     assert spec.train is not None
-    decayed, undecayed = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
-    optimizer = slow(make_optimizer(spec.train.optimizer, decayed, undecayed))
+    masters = [Master(parameter, parameter.dim() > 1) for parameter in parameters]
+    optimizer = slow(make_optimizer(spec.train.optimizer, masters))
 
     def step(tokens: Tensor, labels: Tensor) -> Tensor:
         loss, value = model(tokens, labels)

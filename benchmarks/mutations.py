@@ -22,6 +22,7 @@ from moec.passes.ir.ops import (
     Call,
     Conversion,
     CopyTo,
+    CountLabels,
     ReduceScatter,
     Slice,
 )
@@ -117,15 +118,19 @@ def another_attribute(plan: Plan, draw: random.Random) -> Found | None:
     return _said(place, f"has {name} = {new} for {old}"), _with_op(plan, place, replace(place[1], **{name: new}))
 
 
-NEUTRAL = frozenset({("count_tokens", "valid_only"), ("switch_loss", "group"), ("permute", "some_are_none")})
-"""Attributes on which no number depends: no id is −100, no choice −1, and a Switch loss's groups are its choices'."""
+NEUTRAL = frozenset({("switch_loss", "group"), ("permute", "some_are_none")})
+"""Attributes on which no number depends: no choice is −1, and a Switch loss's groups are its choices'."""
 
 
 def _is_neutral(place: Place, name: str) -> bool:
-    """Whether no number depends on an attribute. The loss may take any number from all logits, not just the largest."""
+    """Whether no number depends on an attribute.
+
+    The loss may take any number from all logits, not just the largest. Where all ids are counted, none is −100.
+    """
     op = place[1]
-    largest = isinstance(op, AllReduce) and op.reduce == "max"
-    return (op.mnemonic, name) in NEUTRAL or (largest and name == "reduce")
+    largest = isinstance(op, AllReduce) and op.reduce == "max" and name == "reduce"
+    every_id = isinstance(op, CountLabels) and not op.valid_only and name == "valid_only"
+    return (op.mnemonic, name) in NEUTRAL or largest or every_id
 
 
 def _another(old: Any, plan: Plan, draw: random.Random) -> Any:

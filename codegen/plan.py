@@ -11,11 +11,12 @@ from moec.codegen.kernels.stored_tiles import StoredTiles
 from moec.grammar import load_text, to_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
 from moec.grammar.spec import Spec
-from moec.passes.ir import REPLICATED, Block, Init, Layout, Mesh, Parameter, Program, State
+from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State
 from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
+from moec.passes.place.shard_zero import zero_cut
 
-FORMAT = 2
+FORMAT = 3
 """Raised whenever a plan of an older moec would be misread."""
 
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]
@@ -23,10 +24,20 @@ Groups = Mapping[str, tuple[tuple[int, ...], ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroCut:
+    """The dim of a parameter that ZeRO cuts, the mesh axis that cuts it, and the name of the axis's group."""
+
+    axis: str
+    dim: int
+    group: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlanParameter:
     """A parameter of the whole model: global shape, layout on a mesh, initial values, groups that sum its gradient.
 
-    `gradient` and `optimizer_state` are the layouts of the summed gradient and of the optimizer state.
+    `layout`, `gradient` and `optimizer_state` are the layouts of the weight between uses, of the summed gradient and of
+    the optimizer state.
     """
 
     name: str
@@ -39,6 +50,22 @@ class PlanParameter:
     init: Init
     decays: bool
     sum_over: tuple[str, ...]
+    matrices: Matrices = VECTOR
+
+    @property
+    def master(self) -> Layout:
+        """The layout of the fp32 master, which is the module's `nn.Parameter`: that of the optimizer state."""
+        return self.optimizer_state
+
+    @property
+    def zero_cut(self) -> ZeroCut | None:
+        """ZeRO's cut of the master; None where every data-parallel rank has all of it."""
+        found = zero_cut(self.master)
+        if found is None:
+            return None
+        axis, dim = found
+        mesh = None if self.mesh == "dense" else self.mesh
+        return ZeroCut(axis=axis, dim=dim, group=group_name(axis, mesh))
 
 
 @dataclass(frozen=True)
@@ -161,7 +188,8 @@ def parameters_of_block(block: Block) -> tuple[PlanParameter, ...]:
 
 def _placed(p: Parameter, block: Block) -> PlanParameter:
     layout, axes = p.layout or REPLICATED, p.sum_over or ()
-    on_experts = not set(EXPERT_AXES).isdisjoint((*layout.axes, *axes))
+    state = p.optimizer_state or layout
+    on_experts = not set(EXPERT_AXES).isdisjoint((*layout.axes, *axes, *state.axes))
     return PlanParameter(
         name=p.name,
         mesh=block.experts if block.experts and on_experts else "dense",
@@ -169,8 +197,9 @@ def _placed(p: Parameter, block: Block) -> PlanParameter:
         dtype=str(p.dtype),
         layout=layout,
         gradient=p.gradient or layout,
-        optimizer_state=p.optimizer_state or layout,
+        optimizer_state=state,
         init=p.init,
         decays=p.decays,
+        matrices=p.matrices,
         sum_over=tuple(group_name(axis, block.experts) for axis in axes),
     )

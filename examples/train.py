@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from progress import make_display
 from text import Text, TextError, even_windows, load_text, random_windows, unigram_entropy
 from torch import Tensor, nn
 
@@ -55,23 +54,26 @@ def train(job: moec.Job, model: nn.Module, text: Text, options: argparse.Namespa
     """Trains for at most so many steps and seconds; returns the number of steps."""
     settings = job.plan.spec.train
     optimizer = job.optimizer(model)
+    rates = [group["lr"] for group in optimizer.param_groups]
     started = time.monotonic()
-    with make_display(job, text.description) as display:
+    if job.rank == 0:
+        print(f"training on {text.description}", flush=True)
+    with job.metrics(options.metrics, tensorboard=options.tensorboard, progress=True, every=REPORT_EVERY) as metrics:
         for step, batch in enumerate(random_windows(text.train, settings.batch, settings.sequence, seed=0)):
             progress = agreed_progress(step / options.steps, (time.monotonic() - started) / options.seconds)
             if progress >= 1:
                 return step
-            for group in optimizer.param_groups:
-                group["lr"] = settings.optimizer.lr * learning_rate(progress)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * learning_rate(progress)
 
             tokens, labels = (share_of(rows, job) for rows in batch)
             loss = job.step(model, tokens, labels)
-            job.clip_grad_norm_(model, MAX_NORM)
+            norm = job.clip_grad_norm_(model, MAX_NORM, optimizer=optimizer)
             optimizer.step()
             optimizer.zero_grad()
 
-            if step % REPORT_EVERY == 0:
-                display.show(step, progress, float(loss) / math.log(2), job.expert_loads(model))
+            bits = loss / math.log(2)
+            metrics.step(model, loss, grad_norm=norm, optimizer=optimizer, done=progress, bits_per_byte=bits)
     raise AssertionError("random windows do not end")
 
 
@@ -155,6 +157,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--data", help="a text file or a folder of them (default: Python's standard library)")
     parser.add_argument("--steps", type=int, default=3000, help="at most so many steps (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=math.inf, help="train for at most so long")
+    parser.add_argument("--metrics", help="append figures of training to this file of JSON lines")
+    parser.add_argument("--tensorboard", help="write them to this folder for TensorBoard (pip install tensorboard)")
     parser.add_argument("--result", help="write the held-out figures to this JSON file")
     return parser.parse_args()
 

@@ -90,7 +90,10 @@ def _tokens_in_training(spec: Spec, moe: Moe) -> int | None:
     sequence = spec.sequence
     if moe.group == "sequence" or sequence is None:
         return sequence
-    return sequence * spec.train.batch if moe.group == "batch" and spec.train else None
+    if moe.group != "batch" or spec.train is None:
+        return None
+    parts = spec.parallel.microbatches
+    return sequence * spec.train.batch // (parts if isinstance(parts, int) else 1)
 
 
 def _tokens_in_evaluation(spec: Spec, moe: Moe) -> int | None:

@@ -19,7 +19,15 @@ from moec.grammar.spec.gates import Online
 
 def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
-    return list(dict.fromkeys((*_walk(spec, None, set()), *_of_layers(spec))))
+    return list(dict.fromkeys((*_walk(spec, None, set()), *_of_layers(spec), *_of_devices(spec))))
+
+
+def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
+    """What moec does not do yet on accelerators: on CPUs the host's memory is the device's."""
+    parallel, kind = spec.parallel, spec.cluster.device.kind
+    if kind != "cpu" and parallel.offload != "none":
+        span = parallel.span("offload")
+        yield _refused(span, f"`offload = {parallel.offload}` on {kind} devices", "use more ranks, or a higher `zero`")
 
 
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:

@@ -4,6 +4,7 @@
     moec.verify(plan)                        # the plan against the unsharded model
     with moec.launch(plan) as job: ...       # one rank, under torchrun
     moec.layer("ffn.moe")                    # one mixture, for a model of your own
+    moec.latest("checkpoints")               # the last complete checkpoint in a folder
 
 Everything here is imported when it is first used: `import moec` is cheap, and what needs no torch never imports it.
 """
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moec.codegen.plan import Plan
-    from moec.driver import compile, launch, layer, load, reference, verify
+    from moec.driver import compile, launch, layer, load, load_for, reference, verify
     from moec.grammar.diagnostics import Diagnostic, DiagnosticError
     from moec.grammar.spec import Spec
+    from moec.runtime.checkpoint.folders import latest
     from moec.runtime.job.hosted import clip_grad_norm_, expert_parameters
     from moec.runtime.job.job import Job
     from moec.runtime.job.layer import MoeLayer
@@ -36,9 +38,11 @@ _HOMES = {
     "clip_grad_norm_": "moec.runtime.job.hosted",
     "compile": "moec.driver",
     "expert_parameters": "moec.runtime.job.hosted",
+    "latest": "moec.runtime.checkpoint.folders",
     "launch": "moec.driver",
     "layer": "moec.driver",
     "load": "moec.driver",
+    "load_for": "moec.driver",
     "reference": "moec.driver",
     "verify": "moec.driver",
 }
@@ -54,9 +58,11 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "expert_parameters",
+    "latest",
     "launch",
     "layer",
     "load",
+    "load_for",
     "reference",
     "verify",
 ]

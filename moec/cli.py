@@ -11,6 +11,7 @@ import typer
 
 from moec import __version__
 from moec.commands.check import show
+from moec.commands.checkpoint import app as checkpoint_app
 from moec.grammar.diagnostics import STYLES, DiagnosticError, diagnose
 
 app = typer.Typer(
@@ -84,13 +85,28 @@ def inspect(
     ] = False,
     source: Annotated[bool, typer.Option("--source", help="With --kernels: print their source only.")] = False,
     fx: Annotated[bool, typer.Option("--fx", help="Of a plan: its torch.fx graphs as readable Python.")] = False,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Of a plan: a rank's memory over a training step, and its peak.")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="With --memory: write it as a plot.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="With --memory: print it as JSON.")] = False,
 ) -> None:
     """Show every value of a file with its source line, or a plan's groups, collectives and shards."""
     _require("--format", format, STYLES)
     _require("--graph", graph, ("mermaid", "dot"))
     if source and not kernels:
         raise typer.BadParameter("--source needs --kernels")
-    views = {"--rank": rank is not None, "--graph": graph is not None, "--kernels": kernels, "--fx": fx}
+    if (plot or as_json) and not memory:
+        raise typer.BadParameter(f"{'--svg' if plot else '--json'} needs --memory")
+    views = {
+        "--rank": rank is not None,
+        "--graph": graph is not None,
+        "--kernels": kernels,
+        "--fx": fx,
+        "--memory": memory,
+    }
     asked = [option for option, is_asked in views.items() if is_asked]
     if len(asked) > 1:
         raise typer.BadParameter(f"{' and '.join(asked)}: one view at a time")
@@ -107,6 +123,14 @@ def inspect(
         from moec.commands.inspect_fx import inspect_fx
 
         print(inspect_fx(path), end="")
+        return
+    if path.is_dir() and memory:
+        from moec.commands.inspect_memory import inspect_memory, memory_json, write_plot
+
+        if plot:
+            write_plot(path, plot)
+        if as_json or not plot:
+            print(json.dumps(memory_json(path)) if as_json else inspect_memory(path))
         return
     if path.is_dir():
         from moec.commands.inspect_plan import inspect_plan
@@ -203,6 +227,8 @@ def tune(
 
     run(plan, output, most)
 
+
+app.add_typer(checkpoint_app, name="checkpoint")
 
 NOT_YET = {
     "plan": "choosing degrees by predicted time and memory",

@@ -61,6 +61,34 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     return plan
 
 
+def load_for(world_size: int, *plans: Plan | Source) -> Plan:
+    """The first of `plans` for `world_size` ranks, for jobs that restart on more or fewer of them. Needs no torch.
+
+    A plan or its folder is for as many ranks as it was compiled for. A `.moe` file, its text or a Spec is compiled for
+    `world_size`, if its degrees allow it. Raises `DiagnosticError` MOE0810, with a reason for each, if none fits.
+    """
+    from moec.codegen.plan import Plan as PlanClass
+    from moec.grammar.diagnostics import diagnose
+
+    reasons = []
+    for source in plans:
+        try:
+            if isinstance(source, PlanClass) or (not isinstance(source, Spec) and _is_folder(source)):
+                plan = _plan(source)
+            else:
+                plan = compile(source, world_size=world_size)
+        except DiagnosticError as error:
+            first = error.diagnostics[0]
+            reasons.append(f"{_named(source)}: {first.code}, {first.title}")
+            continue
+        if plan.world_size == world_size:
+            return plan
+        reasons.append(f"{_named(source)} is for {plan.world_size}")
+    message = f"no plan is for {world_size} ranks ({'; '.join(reasons) or 'none was given'})"
+    help = f"compile one for a cluster of {world_size}, or start as many processes as a plan has ranks"
+    raise DiagnosticError([diagnose("MOE0810", None, message, help=help)])
+
+
 def reference(source: Source | Plan, *, seed: int = 0) -> PlanModule | MoeLayer:
     """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`. Of a layer: `module(x)`.
 
@@ -190,6 +218,13 @@ def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
     from moec.passes.pipeline import compile_program
 
     return compile_program(spec, stop_after)
+
+
+def _named(source: Plan | Source) -> str:
+    """What a message calls it: the path, or the name of the model."""
+    if isinstance(source, Path) or (isinstance(source, str) and "{" not in source):
+        return str(source)
+    return "a text" if isinstance(source, str) else source.subject.name if isinstance(source, Spec) else source.name
 
 
 def _is_folder(source: str | Path) -> bool:

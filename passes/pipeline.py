@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from moec.grammar.spec import Spec
+from moec.passes.budget import Budget
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program
 from moec.passes.ir.interface import has_interface
@@ -17,6 +18,7 @@ from moec.passes.place.communicate import Communicate
 from moec.passes.place.partition import Partition
 from moec.passes.place.place import Place
 from moec.passes.place.shard import ShardLayouts
+from moec.passes.place.stated_degrees import zero_of
 from moec.passes.place.tensor_parallel import TensorParallel
 
 
@@ -55,25 +57,29 @@ class Compilation:
     records: list[Record] = field(default_factory=list)
 
 
-PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition")
+PASS_NAMES = ("lower", "place", "tensor_parallel", "shard", "communicate", "fuse", "partition", "budget")
 
 
-def pipeline(spec: Spec, store_experts_over_edp: bool = False) -> Sequence[PassStep]:
-    """The passes after `lower`, in order; `store_experts_over_edp` is an option of `ShardLayouts`."""
+def pipeline(spec: Spec) -> Sequence[PassStep]:
+    """The passes after `lower`, in order."""
     return (
         PassStep("place", Place(spec).apply, (placed,)),
         PassStep("tensor_parallel", TensorParallel().apply, ()),
-        PassStep("shard", ShardLayouts(store_experts_over_edp).apply, (laid_out, evenly_cut)),
+        PassStep("shard", ShardLayouts(zero_of(spec)).apply, (laid_out, evenly_cut)),
         PassStep("communicate", Communicate().apply, (connected,)),
         PassStep("fuse", Fuse().apply, ()),
         PassStep("partition", Partition().apply, (staged, has_interface)),
+        PassStep("budget", Budget(spec, _placed).apply, ()),
     )
 
 
-def compile_program(spec: Spec, stop_after: str | None = None, *, store_experts_over_edp: bool = False) -> Compilation:
-    """Runs the passes on `spec`, up to and including `stop_after`, and verifies the Program after each.
+def _placed(spec: Spec) -> Program:
+    """The Program of `spec` before the budget."""
+    return compile_program(spec, "partition").program
 
-    `store_experts_over_edp` is an option of `ShardLayouts` that no word of the language states yet (`zero`).
+
+def compile_program(spec: Spec, stop_after: str | None = None) -> Compilation:
+    """Runs the passes on `spec`, up to and including `stop_after`, and verifies the Program after each.
 
     Raises `DiagnosticError` for a user's mistake, `InternalError` for a bug in moec.
     """
@@ -82,7 +88,7 @@ def compile_program(spec: Spec, stop_after: str | None = None, *, store_experts_
     records = [Record("lower", time.perf_counter() - started, None, program)]
     invariants: list[Invariant] = [well_typed, called_once]
     _verify(program, invariants)
-    for step in pipeline(spec, store_experts_over_edp):
+    for step in pipeline(spec):
         if records[-1].name == stop_after:
             break
         started = time.perf_counter()

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import moec
-from moec.codegen.plan import Plan, make_plan
+from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.spec import Spec
-from moec.passes.pipeline import compile_program
 
 GATE = "topk(2, normalize = true)"
 BALANCE = "[switch_loss(0.01), z_loss(1e-3)]"
@@ -21,6 +19,7 @@ def moe_text(
     ep: int | None = 2,
     dp: int | None = None,
     tp: int | None = None,
+    zero: int = 0,
     sequence_parallel: bool = True,
     experts: int = 8,
     expert: str = "swiglu(16)",
@@ -38,16 +37,26 @@ def moe_text(
     sequence: int = 8,
     optimizer: str = "adamw(lr = 1e-3)",
     mixtures: tuple[tuple[int, int | None], ...] = (),
+    microbatches: int | None = None,
+    recompute: str = "",
+    memory: str = "",
 ) -> str:
     """Layer 0 dense with mha and `ffn`, the others gqa with rope and a mixture; one level of `ranks` CPU ranks.
 
+    `memory`: of a device of its own, for models that do not fit the library's `cpu`.
+
+    `recompute` is a word for all layers, or blocks such as `layers 1 { recompute = layer }`.
     `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
     """
     depth = len(mixtures) + 1 if mixtures else depth
     degrees = "".join(
         f"  {name} = {value}\n" for name, value in (("dp", dp), ("tp", tp), ("ep", ep)) if value is not None
     )
+    degrees += f"  zero = {zero}\n" if zero else ""
     degrees += "" if sequence_parallel else "  sequence_parallel = false\n"
+    degrees += f"  microbatches = {microbatches}\n" if microbatches else ""
+    if recompute:
+        degrees += f"  {recompute}\n" if "{" in recompute else f"  recompute = {recompute}\n"
     attention = f"bias = {bias}" if qk_norm is None else f"bias = {bias}, qk_norm = {qk_norm}"
     others = ""
     for number, (count, degree) in enumerate(mixtures, start=1):
@@ -69,11 +78,11 @@ model "tiny" {{
     }}
   }}
 {others}}}
-cluster "here" {{ device = cpu; level "node" {{ size = {ranks} }} }}
+cluster "here" {{ device = {"roomy" if memory else "cpu"}; level "node" {{ size = {ranks} }} }}
 train {{ batch = {batch}; sequence = {sequence}; optimizer = {optimizer} }}
 parallel {{
 {degrees}}}
-"""
+{f'device "roomy" {{ kind = cpu; memory = {memory}; bandwidth = 10GB/s }}' if memory else ""}"""
 
 
 def moe_spec(**options: object) -> Spec:
@@ -81,12 +90,9 @@ def moe_spec(**options: object) -> Spec:
     return load_text(moe_text(**options), name="tiny.moe").unwrap()  # type: ignore[arg-type]
 
 
-def moe_plan(*, store_experts_over_edp: bool = False, **options: Any) -> Plan:
-    """The plan of `moe_text(**options)`; `stored` experts, which no word of the language asks for, too."""
-    spec = moe_spec(**options)
-    if not store_experts_over_edp:
-        return compile_source(spec)
-    return make_plan(spec, compile_program(spec, store_experts_over_edp=True).program, moec.__version__)
+def moe_plan(**options: Any) -> Plan:
+    """The plan of `moe_text(**options)`."""
+    return compile_source(moe_spec(**options))
 
 
 def layer_text(

@@ -4,6 +4,7 @@ from moec.codegen.emit.dtypes import DTYPES
 from moec.codegen.emit.emit_gates import WEIGHTS
 from moec.codegen.emit.emitter import LAYER, NodeInfo, info_of, site_of, target_name
 from moec.codegen.emit.functions import Function, emit_function, emit_graph, weight_users
+from moec.codegen.emit.recompute import recomputed
 
 __all__ = [
     "DTYPES",
@@ -14,6 +15,7 @@ __all__ = [
     "emit_function",
     "emit_graph",
     "info_of",
+    "recomputed",
     "site_of",
     "target_name",
     "weight_users",

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from moec.codegen.emit.emitter import Emitter
+from moec.codegen.emit.operators import recomputes
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
@@ -23,8 +24,12 @@ def _expert_mlp_padded(e: Emitter, op: Op) -> None:
     flat = e.call(op, aten.flatten.using_ints, rows, 0, 1)
     flat_weights = None if weights is None else e.call(op, aten.flatten.using_ints, weights, 0, 1)
     experts = (given["up"], given["down"], given.get("up_bias"), given.get("down_bias"))
-    whole = e.call(op, moec.expert_mlp.default, flat, counts, *experts, flat_weights, op.activation)
-    e.result(op, aten.view_as.default, e.item(op, whole, 0), rows)
+    arguments = (flat, counts, *experts, flat_weights, op.activation)
+    if recomputes(e, op):
+        out = e.call(op, moec.expert_mlp_recomputed.default, *arguments)
+    else:
+        out = e.item(op, e.call(op, moec.expert_mlp.default, *arguments), 0)
+    e.result(op, aten.view_as.default, out, rows)
 
 
 MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {o.ExpertMlpPadded: _expert_mlp_padded}

@@ -17,7 +17,9 @@ from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
 from moec.codegen.emit.emitter import Emitter, site_of
 from moec.codegen.emit.operators import emit_operator
+from moec.codegen.emit.recompute import RecomputedLayer
 from moec.passes.ir import Block, Op, Output, Program, State
+from moec.passes.place.shard_zero import is_zero_gather
 
 EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
@@ -36,10 +38,11 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
 class Function:
     """A block as a function of inputs, settings, states and weights, in the order of their names; it returns `results`.
 
-    `users` are the first ops that use each weight, `routers` the ops that choose experts by scores.
+    `module` is its graph, or a `RecomputedLayer` around it. `users` are the first ops that use each weight, `routers`
+    the ops that choose experts by scores.
     """
 
-    module: fx.GraphModule
+    module: nn.Module
     settings: tuple[str, ...]
     states: tuple[State, ...]
     weights: tuple[str, ...]
@@ -55,15 +58,19 @@ class Function:
         return {name: site_of(self.users[name], layer) if name in self.users else name for name in self.weights}
 
 
-def emit_function(program: Program, block: str, *, groups: str = "", float64: bool = False) -> Function:
+def emit_function(
+    program: Program, block: str, *, groups: str = "", float64: bool = False, gathered: bool = False
+) -> Function:
     """The block called `block` as a function.
 
     The names of its process groups begin with `groups`. `float64` replaces every floating dtype inside by float64.
+    `gathered`: the weights that ZeRO cuts are given whole, and the graph does not gather them.
     """
     found = program.block(block)
-    graph = emit_graph(program, found, groups=groups, float64=float64)
+    graph = emit_graph(program, found, groups=groups, float64=float64, gathered=gathered)
+    module = fx.GraphModule(nn.Module(), graph, class_name="Block")
     return Function(
-        fx.GraphModule(nn.Module(), graph, class_name="Block"),
+        RecomputedLayer(module) if found.recompute == "layer" else module,
         tuple(s.name for s in found.settings),
         found.states,
         tuple(p.name for p in found.parameters),
@@ -73,19 +80,29 @@ def emit_function(program: Program, block: str, *, groups: str = "", float64: bo
     )
 
 
-def emit_graph(program: Program, block: Block, *, groups: str = "", float64: bool = False) -> fx.Graph:
+def emit_graph(
+    program: Program, block: Block, *, groups: str = "", float64: bool = False, gathered: bool = False
+) -> fx.Graph:
     """The nodes of a block; layers that it calls are `call_module` nodes, for a caller that runs them."""
     emitter = Emitter(program, block, groups, float64)
     for op in block.ops:
-        EMISSIONS[type(op)](emitter, op)
+        if gathered and is_zero_gather(op):
+            emitter.pass_on(op)
+        else:
+            EMISSIONS[type(op)](emitter, op)
     return emitter.finish()
 
 
 def weight_users(block: Block) -> dict[str, Op]:
     """The first op that uses each parameter, by the parameter's name."""
     users: dict[str, Op] = {}
+    gathered: dict[str, str] = {}
     for op in block.ops:
+        if is_zero_gather(op):
+            gathered[op.results[0].name] = op.operands[0]
+            continue
         for operand in op.operands:
-            if operand.startswith("@"):
-                users.setdefault(operand[1:], op)
+            name = gathered.get(operand, operand)
+            if name.startswith("@"):
+                users.setdefault(name[1:], op)
     return users

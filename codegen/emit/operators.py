@@ -8,9 +8,9 @@ import torch
 
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
+from moec.passes.ir import ops as o
 from moec.passes.ir.op import operand_names
 from moec.passes.ir.operator_schema import given_attributes, resolved_arguments
-from moec.passes.ir.ops import Conversion
 
 
 def emit_operator(e: Emitter, op: Op) -> None:
@@ -23,10 +23,10 @@ def emit_operator(e: Emitter, op: Op) -> None:
     number = [e.layer_number()] if kind.numbered else []
     attributes = [getattr(op, name) for name in given_attributes(kind)]
     resolved = [_resolve(e, op, name) for name in resolved_arguments(kind)]
-    target = getattr(torch.ops.moec, op.torch_operator()).default
+    target, saves = _target_of(e, op), kind.saved and not recomputes(e, op)
     where = e.site(op) if kind.sited else {}
     arguments = (*operands, *number, *attributes, *resolved)
-    if len(op.results) == 1 and kind.saved:
+    if len(op.results) == 1 and saves:
         e.first_of(op, e.call(op, target, *arguments, **where))
     elif len(op.results) == 1:
         e.result(op, target, *arguments, **where)
@@ -34,14 +34,25 @@ def emit_operator(e: Emitter, op: Op) -> None:
         e.results(op, target, *arguments, **where)
 
 
+def _target_of(e: Emitter, op: Op) -> Any:
+    """The torch operator of an op; where experts are recomputed, the one that saves no pre-activations."""
+    name = op.torch_operator()
+    return getattr(torch.ops.moec, f"{name}_recomputed" if recomputes(e, op) else name).default
+
+
+def recomputes(e: Emitter, op: Op) -> bool:
+    """Whether the backward of an op computes again what it would else save."""
+    return e.block.recompute == "experts" and isinstance(op, o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp)
+
+
 def _resolve(e: Emitter, op: Any, name: str) -> Any:
     """An argument that follows from an attribute and the meshes."""
     match name:
         case "group":
-            assert isinstance(op, Conversion)
+            assert isinstance(op, o.Conversion)
             return e.group(op.axis)
         case "groups":  # routing groups that a process's sequences form: 0 where each sequence is a group
-            return {"sequence": 0, "batch": 1, "rank": e.program.data_ranks}[op.group]
+            return e.program.routing_groups(op.group)
         case "spread":  # tokens of a routing group / tokens of it on one rank
             if e.meshes is None:
                 return 1

@@ -1,8 +1,8 @@
 """Every diagnostic's code and title. A code never changes its meaning; a retired code is not reused.
 
 MOE00xx: files. MOE01xx: syntax. MOE02xx: names, types and values. MOE03xx: rules between values, of which
-MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx: limits. MOE06xx: plan folders. MOE07xx:
-jobs, `verify` and `tune`.
+MOE0310 to MOE0319 are the mesh's (the `place` pass makes them). MOE04xx: limits. MOE05xx: memory. MOE06xx: plan
+folders. MOE07xx: jobs, `verify` and `tune`. MOE080x and MOE081x: checkpoints.
 Each code has a page under `tests/diagnostics/`, which is also its test.
 """
 
@@ -78,11 +78,17 @@ CODES: dict[str, str] = {
     "MOE0322": "later tokens decide which choices of earlier ones are dropped",
     "MOE0324": "the id of padding or of separators is outside of the vocabulary",
     "MOE0325": "a balance term is over scores that the gate does not compute",
+    "MOE0326": "the host of a layer cuts its parameters",
+    "MOE0330": "the micro-batches do not divide a rank's sequences",
+    "MOE0331": "there are no experts to recompute",
+    "MOE0332": "a layer's host decides how many micro-batches there are",
+    "MOE0336": "Nesterov's momentum without momentum",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",
     "MOE0404": "too many files",
     "MOE0405": "`layers` blocks overlap too much",
+    "MOE0501": "a training step does not fit the device's memory",
     "MOE0600": "there is no plan here",
     "MOE0601": "this plan cannot be trusted",
     "MOE0602": "this plan has another format",
@@ -104,8 +110,24 @@ CODES: dict[str, str] = {
     "MOE0713": "this step cannot be computed",
     "MOE0714": "this is no model of this job",
     "MOE0715": "a setting has no such value",
+    "MOE0716": "this gradient waits for its optimizer",
+    "MOE0717": "a package for this output is missing",
+    "MOE0718": "a log cannot be written",
     "MOE0720": "the ranks do not make the same layer",
     "MOE0721": "this file's subject is of the other kind",
+    "MOE0722": "a parameter was changed between forward and backward",
+    "MOE0800": "there is no checkpoint here",
+    "MOE0801": "this checkpoint is damaged",
+    "MOE0802": "this checkpoint has another format",
+    "MOE0803": "there is something at the checkpoint's name already",
+    "MOE0804": "the checkpoint cannot be written",
+    "MOE0805": "the checkpoint is of another model",
+    "MOE0806": "the checkpoint is of another optimizer",
+    "MOE0807": "this optimizer cannot be saved",
+    "MOE0808": "this extra cannot be saved",
+    "MOE0809": "the checkpoint's extra does not fit",
+    "MOE0810": "no plan is for this number of ranks",
+    "MOE0811": "ranks do not save or load the same",
 }
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from moec.grammar import rules
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.parallel_rules import worked_through
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
 from moec.grammar.resolve.clusters import Machines, resolve_clusters
 from moec.grammar.resolve.files import library_names, read_library
@@ -146,7 +147,12 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     if Model.word not in values and not modules:
         return None
     spec = Spec.checked(values, spans)
-    scope.diagnostics += [*rules.modules(spec), *capacities(spec)]
+    scope.diagnostics += [
+        *rules.modules(spec),
+        *capacities(spec),
+        *worked_through(spec),
+        *rules.updates(spec.train),
+    ]
     return spec
 
 

@@ -61,7 +61,7 @@ from moec.grammar.spec.gates import (
 )
 from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, Subject, TokenEmbedding, distinct_layers
 from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
-from moec.grammar.spec.training import AdamW, Trace, Train, Uniform, Zipf
+from moec.grammar.spec.training import Adafactor, AdamW, Muon, Optimizer, Sgd, Trace, Train, Uniform, Zipf
 
 
 class Spec(Node):
@@ -106,6 +106,7 @@ class Spec(Node):
 
 __all__ = [
     "Activated",
+    "Adafactor",
     "AdamW",
     "Adapt",
     "Attention",
@@ -150,10 +151,12 @@ __all__ = [
     "Moa",
     "Model",
     "Moe",
+    "Muon",
     "Node",
     "NoisyTopK",
     "Ntk",
     "Online",
+    "Optimizer",
     "Parallel",
     "ParallelLayers",
     "Peak",
@@ -162,6 +165,7 @@ __all__ = [
     "RmsNorm",
     "Rope",
     "SequenceLoss",
+    "Sgd",
     "Shadow",
     "Smear",
     "Soft",

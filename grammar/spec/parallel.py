@@ -7,6 +7,8 @@ from moec.grammar.spec.base import Doc, Node, NotYet, PositiveInt, at_least, at_
 Degree = PositiveInt | tuple[PositiveInt, ...] | Literal["auto"] | None
 """A number, a list to choose from, or `auto`; None where it is left to its default."""
 
+Microbatches = Annotated[int, at_least(1), at_most(2**31)]
+
 Schedule = Literal[
     "gpipe", "one_f_one_b", "interleaved", "looped_bfs", "zero_bubble", "zero_bubble_v", "dual_pipe_v", "auto"
 ]
@@ -25,7 +27,7 @@ class ParallelLayers(Node):
         Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and each such layer's experts")
     ] = None
     etp: Annotated[Degree, NotYet(), Doc("tensor parallel inside an expert")] = None
-    recompute: Annotated[Recompute | None, NotYet(), Doc("what is computed again in the backward pass")] = None
+    recompute: Annotated[Recompute | None, NotYet(("auto",)), Doc("what is computed again in the backward pass")] = None
 
 
 class Parallel(Node):
@@ -45,12 +47,21 @@ class Parallel(Node):
     cp: Annotated[Degree, NotYet(), Doc("context parallel; default 1")] = None
     zero: Annotated[
         Annotated[int, at_least(0), at_most(3)] | Literal["auto"],
-        NotYet(),
-        Doc("what data-parallel ranks share out: 1 optimizer states, 2 gradients too, 3 parameters too"),
+        NotYet(("auto",)),
+        Doc(
+            "what ranks of `dp` (of experts: `edp`) cut among them: 1 masters and optimizer states, 2 gradients too, "
+            "3 weights too"
+        ),
     ] = 0
-    offload: Annotated[Offload, NotYet(), Doc("what lies in the host's memory")] = "none"
-    recompute: Annotated[Recompute, NotYet(), Doc("what is computed again in the backward pass")] = "none"
-    microbatches: Annotated[Degree, NotYet(), Doc("parts that a rank's sequences are worked through in")] = None
+    offload: Annotated[
+        Offload, NotYet(("auto",)), Doc("what lies in the host's memory; changes nothing where devices are CPUs")
+    ] = "none"
+    recompute: Annotated[Recompute, NotYet(("auto",)), Doc("what is computed again in the backward pass")] = "none"
+    microbatches: Annotated[
+        Microbatches | tuple[Microbatches, ...] | Literal["auto"] | None,
+        NotYet(("auto",), lists=True),
+        Doc("parts that a rank's sequences are worked through in; divides them; default 1"),
+    ] = None
     schedule: Annotated[Schedule | None, NotYet(), Doc("order of a pipeline's micro-batches")] = None
     sequence_parallel: Annotated[
         bool, Doc("with `tp`, cut the tokens between the parts that it shards (Korthikanti et al. 2022, section 4.2.2)")

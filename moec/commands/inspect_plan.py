@@ -13,13 +13,15 @@ from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.inspect_work import work_table
 from moec.commands.summary import amount_of_bytes, count
 from moec.driver import load
-from moec.passes.cost.totals import MASTER_BYTES, BlockCost
+from moec.passes.cost.totals import BlockCost
+from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import Block, Layout, Op, local_shape, local_slices
 from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.ir.ops import Conversion
+from moec.passes.place.shard_zero import is_zero_gather
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,15 @@ def _plan(plan: Plan) -> Iterator[str]:
         shown = ", ".join(_ranks(ranks) for ranks in lists[:4])
         more = ", …" if len(lists) > 4 else ""
         yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
+    if (parts := plan.program.microbatches) > 1:
+        yield f"  a step has {parts} micro-batches"
     layers, workload = layers_by_block(plan.program), Workload.of(plan.spec, plan.program).even
     for block in plan.program.blocks:
         runs = f", {count(len(layers[block.name]), 'layer')}" if layers[block.name] else ""
         yield ""
-        yield f"{block.name}{runs}"
+        yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"
         cost = BlockCost.of(plan.program, block, workload)
-        yield from _table([*_collectives(cost), *_gradients(plan, block)])
+        yield from _table([*_collectives(cost), *_parameters(cost)])
         yield from work_table(cost)
 
 
@@ -76,7 +80,7 @@ def _ranks(ranks: tuple[int, ...]) -> str:
 def _collectives(cost: BlockCost) -> Iterator[Row]:
     """The conversions of a block, with the bytes that a rank sends for a batch of the file."""
     for op, of_op in cost.costs:
-        for sent in of_op.sent:
+        for sent in of_op.sent if not is_zero_gather(op) else ():
             back = " back" if getattr(op, "reverse", False) else ""
             what = f"{op.mnemonic}{back} %{op.results[0].name}"
             group, ranks = group_name(sent.axis, cost.block.experts), cost.workload.meshes.size(sent.axis)
@@ -84,15 +88,16 @@ def _collectives(cost: BlockCost) -> Iterator[Row]:
             yield Row(what, group, ranks, sent.forward, sent.backward_op, sent.backward, span)
 
 
-def _gradients(plan: Plan, block: Block) -> Iterator[Row]:
-    """The sums of gradients, by group."""
-    sums: dict[str, float] = {}
-    for parameter in parameters_of_block(block):
-        for group in parameter.sum_over:
-            sums[group] = sums.get(group, 0.0) + _local_elements(plan, parameter) * MASTER_BYTES
-    for group, size in sums.items():
-        ranks = len(plan.groups[group][0])
-        yield Row("gradients", group, ranks, 0, "all_reduce", 2 * size * (ranks - 1) / ranks, "")
+def _parameters(cost: BlockCost) -> Iterator[Row]:
+    """The gathers of weights and the sums of gradients, by collective and group."""
+    sent: dict[tuple[str, str, str], tuple[float, float]] = {}
+    for each in sendings(cost.block, cost.workload):
+        forward, backward = sent.get((each.of, each.collective, each.axis), (0.0, 0.0))
+        sent[each.of, each.collective, each.axis] = forward + each.forward, backward + each.backward
+    for (of, collective, axis), (forward, backward) in sent.items():
+        group, ranks = group_name(axis, cost.block.experts), cost.workload.meshes.size(axis)
+        what = f"{collective} of {of}" if forward else of
+        yield Row(what, group, ranks, forward, collective if backward else "", backward, "")
 
 
 def _table(rows: list[Row]) -> Iterator[str]:

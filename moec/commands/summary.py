@@ -7,9 +7,12 @@ from pathlib import Path
 from moec.codegen.plan import Plan
 from moec.grammar.rules import numbered
 from moec.grammar.spec import Spec
+from moec.passes.cost.memory import largest_skew, memory_of
 from moec.passes.cost.totals import Tally, tally
 from moec.passes.ir import Program
+from moec.passes.ir.interface import layer_calls
 from moec.passes.place.degrees import Degrees, choose_degrees
+from moec.passes.place.stated_degrees import zero_of
 
 
 def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> str:
@@ -24,10 +27,13 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         f"  {_subject(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         "  degrees   " + "\n            ".join(_degrees(degrees)),
+        *_zero(spec),
         f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
         f"            activations of {at_once}, kept for backward: {_activations(counts)}",
+        *_memory(plan, program),
         f"  a step    {counts.sequences} sequences, {si(counts.tokens)} tokens, "
-        f"{si(counts.flops_per_token, 'G')}FLOP per token",
+        f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, counts.sequences // degrees.dp)}",
+        *_recomputed(program),
     ]
     for index, flow in enumerate(counts.traffic):
         head = "  sends     " if index == 0 else "            "
@@ -36,9 +42,8 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         )
     if counts.imbalance > 1:
         lines.append(f"  load      the busiest rank gets {counts.imbalance:.2f} × the mean, by `train.routing`")
-    for warning in (_does_not_fit(counts, spec.cluster.device.memory), _whole_vocabulary(spec, degrees.tp)):
-        if warning:
-            lines.append(f"  warning   {warning}")
+    if warning := _whole_vocabulary(spec, degrees.tp):
+        lines.append(f"  warning   {warning}")
     if path and not spec.has_model:
         lines += ["", f"next: `moec verify {path}`, then `moec.layer({str(path)!r})` in your own model"]
     elif path:
@@ -69,6 +74,20 @@ def _degrees(degrees: Degrees) -> list[str]:
     return [", ".join([dense, *spread]) + "; every other 1"]
 
 
+def _zero(spec: Spec) -> list[str]:
+    """What ZeRO cuts, and that `offload` does nothing here: the words compile on CPUs only."""
+    zero, offload = zero_of(spec), spec.parallel.offload
+    lines = [f"  zero      {zero}: cut over dp, of experts over edp, are {_CUT[zero]}"] if zero else []
+    return lines + ([f"  offload   {offload}: changes nothing, the devices are CPUs"] if offload != "none" else [])
+
+
+_CUT = {
+    1: "masters and optimizer states",
+    2: "masters, optimizer states and gradients",
+    3: "masters, optimizer states, gradients and weights",
+}
+
+
 def _default(stated: bool) -> str:
     return "" if stated else " (default)"
 
@@ -79,12 +98,33 @@ def _activations(counts: Tally) -> str:
     return mean if mean == most else f"{mean}, {most} on the busiest rank"
 
 
-def _does_not_fit(counts: Tally, memory: float) -> str:
-    if counts.state_bytes > memory:
-        return "the states alone do not fit the device: use more ranks, or fewer experts per rank"
-    if counts.state_bytes + counts.most_activation_bytes > memory:
-        return "states and activations do not fit the device: use more ranks, or micro-batches"
-    return ""
+def _memory(plan: Plan, program: Program) -> list[str]:
+    """The peak of a training step on the busiest rank, and the load of experts that still fits."""
+    device = plan.spec.cluster.device
+    peak, skew = memory_of(program, plan.spec).peak, largest_skew(program, plan.spec)
+    sizes = f"{amount_of_bytes(peak.bytes.total)} of {amount_of_bytes(device.memory)}"
+    lines = [f"  memory    {sizes} at the peak of a step, in the {peak.event}"]
+    if skew:
+        lines.append(f"            fits while the busiest rank has at most {skew:.2f} × the mean of rows")
+    return lines
+
+
+def _microbatches(program: Program, sequences: int) -> str:
+    """`, in 4 micro-batches of 2 sequences per rank`, or nothing if there is one."""
+    parts = program.microbatches
+    return f", in {parts} micro-batches of {count(max(1, sequences // parts), 'sequence')} per rank" * (parts > 1)
+
+
+def _recomputed(program: Program) -> list[str]:
+    """`recompute experts in layers 1, 3`, and a line for each further part; nothing if no layer recomputes."""
+    layers: dict[str, list[int]] = {}
+    for call in layer_calls(program):
+        layers.setdefault(program.block(call.block).recompute, []).append(call.layer)
+    layers.pop("none", None)
+    return [
+        f"  {'recompute' if index == 0 else '         '} {part} in {numbered(numbers)}"
+        for index, (part, numbers) in enumerate(layers.items())
+    ]
 
 
 def _whole_vocabulary(spec: Spec, tp: int) -> str:

@@ -110,10 +110,13 @@ class Sent:
 class Cost:
     """One run of an op on one rank.
 
-    `used` is the fraction of the op's parameters that one token uses: k / experts in a mixture, else 1.
+    `used` is the fraction of the op's parameters that one token uses: k / experts in a mixture, else 1. `scratch` are
+    the bytes that forward and backward take while they run, beside operands, results, what is saved, and gradients of
+    operands and results.
     """
 
     work: Work = field(default_factory=Work)
     saved: tuple[Saved, ...] = ()
     sent: tuple[Sent, ...] = ()
     used: float = 1.0
+    scratch: tuple[float, float] = (0.0, 0.0)

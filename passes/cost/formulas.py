@@ -24,20 +24,21 @@ def elementwise(
     keeps: Sequence[Saved] = (),
     forward: int = 1,
     backward: int = 1,
+    scratch: tuple[float, float] = (0.0, 0.0),
 ) -> Cost:
     """No matrix product: each tensor is read or written once. `forward` and `backward` are kernel launches.
 
     Backward reads `keeps` and the gradients of results, and writes the gradients of operands. An op without a
-    differentiable operand or result has no backward.
+    differentiable operand or result has no backward. `scratch` is that of `Cost`.
     """
     given = _differentiable(results)
     wanted = _differentiable([value for name, value in op.named(operands).items() if name not in op.constants])
     ahead = Direction(moved=workload.bytes(*operands, *results), launches=forward)
     if not given or not wanted:
-        return Cost(work=Work(forward=ahead))
+        return Cost(work=Work(forward=ahead), scratch=(scratch[0], 0.0))
     kept = sum(saved.bytes for saved in keeps)
     behind = Direction(moved=workload.bytes(*given, *wanted) + kept, launches=backward)
-    return Cost(work=Work(forward=ahead, backward=behind), saved=tuple(keeps))
+    return Cost(work=Work(forward=ahead, backward=behind), saved=tuple(keeps), scratch=scratch)
 
 
 def _differentiable(values: Sequence[Value]) -> list[Value]:
@@ -105,6 +106,20 @@ def experts_work(
             launches=backward + len(biases),
         ),
     )
+
+
+def experts_scratch(
+    rows: float, largest: float, experts: Sequence[Value], workload: Workload, *, gathers: tuple[int, int]
+) -> tuple[float, float]:
+    """Scratch of `experts_work`: activated rows and, in backward, gradients of hidden rows.
+
+    On CPU buffers serve one expert at a time, on other devices all rows. `gathers` are copies of the model's width of
+    each expert's rows in forward and backward, where these do not lie side by side.
+    """
+    up = experts[0]
+    _, parts, hidden, dim = workload.shape(up)
+    at_once = (largest if workload.device == "cpu" else rows) * workload.width(up.dtype)
+    return at_once * (hidden + gathers[0] * dim), at_once * ((2 + parts) * hidden + gathers[1] * dim)
 
 
 def pre_activation(result: Value, rows: float, up: Value, workload: Workload) -> Saved:

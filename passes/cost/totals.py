@@ -7,13 +7,16 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from moec.grammar.spec import Spec
+from moec.grammar.spec import AdamW, Optimizer, Spec
 from moec.passes.cost.cost import Cost
+from moec.passes.cost.optimizer_state import state_elements
+from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import DTYPE_BYTES, Block, Op, Parameter, Program
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
+from moec.passes.place.shard_zero import is_zero_gather
 
 MASTER_BYTES = 4
 """Parameters are fp32, and so are the sums of their gradients."""
@@ -41,8 +44,8 @@ class BlockCost:
         return {name: size for _, names in self.newly_saved() for name, size in names.items()}
 
     def newly_saved(self) -> Iterator[tuple[Op, dict[str, float]]]:
-        """Each op with the activations that it saves and no earlier op saves."""
-        known: set[str] = set()
+        """Each op with the activations that it saves and no earlier op saves. ZeRO gathers weights again instead."""
+        known = {op.results[0].name for op, _ in self.costs if is_zero_gather(op)}
         for op, cost in self.costs:
             new = {s.name: s.bytes for s in cost.saved if s.name not in known and not s.is_parameter}
             known.update(new)
@@ -98,7 +101,7 @@ class Tally:
 
     `flops_per_token` is forward plus backward (twice forward), with the causal half of attention and no recomputation.
     `imbalance` is the rows of the busiest rank over the mean, experts placed in order: the largest over all layers.
-    `state_bytes` are fp32 masters, gradients, AdamW's two moments, and narrow copies of parameters narrower than fp32.
+    `state_bytes` are fp32 masters, gradients, optimizer states, and narrow copies of parameters narrower than fp32.
     `activation_bytes` are the saved activations of a whole batch under an even load; `most_activation_bytes` are those
     of the busiest rank.
     """
@@ -122,7 +125,9 @@ def tally(program: Program, spec: Spec) -> Tally:
     costs = costs_of(program, workload.even)
     most = costs_of(program, workload) if workload.exponent else costs
     runs = [(costs[name], count) for name, count in _runs(program).items() if count]
-    total, active, local, state = (sum(column) for column in zip(*map(_parameters, runs), strict=True))
+    optimizer = spec.train.optimizer if spec.train else AdamW()
+    counts = (_parameters(run, optimizer) for run in runs)
+    total, active, local, state = (sum(column) for column in zip(*counts, strict=True))
     flops = sum(count * cost.model_flops() for cost, count in runs)
     return Tally(
         parameters=total,
@@ -134,7 +139,7 @@ def tally(program: Program, spec: Spec) -> Tally:
         sequences=workload.batch,
         tokens=workload.tokens,
         flops_per_token=3 * flops / workload.tokens,
-        traffic=(*_collective_traffic(runs), *_gradient_traffic(runs)),
+        traffic=(*_collective_traffic(runs), *_parameter_traffic(runs)),
         imbalance=max((cost.skew() for cost in most.values()), default=1.0),
     )
 
@@ -174,7 +179,7 @@ def _runs(program: Program) -> dict[str, int]:
     return {block.name: calls.get(block.name, 1) for block in program.blocks}
 
 
-def _parameters(run: tuple[BlockCost, int]) -> tuple[int, int, int, int]:
+def _parameters(run: tuple[BlockCost, int], optimizer: Optimizer) -> tuple[int, int, int, int]:
     """Elements of a block's parameters: all, those that a token uses, those of a rank; and the rank's state bytes."""
     cost, count = run
     used, totals = cost.used(), [0, 0, 0, 0]
@@ -182,19 +187,20 @@ def _parameters(run: tuple[BlockCost, int]) -> tuple[int, int, int, int]:
         elements = cost.workload.whole(p)
         held = math.prod(cost.workload.shape(p))
         met = int(elements * used.get(f"@{p.name}", 1.0))
-        for i, number in enumerate((elements, met, held, _state_bytes(p, cost.workload))):
+        for i, number in enumerate((elements, met, held, _state_bytes(p, cost.workload, optimizer))):
             totals[i] += count * number
     whole, active, local, state = totals
     return whole, active, local, state
 
 
-def _state_bytes(p: Parameter, workload: Workload) -> int:
-    """Bytes of a rank's part: fp32 master, gradient and AdamW's two moments, plus a narrow copy below fp32."""
-    held, gradient, moments = (
-        math.prod(workload.shape(replace(p, layout=layout))) for layout in (p.layout, p.gradient, p.optimizer_state)
-    )
-    narrow = DTYPE_BYTES[p.dtype]
-    return (held + gradient + 2 * moments) * MASTER_BYTES + (held * narrow if narrow < MASTER_BYTES else 0)
+def _state_bytes(p: Parameter, workload: Workload, optimizer: Optimizer) -> int:
+    """Bytes of a rank's part: fp32 master, gradient and optimizer states, plus a narrow copy below fp32."""
+    shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.gradient, p.optimizer_state))
+    held, gradient, updated = shapes
+    states = int(state_elements(updated, optimizer, p.matrices))
+    narrow, elements = DTYPE_BYTES[p.dtype], math.prod(held)
+    copy = elements * narrow if narrow < MASTER_BYTES else 0
+    return (elements + math.prod(gradient) + states) * MASTER_BYTES + copy
 
 
 def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
@@ -202,7 +208,7 @@ def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
     bytes_of: dict[tuple[str, int, str], float] = {}
     for block_cost, count in runs:
         meshes, experts = block_cost.workload.meshes, block_cost.block.experts
-        for sent in (sent for _, cost in block_cost.costs for sent in cost.sent):
+        for sent in (sent for op, cost in block_cost.costs if not is_zero_gather(op) for sent in cost.sent):
             key = (group_name(sent.axis, experts), meshes.size(sent.axis), sent.purpose)
             bytes_of[key] = bytes_of.get(key, 0.0) + count * sent.bytes
     most = max(bytes_of.values(), default=0.0)
@@ -210,14 +216,12 @@ def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
     return [flow for flow in flows if flow.bytes > most / 1000]
 
 
-def _gradient_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
-    """Traffic of gradient all-reduces: a ring sends 2(n−1)/n of the summed bytes."""
-    bytes_of: dict[tuple[str, int], float] = {}
+def _parameter_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
+    """Traffic of weights and gradients (`sendings`)."""
+    bytes_of: dict[tuple[str, int, str], float] = {}
     for cost, count in runs:
-        for p in cost.block.parameters:
-            held = math.prod(cost.workload.shape(p)) * MASTER_BYTES
-            for axis in p.sum_over or ():
-                ranks = cost.workload.meshes.size(axis)
-                group = (group_name(axis, cost.block.experts), ranks)
-                bytes_of[group] = bytes_of.get(group, 0.0) + count * held * 2 * (ranks - 1) / ranks
-    return [Traffic(group=g, ranks=n, purpose="all_reduce of gradients", bytes=b) for (g, n), b in bytes_of.items()]
+        for sent in sendings(cost.block, cost.workload):
+            ranks = cost.workload.meshes.size(sent.axis)
+            key = (group_name(sent.axis, cost.block.experts), ranks, sent.purpose)
+            bytes_of[key] = bytes_of.get(key, 0.0) + count * (sent.forward + sent.backward)
+    return [Traffic(group=g, ranks=n, purpose=what, bytes=b) for (g, n, what), b in bytes_of.items()]

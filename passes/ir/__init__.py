@@ -4,7 +4,7 @@ from moec.passes.ir.ir_error import IrError
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Placement, Shard, local_shape, local_slices
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, TypeRuleError
-from moec.passes.ir.program import Block, Output, OutputKey, Program, Stage
+from moec.passes.ir.program import Block, Output, OutputKey, Program, Recompute, Stage
 from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import (
@@ -13,8 +13,10 @@ from moec.passes.ir.value import (
     SETTINGS,
     STEP,
     TRAINING,
+    VECTOR,
     Dim,
     Init,
+    Matrices,
     Parameter,
     Setting,
     State,
@@ -29,12 +31,14 @@ __all__ = [
     "SETTINGS",
     "STEP",
     "TRAINING",
+    "VECTOR",
     "Block",
     "Dim",
     "Init",
     "IrError",
     "Layout",
     "LayoutError",
+    "Matrices",
     "Mesh",
     "Meshes",
     "Op",
@@ -45,6 +49,7 @@ __all__ = [
     "Placement",
     "Placing",
     "Program",
+    "Recompute",
     "Role",
     "Setting",
     "Shard",

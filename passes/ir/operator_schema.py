@@ -13,15 +13,16 @@ SITE = "str site='', Tensor? layer=None"
 """The part of the model that a collective serves, for messages: see `runtime/ops/dense_collectives.py`."""
 
 
-def schema_of(op: type[Op], name: str | None = None, *, also: str = "") -> str:
+def schema_of(op: type[Op], name: str | None = None, *, also: str = "", saved: bool = True) -> str:
     """`route(Tensor logits, int k, …) -> (Tensor probabilities, …)`, under the op's own name or another.
 
     Operands come first, in the order of the class, then the layer's number, attributes, and arguments computed from the
-    meshes. `also` is one more argument, for an operator that an emission function calls.
+    meshes. `also` is one more argument, for an operator that an emission function calls. `saved` adds the results that
+    are for backward.
     """
     assert name or op.operator, op
     arguments = [*_arguments(op), *([also] if also else [])]
-    results = [f"Tensor {result}" for result in (*op.gives.split(), *op.saved.split())]
+    results = [f"Tensor {result}" for result in (*op.gives.split(), *(op.saved.split() if saved else ()))]
     given = "Tensor" if len(results) == 1 else f"({', '.join(results)})"
     return f"{name or op.operator}({', '.join(arguments)}) -> {given}"
 

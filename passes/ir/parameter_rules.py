@@ -22,6 +22,8 @@ def parameter_complaint(parameter: Parameter, axes: Mapping[str, int]) -> str:
         parameter.gradient,
         parameter.optimizer_state,
     )
+    if complaint := _unfoldable(parameter):
+        return complaint
     if weight is None or gradient is None or state is None:
         return f"{name} has no layout for its {'gradient' if gradient is None else 'optimizer state'}"
     summed = parameter.sum_over or ()
@@ -38,6 +40,15 @@ def parameter_complaint(parameter: Parameter, axes: Mapping[str, int]) -> str:
         return f"the optimizer state of {name} is {state}, which is not {gradient} cut further"
     if not _on_one_mesh({*state.axes, *summed}):
         return f"the optimizer state of {name} is {state}, which are axes of two meshes"
+    return ""
+
+
+def _unfoldable(parameter: Parameter) -> str:
+    matrices, rank = parameter.matrices, len(parameter.shape)
+    if matrices.stack + matrices.rows >= rank:
+        return f"@{parameter.name} has {rank} dims, too few for {matrices}"
+    if matrices.hidden and not matrices.rows:
+        return f"@{parameter.name} is hidden, but has no rows"
     return ""
 
 

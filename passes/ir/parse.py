@@ -20,6 +20,7 @@ from moec.passes.ir.limits import (
     MAX_BLOCKS,
     MAX_LABEL,
     MAX_MESHES,
+    MAX_MICROBATCHES,
     MAX_RANKS,
     MAX_STAGES,
 )
@@ -35,6 +36,7 @@ _HEAD = re.compile(rf"program ({STRING})(?: from ({STRING}))? \{{")
 _MESH = re.compile(rf'  mesh "({LABEL})" \{{([a-z0-9=, ]++)\}}')
 _AXIS = re.compile(rf"({AXIS}) = ([0-9]++)")
 _TOKENS = re.compile(r"  tokens @ ([a-z0-9:() ]++)")
+_MICROBATCHES = re.compile(r"  microbatches ([0-9]++)")
 _STAGE = re.compile(r'  stage ([0-9]++) \{(".*")\}')
 
 
@@ -64,6 +66,10 @@ def _read_program(lines: Lines) -> Program:
     tokens = REPLICATED
     if lines.next_starts_with("  tokens "):
         tokens = types.layout(lines.take_match(_TOKENS, "a layout of tokens")[1])
+    microbatches = 1
+    if lines.next_starts_with("  microbatches "):
+        number = lines.take_match(_MICROBATCHES, "a number of micro-batches")[1]
+        microbatches = integer(number, "the number of micro-batches", 2, MAX_MICROBATCHES)
     reader = BlockReader(lines, types, meshes.keys(), main)
     blocks = []
     while lines.next_starts_with("\n"):
@@ -75,7 +81,14 @@ def _read_program(lines: Lines) -> Program:
         stages.append(_read_stage(lines, len(stages), reader.expanded.keys()))
         at_most(len(stages), MAX_STAGES, "stages")
     lines.take_exactly("}")
-    return Program(name=name, meshes=tuple(meshes.values()), tokens=tokens, blocks=tuple(blocks), stages=tuple(stages))
+    return Program(
+        name=name,
+        meshes=tuple(meshes.values()),
+        tokens=tokens,
+        blocks=tuple(blocks),
+        stages=tuple(stages),
+        microbatches=microbatches,
+    )
 
 
 def _read_mesh(lines: Lines) -> Mesh:

@@ -25,19 +25,25 @@ from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.parse_attributes import STRING, finite, read_attributes, short_string
 from moec.passes.ir.parse_scope import Scope
 from moec.passes.ir.parse_type import LAYOUT, TYPE, TypeReader, integer
-from moec.passes.ir.program import Block, Output
+from moec.passes.ir.program import Block, Output, Recompute
 from moec.passes.ir.roles import ROLES, Role
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import Init, Parameter, Setting, State, Value
+from moec.passes.ir.value import Init, Matrices, Parameter, Setting, State, Value
+
+RECOMPUTED: Mapping[str, Recompute] = {"experts": "experts", "layer": "layer"}
 
 _AT = rf"(?: at (?:({STRING}) )?+([0-9]++))?+"
-_BLOCK = re.compile(rf'  block "({LABEL})"(?: on "({LABEL})")?(?: updated by "({LABEL})")?( final)? \((.*)\){_AT} \{{')
+_BLOCK = re.compile(
+    rf'  block "({LABEL})"(?: on "({LABEL})")?(?: updated by "({LABEL})")?( final)?'
+    rf"(?: recompute ({'|'.join(RECOMPUTED)}))? \((.*)\){_AT} \{{"
+)
 _INPUT = re.compile(rf"%([a-z0-9_.]++): ({TYPE}) as ([a-z_]++)(?:, (?=%)|\Z)")
 _PARAMETER = re.compile(
     rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?"
     r"(?: shard\(([a-z]++ = [0-9](?:, [a-z]++ = [0-9])*+)\))?"
     r"(?: sum_over\(([a-z, ]*+)\))?"
-    rf"(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?{_AT}"
+    rf"(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?"
+    rf"(?: matrices\(([0-9]), ([0-9])\)( hidden)?+)?+{_AT}"
 )
 _CUT = re.compile(r"([a-z]++) = ([0-9])")
 _SETTING = re.compile(rf"    setting \$([a-z]++): ({TYPE}) = ([0-9]++) in ([0-9]++)\.\.([0-9]++)")
@@ -62,7 +68,7 @@ class BlockReader:
 
     def block(self) -> Block:
         head = self.lines.take_match(_BLOCK, "a block")
-        name, mesh, update, final, given, *at = head.groups()
+        name, mesh, update, final, recompute, given, *at = head.groups()
         at_most(max(len(name), len(update or "")), MAX_LABEL, "characters in a name")
         if name in self.expanded:
             raise UnreadableLineError(f"the block {quoted(name)} stands twice")
@@ -104,6 +110,7 @@ class BlockReader:
             experts=mesh,
             update=update,
             final=final is not None,
+            recompute=RECOMPUTED.get(recompute, "none"),
             span=span,
         )
 
@@ -173,7 +180,7 @@ class BlockReader:
 
     def parameter(self, scope: Scope) -> Parameter:
         found = self.lines.take_match(_PARAMETER, "a parameter").groups()
-        name, type_, init, std, decays, cuts, sums, gradient, optimizer, *at = found
+        name, type_, init, std, decays, cuts, sums, gradient, optimizer, stack, rows, hidden, *at = found
         scope.define(name, "@")
         typed = self.types.read(type_)
         if any(isinstance(dim, str) for dim in typed.shape):
@@ -186,6 +193,7 @@ class BlockReader:
             layout=typed.layout,
             init=Init(kind="normal", std=_std(std)) if std else Init(kind=init),
             decays=decays is not None,
+            matrices=Matrices(int(stack or 0), int(rows or 0), hidden is not None),
             shard=tuple((axis, int(dim)) for axis, dim in _CUT.findall(cuts or "")),
             sum_over=axes,
             gradient=self.types.layout(gradient) if gradient else typed.layout,

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
+from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.ir.layout import REPLICATED, Layout
 from moec.passes.ir.mesh import Mesh
 from moec.passes.ir.op import Meshes, Op
@@ -13,6 +15,9 @@ from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.roles import Role
 from moec.passes.ir.source_line import SourceLine
 from moec.passes.ir.value import Parameter, Setting, State, Value
+
+Recompute = Literal["none", "experts", "layer"]
+"""The part of a layer that backward computes again instead of saving its activations."""
 
 OutputKey = tuple[Role, int | None, str | None]
 """The role of an output, its layer and its state."""
@@ -41,7 +46,8 @@ class Block:
     """A straight line of ops: a layer's body, `forward`, a block that gives one scalar, or one that updates states.
 
     `experts` names the expert mesh of its mixture, if any. `update` names the block that gives its states their new
-    values. `final`: `communicate` reduces the partial sums of its outputs.
+    values. `final`: `communicate` reduces the partial sums of its outputs. `recompute` is the part of a layer that its
+    backward computes again.
     """
 
     name: str
@@ -54,6 +60,7 @@ class Block:
     experts: str | None = None
     update: str | None = None
     final: bool = False
+    recompute: Recompute = "none"
     span: SourceLine | None = field(default=None, compare=False, repr=False)
 
     @cached_property
@@ -103,7 +110,9 @@ class Program:
 
     `tokens` is the layout of the residual stream on the dense mesh (`Meshes.tokens`), once placed. `data_ranks` is the
     number of data-parallel ranks whose sequences one process has; each rank's sequences are a routing group where
-    `group = rank`. It is above 1 only for the reference of a plan, whose Program has no mesh.
+    `group = rank`. It is above 1 only for the reference of a plan, whose Program has no mesh. `microbatches` is the
+    number of parts that a rank's sequences are worked through in, in one training step; the reference of a plan has
+    them all at once.
     """
 
     name: str
@@ -112,6 +121,12 @@ class Program:
     blocks: tuple[Block, ...]
     stages: tuple[Stage, ...] = ()
     data_ranks: int = 1
+    microbatches: int = 1
+
+    def routing_groups(self, group: RoutingGroup) -> int:
+        """The routing groups of one process in one forward pass, in order; 0 where each sequence is a group."""
+        parts = 1 if self.meshes else self.microbatches
+        return {"sequence": 0, "batch": parts, "rank": parts * self.data_ranks}[group]
 
     @cached_property
     def block_map(self) -> Mapping[str, Block]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from moec.passes.ir.op import Op
 from moec.passes.ir.program import Block, Output, Program
 from moec.passes.ir.source_line import SourceLine
-from moec.passes.ir.value import Attribute, Parameter, Value
+from moec.passes.ir.value import VECTOR, Attribute, Parameter, Value
 
 BARE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 """Strings that need no quotes."""
@@ -44,6 +44,8 @@ def program_lines(program: Program, spans: bool = True) -> Iterator[str]:
         yield f"  mesh {json.dumps(mesh.name)} {{{axes}}}"
     if program.tokens.placements:
         yield f"  tokens @ {program.tokens}"
+    if program.microbatches > 1:
+        yield f"  microbatches {program.microbatches}"
     for block in program.blocks:
         yield ""
         yield from _block(block, place)
@@ -63,7 +65,8 @@ def _block(block: Block, place: Place) -> Iterator[str]:
     mesh = f" on {json.dumps(block.experts)}" if block.experts else ""
     update = f" updated by {json.dumps(block.update)}" if block.update else ""
     final = " final" if block.final else ""
-    yield f"  block {json.dumps(block.name)}{mesh}{update}{final} ({inputs}){place(block.span)} {{"
+    recompute = f" recompute {block.recompute}" if block.recompute != "none" else ""
+    yield f"  block {json.dumps(block.name)}{mesh}{update}{final}{recompute} ({inputs}){place(block.span)} {{"
     for setting in block.settings:
         yield f"    setting ${setting.name}: {print_type(setting)} = {setting.default} in {setting.low}..{setting.high}"
     for state in block.states:
@@ -92,7 +95,10 @@ def _parameter(p: Parameter) -> str:
     if p.sum_over is not None:
         text += f" sum_over({', '.join(p.sum_over)})"
     others = (("gradient", p.gradient), ("optimizer", p.optimizer_state))
-    return text + "".join(f" {word}({layout})" for word, layout in others if layout != p.layout)
+    text += "".join(f" {word}({layout})" for word, layout in others if layout != p.layout)
+    if p.matrices != VECTOR:
+        text += f" matrices({p.matrices.stack}, {p.matrices.rows})" + " hidden" * p.matrices.hidden
+    return text
 
 
 def print_op(op: Op) -> str:

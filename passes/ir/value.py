@@ -58,6 +58,32 @@ class Init:
         return f"{self.kind}({self.std!r})" if self.kind == "normal" else self.kind
 
 
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """A parameter as a stack of matrices or of vectors.
+
+    Its first `stack` dims number them (experts, and the two halves of a gated `up`). The next `rows` dims are rows; 0
+    for vectors. All others are columns. `hidden`: they map hidden vectors to hidden vectors, as projections and experts
+    do, but not embeddings, the head and routers.
+    """
+
+    stack: int = 0
+    rows: int = 0
+    hidden: bool = False
+
+    def dims_of_rows(self) -> range:
+        """The dims that are rows."""
+        return range(self.stack, self.stack + self.rows)
+
+    def dims_of_columns(self, rank: int) -> range:
+        """The dims that are columns, of a parameter with `rank` dims."""
+        return range(self.stack + self.rows, rank)
+
+
+VECTOR = Matrices()
+"""Norms and biases."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter(Value):
     """A learned tensor of a block, named relative to it (`attention.q.weight`).
@@ -68,11 +94,12 @@ class Parameter(Value):
 
     `layout` is how it is stored between uses; conversions take it to the layout in which an op uses it. `gradient` is
     the layout of its gradient once summed, `optimizer_state` that of the optimizer's state. Both are None until it is
-    placed.
+    placed. `matrices` says what optimizers of whole matrices take as one matrix.
     """
 
     init: Init
     decays: bool
+    matrices: Matrices = VECTOR
     shard: tuple[tuple[str, int], ...] = ()
     sum_over: tuple[str, ...] | None = None
     gradient: Layout | None = None

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from moec.grammar.source import Span
-from moec.passes.ir import Block, Init, Op, Output, Parameter, Setting, SourceLine, State, Value
+from moec.passes.ir import VECTOR, Block, Init, Matrices, Op, Output, Parameter, Setting, SourceLine, State, Value
 from moec.passes.ir.op import operand_names
 from moec.passes.ir.ops import AddBias
 
@@ -19,6 +19,12 @@ INIT_STD = 0.02
 
 Located = Span | SourceLine | None
 """The place in a `.moe` file that a block, an op or a parameter comes from."""
+
+
+TABLE = Matrices(rows=1)
+"""Embeddings, the head, and routers: a row for each id, expert or position."""
+PROJECTION = Matrices(rows=1, hidden=True)
+"""A projection with one dim of outputs."""
 
 
 def normal(std: float = INIT_STD) -> Init:
@@ -55,6 +61,7 @@ class Builder:
         init: Init,
         span: Located,
         shard: Mapping[str, int] | None = None,
+        matrices: Matrices = VECTOR,
     ) -> str:
         """Declares a parameter; returns its operand name. `shard` maps a mesh axis to the dim it cuts, `{"tp": 0}`:
         `tp` cuts heads, hidden widths and the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, section 3).
@@ -67,6 +74,7 @@ class Builder:
             dtype=dtype,
             init=init,
             decays=init.kind == "normal",
+            matrices=matrices,
             shard=tuple((shard or {}).items()),
             span=SourceLine.of(span) or self.span,
         )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from moec.grammar.spec import Activated, FeedForward, Moe, Subject
+from moec.passes.ir import Matrices
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS, ActivationKind
-from moec.passes.lower.block_builder import Builder, normal, residual_init
+from moec.passes.lower.block_builder import PROJECTION, TABLE, Builder, normal, residual_init
+
+UP = Matrices(1, 1, hidden=True)
+"""Of a gated feed-forward, both halves are matrices of their own."""
 
 
 def activation_of(body: Activated) -> ActivationKind:
@@ -20,9 +24,9 @@ def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h
     assert isinstance(body, Activated)
     activation, span = activation_of(body), body.span()
     up_shape, down_shape = (activation.parts, body.hidden, subject.dim), (subject.dim, body.hidden)
-    up = b.parameter(f"{prefix}.up.weight", up_shape, subject.dtype, normal(), span, shard={"tp": 1})
+    up = b.parameter(f"{prefix}.up.weight", up_shape, subject.dtype, normal(), span, {"tp": 1}, UP)
     init = residual_init(subject.depth)
-    down = b.parameter(f"{prefix}.down.weight", down_shape, subject.dtype, init, span, shard={"tp": 1})
+    down = b.parameter(f"{prefix}.down.weight", down_shape, subject.dtype, init, span, {"tp": 1}, PROJECTION)
     hidden = b.one(o.Linear, h, up, to="hidden", span=span)
     if body.bias:
         hidden = b.biased(hidden, f"{prefix}.up.bias", body.span("bias"), shard={"tp": 1})
@@ -53,5 +57,5 @@ def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -
 
 def _logits(b: Builder, subject: Subject, name: str, count: int, body: FeedForward, h: str) -> str:
     """`count` logits per token, in the model's dtype, as in DeepSpeed and Qwen2."""
-    weight = b.parameter(name, (count, subject.dim), subject.dtype, normal(), body.span())
+    weight = b.parameter(name, (count, subject.dim), subject.dtype, normal(), body.span(), matrices=TABLE)
     return b.one(o.Linear, h, weight, to="path_logits", span=body.span())

@@ -11,7 +11,7 @@ from moec.grammar.spec.gates import Hash, Online, Switch, TopK
 from moec.passes.ir import TRAINING, Role
 from moec.passes.ir.ops import Jitter, Router
 from moec.passes.ir.ops import gate_ops as g
-from moec.passes.lower.block_builder import Builder, normal
+from moec.passes.lower.block_builder import TABLE, Builder, normal
 
 BIAS = "moe.gate.bias"
 
@@ -52,7 +52,7 @@ def _topk(b: Builder, gate: Node, given: Given) -> Gated:
     if gate.jitter:
         training, line = b.setting(TRAINING), gate.span("jitter") or span
         h = b.one(Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=0)
-    weight = b.parameter("moe.gate.weight", (given.experts, subject.dim), subject.dtype, normal(), span)
+    weight = b.parameter("moe.gate.weight", (given.experts, subject.dim), subject.dtype, normal(), span, matrices=TABLE)
     logits = b.one(Router, h, weight, to="logits", span=span)
     biased = isinstance(gate.bias, Online)
     beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if biased else {}

@@ -16,11 +16,14 @@ from moec.grammar.spec import (
     Subject,
     SwitchLoss,
 )
-from moec.passes.ir import TRAINING, Init, Output, Role
+from moec.passes.ir import TRAINING, Init, Matrices, Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder, normal, residual_init
 from moec.passes.lower.lower_feed_forward import activation_of, beside_experts
 from moec.passes.lower.lower_gates import Gated, lower_gate
+
+UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
+"""The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,14 +69,14 @@ def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, 
     activation = activation_of(body)
     shard = {"ep": 0}
     up_shape = (declared.count, activation.parts, body.hidden, subject.dim)
-    up = b.parameter("moe.experts.up.weight", up_shape, subject.dtype, normal(), span, shard)
+    up = b.parameter("moe.experts.up.weight", up_shape, subject.dtype, normal(), span, shard, UP)
     down_shape, init = (declared.count, subject.dim, body.hidden), residual_init(subject.depth)
-    down = b.parameter("moe.experts.down.weight", down_shape, subject.dtype, init, span, shard)
+    down = b.parameter("moe.experts.down.weight", down_shape, subject.dtype, init, span, shard, DOWN)
     if not body.bias:
         return (up, down), {}, activation.word
     zeros, span = Init(kind="zeros"), body.span("bias")
-    up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], subject.dtype, zeros, span, shard)
-    down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], subject.dtype, zeros, span, shard)
+    up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], subject.dtype, zeros, span, shard, EXPERTS)
+    down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], subject.dtype, zeros, span, shard, EXPERTS)
     return (up, down), {"up_bias": up_bias, "down_bias": down_bias}, activation.word
 
 

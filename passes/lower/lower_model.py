@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Rope, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
-from moec.passes.ir import SEED, STEP, Block, Init, Output, Program, Role, Value
+from moec.passes.ir import SEED, STEP, Block, Init, Matrices, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
-from moec.passes.lower.block_builder import Builder, normal, residual_init
+from moec.passes.lower.block_builder import PROJECTION, TABLE, Builder, normal, residual_init
 from moec.passes.lower.layer_calls import call_layer, forward_outputs
 from moec.passes.lower.lower_feed_forward import feed_forward
 from moec.passes.lower.lower_layer import layer_blocks
@@ -109,7 +109,8 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str, of_texts:
 
     def project(name: str, count: int) -> str:
         shape = (count, width, model.dim)
-        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, shard={"tp": 0})
+        heads_are_rows = Matrices(rows=2, hidden=True)
+        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, heads_are_rows)
         projected = b.one(o.Linear, h, weight, to=name, span=span)
         if attention.bias == "none":
             return projected
@@ -130,7 +131,7 @@ def _attention(b: Builder, model: Model, attention: Attention, h: str, of_texts:
         k = b.one(o.Rope, k, beside=of_texts, to="k", span=rope.span(), theta=rope.theta)
     a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span)
     shape, init = (model.dim, heads, width), residual_init(model.depth)
-    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, shard={"tp": 1})
+    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
     y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
     return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
 
@@ -143,11 +144,12 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     span = model.embedding.span()
     handed = _numbers_of_tokens(b, model, layers)
     shape = (model.vocab, model.dim)
-    table = b.parameter("embedding.weight", shape, model.dtype, normal(), span, shard={"tp": 0})
+    table = b.parameter("embedding.weight", shape, model.dtype, normal(), span, {"tp": 0}, TABLE)
     x = b.one(o.Embed, "tokens", table, to="x", span=span)
     if model.embedding.positions == "learned":
         line = model.embedding.span("positions")
-        learned = b.parameter("positions.weight", (context_of(spec), model.dim), model.dtype, normal(), line)
+        shape = (context_of(spec), model.dim)
+        learned = b.parameter("positions.weight", shape, model.dtype, normal(), line, matrices=TABLE)
         beside = {"positions": handed["positions"]} if "positions" in handed else {}
         added = b.one(o.EmbedPositions, "tokens", learned, beside=beside, to="positions", span=line)
         x = b.one(o.Add, x, added, to="x", span=span)
@@ -159,7 +161,8 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     h = _norm(b, model, x, "norm", "h")
     head, head_span = table, model.embedding.span("tied")
     if not model.embedding.tied:
-        head = b.parameter("head.weight", shape, model.dtype, normal(), model.span(), shard={"tp": 0})
+        shape = (model.vocab, model.dim)
+        head = b.parameter("head.weight", shape, model.dtype, normal(), model.span(), {"tp": 0}, TABLE)
         head_span = None
     logits = b.one(o.Linear, h, head, to="logits", span=head_span)
     return b.block(forward_outputs(b, Output(logits, "logits"), of_layers))

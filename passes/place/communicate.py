@@ -20,6 +20,7 @@ from moec.passes.ir import (
 )
 from moec.passes.ir.op import gradient_sums, layout_of
 from moec.passes.ir.ops.conversion import Conversion, kind_of, matching
+from moec.passes.place.shard_zero import as_used
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class _Connector:
     def append(self, op: Op) -> None:
         """Appends `op` with its operands converted, and types and layouts of its results inferred again."""
         given = [self.scope[name] for name in op.operands]
-        placing = op.place(given, self.meshes, self.blocks)
+        placing = op.place([as_used(value) for value in given], self.meshes, self.blocks)
         sums = gradient_sums(op, given, placing)
         names = []
         for i in range(len(given)):

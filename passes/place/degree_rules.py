@@ -10,7 +10,7 @@ from moec.grammar.rules import numbered
 from moec.grammar.source import Span
 from moec.grammar.spec import Gqa, Layer, Mha, Spec
 from moec.grammar.spec.base import Node
-from moec.passes.place.stated_degrees import Mixtures, divisors, number_of, stated_eps
+from moec.passes.place.stated_degrees import Mixtures, divisors, number_of, stated_eps, zero_of
 
 
 def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
@@ -20,6 +20,7 @@ def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
         *_expert_problems(spec, mixtures),
         *_batch_problems(spec),
         *_width_problems(spec),
+        *_zero_problems(spec),
     ]
 
 
@@ -93,7 +94,7 @@ def _batch_problems(spec: Spec) -> list[Diagnostic]:
         return []
     dp = spec.cluster.ranks // tp
     if train.batch % dp == 0:
-        return []
+        return _microbatch_problems(spec, train.batch, dp)
     shares = f"{dp} data-parallel ranks" if tp > 1 else f"{dp} ranks"
     return [
         diagnose(
@@ -102,6 +103,25 @@ def _batch_problems(spec: Spec) -> list[Diagnostic]:
             f"{train.batch} sequences over {shares}",
             labels=_cluster_label(spec),
             help=f"set `batch = {-(-train.batch // dp) * dp}`",
+        )
+    ]
+
+
+def _microbatch_problems(spec: Spec, batch: int, dp: int) -> list[Diagnostic]:
+    """A diagnostic if the micro-batches do not divide a rank's sequences: they would differ in size and capacity."""
+    parallel, sequences = spec.parallel, batch // dp
+    parts = number_of(parallel.microbatches) or 1
+    if sequences % parts == 0:
+        return []
+    assert spec.train is not None
+    below, more = max(d for d in divisors(sequences) if d < parts), -(-sequences // parts) * parts * dp
+    return [
+        diagnose(
+            "MOE0330",
+            parallel.span("microbatches"),
+            f"{sequences} / {parts} is not whole",
+            labels=_label(spec.train.span("batch"), f"{sequences} sequences per data-parallel rank, of {dp}"),
+            help=f"set `microbatches = {below}` or `batch = {more}`",
         )
     ]
 
@@ -139,6 +159,22 @@ def _width_problems(spec: Spec) -> list[Diagnostic]:
             )
         )
     return problems
+
+
+def _zero_problems(spec: Spec) -> list[Diagnostic]:
+    """Refuses `zero` in the file of one `layer`: DistributedDataParallel or FSDP around it cuts its parameters."""
+    zero = zero_of(spec)
+    if spec.has_model or zero == 0:
+        return []
+    return [
+        diagnose(
+            "MOE0326",
+            spec.parallel.span("zero"),
+            f"`zero = {zero}` in the file of one `layer`",
+            labels=_label(spec.layer.span(), "a layer, which `moec.layer` puts into a model of your own"),
+            help="leave `zero` out, and put `fully_shard` or DistributedDataParallel around your model",
+        )
+    ]
 
 
 def _divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:

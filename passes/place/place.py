@@ -1,4 +1,4 @@
-"""place: gives the Program its meshes, from stated or default degrees."""
+"""place: gives the Program its meshes, micro-batches and recomputation, from stated or default degrees."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from moec.grammar.spec import Spec
-from moec.passes.ir import Block, Mesh, Meshes, Program
+from moec.passes.ir import Block, Mesh, Meshes, Program, Recompute
 from moec.passes.ir.ops import Call
 from moec.passes.layer_names import layer_set_name
 from moec.passes.place.degrees import ExpertDegrees, choose_degrees
+from moec.passes.place.stated_degrees import microbatches_of, recomputed_of
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Gives the Program its meshes. Stated degrees are kept; the others take the defaults of the language.
 
-    Layers with the same expert degrees use one expert mesh, and so its groups. A block lies on one mesh: where
-    identical layers have different degrees, each mesh gets a separate block.
+    Layers with the same expert degrees use one expert mesh, and so its groups. A block lies on one mesh and recomputes
+    one part of itself: identical layers with different degrees, or a different `recompute`, get separate blocks.
 
     Defaults: `ep` is the largest degree that divides the ranks and the experts of every MoE layer without a stated one;
     `tp = 1`; `dp = ranks / tp`; `edp = ranks / ep`. Raises `DiagnosticError` with every rule that a degree breaks.
@@ -33,9 +34,16 @@ class Place:
         mesh_of = {
             layer: mesh.name for mesh, experts in zip(meshes, degrees.experts, strict=True) for layer in experts.layers
         }
-        placed = replace(_on_expert_meshes(program, mesh_of), meshes=(dense, *meshes))
+        variants = {
+            layer: _Variant(mesh_of.get(layer), recompute) for layer, recompute in enumerate(recomputed_of(self.spec))
+        }
         own = Meshes(dense).own_tokens
-        return replace(placed, tokens=own if self.spec.parallel.sequence_parallel else own.replace("tp", None))
+        return replace(
+            _varied(program, variants),
+            meshes=(dense, *meshes),
+            tokens=own if self.spec.parallel.sequence_parallel else own.replace("tp", None),
+            microbatches=microbatches_of(self.spec),
+        )
 
 
 def _expert_mesh(experts: ExpertDegrees) -> Mesh:
@@ -43,26 +51,30 @@ def _expert_mesh(experts: ExpertDegrees) -> Mesh:
     return Mesh(f"experts{layer_set_name(experts.layers)}", axes)
 
 
-def _on_expert_meshes(program: Program, mesh_of: Mapping[int, str]) -> Program:
-    """The Program with every mixture on the mesh of its layers: one block per layer set and mesh."""
-    layers: dict[str, dict[str, list[int]]] = {}
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """What a block has besides its ops: the expert mesh of its mixture, if any, and what its backward recomputes."""
+
+    experts: str | None
+    recompute: Recompute
+
+
+def _varied(program: Program, variants: Mapping[int, _Variant]) -> Program:
+    """The Program with the variant of each layer on its block: one block per layer set and variant."""
+    layers: dict[str, dict[_Variant, list[int]]] = {}
     for op in program.block("forward").ops:
-        if isinstance(op, Call) and op.layer in mesh_of:
-            layers.setdefault(op.block, {}).setdefault(mesh_of[op.layer], []).append(op.layer)
+        if isinstance(op, Call):
+            layers.setdefault(op.block, {}).setdefault(variants[op.layer], []).append(op.layer)
     blocks: list[Block] = []
     renamed: dict[int, str] = {}
     for block in program.blocks:
-        of_mesh = layers.get(block.name, {})
-        if not of_mesh:
+        of_block = layers.get(block.name, {})
+        if not of_block:
             blocks.append(block)
-        elif len(of_mesh) == 1:
-            blocks.append(replace(block, experts=next(iter(of_mesh))))
-        for mesh, numbers in of_mesh.items() if len(of_mesh) > 1 else ():
-            part = replace(block, name=f"layers{layer_set_name(numbers)}", experts=mesh)
-            renamed.update(dict.fromkeys(numbers, part.name))
-            blocks.append(part)
-    if not renamed:
-        return replace(program, blocks=tuple(blocks))
+        for variant, numbers in of_block.items():
+            name = block.name if len(of_block) == 1 else f"layers{layer_set_name(numbers)}"
+            renamed.update(dict.fromkeys(numbers, name))
+            blocks.append(replace(block, name=name, experts=variant.experts, recompute=variant.recompute))
     return replace(
         program, blocks=tuple(_calling(renamed, block) if block.name == "forward" else block for block in blocks)
     )

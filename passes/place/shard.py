@@ -18,55 +18,67 @@ from moec.passes.ir import (
 )
 from moec.passes.ir.interface import FORWARD
 from moec.passes.ir.mesh import EXPERT_AXES
-from moec.passes.ir.op import layout_of
+from moec.passes.ir.op import gradient_sums, layout_of
 from moec.passes.ir.roles import ROLES
 from moec.passes.ir.value import Dim
+from moec.passes.place.shard_zero import cut_by_zero
 
 
 @dataclass(frozen=True, slots=True)
 class ShardLayouts:
     """Lays out tokens by `Program.tokens`, parameters by their declaration, and results by the rules of ops.
 
-    With `store_experts_over_edp` each replica of an expert stores a part of it, and `communicate` gathers the expert
-    before its use (ZeRO-3 of Rajbhandari et al. 2020, section 5.3; Tutel's r = 0, Hwang et al. 2023, section 3.1).
+    `zero` is the stage of ZeRO, 0 to 3 (`shard_zero.py`). It cuts a parameter if every use sums its gradient over the
+    axis: kv heads that `tp` repeats are summed later, and stay whole. At stage 3 `communicate` gathers before each use.
 
     An operand's layout may still differ from the one that its op needs: `communicate` inserts conversions.
     """
 
-    store_experts_over_edp: bool = False
+    zero: int = 0
 
     def apply(self, program: Program) -> Program:
         """The Program with a layout on every value and parameter."""
         done = program
         for block in program.blocks:
-            sharded = _shard_block(done, block, self.store_experts_over_edp)
+            sharded = _shard_block(done, block, self.zero)
             blocks = tuple(sharded if b.name == block.name else b for b in done.blocks)
             done = replace(done, blocks=blocks)
         return done
 
 
-def _shard_block(program: Program, block: Block, over_edp: bool) -> Block:
-    meshes = program.meshes_of(block)
-    parameters = tuple(_shard_parameter(p, meshes, over_edp) for p in block.parameters)
+def _shard_block(program: Program, block: Block, zero: int) -> Block:
+    meshes, declared = program.meshes_of(block), block.parameters
+    parameters = tuple(_shard_parameter(p, meshes) for p in block.parameters)
     inputs = tuple(replace(v, layout=_input_layout(program, v, meshes)) for v in block.inputs)
     settings = tuple(replace(s, layout=REPLICATED) for s in block.settings)
     states = tuple(replace(s, layout=REPLICATED) for s in block.states)
     block = replace(block, inputs=inputs, parameters=parameters, settings=settings, states=states)
     scope, ops = block.declared(), []
+    summed: dict[str, frozenset[str]] = {}
     for op in block.ops:
         operands = [scope[name] for name in op.operands]
         placing = op.place(operands, meshes, program.block_map)
+        for value, axes in zip(operands, gradient_sums(op, operands, placing), strict=True):
+            if isinstance(value, Parameter):
+                summed[value.name] = axes & summed.get(value.name, axes)
         results = [replace(v, layout=layout) for v, layout in zip(op.results, placing.results, strict=True)]
         scope.update({v.name: v for v in results})
         ops.append(op.with_results(results))
-    return replace(block, ops=tuple(ops))
+    cut = tuple(
+        cut_by_zero(p, meshes, over, zero) if (over := _zero_axis(before)) in summed.get(p.name, ()) else p
+        for before, p in zip(declared, parameters, strict=True)
+    )
+    return replace(block, ops=tuple(ops), parameters=cut)
 
 
-def _shard_parameter(parameter: Parameter, meshes: Meshes, over_edp: bool) -> Parameter:
+def _zero_axis(parameter: Parameter) -> str:
+    """The axis of the ranks that hold the same part of a parameter and other tokens."""
+    return "edp" if any(axis in EXPERT_AXES for axis, _ in parameter.shard) else "dp"
+
+
+def _shard_parameter(parameter: Parameter, meshes: Meshes) -> Parameter:
     cuts = {axis: dim for axis, dim in parameter.shard if _cuts(meshes.size(axis), parameter.shape[dim])}
     layout = Layout.of({axis: Shard(dim) for axis, dim in cuts.items()})
-    if over_edp and any(axis in EXPERT_AXES for axis, _ in parameter.shard):
-        layout = _stored(parameter, layout, meshes, "edp")
     return replace(parameter, shard=()).placed(layout)
 
 
@@ -76,14 +88,6 @@ def _cuts(ranks: int, size: Dim) -> bool:
     """
     assert isinstance(size, int)
     return ranks > 1 and size % ranks == 0
-
-
-def _stored(parameter: Parameter, layout: Layout, meshes: Meshes, axis: str) -> Layout:
-    """`layout` with a cut over `axis` of the first uncut dim that the axis divides, if there is one."""
-    size, shape = meshes.size(axis), parameter.shape
-    free = (dim for dim, n in enumerate(shape) if not layout.cuts(dim) and isinstance(n, int) and n % size == 0)
-    dim = next(free, None) if size > 1 else None
-    return layout if dim is None else layout.replace(axis, Shard(dim))
 
 
 def _input_layout(program: Program, value: Value, meshes: Meshes) -> Layout:

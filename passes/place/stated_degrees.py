@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Spec
+
+if TYPE_CHECKING:  # `moec check` imports no op of the IR
+    from moec.passes.ir import Recompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,12 @@ def number_of(degree: object) -> int | None:
     return degree
 
 
+def zero_of(spec: Spec) -> int:
+    """The stage of ZeRO that the file states, 0 to 3; `auto` was rejected earlier."""
+    assert isinstance(spec.parallel.zero, int)
+    return spec.parallel.zero
+
+
 def data_parallel_size(spec: Spec) -> int:
     """Number of data-parallel ranks that divide the batch: `dp`, stated or default, if the degrees are valid."""
     return number_of(spec.parallel.dp) or max(1, spec.cluster.ranks // (number_of(spec.parallel.tp) or 1))
@@ -34,6 +44,28 @@ def stated_eps(spec: Spec) -> list[tuple[Iterable[int], Stated]]:
     given: list[tuple[Iterable[int], object, Span | None]] = [(every, parallel.ep, parallel.span("ep"))]
     given += [(block.layers or every, block.ep, block.span("ep")) for block in parallel.layers]
     return [(layers, Stated(ep, span)) for layers, degree, span in given if (ep := number_of(degree)) is not None]
+
+
+def microbatches_of(spec: Spec) -> int:
+    """The parts that a rank's sequences of a step are worked through in; 1 by default."""
+    return number_of(spec.parallel.microbatches) or 1
+
+
+def recomputed_of(spec: Spec) -> list[Recompute]:
+    """What each layer's backward computes again; for a layer with several words, the last one counts.
+
+    `experts` concerns the layers with a mixture; the others recompute nothing.
+    """
+    mixtures, parallel = spec.subject.mixtures, spec.parallel
+    found: list[Recompute] = ["none"] * len(mixtures)
+    every = range(len(mixtures))
+    for layers, word in ((every, parallel.recompute), *((b.layers or every, b.recompute) for b in parallel.layers)):
+        assert word != "auto", "rejected earlier"
+        if word is None:
+            continue
+        for number in layers:
+            found[number] = "none" if word == "experts" and mixtures[number] is None else word
+    return found
 
 
 Mixtures = list[tuple[Moe, Stated | None, list[int]]]

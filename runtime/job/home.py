@@ -14,9 +14,11 @@ from moec.codegen.emit import DTYPES
 from moec.codegen.plan import PlanParameter
 from moec.passes.ir import Mesh, State
 from moec.runtime.job.checks import Checks
+from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.names import add_parameter
 from moec.runtime.job.shards import initial_shard, initial_state
-from moec.runtime.job.weights import Microbatches, Weights, WeightSpec
+from moec.runtime.job.weight_spec import WeightSpec
+from moec.runtime.job.weights import Weights
 
 ALONE = Mesh("dense", (("dp", 1),))
 

@@ -2,44 +2,55 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import distributed_c10d
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
-from moec.codegen.plan import Plan, PlanParameter
+from moec.codegen.plan import Plan
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Shard
-from moec.passes.ir.interface import layer_calls
-from moec.passes.ir.mesh import group_name
-from moec.passes.ir.mixture_values import choices_per_token
 from moec.runtime.backends import select
 from moec.runtime.backends.triton import triton_tiles
-from moec.runtime.errors import JobError, speak_once
-from moec.runtime.job import groups
+from moec.runtime.checkpoint.loading import load
+from moec.runtime.checkpoint.saves import Saves, save
+from moec.runtime.checkpoint.schedule import checkpoint, resume
+from moec.runtime.checkpoint.writing import Saving
+from moec.runtime.errors import speak_once
+from moec.runtime.job import groups, loads
+from moec.runtime.job.accumulate import accumulating
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.checks import Checks, JobChecks
-from moec.runtime.job.gradients import clip_gradient_norm
+from moec.runtime.job.clipping import hand_over, take_back, takes_scale
+from moec.runtime.job.gradients import EPS, clip_gradient_norm, gradient_norm, require_max_norm
 from moec.runtime.job.groups import ALL_RANKS
-from moec.runtime.job.join import device_meshes, join, process_groups
+from moec.runtime.job.join import (
+    device_meshes,
+    forget_meshes,
+    join,
+    new_connection,
+    process_groups,
+    require_arguments,
+    require_world_size,
+)
+from moec.runtime.job.masters import groups_of_shards, local_part, master_of
+from moec.runtime.job.metrics import Metrics, Place
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.optimizer import make_optimizer
 from moec.runtime.job.plan_names import parameters_by_name, require_model, require_own, states_by_name
 from moec.runtime.job.rank import RankHome
 from moec.runtime.job.replicas import check_replicas
 from moec.runtime.job.step import Counter, Loss, Step, run_step
-from moec.runtime.job.watch import collective, watch
+from moec.runtime.job.watch import Watch, watch
 from moec.runtime.ops.dense_collectives import all_gather_alike
 
 TIMEOUT = 100.0
@@ -62,14 +73,7 @@ class Job:
         timeout: float = TIMEOUT,
         checks: str = "first",
     ) -> None:
-        if check_replicas < 0:
-            raise ValueError(f"check_replicas is a number of steps, or 0 for never, not {check_replicas}")
-        if not 0 < timeout < math.inf:
-            raise ValueError(f"timeout is a number of seconds above 0, not {timeout}")
-        if device not in (None, "cpu", "cuda"):
-            raise ValueError(f"device is 'cpu' or 'cuda' (AMD GPUs too), not {device!r}")
-        if device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("device is 'cuda', but torch finds no GPU")
+        require_arguments(device, check_replicas, timeout)
         self.plan = plan
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -77,10 +81,17 @@ class Job:
         self.data_size = plan.data_size
         self.device_type = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self._timeout = timedelta(seconds=timeout)
-        self._check_every, self._steps, self._in_step = check_replicas, 0, False
+        self._check_every, self._in_step = check_replicas, False
+        self.steps = 0
+        """Calls of `step` so far, with those before the checkpoint that was loaded."""
+        self.tokens = 0
+        """Tokens of this rank that `step` and `accumulate` have trained on."""
+        self._watch: Watch | None = None
+        self._hands_over = False
         self._number, self._meshes = groups.new_job(), dict[str, DeviceMesh]()
         self._checks = Checks(checks, self._place)
         self._stack = ExitStack()
+        self._saves: Saves | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -90,23 +101,25 @@ class Job:
         with ExitStack() as stack:
             if dist.is_initialized():
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._require_world_size()
+            require_world_size(self.plan, self.world_size)
             select(self.device_type)  # raises for an unusable `MOEC_BACKEND`, before any collective
             self.data_rank = self.plan.data_rank(self.rank)
             self._checks = self._checks_of_ranks()
             if not dist.is_initialized():
                 join(self.rank, self.world_size, self.device_type, self._timeout)
                 stack.callback(dist.destroy_process_group)
+            stack.callback(forget_meshes)
             self._meshes = device_meshes(self.plan.meshes, self.device_type)
             named = process_groups(self._meshes, self.device_type, self._timeout)
-            watching = None
+            saves_store = None
             if self.world_size > 1:
-                # A second connection: a thread that waits on a shared one would block the other thread.
-                store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+                # Connections of their own: a thread that waits on a shared one would block the other threads.
+                store, saves_store = new_connection(), new_connection()
                 seconds = self._timeout.total_seconds()
-                watching = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
-            stack.enter_context(groups.opened(self._number, named, watching))
+                self._watch = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
+            stack.enter_context(groups.opened(self._number, named, self._watch))
             stack.enter_context(triton_tiles.opened(self.plan.tiles))
+            self._saves = stack.enter_context(Saves(saves_store, self.rank, self.world_size))
             self._stack = stack.pop_all()
         return self
 
@@ -118,16 +131,6 @@ class Job:
     def _checks_of_ranks(self) -> Checks:
         tp_ranks = next(ranks for ranks in self.plan.meshes["dense"].groups("tp") if self.rank in ranks)
         return JobChecks(self._checks.mode, self._number, self.rank, self.world_size, tp_ranks, self._place)
-
-    def _require_world_size(self) -> None:
-        ranks = self.plan.world_size
-        if self.world_size != ranks:
-            raise JobError(
-                "MOE0701",
-                f"the plan is for {ranks} ranks, but this job has {self.world_size}",
-                f"start it with `torchrun --nproc-per-node {ranks} …` (on several nodes, {ranks} processes in all), "
-                f"or compile the file for a cluster of {self.world_size}",
-            )
 
     # ---- what a training script calls --------------------------------------------------------------
 
@@ -141,18 +144,16 @@ class Job:
         limits = limits_of(self.plan.spec, self.plan.meshes["dense"].size("tp"), self.data_size)
         return PlanModule(self.plan.program, limits, home)
 
-    def optimizer(self, model: PlanModule) -> AdamW:
+    def optimizer(self, model: PlanModule) -> Optimizer:
         """The optimizer of the file's `train` block, else AdamW with its defaults.
 
         Raises `JobError` for parameters that the plan does not have.
         """
         require_model(model, self.plan)
         train = self.plan.spec.train
-        spec = train.optimizer if train else AdamWSpec()
-        by_decay: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for name, parameter in parameters_by_name(model, self.plan).items():
-            by_decay[self.plan.parameters[name].decays].append(parameter)
-        return make_optimizer(spec, by_decay[True], by_decay[False], model)
+        named, datas = parameters_by_name(model, self.plan), self.plan.parameters
+        masters = [master_of(parameter, datas[name], self._number) for name, parameter in named.items()]
+        return make_optimizer(train.optimizer if train else AdamWSpec(), masters, model)
 
     def step(
         self,
@@ -160,7 +161,7 @@ class Job:
         tokens: Tensor,
         labels: Tensor,
         *,
-        microbatches: int = 1,
+        microbatches: int | None = None,
         loss: Loss | None = None,
         logprob_loss: Loss | None = None,
         count: Counter | None = None,
@@ -169,7 +170,8 @@ class Job:
         """Forward, backward and gradient sums over this rank's part of the batch; returns the global loss, detached.
 
         tokens and labels int64 `[batch, sequence]`. The gradient is that of all ranks' whole batch, for any number of
-        `microbatches` and any masked labels. With `check_replicas=N` replicas are compared before every N-th step.
+        `microbatches` (default: the plan's) and any masked labels. With `check_replicas=N` replicas are compared before
+        every N-th step.
 
         A custom loss is one of:
         - `loss(logits, labels, **inputs)`: a sum over tokens, a scalar; logits `[batch, sequence, vocab]` are whole;
@@ -184,12 +186,15 @@ class Job:
         other shapes.
         """
         self._require_own(model)
-        self._steps += 1
-        if self._check_every and self._steps % self._check_every == 0:
+        self.steps += 1
+        if self._check_every and self.steps % self._check_every == 0:
             self.check_replicas(model)
+        if self._hands_over:
+            take_back(model.parameters())
+        self.tokens += labels.numel() if isinstance(labels, Tensor) else 0
         step = Step(
-            tokens, labels, microbatches=microbatches, loss=loss, logprob_loss=logprob_loss, count=count,
-            inputs=dict(inputs or {}),
+            tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=dict(inputs or {}),
+            microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
         )  # fmt: skip
         self._in_step = True
         try:
@@ -206,28 +211,11 @@ class Job:
         Each backward pass sums gradients over the ranks; `job.step(…, microbatches=n)` sums them once.
         """
         self._require_own(model)
-        if not labels:
-            raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch of the block")
-        if not tokens and model.counts_padding:
-            raise JobError(
-                "MOE0713",
-                "the model has a padding id and balance terms, which count real tokens",
-                "pass the tokens of every micro-batch of the block: job.accumulate(…, tokens=(…))",
-            )
-        if model.draws and any(part.dim() != 2 for part in labels):
-            raise JobError(
-                "MOE0713",
-                "the model draws random numbers, which depend on the numbers of its sequences",
-                "pass the labels of each micro-batch by themselves, `[batch, sequence]`",
-            )
-        flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
-        model.has_accumulated = True
-        sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
-        with model.counting(model.count_labels(flat), model.count_tokens(ids), sequences) as used:
+        if self._hands_over:
+            take_back(model.parameters())
+        self.tokens += sum(part.numel() for part in labels)
+        with accumulating(self, model, labels, tokens):
             yield
-            look = self._checks.looks(model.seen, "accumulate", flat.device)
-            used.require_whole(flat, look=look, numbered=model.draws)
-            model.update_states()
 
     def update_states(self, model: PlanModule) -> None:
         """Gives every state of the model, such as the biases of `online`, its new value.
@@ -253,13 +241,27 @@ class Job:
         parts |= states_by_name(model, self.plan)
         check_replicas(self.plan, parts, self.world_size, self._number + ALL_RANKS)
 
-    def clip_grad_norm_(self, model: PlanModule, max_norm: float) -> Tensor:
-        """Scales the gradients to a global norm of at most `max_norm`; returns the norm before, equal on every rank."""
+    def clip_grad_norm_(self, model: PlanModule, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
+        """Scales the gradients to a global norm of at most `max_norm`; returns the norm before, equal on every rank.
+
+        With `optimizer`, its next `step()` scales them while it reads them, with results that are equal up to rounding.
+        Until then reading or changing them raises `JobError`; `zero_grad()` drops them. An optimizer that cannot, such
+        as SGD, or that lacks some of the parameters, finds them scaled.
+        """
         self._require_own(model)
+        require_max_norm(max_norm)
         named = parameters_by_name(model, self.plan)
-        sharded = {name: self._sharded_over(self.plan.parameters[name]) for name in named}
+        if self._hands_over:
+            take_back(named.values())
+        sharded = {name: groups_of_shards(self.plan.parameters[name], self._number) for name in named}
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
-        return clip_gradient_norm(gradients, sharded, max_norm, next(model.parameters()).device)
+        device = next(model.parameters()).device
+        if optimizer is None or not takes_scale(optimizer, named.values()):
+            return clip_gradient_norm(gradients, sharded, max_norm, device)
+        norm = gradient_norm(gradients, sharded, device)
+        self._hands_over = True
+        hand_over(named.values(), ((norm + EPS) / max_norm).clamp(min=1.0), optimizer)
+        return norm
 
     def whole_logits(self, output: ModelOutput) -> Tensor:
         """`output.logits` gathered over vocabulary and sequence, `[batch, sequence, vocab]`, differentiable.
@@ -278,31 +280,83 @@ class Job:
         A collective: every rank must call it, or none.
         """
         self._require_own(model)
-        layers = sorted(model.expert_counts)
-        if not layers:
-            return {}
-        counts = torch.cat([model.expert_counts[layer] for layer in layers])
-        self._sum_over_all(counts, "expert loads")
-        sizes = [model.expert_counts[layer].numel() for layer in layers]
-        return dict(zip(layers, torch.split(counts.cpu(), sizes), strict=True))
+        return loads.of_experts(self, model)
 
     def drop_rates(self, model: PlanModule) -> dict[int, float]:
         """Fraction of the last forward pass's choices that a capacity dropped, over all ranks: layer → 0 to 1.
 
         A collective: every rank must call it, or none.
         """
-        loads = self.expert_loads(model)
-        tokens = torch.as_tensor(model.num_tokens, device=next(model.parameters()).device).clone()
-        self._sum_over_all(tokens, "drop rates")
-        total = int(tokens) // self.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
-        program = self.plan.program
-        choices = {call.layer: choices_per_token(program.block(call.block)) for call in layer_calls(program)}
-        kept = {layer: int(load.sum()) / choices[layer] for layer, load in loads.items()}
-        return {layer: 1 - rows / total if total else 0.0 for layer, rows in kept.items()}
+        self._require_own(model)
+        return loads.drop_rates(self, model, loads.of_experts(self, model))
 
-    def save(self, path: str, model: PlanModule, optimizer: torch.optim.Optimizer) -> None:
-        """Checkpoints are not supported yet."""
-        raise JobError("MOE0700", "job.save: checkpoints come in a later version of moec")
+    def save(
+        self, path: str | Path, model: PlanModule, optimizer: Optimizer | None = None, *, keep: int | None = None,
+        **extras: Any,
+    ) -> Saving:  # fmt: skip
+        """Saves model, optimizer and extras to the new folder `path`. A later `load` may have any plan of the model.
+
+        Returns when tensors are copied to host memory; a thread writes them. The handle's `wait()` returns when the
+        checkpoint is durable, and raises if it failed; so do the next save and leaving the job. `keep=N` then leaves
+        the N checkpoints of this model with the highest steps in the folder of `path`.
+
+        Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
+        MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
+        """
+        self._require_own(model)
+        return save(self, path, model, optimizer, keep, extras)
+
+    def load(
+        self, path: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
+    ) -> dict[str, Any]:  # fmt: skip
+        """Loads a checkpoint into the model's parameters, the optimizer and the extras; each rank reads its part.
+
+        Returns the extras that are plain data. Raises `JobError` on every rank, and changes nothing, for a checkpoint
+        that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809). A collective.
+        """
+        self._require_own(model)
+        return load(self, path, model, optimizer, extras)
+
+    def checkpoint(
+        self,
+        folder: str | Path,
+        model: PlanModule,
+        optimizer: Optimizer | None = None,
+        *,
+        every: int | None = None,
+        seconds: float | None = None,
+        keep: int | None = None,
+        **extras: Any,
+    ) -> Saving | None:
+        """Saves to `folder/STEP` if `every` steps or `seconds` have passed since the last; call it after each step.
+
+        STEP is the model's setting `step`. Rank 0's clock counts the seconds, for which ranks agree in each call.
+        """
+        self._require_own(model)
+        return checkpoint(
+            self, folder, model, optimizer, every=every, seconds=seconds, keep=keep, extras=extras
+        )  # fmt: skip
+
+    def resume(
+        self, folder: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
+    ) -> int:  # fmt: skip
+        """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step`, 0 without."""
+        self._require_own(model)
+        return resume(self, folder, model, optimizer, extras)
+
+    def metrics(self, path: Place = None, *, tensorboard: Place = None, **options: Any) -> Metrics:
+        """`with job.metrics("run.jsonl") as metrics:` and `metrics.step(…)` after every step write figures of training.
+
+        `path`: a file of JSON lines, appended to. `tensorboard`: a folder. `progress=True`: a display on stdout.
+        `every=N`: measure every N-th step. `start`: steps taken before, in a resumed run. Raises `JobError` if the
+        package for `tensorboard` is missing.
+        """
+        return Metrics(self, path, tensorboard, **options)
+
+    @property
+    def collective_seconds(self) -> float:
+        """Seconds that this rank's host has spent in collectives, on CUDA those to start them and to wait for them."""
+        return 0.0 if self._watch is None else self._watch.seconds
 
     # ---- internal ------------------------------------------------------------------------------------
 
@@ -310,6 +364,13 @@ class Job:
     def checks(self) -> Checks:
         """How its ranks check inputs together."""
         return self._checks
+
+    @property
+    def saves(self) -> Saves:
+        """Its saves. Raises `JobError` outside of `with`."""
+        if self._saves is None or not groups.is_open(self._number):
+            raise groups.ended()
+        return self._saves
 
     @property
     def number(self) -> str:
@@ -320,22 +381,6 @@ class Job:
         """Raises `JobError` for a model that this job did not build."""
         require_own(model, self.plan, self._number)
 
-    def _sum_over_all(self, counts: Tensor, what: str) -> None:
-        if self.world_size > 1:
-            with collective("all_reduce", self._number + ALL_RANKS, what) as peers:
-                dist.all_reduce(counts, group=peers)
-
-    def _sharded_over(self, data: PlanParameter) -> tuple[str, ...]:
-        mesh = None if data.mesh == "dense" else data.mesh
-        return tuple(self._number + group_name(axis, mesh) for axis in data.layout.sharded_axes())
-
     def _place(self) -> str:
-        place = [f"rank {self.rank}"] if self.world_size > 1 else []
-        place += [f"step {self._steps}"] if self._in_step else []
-        return ", ".join(place)
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or a gradient, detached."""
-    part: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return part.detach()
+        rank = [f"rank {self.rank}"] if self.world_size > 1 else []
+        return ", ".join([*rank, f"step {self.steps}"] if self._in_step else rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -9,13 +10,17 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
+from moec.runtime.errors import JobError
 from moec.runtime.job.groups import ALL_RANKS, HOST
 
 _joined: Counter[tuple[str, str]] = Counter()
@@ -40,6 +45,36 @@ def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> No
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def require_world_size(plan: Plan, world_size: int) -> None:
+    """Raises `JobError` unless there are as many processes as the plan has ranks."""
+    ranks = plan.world_size
+    if world_size != ranks:
+        raise JobError(
+            "MOE0701",
+            f"the plan is for {ranks} ranks, but this job has {world_size}",
+            f"start it with `torchrun --nproc-per-node {ranks} …` (on several nodes, {ranks} processes in all), "
+            f"or compile the file for a cluster of {world_size}",
+        )
+
+
+def require_arguments(device: str | None, check_replicas: int, timeout: float) -> None:
+    """Raises `ValueError` for what `moec.launch` cannot be told."""
+    if check_replicas < 0:
+        raise ValueError(f"check_replicas is a number of steps, or 0 for never, not {check_replicas}")
+    if not 0 < timeout < math.inf:
+        raise ValueError(f"timeout is a number of seconds above 0, not {timeout}")
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device is 'cpu' or 'cuda' (AMD GPUs too), not {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device is 'cuda', but torch finds no GPU")
+
+
+def new_connection() -> Store:
+    """The store of all ranks, over a connection of its own."""
+    store: Store = distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+    return store
+
+
 def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, DeviceMesh]:
     """A plan's meshes as DeviceMeshes over their axes of more than one rank; meshes of one rank are left out."""
     by_name = {}
@@ -49,6 +84,17 @@ def device_meshes(meshes: Mapping[str, Mesh], device_type: str) -> dict[str, Dev
             ranks = torch.arange(mesh.ranks).reshape([mesh.size(axis) for axis in axes])
             by_name[name] = DeviceMesh(device_type, ranks, mesh_dim_names=axes)
     return by_name
+
+
+def forget_meshes() -> None:
+    """Empties DTensor's caches, which outlive a job.
+
+    They find a mesh by its shape and give that of an earlier job, whose groups have ended: `full_tensor()` would not
+    find them, or find others of the same name. They also keep the connections of every job open.
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _redistribute._gen_transform_infos.cache_clear()
+    _redistribute.clear_redistribute_planner_cache()
 
 
 def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: timedelta) -> dict[str, ProcessGroup]:

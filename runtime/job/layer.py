@@ -19,8 +19,8 @@ from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.forward_checks import KINDS, SHAPES, counts_own_tokens
 from moec.runtime.job.home import Home, own_weights
 from moec.runtime.job.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
+from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.settings import require_seed, setting_values
-from moec.runtime.job.weights import Microbatches
 
 
 class HostedHome(Home, Protocol):

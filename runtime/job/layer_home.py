@@ -29,7 +29,7 @@ from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.layer_state import PREFIX
 from moec.runtime.job.rank import RankHome
 from moec.runtime.job.shards import dtensor_placements
-from moec.runtime.job.weights import WeightSpec
+from moec.runtime.job.weight_spec import WeightSpec
 
 Reduction = Literal["mean", "sum"]
 
@@ -102,7 +102,7 @@ class LayerHome(RankHome):
     def whole(self, name: str, part: Tensor) -> Tensor:
         """This rank's part of a parameter as a DTensor, which knows the whole; a replica as it is."""
         data = self.plan.parameters[name]
-        layout = data.layout
+        layout = data.master
         if not layout.axes:
             return part
         placements = dtensor_placements(layout, self.experts_mesh)
@@ -112,7 +112,7 @@ class LayerHome(RankHome):
     def local_experts(self) -> range:
         """The experts that this rank has."""
         data = self.plan.parameters[f"{EXPERTS}up.weight"]
-        first, *_ = local_slices(data.shape, data.layout, self.plan.meshes[data.mesh], self.rank)
+        first, *_ = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
         return range(first.start, first.stop)
 
     def weight(self, name: str, site: str) -> WeightSpec:
@@ -154,6 +154,10 @@ def make_layer(
             f"the plan is for {plan.world_size} ranks, but the layer's process group has {len(ranks)}",
             f"give `moec.layer` the .moe file, which it compiles for {len(ranks)}, or compile it for {len(ranks)}",
         )
+    for name, data in plan.parameters.items():
+        if data.zero_cut is not None:
+            message = f"the optimizer state of {name} is {data.master}: the host cuts a layer's parameters"
+            raise JobError("MOE0700", message, "compile the .moe file again")
     target = torch.device(device) if device is not None else torch.get_default_device()
     home = LayerHome(plan, ranks, reduction, device=target, seed=seed)
     return MoeLayer(plan.program, plan.spec.subject.dim, home)

@@ -59,4 +59,4 @@ def load_own_parts(
             raise JobError("MOE0712", f"{message}: it could be any rank's part", HOW_TO_LOAD)
         if tensor.shape == data.shape:
             mesh = home.plan.meshes[data.mesh]
-            state_dict[prefix + name] = tensor[local_slices(data.shape, data.layout, mesh, home.rank)]
+            state_dict[prefix + name] = tensor[local_slices(data.shape, data.master, mesh, home.rank)]

@@ -22,13 +22,14 @@ from moec.runtime.job.batches import Limits, device_of
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.forward_checks import KINDS, SHAPES, Claims, counts_own_tokens
 from moec.runtime.job.home import Home
-from moec.runtime.job.plan_layer import Layer
+from moec.runtime.job.microbatches import Microbatches
+from moec.runtime.job.plan_layer import Layer, layer_inside
 from moec.runtime.job.settings import complaint_about, initial_values, same_on_ranks
 from moec.runtime.job.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.job.state_updates import Updates
 from moec.runtime.job.step_counts import StepCounts
 from moec.runtime.job.top_level import TopLevel
-from moec.runtime.job.weights import Microbatches, Weights
+from moec.runtime.job.weights import Weights
 from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
 
 
@@ -68,7 +69,7 @@ class PlanModule(nn.Module):
         self._routers: list[str] = []
         calls = layer_calls(program)
         functions = {
-            name: emit_function(program, name, groups=home.groups, float64=float64)
+            name: emit_function(program, name, groups=home.groups, float64=float64, gathered=True)
             for name in dict.fromkeys(call.block for call in calls)
         }
         for call in calls:
@@ -234,11 +235,18 @@ class PlanModule(nn.Module):
         """
         self._updates.apply(self.layers)
 
+    def drop_loads(self) -> None:
+        """Drops the loads of earlier passes: they belong to states that were replaced by those of a file."""
+        self._updates.loads.clear()
+
     @contextmanager
-    def counting(self, labels: Tensor | None, tokens: Tensor | None, sequences: int) -> Iterator[StepCounts]:
+    def counting(
+        self, labels: Tensor | None, tokens: Tensor | None, sequences: int, *, passes: int
+    ) -> Iterator[StepCounts]:
         """Inside the block, losses are divided by these counts instead of each forward pass's counts.
 
-        The block is one step of `sequences` sequences on this rank; it adds 1 to `step` unless it raises.
+        The block is one step of `sequences` sequences on this rank, in about `passes` forward passes, for which
+        ZeRO 1 and 2 gather weights once; it adds 1 to `step` unless it raises.
         """
         if self._counts.sequences is not None:
             raise JobError(
@@ -248,9 +256,13 @@ class PlanModule(nn.Module):
             )
         self._counts = StepCounts(labels, tokens, sequences)
         self._updates.loads.clear()
+        self._microbatches.keeps = passes > 1
         try:
             yield self._counts
         finally:
+            self._microbatches.keeps = False
+            for weights in self.all_weights(wrapped=True):
+                weights.drop_kept()
             self._counts = StepCounts()
             self._updates.loads.clear()
         self.next_step()
@@ -268,12 +280,14 @@ class PlanModule(nn.Module):
             self._microbatches.drop()
             self._agreed = None
 
-    def all_weights(self) -> Iterator[Weights]:
-        """The `Weights` of the top level and of each layer."""
+    def all_weights(self, *, wrapped: bool = False) -> Iterator[Weights]:
+        """The `Weights` of the top level and of each layer; `wrapped`: also of layers inside of other modules."""
         yield from self._top.weights
         for layer in self.layers:
             if isinstance(layer, Layer):
                 yield layer._weights
+            elif wrapped and (found := layer_inside(layer)) is not None:
+                yield found[1]._weights
 
     # ---- for PyTorch -------------------------------------------------------------------------------
 
@@ -315,11 +329,13 @@ class PlanModule(nn.Module):
         try:
             if self._home.checks.compares:
                 needed = [each for weights in self.all_weights() for each in weights.needed()]
+                needed += [weights.is_kept for weights in self.all_weights(wrapped=True)]
         except JobError as error:
             complaint = complaint or Complaint.of(error)
         one_shape = self._places_by_shape or (self._draws and self.training)
         shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
-        # Ranks with different frozen parameters would start different sums of gradients.
+        # Ranks with different frozen parameters would start different sums of gradients, and ranks whose parameters
+        # were changed between micro-batches would gather weights that others have kept.
         kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), hash(tuple(needed)))
         settings = same_on_ranks(self.settings if self._draws else {})
         return Claims(complaint, (MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kind), settings))
@@ -330,5 +346,5 @@ class PlanModule(nn.Module):
 
 
 def _drop_loads(module: nn.Module, incompatible: object) -> None:
-    """Drops the loads of passes before `load_state_dict`: they belong to the states that it replaced."""
-    module.__dict__["_updates"].loads.clear()
+    assert isinstance(module, PlanModule)
+    module.drop_loads()

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 
+from moec.grammar.spec import Adafactor as AdafactorSpec
 from moec.grammar.spec import AdamW as AdamWSpec
+from moec.grammar.spec import Muon as MuonSpec
+from moec.grammar.spec import Optimizer as OptimizerSpec
+from moec.grammar.spec import Sgd as SgdSpec
 from moec.runtime.errors import JobError
+from moec.runtime.job.adafactor import Adafactor
 from moec.runtime.job.home import home_of
+from moec.runtime.job.masters import Master
+from moec.runtime.job.muon import Muon
 from moec.runtime.job.state_dict_signing import KEY, require_own
 
 OTHER_STATE = (
@@ -19,15 +27,22 @@ OTHER_STATE = (
 )
 
 
-def make_optimizer(
-    spec: AdamWSpec, decayed: list[nn.Parameter], undecayed: list[nn.Parameter], model: nn.Module | None = None
-) -> AdamW:
-    """AdamW with the settings of `spec`, over fp32 masters. Its state is signed with this rank's parts of `model`."""
+def make_optimizer(spec: OptimizerSpec, masters: Sequence[Master], model: nn.Module | None = None) -> Optimizer:
+    """The optimizer of `spec` over these masters. Its state is signed with this rank's parts of `model`."""
     groups = [
-        {"params": decayed, "weight_decay": spec.weight_decay},
-        {"params": undecayed, "weight_decay": 0.0},
+        {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
+        for decays, decay in ((True, spec.weight_decay), (False, 0.0))
     ]
-    optimizer = AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+    optimizer: Optimizer
+    match spec:
+        case AdamWSpec():
+            optimizer = AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+        case SgdSpec():
+            optimizer = SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True)
+        case AdafactorSpec():
+            optimizer = Adafactor(masters, spec)
+        case MuonSpec():
+            optimizer = Muon(masters, spec)
     if model is not None:
         _sign(optimizer, model)
     return optimizer
@@ -44,7 +59,10 @@ def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:
         for name, value in state["state"].get(index, {}).items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 continue
-            if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+            # A factor of Adafactor has size 1 in the dims that it is a sum over.
+            fits = all(size in (1, whole) for size, whole in zip(value.shape, parameter.shape, strict=False))
+            fits = fits and value.dim() == parameter.dim()
+            if not fits or isinstance(value, DTensor) != isinstance(parameter, DTensor):
                 state_tensor = f"{name} of parameter {index} is a {type(value).__name__} {list(value.shape)}"
                 master = f"the parameter is a {type(parameter.data).__name__} {list(parameter.shape)}"
                 raise JobError("MOE0712", f"this optimizer state's {state_tensor}, but {master}", OTHER_STATE)

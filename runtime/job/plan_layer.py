@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function
+from moec.runtime.job.gathered_again import Handles
 from moec.runtime.job.home import Home, own_weights
+from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.settings import setting_values
 from moec.runtime.job.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.job.states import OwnStates
-from moec.runtime.job.weights import Microbatches
 
 
 class Layer(nn.Module):
@@ -31,8 +32,10 @@ class Layer(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """The results of the layer's block: the residual stream, and a mixture's counts and balance term."""
         settings = setting_values(self.function.settings, {}, training=self.training)
-        states = self.states().values()
-        return self.function.module(*inputs, self._number, *settings, *states, *self._weights())
+        states, handles = self.states().values(), Handles()
+        weights = self._weights(handles)
+        with handles.in_place():
+            return self.function.module(*inputs, self._number, *settings, *states, *weights)
 
     def states(self) -> dict[str, Tensor]:
         """The states by name, in the order of the file. Raises `JobError` for one that was narrowed."""

@@ -14,12 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.emit import DTYPES
-from moec.codegen.plan import Plan, PlanParameter
+from moec.codegen.plan import Plan, PlanParameter, ZeroCut
 from moec.passes.ir import State, local_slices
 from moec.runtime.job.checks import Checks
 from moec.runtime.job.groups import ALL_RANKS, ended, is_open
-from moec.runtime.job.shards import dtensor_placements, initial_shard, initial_state, require_executable
-from moec.runtime.job.weights import WeightSpec
+from moec.runtime.job.shards import (
+    dtensor_placements,
+    initial_shard,
+    initial_state,
+    require_executable,
+    require_gathered,
+)
+from moec.runtime.job.weight_spec import WeightSpec, ZeroPart
 
 
 class RankHome:
@@ -37,6 +43,7 @@ class RankHome:
         seed: int,
     ) -> None:
         require_executable(plan.parameters)
+        require_gathered(plan)
         self.plan, self.rank, self.groups, self.checks = plan, rank, job, checks
         self._meshes, self._device, self.seed = meshes, device, seed
         self.data_rank = plan.data_rank(rank)
@@ -59,7 +66,8 @@ class RankHome:
 
     def weight(self, name: str, site: str) -> WeightSpec:
         data = self.plan.parameters[name]
-        index = local_slices(data.shape, data.layout, self.plan.meshes[data.mesh], self.rank)
+        index = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
+        cut = data.zero_cut
         return WeightSpec(
             name=name,
             shape=tuple(part.stop - part.start for part in index),
@@ -67,17 +75,29 @@ class RankHome:
             groups=tuple(self.groups + group for group in self._sum_over(data)),
             site=site,
             master=torch.float32,
+            zero=None if cut is None else self._zero_part(data, cut),
+        )
+
+    def _zero_part(self, data: PlanParameter, cut: ZeroCut) -> ZeroPart:
+        return ZeroPart(
+            group=self.groups + cut.group,
+            dim=cut.dim,
+            ranks=self.plan.meshes[data.mesh].size(cut.axis),
+            per_use=data.layout == data.master,
+            per_pass=data.gradient == data.master,
         )
 
     def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:
         """The groups that sum its gradient; the group of all ranks if they span the mesh."""
+        if data.zero_cut is not None:  # its group sums first, by a reduce_scatter
+            return tuple(group for group in data.sum_over if group != data.zero_cut.group)
         if len(data.sum_over) > 1 and len(data.sum_over) == len(self.plan.meshes[data.mesh].wide_axes()):
             return (ALL_RANKS,)
         return data.sum_over
 
     def _layout(self, data: PlanParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         mesh = self._meshes[data.mesh]
-        return mesh, dtensor_placements(data.layout, mesh)
+        return mesh, dtensor_placements(data.master, mesh)
 
     def require_running(self) -> None:
         if self.plan.world_size > 1 and not is_open(self.groups):
@@ -90,7 +110,7 @@ class RankHome:
     def _parts_digest(self) -> str:
         """A digest that is equal for plans that shard every parameter the same way."""
         meshes = {name: mesh.axes for name, mesh in self.plan.meshes.items()}
-        cut = sorted((name, p.shape, str(p.layout), meshes[p.mesh]) for name, p in self.plan.parameters.items())
+        cut = sorted((name, p.shape, str(p.master), meshes[p.mesh]) for name, p in self.plan.parameters.items())
         return hashlib.sha256(repr(cut).encode()).hexdigest()[:16]
 
     def complaint_of(self, signature: dict[str, Any]) -> str | None:
@@ -103,7 +123,7 @@ class RankHome:
         if signature.get("parts", self._parts_digest) != self._parts_digest:
             return "its plan shards parameters differently"
         for name, data in self.plan.parameters.items():
-            mesh, layout = self.plan.meshes[data.mesh], data.layout
+            mesh, layout = self.plan.meshes[data.mesh], data.master
             theirs, ours = (local_slices(data.shape, layout, mesh, each) for each in (rank, self.rank))
             if theirs != ours:
                 return f"it has rank {rank}'s part of {name}, but this is rank {self.rank}"

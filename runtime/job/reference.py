@@ -17,18 +17,19 @@ from moec.runtime.job.home import ALONE, Alone
 from moec.runtime.job.layer import MoeLayer
 from moec.runtime.job.layer_state import PREFIX
 from moec.runtime.job.module import PlanModule
-from moec.runtime.job.weights import WeightSpec
+from moec.runtime.job.weight_spec import WeightSpec
 
 __all__ = ["ALONE", "layer_reference", "reference", "reference_program"]
 
 
-def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> PlanModule:
+def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None, microbatches: int = 1) -> PlanModule:
     """The lowered, unsharded Program of `spec` as a module, initialised as in a job.
 
     `module(tokens)` gives `.logits` and `.aux_loss`, with labels also `.loss`. Parameters are fp32. `dtype`
-    replaces the dtype in which layers compute; float64 also replaces fp32 inside the graphs and of parameters.
+    replaces the dtype in which layers compute; float64 also replaces fp32 inside the graphs and of parameters. Its
+    batch consists of `microbatches` equal parts, which share no routing group.
     """
-    program = reference_program(spec)
+    program = reference_program(spec, microbatches)
     home = Alone(parameters_of(program), seed=seed, dtype=dtype)
     return PlanModule(program, limits_of(spec), home, float64=dtype == torch.float64)
 
@@ -58,6 +59,6 @@ class AloneInHost(Alone):
         return range(self._parameters[f"{PREFIX}experts.up.weight"].shape[0])
 
 
-def reference_program(spec: Spec) -> Program:
-    """The lowered Program of `spec`, for one process with the sequences of all data-parallel ranks."""
-    return replace(lower(spec), data_ranks=data_parallel_size(spec))
+def reference_program(spec: Spec, microbatches: int = 1) -> Program:
+    """The lowered Program of `spec`, for one process with the sequences of all ranks and micro-batches."""
+    return replace(lower(spec), data_ranks=data_parallel_size(spec), microbatches=microbatches)

@@ -72,7 +72,7 @@ def replicas(plan: Plan, name: str) -> list[list[int]]:
     if name in plan.states:
         return [list(range(plan.world_size))]
     data = plan.parameters[name]
-    layout, mesh = data.layout, plan.meshes[data.mesh]
+    layout, mesh = data.master, plan.meshes[data.mesh]
     parts: dict[tuple[int, ...], list[int]] = {}
     for rank in range(mesh.ranks):
         part = tuple(s.start for s in local_slices(data.shape, layout, mesh, rank))

@@ -12,8 +12,9 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 from torch.distributed.tensor.placement_types import Placement
 
-from moec.codegen.plan import PlanParameter
+from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.passes.ir import Layout, Mesh, Shard, State, local_slices
+from moec.passes.ir.ops import AllGather
 from moec.runtime import philox
 from moec.runtime.errors import JobError
 
@@ -22,18 +23,43 @@ CHUNK = 1 << 16
 
 
 def require_executable(parameters: Mapping[str, PlanParameter]) -> None:
-    """Raises `JobError` where a gradient or an optimizer state has another layout than its weight: ZeRO 1 and 2.
+    """Raises `JobError` where the layouts of a parameter are not those of a stage of ZeRO: jobs run no others.
 
-    Nothing scatters gradients or gathers weights after an update yet.
+    The optimizer state is cut over one axis beyond what tp and ep cut. The gradient and the weight either have that cut
+    too or have none.
     """
     for name, data in parameters.items():
-        for what, layout in (("gradient", data.gradient), ("optimizer state", data.optimizer_state)):
-            if layout != data.layout:
-                raise JobError(
-                    "MOE0700",
-                    f"the {what} of {name} is {layout} and its weight {data.layout}; a later version of moec runs this",
-                    "compile the .moe file again with this moec",
-                )
+        cut, state = data.zero_cut, data.optimizer_state
+        whole = state if cut is None else state.replace(cut.axis, None)
+        for what, layout in (("weight", data.layout), ("gradient", data.gradient)):
+            if layout not in (whole, state):
+                raise _not_executable(f"the {what} of {name} is {layout} and its optimizer state {state}")
+
+
+def require_gathered(plan: Plan) -> None:
+    """Raises `JobError` unless ZeRO can gather weights and scatter gradients beside the graphs, layer by layer.
+
+    ZeRO's cut is the only one of its dim. A weight that it cuts has no use but its gather; the gradient of another is
+    summed over the axis.
+    """
+    for block in plan.program.blocks:
+        placed = {f"@{p.name}": p for p in parameters_of_block(block)}
+        cuts = {name: (p, cut) for name, p in placed.items() if (cut := p.zero_cut) is not None}
+        for name, (parameter, cut) in cuts.items():
+            if parameter.master.cuts(cut.dim) != (cut.axis,):
+                raise _not_executable(f"the optimizer state of {name} is {parameter.master}, with two cuts of one dim")
+            if parameter.layout != parameter.master and cut.group not in parameter.sum_over:
+                raise _not_executable(f"{block.name} does not sum the gradient of {name} over {cut.axis}")
+        for op in block.ops:
+            for name in cuts.keys() & set(op.operands):
+                parameter, cut = cuts[name]
+                gathers = isinstance(op, AllGather) and (op.axis, op.dim) == (cut.axis, cut.dim)
+                if parameter.layout == parameter.master and not gathers:
+                    raise _not_executable(f"{block.name} uses {name}, which is {parameter.layout}, in {op.mnemonic}")
+
+
+def _not_executable(words: str) -> JobError:
+    return JobError("MOE0700", f"{words}; a later version of moec runs this", "compile the .moe file again")
 
 
 def dtensor_placements(layout: Layout, mesh: DeviceMesh) -> tuple[Placement, ...]:
@@ -70,7 +96,7 @@ def initial_shard(
     Each element is drawn in fp32 from its index in the whole parameter: its value depends on neither the sharding nor
     the number of ranks. A rank draws only its part. On `meta` nothing is drawn.
     """
-    index = local_slices(data.shape, data.layout, mesh, rank)
+    index = local_slices(data.shape, data.master, mesh, rank)
     local = [part.stop - part.start for part in index]
     if data.init.kind in ("ones", "zeros"):
         return torch.full(local, float(data.init.kind == "ones"), dtype=dtype, device=device)

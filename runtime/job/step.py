@@ -72,7 +72,10 @@ class Step:
             return f"microbatches must be an integer of at least 1, not {self.microbatches!r}"
         sequences = self.tokens.shape[0] if self.tokens.dim() else 0
         if self.microbatches > max(1, sequences):
-            return f"{sequences} sequences cannot be cut into {self.microbatches} micro-batches"
+            return (
+                f"{sequences} sequences cannot be cut into {self.microbatches} micro-batches: `microbatches=…` of "
+                "job.step replaces the plan's number"
+            )
         if self.microbatches > 1 and self.count_takes_logits:
             return (
                 "a count that takes logits is known only after the forward pass, and several micro-batches are "
@@ -118,7 +121,12 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
     sum_of_losses, graded = torch.zeros((), device=step.tokens.device), False
     with (
         model.one_step() as microbatches,
-        model.counting(None if step.has_custom_loss else num_labels, num_tokens, step.tokens.shape[0]),
+        model.counting(
+            None if step.has_custom_loss else num_labels,
+            num_tokens,
+            step.tokens.shape[0],
+            passes=step.microbatches,
+        ),
     ):
         for index, (tokens, labels, inputs) in enumerate(step.parts()):
             microbatches.more = index < step.microbatches - 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, fx, nn
@@ -11,9 +11,11 @@ from moec.codegen.emit import emit_graph, info_of, site_of, weight_users
 from moec.passes.ir import Output, OutputKey, Program, Role, Setting
 from moec.passes.ir.interface import FORWARD
 from moec.runtime.errors import JobError
+from moec.runtime.job.gathered_again import Handles
 from moec.runtime.job.home import Home, own_weights
+from moec.runtime.job.microbatches import Microbatches
+from moec.runtime.job.plan_layer import layer_inside
 from moec.runtime.job.settings import setting_values
-from moec.runtime.job.weights import Microbatches
 
 if TYPE_CHECKING:
     from moec.runtime.job.module import PlanModule
@@ -46,8 +48,9 @@ class TopLevel:
     def __init__(
         self, program: Program, home: Home, owner: nn.Module, microbatches: Microbatches, *, float64: bool
     ) -> None:
+        self._microbatches = microbatches
         forward = program.block(FORWARD)
-        graph = emit_graph(program, forward, groups=home.groups, float64=float64)
+        graph = emit_graph(program, forward, groups=home.groups, float64=float64, gathered=True)
         self._outline = Outline(graph, forward.outputs)
         sites = {name: site_of(op, None) for name, op in weight_users(forward).items()}
         self.weights = [
@@ -65,10 +68,12 @@ class TopLevel:
             )
         for weights in model.all_weights():
             weights.begin()
+        self._microbatches.last_use = None
         try:
             return self._run(model, given)
         finally:
-            for weights in model.all_weights():
+            self._microbatches.last_use = None
+            for weights in model.all_weights(wrapped=True):
                 weights.drop_begun()
 
     def _run(self, model: PlanModule, given: Mapping[Role, Tensor]) -> dict[OutputKey, Any]:
@@ -76,25 +81,49 @@ class TopLevel:
         values: dict[fx.Node, Any] = {node: given[role] for role, node in outline.inputs.items()}
         settings = setting_values(list(outline.settings), model.settings, training=model.training)
         values.update(zip(outline.settings.values(), settings, strict=True))
+        handles, coming = Handles(), self._in_order(model)
+        next(coming, None)
         for node in outline.nodes:
             if node in outline.index_of:
                 index = outline.index_of[node]
-                values.update(zip(outline.segments[index][1], self.weights[index](), strict=True))
+                values.update(zip(outline.segments[index][1], self.weights[index](handles), strict=True))
+                next(coming, None)
             match node.op:
                 case "output":
                     (results,) = node.args
                     found = results if isinstance(results, tuple | list) else (results,)
                     return {output.key: values[value] for output, value in zip(outline.results, found, strict=True)}
                 case "call_module":
-                    layer = model.layers[int(str(node.target).rpartition(".")[2])]
+                    layer = model.layers[_layer_number(node)]
+                    next(coming, None)
                     values[node] = layer(*(values[arg] for arg in node.args))
                 case _:
                     assert callable(node.target)
                     args = [_value(arg, values) for arg in node.args]
-                    values[node] = node.target(*args, **{k: _value(v, values) for k, v in node.kwargs.items()})
+                    with handles.in_place():
+                        values[node] = node.target(*args, **{k: _value(v, values) for k, v in node.kwargs.items()})
             for dead in outline.last_used_at.get(node, ()):
                 del values[dead]
         raise AssertionError("a graph without an output")
+
+    def _in_order(self, model: PlanModule) -> Iterator[None]:
+        """Starts the gather of one segment or layer after the other, in the order of their use: one at each `next`.
+
+        A module in a layer's place, which has no weights of the plan, takes a turn too.
+        """
+        for node in self._outline.nodes:
+            if node in self._outline.index_of:
+                self.weights[self._outline.index_of[node]].begin_gather()
+                yield
+            if node.op == "call_module":
+                found = layer_inside(model.layers[_layer_number(node)])
+                if found is not None:
+                    found[1]._weights.begin_gather()
+                yield
+
+
+def _layer_number(node: fx.Node) -> int:
+    return int(str(node.target).rpartition(".")[2])
 
 
 def _value(arg: Any, values: Mapping[fx.Node, Any]) -> Any:

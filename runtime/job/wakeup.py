@@ -24,8 +24,9 @@ class Wakeup:
 
     def sleep(self, seconds: float) -> bool:
         """Sleeps until `wake`, SIGTERM or the timeout; returns whether SIGTERM came."""
-        ready, _, _ = select.select([self._read], [], [], seconds)
-        return bool(ready) and signal.SIGTERM in os.read(self._read, 1024)
+        poll = select.poll()  # `select.select` takes no file descriptor above 1,023
+        poll.register(self._read, select.POLLIN)
+        return bool(poll.poll(1000 * seconds)) and signal.SIGTERM in os.read(self._read, 1024)
 
     def wake(self) -> None:
         os.write(self.write, b"\0")

@@ -122,6 +122,8 @@ class Watch:
     def __init__(self, store: Store, rank: int, world_size: int, timeout: float, wakeup: Wakeup) -> None:
         self.rank, self.world_size, self.timeout = rank, world_size, timeout
         self._store, self._wakeup = store, wakeup
+        self.seconds = 0.0
+        """Seconds that this rank's host has spent in collectives."""
         self._counts: dict[str, int] = {}
         # Never changed in place: the other thread always reads a complete one.
         self._position = _Timed(False, None, time.monotonic())
@@ -150,7 +152,9 @@ class Watch:
         self._position = _Timed(True, place, time.monotonic(), begins)
 
     def leave(self) -> None:
-        self._position = _Timed(False, self._position.place, time.monotonic())
+        entered, now = self._position, time.monotonic()
+        self.seconds += now - entered.since
+        self._position = _Timed(False, entered.place, now)
 
     def inquire(self, *, overdue: bool, error: BaseException | None = None, seconds: float | None = None) -> Verdict:
         """Finds the rank to blame: asks all ranks for their positions, up to `seconds`. One rank prints the verdict.

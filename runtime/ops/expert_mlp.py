@@ -14,7 +14,7 @@ from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.registry import check, define, differentiate
 
 
-def _check_expert_mlp(
+def check_expert_mlp(
     rows: Tensor,
     counts: Tensor,
     up: Tensor,
@@ -24,6 +24,7 @@ def _check_expert_mlp(
     weights: Tensor | None,
     activation: str,
 ) -> None:
+    """Raises `RuntimeError` for arguments that `expert_mlp` does not take."""
     check(
         activation in ACTIVATIONS,
         lambda: f"moec::expert_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
@@ -101,7 +102,7 @@ def _fake_expert_mlp(
 expert_mlp = define(
     schema_of(o.ExpertMlp),
     fake=_fake_expert_mlp,
-    check=_check_expert_mlp,
+    check=check_expert_mlp,
 )
 """`activation(row @ up[e]ᵀ + up_bias[e]) @ down[e]ᵀ + down_bias[e]` for the rows of each expert e, times their weights.
 
@@ -115,8 +116,8 @@ Raises `RuntimeError` if the counts do not add up to R.
 """
 
 
-def _check_expert_mlp_backward(grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, *others: Any) -> None:
-    _check_expert_mlp(rows, counts, *others)
+def _check_backward(grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, *others: Any) -> None:
+    check_expert_mlp(rows, counts, *others)
 
 
 def _fake_expert_mlp_backward(
@@ -146,7 +147,7 @@ expert_mlp_backward = define(
     " Tensor? up_bias, Tensor? down_bias, Tensor? weights, str activation)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_expert_mlp_backward,
-    check=_check_expert_mlp_backward,
+    check=_check_backward,
 )
 """The gradients of rows, up, down, both biases and weights; of shape [0] for an operand that is None.
 

@@ -14,7 +14,7 @@ from moec.runtime.ops.expert_mlp import check_biases, empty_biases, of_given
 from moec.runtime.ops.registry import check, define, differentiate
 
 
-def _check_mixture_mlp(
+def check_mixture_mlp(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
@@ -24,6 +24,7 @@ def _check_mixture_mlp(
     down_bias: Tensor | None,
     activation: str,
 ) -> None:
+    """Raises `RuntimeError` for arguments that `mixture_mlp` does not take."""
     check(
         activation in ACTIVATIONS,
         lambda: f"moec::mixture_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
@@ -78,7 +79,7 @@ def _fake_mixture_mlp(
 mixture_mlp = define(
     schema_of(o.MixtureMlp),
     fake=_fake_mixture_mlp,
-    check=_check_mixture_mlp,
+    check=check_mixture_mlp,
 )
 """mixed[t] = Σⱼ weights[t, j] · f_e(x[t]), e = experts[t, j], with f as `expert_mlp`'s; nothing for e = −1.
 
@@ -102,7 +103,7 @@ def _check_backward(
     *others: Any,
 ) -> None:
     check(grad.shape == x.shape, lambda: f"moec::mixture_mlp_backward: grad must be {list(x.shape)}")
-    _check_mixture_mlp(x, positions, *others)
+    check_mixture_mlp(x, positions, *others)
 
 
 def _fake_backward(

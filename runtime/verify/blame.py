@@ -32,6 +32,7 @@ from moec.runtime.verify.virtual import VirtualCluster
 def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference | None:
     """Runs plan and reference step by step and compares every value that both have; then their gradients, backwards.
 
+    `inputs` are one micro-batch, because values are compared with those of a single forward pass.
     Costs as much memory as every intermediate value of every rank.
     """
     inputs = inputs.to(torch.float64)
@@ -62,7 +63,7 @@ def first_difference(plan: Plan, model: Unsharded, inputs: Inputs) -> Difference
     found = _first_wrong_gradient(steps, references, uses, judge)
     if found is None and stopped:
         found = _difference(_where_backward_stopped(steps), steps, math.inf, gradient=True)
-    return found or _parameter_difference(plan, model, cluster, steps)
+    return found or _parameter_difference(plan, whole, cluster, steps)
 
 
 class _Expected:
@@ -227,10 +228,10 @@ def _branches(steps: Sequence[RecordedNode]) -> set[tuple[str, str]]:
 
 
 def _parameter_difference(
-    plan: Plan, model: Unsharded, cluster: VirtualCluster, steps: Sequence[RecordedNode]
+    plan: Plan, reference: Lockstep, cluster: VirtualCluster, steps: Sequence[RecordedNode]
 ) -> Difference | None:
     """Every value and its gradient agree, so a parameter's own gradient is summed wrongly: the op that uses it."""
-    gradients = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: leaf.grad for name, (leaf,) in reference.parameters.items()}
     summed = cluster.gradients()
     for step in steps:
         parameter = info_of(step.node).parameter
@@ -240,7 +241,7 @@ def _parameter_difference(
         data, whole = plan.parameters[name], gradients[name]
         assert whole is not None
         for rank, got in enumerate(summed[name]):
-            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
+            index = local_slices(data.shape, data.master, plan.meshes[data.mesh], rank)
             error = relative_error(got, whole[index], whole, 0.0)
             if error > BOUND:
                 user = next(s for s in steps if s.path == step.path and step.key in s.used)

@@ -17,7 +17,7 @@ from moec.runtime.backends import plain_torch
 from moec.runtime.job.reference import reference_program
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.distances import largest, relative_error
-from moec.runtime.verify.inputs import Inputs, global_batch
+from moec.runtime.verify.inputs import Inputs, global_batch, microbatches_of
 from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, StepError
 from moec.runtime.verify.memory import recomputes
 from moec.runtime.verify.unsharded import Outcome, Unsharded, outcome, result_name, states_of, unsharded
@@ -75,7 +75,7 @@ def compare(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, *, blam
 def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
     parameters, states = dict(model.named_parameters()), states_of(model)
     cluster = VirtualCluster(plan, parameters, states, recompute=recomputes(plan), training=model.training)
-    inputs = global_batch(plan, seed).to(dtype)
+    inputs = global_batch(plan, seed, microbatches_of(plan)).to(dtype)
     try:
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
@@ -89,7 +89,7 @@ def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, b
         given = Difference(
             layer="forward", op="output", value=worst[1][1], span=None, error=worst[1][0], gradient=False
         )
-        first = first_difference(plan, model, inputs) or given
+        first = first_difference(plan, model, global_batch(plan, seed)) or given
     return Report(
         ok=ok,
         world_size=plan.world_size,
@@ -108,7 +108,9 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
         expected.differentiated.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(cluster.parameters)
-    results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets, loads=inputs.loads)
+    results, losses = cluster.lockstep.run(
+        inputs.rank_given, inputs.rank_targets, loads=inputs.loads, microbatches=inputs.microbatches
+    )
     scales = {
         "output": largest(expected.result),
         **{name: largest(scalar) for name, scalar in expected.scalars.items()},
@@ -120,7 +122,7 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
     is_float64 = expected.result.dtype == torch.float64
     noise = cache(partial(gradient_noise, plan.spec, model, inputs, FLOAT32_NOISE)) if is_float64 else dict
     errors = _Errors(scales, noise)
-    _add_results(errors, plan, cluster.lockstep, expected, results)
+    _add_results(errors, plan, cluster.lockstep, expected, results, inputs.microbatches)
     try:
         summed = cluster.backward(losses)
     except BackwardError as failure:
@@ -131,11 +133,15 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
     return errors
 
 
-def _add_results(errors: _Errors, plan: Plan, lockstep: Lockstep, expected: Outcome, results: PerRank) -> None:
+def _add_results(
+    errors: _Errors, plan: Plan, lockstep: Lockstep, expected: Outcome, results: PerRank, microbatches: int
+) -> None:
     """Compares logits or y, scalars, expert counts and new states. A plan may have lost the graph of one of them."""
     whole_result, layout, dense = expected.result.detach(), plan.result_layout, plan.meshes["dense"]
+    wholes = whole_result.chunk(microbatches)
     for rank in range(plan.world_size):
-        part = whole_result[local_slices(whole_result.shape, layout, dense, rank)]
+        index = local_slices(wholes[0].shape, layout, dense, rank)
+        part = torch.cat([whole[index] for whole in wholes])
         errors.add("output", f"{result_name(plan.spec)} of rank {rank}", results[rank].detach(), part, whole_result)
     for name, scalar in expected.scalars.items():
         for rank, got in enumerate(lockstep.scalars.get(name, [None] * plan.world_size)):
@@ -173,8 +179,8 @@ def _add_gradients(
         after = parameter - LEARNING_RATE * gradient
         compared = set()
         for rank, got in enumerate(parts):
-            index = local_slices(data.shape, data.layout, plan.meshes[data.mesh], rank)
-            part = cluster.parameters[name][rank]
+            index = local_slices(data.shape, data.master, plan.meshes[data.mesh], rank)
+            part = cluster.masters[name][rank]
             # Ranks that share a leaf and a gradient are compared once.
             if (id(part), id(got)) in compared:
                 continue
@@ -194,7 +200,7 @@ def _total(counts: Sequence[object]) -> object:
 
 def gradient_noise(spec: Spec, model: Unsharded, inputs: Inputs, part: float) -> dict[str, float]:
     """The largest difference that float32 makes in each gradient of `model`, which is in float64; `part` of it."""
-    single = unsharded(spec, dtype=torch.float32).train(model.training)
+    single = unsharded(spec, dtype=torch.float32, microbatches=inputs.microbatches).train(model.training)
     narrow = inputs.to(torch.float32)
     with torch.no_grad():
         for name, p in single.named_parameters():

@@ -16,6 +16,9 @@ from moec.passes.lower.lower_model import context_of
 from moec.runtime.job.reference import reference_program
 
 SEQUENCES_PER_RANK = 2
+"""Sequences of a micro-batch on each rank."""
+MOST_MICROBATCHES = 2
+"""Two micro-batches show what any number shows: gradients add up, divided by the counts of the whole step."""
 MAX_SEQUENCE = 16
 MOST_ROWS = 100
 
@@ -24,7 +27,8 @@ MOST_ROWS = 100
 class Inputs:
     """Token ids and labels `[batch, sequence]` of a model; x and a cotangent of y `[batch, sequence, dim]` of a layer.
 
-    Every x is a leaf: its gradient is compared too.
+    Every x is a leaf: its gradient is compared too. The global batch is in the order of micro-batches, and in each in
+    the order of data-parallel ranks, so that the sequences of a routing group of the plan follow each other.
     """
 
     given: Tensor
@@ -32,10 +36,11 @@ class Inputs:
     rank_given: Sequence[Tensor]
     rank_targets: Sequence[Tensor]
     rank_rows: Sequence[slice]
-    """The sequences of the global batch that each rank has."""
+    """The sequences of the global batch that each rank has of the first micro-batch."""
     loads: Mapping[int, Tensor]
     """For each layer with states, random expert loads of each rank, int64 `[ranks, experts]`. The loads of a batch may
     be too similar on all ranks to show that a rank's are left out."""
+    microbatches: int = 1
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """Copies of x rounded to `dtype`, without gradients; ids and labels unchanged."""
@@ -48,26 +53,34 @@ class Inputs:
             [cotangent.to(dtype) for cotangent in self.rank_targets],
             self.rank_rows,
             self.loads,
+            self.microbatches,
         )
 
 
-def batch_shape(plan: Plan) -> tuple[int, int]:
+def microbatches_of(plan: Plan) -> int:
+    """The micro-batches in which a plan is compared: the plan's, at most `MOST_MICROBATCHES`; one of a layer."""
+    return min(plan.program.microbatches, MOST_MICROBATCHES) if plan.spec.has_model else 1
+
+
+def batch_shape(plan: Plan, microbatches: int) -> tuple[int, int]:
     """Sequences of the global batch, and tokens of each: of a model, a multiple of the ranks that split a sequence."""
-    batch = plan.data_size * SEQUENCES_PER_RANK
+    batch = plan.data_size * SEQUENCES_PER_RANK * microbatches
     if not plan.spec.has_model:
         return batch, MAX_SEQUENCE
     sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
     return batch, max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
 
 
-def global_batch(plan: Plan, seed: int) -> Inputs:
-    """Two random sequences per data-parallel rank."""
+def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:
+    """Two random sequences per data-parallel rank and micro-batch."""
     generator = torch.Generator().manual_seed(seed + 1)
-    given, targets = _ids(plan, generator) if plan.spec.has_model else _vectors(plan, generator)
-    starts = [SEQUENCES_PER_RANK * plan.data_rank(rank) for rank in range(plan.world_size)]
-    rows = [slice(start, start + SEQUENCES_PER_RANK) for start in starts]
+    shape = batch_shape(plan, microbatches)
+    given, targets = _ids(plan, generator, shape) if plan.spec.has_model else _vectors(plan, generator, shape)
+    numbers = torch.arange(shape[0]).view(microbatches, plan.data_size, SEQUENCES_PER_RANK)
+    rows = [numbers[:, plan.data_rank(rank)].flatten() for rank in range(plan.world_size)]
+    first = [slice(int(each[0]), int(each[0]) + SEQUENCES_PER_RANK) for each in rows]
     parts = [given[part] for part in rows], [targets[part] for part in rows]
-    inputs = Inputs(given, targets, *parts, rows, _loads(plan, generator))
+    inputs = Inputs(given, targets, *parts, first, _loads(plan, generator), microbatches)
     return inputs.to(torch.float64)
 
 
@@ -82,13 +95,12 @@ def _loads(plan: Plan, generator: torch.Generator) -> dict[int, Tensor]:
     return found
 
 
-def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _ids(plan: Plan, generator: torch.Generator, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Random ids, one label in eight ignored.
 
     If the model has a separator, an eighth of the tokens are separators. If it has a padding id, a quarter of the
     tokens and the whole last sequence are padding.
     """
-    shape = batch_shape(plan)
     tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
@@ -100,9 +112,9 @@ def _ids(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def _vectors(plan: Plan, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def _vectors(plan: Plan, generator: torch.Generator, batch: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """x and a cotangent, normal numbers. The cotangent has the scale of a mean over tokens, as `aux_loss` has."""
-    shape = (*batch_shape(plan), plan.spec.subject.dim)
+    shape = (*batch, plan.spec.subject.dim)
     x, cotangent = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, cotangent / (shape[0] * shape[1])
 

@@ -7,7 +7,7 @@ operator (`moec.runtime.verify.shuffles`), so a missing or doubled reduction giv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from moec.codegen.emit import LAYER, info_of, target_name
-from moec.passes.ir import SEED, STEP, Op, Role, Setting, State, Value
+from moec.codegen.emit import LAYER, info_of, recomputed, target_name
+from moec.passes.ir import SEED, STEP, Op, OutputKey, Role, Setting, State, Value
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
@@ -82,32 +82,12 @@ class BackwardError(Exception):
     """The backward pass could not run to its end: a gradient does not fit its op."""
 
 
-class _Recomputed(torch.autograd.Function):
-    """A layer on all ranks that saves only its inputs; backward recomputes it."""
-
-    @staticmethod
-    def forward(ctx: Any, layer: Callable[[Sequence[Tensor]], list[Any]], *inputs: Tensor) -> tuple[Any, ...]:
-        ctx.layer = layer
-        ctx.save_for_backward(*inputs)
-        return tuple(layer(inputs))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        inputs = [x.detach().requires_grad_(x.requires_grad) for x in ctx.saved_tensors]
-        with torch.enable_grad():
-            results = ctx.layer(inputs)
-        pairs = [(r, g) for r, g in zip(results, gradients, strict=True) if isinstance(r, Tensor) and r.requires_grad]
-        torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs])
-        ctx.layer = None  # it refers to the run, and the run's results to this node: a cycle that nobody would collect
-        return (None, *(x.grad for x in inputs))
-
-
 class Lockstep:
     """The `graphs` of a Program, on ranks `0 … world_size - 1`. `parameters` maps a full name to each rank's tensor.
 
-    `states` (full name → tensor) are whole on every rank. `recompute` saves only the inputs of each layer and
-    recomputes it in backward, for clusters whose activations would not fit. `routes` records choices, or replaces them.
-    `data_ranks` are the data-parallel indices of the ranks.
+    `states` (full name → tensor) are whole on every rank. `recompute` saves only the inputs and choices
+    of each layer, as blocks with `recompute = layer` do, for clusters whose activations would not fit. `routes` records
+    choices, or replaces them. `data_ranks` are the data-parallel indices of the ranks.
     """
 
     def __init__(
@@ -137,46 +117,72 @@ class Lockstep:
         self.new_states: dict[str, PerRank] = {}
         """The new values of states that the last run gave on every rank, by full name."""
         self._groups = groups
-        self._parameters, self._states = parameters, states
+        self.parameters, self._states = parameters, states
         self._recompute = recompute
         self._training = training
         self._routes = routes
         self._graphs = graphs
 
     def run(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], *, loads: Loads | None = None, record: bool = False
+        self,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        *,
+        loads: Loads | None = None,
+        record: bool = False,
+        microbatches: int = 1,
     ) -> tuple[PerRank, PerRank]:
         """Logits and training loss of every rank, from its tokens and labels.
 
         For a layer: y and `(y * cotangent).sum()` plus `aux_loss`, from x and a cotangent of y.
         In training `loads`, the expert loads of each rank `[ranks, experts]` by layer, give states new values.
-        `record` keeps all steps in `self.steps`, with their gradients.
+        `record` keeps all steps in `self.steps`, with their gradients. Each of the `microbatches` has equally many of a
+        rank's sequences; its loss is divided by the counts of the whole step.
         """
         self.steps, self.uses = [] if record else None, {}
-        forward = self._graphs[FORWARD]
-        operands = [list(inputs)]
-        if self._graphs.program.block(FORWARD).input("sequences") is not None:
-            sizes = zip(self._data_ranks, map(len, inputs), strict=True)
-            operands.append([sequence_numbers(rank, size, size) for rank, size in sizes])
-        outputs = list(zip(forward.results, self._run(forward, "", operands), strict=True))
-        counts = (each for each in outputs if each[0].role == "counts")
-        self.counts = {output.layer: rows for output, rows in counts if output.layer is not None}
+        parts = [[x.tensor_split(microbatches) for x in each] for each in (inputs, targets)]
+        given, wanted = ([list(part) for part in zip(*each, strict=True)] for each in parts)
+        outputs = [self._forward(part, index) for index, part in enumerate(given)]
+        self.counts = {
+            output.layer: _sums(*(found[output.key] for found in outputs))
+            for output in self._graphs[FORWARD].results
+            if output.role == "counts" and output.layer is not None
+        }
         self.new_states = self._updated(loads or {}) if self._training else {}
-        of_role: dict[Role, PerRank] = {output.role: values for output, values in outputs if output.layer is None}
-        result: Role = "residual" if any(x.is_floating_point() for x in inputs) else "logits"
-        roles: set[Role] = {result, "balance"} if self._graphs.has("aux_loss") else {result}
-        if missing := roles.difference(of_role):
-            raise StepError("", forward.output, KeyError(", ".join(sorted(missing))))
-        self.losses = {"loss": self.loss(of_role[result], targets)} if result == "logits" else {}
-        if "balance" in roles:
-            num_tokens = self._scalar("num_tokens", [each.detach() for each in inputs])
-            self.losses["aux_loss"] = self._scalar("aux_loss", of_role["balance"], num_tokens)
-        if result == "logits":
+        role: Role = "residual" if any(x.is_floating_point() for x in inputs) else "logits"
+        results = [found[role, None, None] for found in outputs]
+        self.losses = {}
+        if role == "logits":
+            valid = self._scalar("valid_labels", list(targets))
+            self.losses["loss"] = _sums(*(self.loss(*pair, valid) for pair in zip(results, wanted, strict=True)))
+        if self._graphs.has("aux_loss"):
+            count = self._scalar("num_tokens", [x.detach() for x in inputs])
+            balances = (found["balance", None, None] for found in outputs)
+            self.losses["aux_loss"] = _sums(*(self._scalar("aux_loss", balance, count) for balance in balances))
+        whole = results[0] if microbatches == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)]
+        if role == "logits":
             loss = _sums(*self.losses.values())
             self.scalars = {"loss": loss}
-            return of_role[result], loss
+            return whole, loss
         self.scalars = dict(self.losses)
-        return of_role[result], _sums(self._products(of_role[result], targets), *self.losses.values())
+        return whole, _sums(self._products(whole, targets), *self.losses.values())
+
+    def _forward(self, inputs: PerRank, index: int) -> dict[OutputKey, PerRank]:
+        """The results of the forward pass of micro-batch `index`, by `Output.key`.
+
+        Sequences are numbered as rows of the reference's batch (`moec.runtime.verify.inputs`).
+        """
+        forward, operands = self._graphs[FORWARD], [inputs]
+        if self._graphs.program.block(FORWARD).input("sequences") is not None:
+            before = index * (max(self._data_ranks) + 1)
+            sizes = zip(self._data_ranks, map(len, inputs), strict=True)
+            operands.append([sequence_numbers(before + rank, size, size) for rank, size in sizes])
+        found = {o.key: values for o, values in zip(forward.results, self._run(forward, "", operands), strict=True)}
+        role: Role = "residual" if any(x.is_floating_point() for x in inputs) else "logits"
+        roles: list[Role] = [role, "balance"] if self._graphs.has("aux_loss") else [role]
+        if missing := [each for each in roles if (each, None, None) not in found]:
+            raise StepError("", forward.output, KeyError(", ".join(sorted(missing))))
+        return found
 
     def _products(self, y: PerRank, cotangents: Sequence[Tensor]) -> PerRank:
         """`(y * cotangent).sum()` of every rank, in at least fp32. The gradient of y is the cotangent, exactly."""
@@ -198,9 +204,9 @@ class Lockstep:
                 found.update({f"layers.{call.layer}.{o.state}": v for o, v in zip(graph.results, given, strict=True)})
         return found
 
-    def loss(self, logits: Sequence[Tensor], labels: Sequence[Tensor]) -> PerRank:
-        """The cross-entropy of every rank's logits, without the balance terms."""
-        valid = self._scalar("valid_labels", list(labels))
+    def loss(self, logits: Sequence[Tensor], labels: Sequence[Tensor], valid: PerRank | None = None) -> PerRank:
+        """The cross-entropy of every rank's logits, without balance terms, over `valid` labels, by default these."""
+        valid = self._scalar("valid_labels", list(labels)) if valid is None else valid
         return self._scalar("loss", list(logits), list(labels), valid)
 
     def _scalar(self, graph: str, *inputs: PerRank) -> PerRank:
@@ -234,7 +240,7 @@ class Lockstep:
     def _input(self, path: str, node: fx.Node, pending: Iterator[PerRank]) -> PerRank:
         info = info_of(node)
         if info.parameter is not None:
-            return list(self._parameters[path + info.parameter])
+            return list(self.parameters[path + info.parameter])
         if isinstance(info.value, State):
             name = f"{path.removesuffix('update.')}{info.value.name}"
             if name not in self._states:
@@ -247,9 +253,9 @@ class Lockstep:
         return next(pending)
 
     def _call_layer(self, graph: PreparedGraph, path: str, arguments: Sequence[PerRank]) -> list[PerRank]:
-        if not self._recompute or self.steps is not None:
+        if not (self._recompute or graph.recompute == "layer") or self.steps is not None:
             return self._run(graph, path, arguments)
-        flat = list(_Recomputed.apply(lambda operands: self._flat(graph, path, operands), *chain(*arguments)))  # type: ignore[no-untyped-call]
+        flat = recomputed(lambda *operands: self._flat(graph, path, operands), *chain(*arguments))
         return [flat[start : start + len(self.ranks)] for start in range(0, len(flat), len(self.ranks))]
 
     def _flat(self, graph: PreparedGraph, path: str, operands: Sequence[Tensor]) -> list[Any]:
@@ -308,4 +314,4 @@ class Lockstep:
 
 def _sums(*terms: PerRank) -> PerRank:
     """The sum of several values on every rank."""
-    return [sum(of_rank) for of_rank in zip(*terms, strict=True)]
+    return terms[0] if len(terms) == 1 else [sum(of_rank) for of_rank in zip(*terms, strict=True)]

@@ -11,7 +11,7 @@ from moec.passes.ir import local_shape
 from moec.passes.ir.value import DTYPE_BYTES
 from moec.runtime.errors import JobError
 from moec.runtime.job.reference import reference_program
-from moec.runtime.verify.inputs import batch_shape
+from moec.runtime.verify.inputs import batch_shape, microbatches_of
 
 MAX_BYTES = 8 * 10**9
 """Limit for `weight_bytes`."""
@@ -30,7 +30,7 @@ def recomputes(plan: Plan) -> bool:
     `tp`, and every tensor in the plan's dtype, which float64 widens. 61 layers at toy widths on 256 ranks are estimated
     at 2.7 GB and keep 2.1 GB.
     """
-    batch, sequence = batch_shape(plan)
+    batch, sequence = batch_shape(plan, microbatches_of(plan))
     program = reference_program(plan.spec)
     saved = activation_bytes(program, costs_of(program, Workload(batch=batch, sequence=sequence)))
     saved *= plan.meshes["dense"].size("tp") * 8 / DTYPE_BYTES[plan.spec.subject.dtype]

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from torch import fx
 
 from moec.codegen.emit import emit_graph
-from moec.passes.ir import Output, Program
+from moec.passes.ir import Output, Program, Recompute
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedGraph:
-    """A graph with its results, its output node, and the values that no node after each node uses."""
+    """A graph with its results, its output node, and the values that no node after each node uses.
+
+    `recompute` is the part of it that backward computes again.
+    """
 
     graph: fx.Graph
     results: tuple[Output, ...]
     output: fx.Node
     last_used_at: Mapping[fx.Node, tuple[fx.Node, ...]]
+    recompute: Recompute = "none"
 
 
 class Graphs:
@@ -36,7 +40,8 @@ class Graphs:
         if name not in self._built:
             block = self.program.block(name)
             graph = emit_graph(self.program, block, float64=self._float64)
-            self._built[name] = PreparedGraph(graph, block.outputs, graph.output_node(), _last_uses(graph))
+            node, last_uses = graph.output_node(), _last_uses(graph)
+            self._built[name] = PreparedGraph(graph, block.outputs, node, last_uses, block.recompute)
         return self._built[name]
 
 

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan
-from moec.grammar.spec import AdamW as AdamWSpec
+from moec.grammar.spec import Adafactor, AdamW, Muon, Optimizer
 from moec.passes.ir import local_slices
+from moec.runtime.job.masters import Master
 from moec.runtime.job.optimizer import make_optimizer
 from moec.runtime.verify.distances import Part, distance, distance_of, rms
 from moec.runtime.verify.inputs import Inputs
@@ -24,7 +25,7 @@ from moec.runtime.verify.verify_report import FACTOR, FACTORS, MEAN, MEANS, STEP
 FLOOR = 0.2
 """The smallest error assumed, in eps of the dtype relative to the tensor: rounding each element alone makes it."""
 
-LOSS_EPS = torch.finfo(torch.float32).eps
+EPS_FP32 = torch.finfo(torch.float32).eps
 """A loss is a sum in fp32 over all tokens and ranks, and may always be off by this part of it."""
 
 GRADIENT_FLOOR = 1e-6
@@ -59,7 +60,7 @@ class RoundingErrors:
         # A loss is a mean over tokens, whose error may vanish by chance. It is at most about that of a logit.
         mean = error / math.sqrt(max(exact.result.numel(), 1)) if self._plan.spec.has_model else 0.0
         for name, wanted in exact.scalars.items():
-            known = max(abs(self._same_dtype.scalars[name] - wanted), mean, LOSS_EPS * abs(wanted))
+            known = max(abs(self._same_dtype.scalars[name] - wanted), mean, EPS_FP32 * abs(wanted))
             off = max(abs(float(scalar.detach()) - wanted) for scalar in scalars[name])
             self._ratios["output"][f"the {name}"] = _ratio(off, known)
 
@@ -88,19 +89,31 @@ class RoundingErrors:
         self._ratios["gradient"]["confident logits"] = _ratio(distance_of(got, expected), known)
 
     def step(self, parameters: Mapping[str, Tensor], summed: Mapping[str, Sequence[Tensor]]) -> None:
-        """One step of the file's optimizer, over fp32 masters of each rank's parts."""
-        plan, exact = self._plan, self._exact.gradients
+        """One step of the file's optimizer, over fp32 masters of each rank's parts.
+
+        Optimizers of whole matrices take one step over the joined parts. Muon's iteration amplifies what rounding adds
+        to small singular values, so that its step is compared with the float64 step of the same gradient.
+        """
+        plan, exact, optimizer = self._plan, dict(self._exact.gradients), _optimizer(self._plan)
+        gradients = {name: self._parts(name, summed[name]) for name in parameters}
+        if isinstance(optimizer, Adafactor | Muon):
+            gradients = {name: [_joined(exact[name], parts)] for name, parts in gradients.items()}
+        amplified = [n for n in parameters if isinstance(optimizer, Muon) and plan.parameters[n].matrices.hidden]
+        exact |= {name: gradients[name][0][1].double() for name in amplified}
         wanted = _stepped(plan, {name: [(p.double(), exact[name])] for name, p in parameters.items()})
         cut = {
-            name: [(p[index].float(), part.float()) for index, part in self._parts(name, summed[name])]
+            name: [(p[index].float(), part.float()) for index, part in gradients[name]]
             for name, p in parameters.items()
         }
         for name, steps in _stepped(plan, cut).items():
             (whole,) = wanted[name]
             clear = exact[name].abs() > CLEAR * self._known[name] / math.sqrt(whole.numel())
-            parts = [(index, step * clear[index]) for index, step in self._parts(name, steps)]
+            clear |= torch.tensor(name in amplified)
+            parts = [(index, step * clear[index]) for (index, _), step in zip(gradients[name], steps, strict=True)]
             size = float((whole * clear).norm())
-            off = distance_of(parts, whole * clear)
+            # Masters in fp32 round the decay and the update, which may be far smaller than they are.
+            rounded = 2 * EPS_FP32 * float(parameters[name].norm())
+            off = max(distance_of(parts, whole * clear) - rounded, 0.0)
             self._steps[name] = off / size if size else (math.inf if off else 0.0)
 
     def report(self, dtype: str) -> Rounding:
@@ -129,7 +142,7 @@ class RoundingErrors:
 
     def _parts(self, name: str, parts: Sequence[Tensor]) -> list[Part]:
         data = self._plan.parameters[name]
-        layout, mesh = data.layout, self._plan.meshes[data.mesh]
+        layout, mesh = data.master, self._plan.meshes[data.mesh]
         return [(local_slices(data.shape, layout, mesh, rank), part) for rank, part in enumerate(parts)]
 
     def _known_errors(self) -> dict[str, float]:
@@ -165,13 +178,24 @@ def _are_bf16(values: Tensor) -> bool:
     return torch.equal(values.bfloat16().to(values.dtype), values)
 
 
+def _optimizer(plan: Plan) -> Optimizer:
+    return plan.spec.train.optimizer if plan.spec.train else AdamW()
+
+
+def _joined(like: Tensor, parts: Sequence[Part]) -> Part:
+    """The whole tensor of all ranks' parts, as one part; of equal parts the last counts."""
+    whole = torch.zeros_like(like)
+    for index, part in parts:
+        whole[index] = part.double()
+    return tuple(slice(0, size) for size in whole.shape), whole
+
+
 def _stepped(plan: Plan, parts: Mapping[str, Sequence[tuple[Tensor, Tensor]]]) -> dict[str, list[Tensor]]:
     """What one step of the file's optimizer adds to each of several parts (value, gradient) of each parameter."""
     made = {name: [_parameter(value, gradient) for value, gradient in each] for name, each in parts.items()}
-    train = plan.spec.train
-    decayed = [p for name, each in made.items() if plan.parameters[name].decays for p in each]
-    undecayed = [p for name, each in made.items() if not plan.parameters[name].decays for p in each]
-    make_optimizer(train.optimizer if train else AdamWSpec(), decayed, undecayed).step()
+    datas = plan.parameters
+    masters = [Master(p, datas[name].decays, datas[name].matrices) for name, each in made.items() for p in each]
+    make_optimizer(_optimizer(plan), masters).step()
     return {
         name: [p.detach().double() - before.double() for p, (before, _) in zip(each, parts[name], strict=True)]
         for name, each in made.items()

@@ -75,6 +75,11 @@ class _Declared(torch.autograd.Function):
         return (None, None, *_FORWARD[then.torch_operator()](then, gradients, *ctx.beside))
 
 
+def forward_shuffle(conversion: Conversion) -> Shuffle:
+    """What `conversion` does to the tensors of one group's ranks, without a gradient."""
+    return _FORWARD[conversion.torch_operator()]
+
+
 # ---- values of one shape -----------------------------------------------------------------------------
 
 

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Gqa, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
 from moec.passes.lower.lower_model import context_of
+from moec.passes.place.shard_zero import ZERO_AXES
+from moec.passes.place.stated_degrees import zero_of
 
 DIM, HEAD_DIM, HIDDEN, VOCAB = 16, 4, 8, 64
 """A head of 4 has two rope frequencies, so rope's theta still matters."""
@@ -44,8 +46,10 @@ class ToySpec:
     def __init__(self, plan: Plan, fewer_experts: bool) -> None:
         self._spec, self._ranks = plan.spec, plan.world_size
         meshes = plan.meshes.values()
-        self._pieces = math.lcm(*(mesh.size(axis) for mesh in meshes for axis in ("tp", "etp", "cp")))
-        self._eps = math.lcm(*(mesh.size("ep") for mesh in meshes)) if fewer_experts else None
+        by_zero = ZERO_AXES if zero_of(plan.spec) else ()
+        self._pieces = math.lcm(*(mesh.size(axis) for mesh in meshes for axis in ("tp", "etp", "cp", *by_zero)))
+        cuts = (mesh.size(axis) for mesh in meshes for axis in ("ep", *by_zero))
+        self._eps = math.lcm(*cuts) if fewer_experts else None
         self._toys: set[Width] = set()
         self._hidden = self._toy_widths("hidden", _hidden_widths(plan.spec), HIDDEN)
         self._head_dims = self._toy_widths("head_dim", _head_dims(plan.spec), HEAD_DIM)
@@ -123,7 +127,10 @@ class ToySpec:
             taken = {toy for (other, _), (toy, _) in toys.items() if other != heads}
             few = range(QUERIES * toy_kv, heads + 1, toy_kv) if queries > 1 else ()
             fitting = (toy for toy in few if math.gcd(toy, self._pieces) == shared and toy not in taken)
-            toys[heads, kv] = next(fitting, queries * toy_kv), toy_kv
+            few_heads = next(fitting, queries * toy_kv)
+            if math.gcd(few_heads, self._pieces) != shared:  # ZeRO would cut other dims
+                few_heads, toy_kv = heads, kv
+            toys[heads, kv] = few_heads, toy_kv
             self._toys.add(Width("heads", heads, toys[heads, kv][0]))
         stated = {layer.attention.kv_heads for layer in layers if isinstance(layer.attention, Gqa)}
         self._toys -= {width for width in self._toys if width.name == "kv_heads" and width.before not in stated}

@@ -44,10 +44,10 @@ class Outcome:
     states: Mapping[str, Tensor]
 
 
-def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype) -> Unsharded:
-    """The reference of a `model` or `layer` file."""
+def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype, microbatches: int = 1) -> Unsharded:
+    """The reference of a `model` or `layer` file, for a batch of `microbatches` in order."""
     if spec.has_model:
-        return reference(spec, seed=seed, dtype=dtype)
+        return reference(spec, seed=seed, dtype=dtype, microbatches=microbatches)
     return LayerModel(layer_reference(spec, seed=seed, dtype=dtype))
 
 

@@ -16,7 +16,7 @@ from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.job.shards import require_executable
 from moec.runtime.verify.comparison import compare
-from moec.runtime.verify.inputs import global_batch
+from moec.runtime.verify.inputs import global_batch, microbatches_of
 from moec.runtime.verify.memory import MAX_BYTES, recomputes, require_memory, weight_bytes
 from moec.runtime.verify.rounding import measure_rounding
 from moec.runtime.verify.toy import at_toy_widths
@@ -122,7 +122,7 @@ def _narrow_operators(plan: Plan) -> AbstractContextManager[None]:
 
 
 def _model(plan: Plan, dtype: torch.dtype, seed: int) -> Unsharded:
-    model = unsharded(plan.spec, seed=seed, dtype=dtype)
+    model = unsharded(plan.spec, seed=seed, dtype=dtype, microbatches=microbatches_of(plan))
     _spread_vectors(model, seed)
     return model
 

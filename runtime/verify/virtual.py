@@ -7,15 +7,21 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moec.codegen.plan import Plan
-from moec.passes.ir import local_slices
+from moec.codegen.plan import Plan, PlanParameter
+from moec.passes.ir import Layout, local_slices
+from moec.passes.place.between_steps import conversions_between
 from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep, PerRank
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.routes import Routes
+from moec.runtime.verify.shuffles import forward_shuffle
 
 
 class VirtualCluster:
-    """All ranks of `plan`, each with its part of `parameters` (full name → whole tensor), and with whole `states`."""
+    """All ranks of `plan`, each with its part of `parameters` (full name → whole tensor), and with whole `states`.
+
+    A rank starts with its parts of the masters. Weights are gathered from them, and gradients end in their layout, by
+    the conversions between the declared layouts (`between_steps`).
+    """
 
     def __init__(
         self,
@@ -28,6 +34,7 @@ class VirtualCluster:
         training: bool = True,
     ) -> None:
         self.plan = plan
+        self.masters: dict[str, list[Tensor]] = {name: self._masters(name, whole) for name, whole in parameters.items()}
         self.parameters: dict[str, list[Tensor]] = {
             name: self._leaves(name, whole) for name, whole in parameters.items()
         }
@@ -44,8 +51,20 @@ class VirtualCluster:
             data_ranks=[plan.data_rank(rank) for rank in range(plan.world_size)],
         )
 
+    def _masters(self, name: str, whole: Tensor) -> list[Tensor]:
+        """Each rank's part of a parameter's master, in the memory of `whole`; equal parts are one tensor."""
+        data, parts = self.plan.parameters[name], dict[object, Tensor]()
+        mesh, found = self.plan.meshes[data.mesh], []
+        for rank in range(self.plan.world_size):
+            index = local_slices(data.shape, data.master, mesh, rank)
+            key = tuple((cut.start, cut.stop) for cut in index)
+            if key not in parts:
+                parts[key] = whole.detach()[index]
+            found.append(parts[key])
+        return found
+
     def _leaves(self, name: str, whole: Tensor) -> list[Tensor]:
-        """Each rank's part of a parameter, in the memory of `whole`.
+        """Each rank's weight: a part of `whole` in its memory, or gathered from the masters.
 
         Ranks that sum the gradient over the same list of the first group of `sum_over`, and hold the same part, share
         a leaf: autograd adds their gradients. Each rank has its own leaf in bf16, where autograd would round each sum,
@@ -56,13 +75,15 @@ class VirtualCluster:
         listed = [rank for ranks in lists for rank in ranks]
         shares = torch.finfo(whole.dtype).bits >= 32 and len(set(listed)) == len(listed)
         owner = {rank: ranks[0] for ranks in lists for rank in ranks} if shares else {}
+        gathered = self._converted(data, self.masters[name], data.master, data.layout)
         leaves: dict[object, Tensor] = {}
         parts = []
         for rank in range(self.plan.world_size):
             index = local_slices(data.shape, data.layout, mesh, rank)
             key = (owner.get(rank, rank), *((cut.start, cut.stop) for cut in index))
             if key not in leaves:
-                leaves[key] = whole.detach()[index].requires_grad_()
+                weight = whole.detach()[index] if data.master == data.layout else gathered[rank]
+                leaves[key] = weight.requires_grad_()
             parts.append(leaves[key])
         return parts
 
@@ -83,8 +104,14 @@ class VirtualCluster:
         return self.gradients()
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Each parameter's gradient on every rank, after the sums over the plan's groups, in at least fp32."""
-        return {name: self._summed(name, parts) for name, parts in self.parameters.items()}
+        """Each parameter's gradient on every rank, after the sums over the plan's groups, in at least fp32.
+
+        It has the master's layout. Raises `BackwardError` if a wrong plan's gradient does not divide.
+        """
+        try:
+            return {name: self._summed(name, parts) for name, parts in self.parameters.items()}
+        except FAILURES as error:
+            raise BackwardError(f"the gradients' way to the optimizer, which stopped: {error}") from error
 
     def _summed(self, name: str, parts: Sequence[Tensor]) -> list[Tensor]:
         of_leaf = {id(p): _widened(torch.zeros_like(p) if p.grad is None else p.grad) for p in parts}
@@ -98,7 +125,22 @@ class VirtualCluster:
                 total = torch.stack(terms).sum(0)
                 for rank in ranks:
                     gradients[rank] = total
-        return gradients
+        return self._converted(self.plan.parameters[name], gradients, self.plan.parameters[name].layout)
+
+    def _converted(
+        self, data: PlanParameter, parts: Sequence[Tensor], layout: Layout, wanted: Layout | None = None
+    ) -> list[Tensor]:
+        """Every rank's part of a parameter or a gradient, taken from `layout` to `wanted`, by default the master's.
+
+        A sum and the slice after it are what a reduce_scatter gives.
+        """
+        parts = list(parts)
+        for conversion in conversions_between(layout, data.master if wanted is None else wanted):
+            shuffle = forward_shuffle(conversion)
+            for ranks in self.plan.meshes[data.mesh].groups(conversion.axis):
+                for rank, part in zip(ranks, shuffle(conversion, [parts[rank] for rank in ranks]), strict=True):
+                    parts[rank] = part
+        return parts
 
 
 def _widened(gradient: Tensor) -> Tensor:

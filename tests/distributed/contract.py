@@ -15,7 +15,8 @@ from training import gradients_of
 
 import moec
 from moec.passes.ir import local_slices
-from moec.runtime.job.job import Job, local_part
+from moec.runtime.job.job import Job
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
@@ -44,7 +45,7 @@ def parts_of(whole: Gradients, job: Job) -> dict[str, Tensor]:
     found = {}
     for name, tensor in whole.items():
         data = job.plan.parameters[name]
-        layout = data.layout
+        layout = data.master
         found[name] = tensor[local_slices(data.shape, layout, job.plan.meshes[data.mesh], job.rank)]
     return found
 

@@ -10,7 +10,7 @@ from models import moe_plan
 from training import gradients_of
 
 import moec
-from moec.runtime.job.job import local_part
+from moec.runtime.job.masters import local_part
 
 
 def two_jobs(swapped: bool) -> tuple[float, float]:

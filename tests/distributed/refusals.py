@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import moec
-from moec.runtime.job.job import Job, local_part
+from moec.runtime.job.job import Job
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.module import PlanModule
 
 

@@ -59,6 +59,17 @@ def test_gradients_are_the_unsharded_models_after(gloo: GlooPool, claim: str, ra
     assert max(errors) < BOUNDS[dtype]
 
 
+RECOMPUTED = ("a step after an exception in backward", "two backward passes of one forward pass")
+
+
+@pytest.mark.parametrize(
+    "claim", [pytest.param(claim, marks=() if claim in RECOMPUTED else pytest.mark.slow) for claim in CLAIMS]
+)
+def test_gradients_of_layers_that_recompute_are_the_unsharded_models_after(gloo: GlooPool, claim: str) -> None:
+    options = {**FOUR, "recompute": "layer"}
+    assert max(gloo.run(4, contract.off, options, CLAIMS[claim], initialize=False)) < BOUNDS["fp32"]
+
+
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("kind", OWN_LOSSES)

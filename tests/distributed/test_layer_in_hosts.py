@@ -41,6 +41,12 @@ def test_whatever_the_mixture(gloo: GlooPool, options: dict[str, Any]) -> None:
     require_equal(gloo.run(4, worst_error, "in_ddp", options))
 
 
+@pytest.mark.parametrize(("host", "word"), [("in_fsdp", "layer"), ("in_ddp", "experts")])
+def test_a_recomputed_layer_in_a_host_has_the_unsharded_gradients(gloo: GlooPool, host: str, word: str) -> None:
+    options = {"tail": f"parallel {{ ep = 2; recompute = {word} }}", "beside": "capacity = factor(1.0); group = batch"}
+    require_equal(gloo.run(4, worst_error, host, options))
+
+
 def test_gradients_of_several_backward_passes_add_up(gloo: GlooPool) -> None:
     require_equal(gloo.run(2, worst_error, "in_ddp", {"ep": 2}, 3))
 

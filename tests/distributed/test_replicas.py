@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.job import local_part
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.replicas import bit_hash, replicas
 
 FOLDED = {"ranks": 4, "tp": 2, "ep": 2}

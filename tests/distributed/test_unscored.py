@@ -15,7 +15,7 @@ from models import moe_plan, moe_spec
 
 import moec
 from moec.runtime.errors import JobError
-from moec.runtime.job.job import local_part
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.reference import reference
 
 UNSEEN = 31

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from models import moe_plan, moe_spec
 from torch import Tensor, nn
+from torch_optimizers import torch_optimizers
 
 import moec
 from moec.runtime.job.gradients import clip_gradient_norm
-from moec.runtime.job.job import local_part
-from moec.runtime.job.optimizer import make_optimizer
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.reference import reference
 
 STEPS = 8
@@ -87,9 +87,7 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
     assert spec.train is not None
     model = reference(spec, seed=1)
     named = dict(model.named_parameters())
-    undecayed = [p for name, p in named.items() if p.dim() == 1 or name.endswith(".bias")]
-    decayed = [p for p in named.values() if all(p is not other for other in undecayed)]
-    optimizer = make_optimizer(spec.train.optimizer, decayed, undecayed)
+    optimizers = torch_optimizers(spec.train.optimizer, named)
     losses, norms = [], []
     for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, steps):
         loss = model(tokens, labels).loss
@@ -97,8 +95,9 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
         losses.append(loss.item())
         gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
         norms.append(clip_gradient_norm(gradients, dict.fromkeys(named, ()), MAX_NORM, torch.device("cpu")).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad()
     parameters = {n: p.detach() for n, p in named.items()}
     return {"losses": losses, "norms": norms, "parameters": parameters, "logits": model(tokens).logits.detach()}
 
@@ -152,3 +151,27 @@ def complain(options: dict[str, Any], bad_rank: int) -> tuple[str, str]:
         else:
             said = "nothing"
         return said, str(tuple(model(tokens).logits.shape))
+
+
+def train_clipping_in_the_step(options: dict[str, Any], steps: int = STEPS) -> dict[str, Any]:
+    """Trains as a rank twice: clipped before the step and in it. Gives both curves."""
+    torch.set_num_threads(1)
+    plan = moe_plan(**options)
+    spec = plan.spec
+    assert spec.train is not None
+    curves: dict[str, Any] = {}
+    with moec.launch(plan, device="cpu") as job:
+        for where in ("before", "inside"):
+            model = job.build(seed=1)
+            optimizer = job.optimizer(model)
+            losses, norms = [], []
+            for tokens, labels in batches(spec.model.vocab, spec.train.batch, spec.train.sequence, steps):
+                losses.append(
+                    job.step(model, *(share(t, None, job.data_rank, job.data_size) for t in (tokens, labels))).item()
+                )
+                given = {"optimizer": optimizer} if where == "inside" else {}
+                norms.append(job.clip_grad_norm_(model, MAX_NORM, **given).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            curves[where] = losses, norms
+    return curves

@@ -11,7 +11,12 @@ from moec.codegen.plan import Plan
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.verify.verification import verify
 
-PLANS = ({"gate": "topk(2)"}, {"gate": "topk(2)", "ranks": 8, "tp": 2, "ep": 4})
+PLANS = (
+    {"gate": "topk(2)"},
+    {"gate": "topk(2)", "ranks": 8, "tp": 2, "ep": 4},
+    {"gate": "topk(2)", "zero": 3},
+    {"gate": "topk(2)", "ranks": 8, "tp": 2, "ep": 4, "zero": 1},
+)
 """Where weights are normalized, it is the same whether they are scored before the choice or after it."""
 
 
@@ -23,7 +28,7 @@ def require_found(change: Change) -> None:
 
 @pytest.mark.parametrize("number", range(60))
 def test_a_random_change_is_refused_or_found_and_an_op_named(number: int):
-    change = mutate(moe_plan(**PLANS[number % 2]), random.Random(f"test/{number}"))
+    change = mutate(moe_plan(**PLANS[number % 4]), random.Random(f"test/{number}"))
     if broken_rule(change.plan) is None:
         require_found(change)
 
@@ -31,18 +36,18 @@ def test_a_random_change_is_refused_or_found_and_an_op_named(number: int):
 @pytest.mark.parametrize("number", range(60))
 def test_what_breaks_no_rule_is_found_and_an_op_named(number: int):
     draw = random.Random(f"within the rules/{number}")
-    change = mutate(moe_plan(**PLANS[number % 2]), draw)
+    change = mutate(moe_plan(**PLANS[number % 4]), draw)
     while broken_rule(change.plan) is not None:
-        change = mutate(moe_plan(**PLANS[number % 2]), draw)
+        change = mutate(moe_plan(**PLANS[number % 4]), draw)
     require_found(change)
 
 
 @pytest.mark.parametrize("number", range(60))
 def test_what_changes_a_graph_is_found_without_the_rules(number: int):
     draw = random.Random(f"without the rules/{number}")
-    change = mutate(moe_plan(**PLANS[number % 2]), draw, RUN)
+    change = mutate(moe_plan(**PLANS[number % 4]), draw, RUN)
     while not has_graphs(change.plan):
-        change = mutate(moe_plan(**PLANS[number % 2]), draw, RUN)
+        change = mutate(moe_plan(**PLANS[number % 4]), draw, RUN)
     require_found(change)
 
 

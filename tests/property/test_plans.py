@@ -66,6 +66,12 @@ MODELS = [
     "embedding = tokens(padding = 31, separator = 2, positions = learned)",
 ]
 
+RECOMPUTED = [
+    *("", "", "experts", "layer"),
+    "layers 1 { recompute = layer }",
+    "recompute = layer; layers 0..1 { recompute = experts }",
+]
+
 
 @st.composite
 def mixture(draw: st.DrawFn, ranks: int, experts: int) -> tuple[int, int | None]:
@@ -94,11 +100,13 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
     topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
     balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
     jittered, online = (topk.replace(")", f", {more})") for more in ("jitter = 0.2", "bias = online(0.01)"))
+    microbatches = draw(st.sampled_from([None, None, 2]))
     gate = draw(st.sampled_from([topk, topk, jittered, online, "switch(jitter = 0.5)", f"hash({k}, seed = {k})"]))
     return moe_spec(
         ranks=ranks,
         tp=tp if tp > 1 else None,
         sequence_parallel=sequence_parallel,
+        zero=draw(st.integers(0, 3)),
         ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
         experts=experts,
         expert=draw(st.sampled_from(EXPERTS)),
@@ -112,15 +120,24 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         dim=draw(st.sampled_from([8, 16])),
         depth=draw(st.integers(2, 4)),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),
-        batch=ranks * draw(st.integers(1, 2)),
+        batch=ranks * draw(st.integers(1, 2)) * (microbatches or 1),
         sequence=tp * draw(st.integers(1, 9 // tp)),
         mixtures=tuple(mixtures),
+        microbatches=microbatches,
+        recompute=draw(st.sampled_from(RECOMPUTED)),
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(specs(max_ranks=64))
+@settings(max_examples=180, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(specs(max_ranks=8))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
+    report = verify(compile_source(spec), float32=False)
+    assert report.ok, report
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(specs(max_ranks=64))
+def test_every_plan_of_many_ranks_equals_the_unsharded_model(spec: Spec):
     report = verify(compile_source(spec), float32=False)
     assert report.ok, report
 

@@ -84,5 +84,6 @@ def test_the_table_names_the_commands_there_are():
     row = next(line for line in README.splitlines() if line.startswith("| commands"))
     _, _, today, later, _ = row.split("|")
     visible = {c.name or c.callback.__name__ for c in app.registered_commands if not c.hidden}
+    visible |= {group.name for group in app.registered_groups}
     assert set(re.findall(r"`(\w+)`", today)) == visible
     assert set(re.findall(r"`(\w+)`", later)) == set(NOT_YET)

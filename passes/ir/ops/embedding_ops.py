@@ -120,7 +120,9 @@ class RmsNorm(Op):
         # On CPUs torch composes the norm from operators, which save x in fp32 and x/rms.
         given = workload.keep(x) if wide == x.dtype else (workload.inner(y, "wide", workload.count(x), wide),)
         normalized = workload.inner(y, "normalized", workload.count(x), wide)
-        return elementwise(self, operands, results, workload, keeps=(*given, normalized, *saved), forward=5, backward=8)
+        keeps = (*given, normalized, *saved)
+        scratch = normalized.bytes, 2 * normalized.bytes
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=8, scratch=scratch)
 
 
 @register

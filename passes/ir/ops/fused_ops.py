@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost, Direction, Work
-from moec.passes.cost.formulas import elementwise, experts_work, pre_activation, used_share
+from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
 from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.mixture_ops import experts_layout, require_experts
 from moec.passes.ir.ops.token_layouts import Blocks
-from moec.passes.ir.value import Value
+from moec.passes.ir.value import Value, promoted
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
@@ -66,7 +66,11 @@ class MixtureMlp(Op):
         hidden = pre_activation(mixed, workload.count(chosen), experts[0], workload)
         positions = workload.inner(mixed, "positions", workload.count(chosen), "int64")
         saved = (*workload.keep(x, counts, weights, *experts), hidden, positions)
-        return Cost(work=work, saved=saved, used=used_share(experts[0], workload))
+        ahead, behind = experts_scratch(rows, largest, experts, workload, gathers=(1, 2))
+        # Forward has a row of results for each choice; backward adds up the gradient of x in at least fp32.
+        ahead += rows * workload.shape(x)[-1] * workload.width(x.dtype) + 2 * positions.bytes
+        behind += workload.count(x) * workload.width(promoted(x.dtype)) - workload.bytes(x)
+        return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=(ahead, behind))
 
 
 @register

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise, experts_work, pre_activation, used_share
+from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attribute_types import ActivationName, Count
 from moec.passes.ir.layout import Layout, Placement, Shard
@@ -151,7 +151,8 @@ class ExpertMlp(Op):
         work = experts_work(count, workload.most_rows(rows), experts, workload, forward=3, backward=4)
         hidden = pre_activation(results[0], count, experts[0], workload)
         saved = (*workload.keep(*operands), hidden)
-        return Cost(work=work, saved=saved, used=used_share(experts[0], workload))
+        scratch = experts_scratch(count, workload.most_rows(rows), experts, workload, gathers=(2, 3))
+        return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)
 
 
 @register

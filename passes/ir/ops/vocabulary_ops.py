@@ -97,7 +97,7 @@ class SumExp(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         exp = workload.inner(results[0], "exp", workload.count(operands[0]), results[0].dtype)
-        return elementwise(self, operands, results, workload, keeps=(exp,), forward=3)
+        return elementwise(self, operands, results, workload, keeps=(exp,), forward=3, scratch=(exp.bytes, 0.0))
 
 
 @register

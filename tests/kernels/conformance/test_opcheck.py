@@ -98,6 +98,19 @@ def experts(numbers: Numbers) -> Iterator[Call]:
                 yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, weights, activation)
 
 
+def recomputed(numbers: Numbers) -> Iterator[Call]:
+    counts, choices = numbers.whole(torch.tensor(COUNTS["four sources"])), numbers.choices(2, 3, 5, 2)
+    choices[0, 1] = -1
+    rows, num_experts = int(counts.sum()), counts.shape[1]
+    up, down = numbers.normal(num_experts, 2, 3, 4), numbers.normal(num_experts, 4, 3)
+    of_experts = [*map(leaf, (up, down, *new_biases(numbers, up, down, True)))]
+    given, weights = leaf(numbers.normal(rows, 4)), leaf(numbers.of_router(rows))
+    yield "expert_mlp_recomputed", (given, counts, *of_experts, weights, "swiglu")
+    up, down = leaf(numbers.normal(5, 1, 3, 4)), leaf(numbers.normal(5, 4, 3))
+    given, weights = leaf(numbers.normal(2, 3, 4)), leaf(numbers.of_router(2, 3, 2))
+    yield "mixture_mlp_recomputed", (given, choices, weights, up, down, None, None, "gelu")
+
+
 def mixture(numbers: Numbers) -> Iterator[Call]:
     for activation in OF_EXPERTS:
         for dropped in (False, True) if activation == "swiglu" else (True,):
@@ -172,7 +185,19 @@ def padded(numbers: Numbers) -> Iterator[Call]:
 
 TABLE = {
     family.__name__: family
-    for family in (route, balance, rows, experts, mixture, elementwise, random_numbers, embedding, norm, padded)
+    for family in (
+        route,
+        balance,
+        rows,
+        experts,
+        recomputed,
+        mixture,
+        elementwise,
+        random_numbers,
+        embedding,
+        norm,
+        padded,
+    )
 }
 IN_A_GROUP = {
     *(case.operator for case in CASES),

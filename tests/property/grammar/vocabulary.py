@@ -150,7 +150,7 @@ def specs(draw: st.DrawFn) -> Spec:
     cluster = draw(clusters())
     if modules and draw(st.integers(0, 4)) == 0:
         subject = modules[0].replace(dim=modules[0].dim or 64)
-        parallel = draw(nodes(s.Parallel))
+        parallel = draw(nodes(s.Parallel)).replace(microbatches=None)  # MOE0332
         return Spec(layers=(subject,), cluster=cluster, train=train, parallel=parallel, adapt=adapt)
     kinds = draw(st.lists(layers(modules), min_size=1, max_size=3))
     stack = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=12)))

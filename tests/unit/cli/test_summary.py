@@ -26,20 +26,13 @@ def test_the_busiest_rank_keeps_more_activations() -> None:
     assert line.endswith(" on the busiest rank")
 
 
-@pytest.mark.parametrize(
-    ("memory", "warning"),
-    [
-        ("1GB", None),
-        ("0.2MB", "states and activations do not fit the device: use more ranks, or micro-batches"),
-        ("0.1MB", "the states alone do not fit the device: use more ranks, or fewer experts per rank"),
-    ],
-)
-def test_what_does_not_fit_is_warned_of(memory: str, warning: str | None) -> None:
-    """States are 178 kB, activations 55.9 kB."""
-    device = f'device "small" {{ kind = cpu; memory = {memory}; bandwidth = 10GB/s }}\n'
-    lines = lines_of(device + moe_text(batch=8, sequence=8).replace("device = cpu", 'device = "small"'))
-    found = [line.removeprefix("  warning   ") for line in lines if line.startswith("  warning")]
-    assert found == ([] if warning is None else [warning])
+def test_the_peak_of_a_step_and_its_place_are_said_and_the_load_that_fits() -> None:
+    text = moe_text(ep=4, batch=64, sequence=32)
+    (line,) = (line for line in lines_of(text) if line.startswith("  memory"))
+    assert line.endswith(" MB of 4.29 GB at the peak of a step, in the backward of layer 2")
+    device = 'device "small" { kind = cpu; memory = 2.3MB; bandwidth = 10GB/s }\n'
+    small = lines_of(device + text.replace("device = cpu", "device = small"))
+    assert any("fits while the busiest rank has at most" in line for line in small)
 
 
 @pytest.mark.parametrize(("vocab", "warned"), [(32, False), (33, True)])

@@ -273,18 +273,18 @@ def test_a_manifest_that_is_something_else_is_refused(folder, content: bytes):
 
 def test_a_newer_format_is_refused_by_its_name(folder):
     forge(folder, manifest(format=FORMAT + 1))
-    with pytest.raises(PlanError, match=r"MOE0602.*format 3, this moec reads 2"):
+    with pytest.raises(PlanError, match=r"MOE0602.*format 4, this moec reads 3"):
         read_plan(folder)
 
 
-def test_a_plan_of_the_former_format_says_to_compile_again(folder):
+def test_a_plan_of_a_former_format_says_to_compile_again(folder):
     """Format 1 kept FX graphs in `stages/0.json`, and the Spec in `plan.json`."""
     old = {"format": 1, "moec": "0.1.0", "name": "tiny", "spec": "", "meshes": [], "num_stages": 1, "files": {}}
     (folder / "plan.json").write_bytes(canonical(old | {"digest": digest(canonical(old))}))
     with pytest.raises(PlanError) as refused:
         read_plan(folder)
     (diagnostic,) = refused.value.diagnostics
-    assert (diagnostic.code, "format 1, this moec reads 2" in diagnostic.message) == ("MOE0602", True)
+    assert (diagnostic.code, "format 1, this moec reads 3" in diagnostic.message) == ("MOE0602", True)
     assert "compile the .moe file again" in str(diagnostic.help)
 
 

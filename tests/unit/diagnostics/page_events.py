@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from models import moe_plan
+from checkpoint_events import CHECKPOINT_EVENTS
+from models import moe_plan, moe_text
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 
@@ -43,7 +44,7 @@ def plan_of_another_format() -> Sequence[Diagnostic]:
 
     moe_plan().save(PLAN)
     manifest = PLAN / "plan.json"
-    manifest.write_bytes(manifest.read_bytes().replace(b'"format": 2', b'"format": 3'))
+    manifest.write_bytes(manifest.read_bytes().replace(b'"format": 3', b'"format": 4'))
     return raised(lambda: read_plan(PLAN))
 
 
@@ -58,10 +59,15 @@ def output_below_a_file() -> Sequence[Diagnostic]:
     return raised(lambda: moe_plan().save(Path("notes", "below", "tiny.plan")))
 
 
-def saving() -> Sequence[Diagnostic]:
-    from moec.runtime.job.job import Job
+def cuts_in_another_order() -> Sequence[Diagnostic]:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-    return raised(lambda: Job(moe_plan()).save("checkpoint", None, None))  # type: ignore[arg-type]
+    from moec.passes.ir import Layout, Shard
+    from moec.runtime.job.shards import dtensor_placements
+
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"), _init_backend=False, _rank=0)
+    return raised(lambda: dtensor_placements(Layout.of({"tp": Shard(0), "dp": Shard(0)}), mesh))
 
 
 def too_few_processes() -> Sequence[Diagnostic]:
@@ -85,9 +91,12 @@ def token_out_of_range() -> Sequence[Diagnostic]:
 
 
 def too_large_to_verify() -> Sequence[Diagnostic]:
+    from moec.driver import compile as compile_source
     from moec.runtime.verify.verification import verify
 
-    return raised(lambda: verify(moe_plan(dim=8192, expert="swiglu(65_536)"), scale=False))
+    device = 'device "roomy" { kind = cpu; memory = 10TB; bandwidth = 10GB/s }\n'
+    text = moe_text(dim=8192, expert="swiglu(65_536)").replace("device = cpu", "device = roomy")
+    return raised(lambda: verify(compile_source(device + text), scale=False))
 
 
 def drifted() -> Sequence[Diagnostic]:
@@ -221,10 +230,54 @@ def unknown_subject() -> Sequence[Diagnostic]:
     return raised(lambda: explain("topq"))
 
 
+def norm_after_handing_over() -> Sequence[Diagnostic]:
+    import torch
+
+    import moec
+
+    tokens = torch.zeros(8, 8, dtype=torch.int64)
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        job.step(model, tokens, tokens)
+        job.clip_grad_norm_(model, 1.0, optimizer=job.optimizer(model))
+        return raised(lambda: model.get_parameter("norm.weight").grad.norm())
+
+
+def no_tensorboard() -> Sequence[Diagnostic]:
+    import moec
+
+    with pytest.MonkeyPatch.context() as patch, moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        patch.setattr("importlib.util.find_spec", lambda name: None)
+        return raised(lambda: job.metrics(tensorboard="runs/1"))
+
+
+def log_in_no_folder() -> Sequence[Diagnostic]:
+    import moec
+    from moec.runtime.job import metrics
+
+    said: list[Diagnostic] = []
+    with pytest.MonkeyPatch.context() as patch, moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        patch.setattr(metrics, "render", lambda diagnostics, style: said.extend(diagnostics) or "")
+        with job.metrics("nowhere/run.jsonl"):
+            return said
+
+
 def other_layers() -> Sequence[Diagnostic]:
     from moec.runtime.job.layer_home import require_same_layer
 
     return raised(lambda: require_same_layer([7, 8], [0, 1]))
+
+
+def parameter_changed_before_backward() -> Sequence[Diagnostic]:
+    import torch
+
+    from moec.runtime.job.gathered_again import Again
+    from moec.runtime.job.gathering import Gathering, stamp_of
+
+    part = torch.zeros(2)
+    again = Again(lambda: Gathering((), ()), lambda: stamp_of([part]), "layer 1 (first.moe:8)", None)
+    part.add_(1)
+    return raised(lambda: again.weight(0))
 
 
 def launching_a_layer() -> Sequence[Diagnostic]:
@@ -244,7 +297,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0602": plan_of_another_format,
     "MOE0603": output_that_is_no_plan,
     "MOE0604": output_below_a_file,
-    "MOE0700": saving,
+    "MOE0700": cuts_in_another_order,
     "MOE0701": too_few_processes,
     "MOE0702": token_out_of_range,
     "MOE0703": too_large_to_verify,
@@ -260,6 +313,11 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0713": nothing_to_learn,
     "MOE0714": model_of_another_job,
     "MOE0715": setting_out_of_range,
+    "MOE0716": norm_after_handing_over,
+    "MOE0717": no_tensorboard,
+    "MOE0718": log_in_no_folder,
     "MOE0720": other_layers,
     "MOE0721": launching_a_layer,
+    "MOE0722": parameter_changed_before_backward,
+    **CHECKPOINT_EVENTS,
 }

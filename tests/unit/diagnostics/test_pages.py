@@ -17,8 +17,9 @@ import pytest
 from page_events import EVENTS
 
 from moec.driver import check as check_degrees
+from moec.driver import compile as compile_source
 from moec.grammar import load_file, render
-from moec.grammar.diagnostics import CODES, Diagnostic, codes
+from moec.grammar.diagnostics import CODES, Diagnostic, DiagnosticError, codes
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "tests" / "diagnostics"
@@ -62,6 +63,17 @@ def with_degrees(text: str, folder: Path) -> Sequence[Diagnostic]:
     return check_degrees(path)
 
 
+def within_memory(text: str, folder: Path) -> Sequence[Diagnostic]:
+    """The diagnostics of `moec compile`, whose last pass is the budget."""
+    path = folder / "example.moe"
+    path.write_text(text, encoding="utf-8")
+    try:
+        compile_source(path)
+    except DiagnosticError as error:
+        return error.diagnostics
+    return ()
+
+
 def chain_of_files(text: str, folder: Path) -> Sequence[Diagnostic]:
     for number in range(1, 41):
         (folder / f"part{number}.moe").write_text(f'use "part{number + 1}"\n')
@@ -82,7 +94,11 @@ CHECKS: dict[str, Check] = {
 # The same for the wrong and the corrected file: a later pass, or a command line.
 EVERY: dict[str, Check] = {
     "MOE0213": lambda text, folder: load_bytes(text.encode(), folder, expert="8"),
-    **dict.fromkeys(("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319"), with_degrees),
+    **dict.fromkeys(
+        ("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319", "MOE0326", "MOE0330"),
+        with_degrees,
+    ),
+    "MOE0501": within_memory,
 }
 
 

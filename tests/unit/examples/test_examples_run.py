@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import demo
-import progress
 import pytest
-import torch
 import train
 
 import moec
+from moec.runtime.job import progress_display
 
 EXAMPLES = Path(demo.__file__).parent
 
@@ -35,8 +34,9 @@ def small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     data.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
     monkeypatch.setattr(train, "SAMPLE_BYTES", 20)
     monkeypatch.setattr(train, "REPORT_EVERY", 2)
-    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    monkeypatch.setattr(progress_display, "SECONDS_BETWEEN_LINES", 0.0)
     arguments = [str(plan), "--data", str(data), "--steps", "60", "--result", str(result)]
+    arguments += ["--metrics", str(tmp_path / "run.jsonl")]
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
     return result
 
@@ -49,7 +49,10 @@ def test_the_script_trains_and_reports(small_run: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     assert "data.txt: 1 file, 9,500 bytes to train on and 500 held out" in out
     assert "experts by layer  0: " in out
-    assert "bits/byte" in out
+    assert "bits_per_byte" in out
+    lines = [json.loads(line) for line in (small_run.parent / "run.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(2, 61, 2))
+    assert lines[-1]["bits_per_byte"] < lines[0]["bits_per_byte"]
     assert "a sample" in out
 
 
@@ -84,13 +87,6 @@ def test_the_learning_rate_rises_then_falls() -> None:
     assert 4 <= peak <= 6
     assert rates[peak:] == sorted(rates[peak:], reverse=True)
     assert rates[-1] == pytest.approx(train.FINAL_LR)
-
-
-def test_bars_and_spread_are_relative_to_a_fair_share() -> None:
-    counts = torch.tensor([0, 10, 20, 10])
-    assert progress.bars(counts) == " ▄█▄"
-    assert progress.spread(counts) == "0.0–2.0×"
-    assert progress.spread(torch.zeros(4, dtype=torch.int64)) == "0.0–0.0×"
 
 
 def test_a_sample_never_disturbs_the_terminal() -> None:

@@ -152,13 +152,6 @@ def test_a_backend_that_cannot_be_had_is_refused_before_the_job_starts(monkeypat
     assert refused.value.diagnostics[0].help.startswith("unset it")
 
 
-def test_checkpoints_say_that_they_are_not_there_yet(tmp_path):
-    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        model = job.build()
-        with pytest.raises(JobError, match="not supported yet"):
-            job.save(str(tmp_path), model, job.optimizer(model))
-
-
 @pytest.mark.parametrize(
     ("argument", "complaint"),
     [

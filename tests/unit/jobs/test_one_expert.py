@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from models import moe_plan
@@ -28,9 +30,9 @@ def test_a_plan_equals_the_unsharded_model_where_one_expert_is_chosen_by_all(
 ) -> None:
     made: list[PlanModule] = []
 
-    def undecided(spec: Spec, *, seed: int, dtype: torch.dtype) -> PlanModule:
+    def undecided(spec: Spec, **options: Any) -> PlanModule:
         """Equal scores go to the lower index: expert 0."""
-        model = reference(spec, seed=seed, dtype=dtype)
+        model = reference(spec, **options)
         for name, parameter in model.named_parameters():
             if name.endswith("moe.gate.weight"):
                 torch.nn.init.zeros_(parameter)

@@ -179,7 +179,7 @@ def test_masters_in_bf16_lose_the_step(monkeypatch: pytest.MonkeyPatch):
 
     class Narrow:
         def __init__(self, *arguments) -> None:
-            self.optimizer, self.parameters = make(*arguments), [p for group in arguments[1:] for p in group]
+            self.optimizer, self.parameters = make(*arguments), [master.parameter for master in arguments[1]]
 
         def step(self) -> None:
             self.optimizer.step()

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from models import moe_spec
+from models import moe_plan, moe_spec
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+import moec
+from moec.runtime.backends.torch import torch_backend
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_layer import Layer
 from moec.runtime.job.reference import reference
@@ -113,3 +115,25 @@ def test_a_whole_model_compiles_its_graphs_and_still_checks_each_batch(beside: s
     assert counter.frame_count == 6
     with pytest.raises(Exception, match=r"MOE0702.*tokens contain the id 32"):
         compiled(torch.full((1, 4), 32))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("word", ["layer", pytest.param("experts", marks=pytest.mark.slow)])
+def test_a_compiled_model_recomputes_and_keeps_the_routers_choices(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    route, calls = torch_backend.route, []
+    monkeypatch.setattr(torch_backend, "route", lambda *arguments: (calls.append(1), route(*arguments))[1])
+    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
+    with moec.launch(moe_plan(ranks=1, ep=1, recompute=word), device="cpu") as job:
+        compiled, eager = job.build(seed=1), job.build(seed=1)
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled.compile(fullgraph=True, backend=counter)
+        found = []
+        for model in (compiled, eager):
+            calls.clear()
+            loss = model(tokens, tokens).loss
+            assert len(calls) == 2
+            loss.backward()
+            assert len(calls) == 2
+            found.append([loss, *(p.grad for p in model.parameters())])
+    assert equal(*found)
+    assert counter.frame_count == 6

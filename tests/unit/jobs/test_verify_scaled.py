@@ -14,7 +14,7 @@ from moec.runtime.verify.toy import at_toy_widths
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND, Report
 
-LARGE = {"dim": 4096, "expert": "swiglu(14336)", "experts": 16, "ffn": "swiglu(8192)"}
+LARGE = {"dim": 4096, "expert": "swiglu(14336)", "experts": 16, "ffn": "swiglu(8192)", "memory": "1TB"}
 BODY = "layers[1..2]"
 
 

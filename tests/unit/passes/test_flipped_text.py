@@ -19,7 +19,7 @@ from moec.passes.pipeline import compile_program
 SLOW = [pytest.param(bit, marks=pytest.mark.slow) for bit in range(3, 8)]
 HARMLESS = {
     "span", "program name", "program meshes", "parameter init", "weighted_sum weights", "block inputs", "block outputs",
-    "call layer", "count_choices shares",
+    "call layer", "count_choices shares", "parameter matrices",
 }  # fmt: skip
 """Changes by a flipped byte that still give a valid Program. A plan's digests refuse these."""
 
@@ -60,7 +60,7 @@ def test_a_flipped_byte_is_refused_or_changes_what_no_rule_depends_on(bit: int):
             assert print_program(read) == flipped
             survivors.update(set(changed(program, read)))
             outcomes["survived"] += 1
-    # Of bit 0, reading refuses 3,349 and checking 119; of the 59 others 24 change a line number, 12 an init and 11 the
+    # Of bit 0, reading refuses 3,561 and checking 140; of the 58 others 24 change a line number, 12 an init and 11 the
     # name of an axis of one rank.
     print(outcomes, survivors)
     assert set(survivors) <= HARMLESS

@@ -64,7 +64,7 @@ def test_finer_layouts_print_read_back_and_pass_every_check(kind: str):
     program = plan_with(name, gradient, state).program
     text = print_program(program)
     assert text.count(words) == 1
-    assert re.search(rf"@{re.escape(name)}: .* sum_over\([a-z, ]+\){re.escape(words)} at \d+\n", text)
+    assert re.search(rf"@{re.escape(name)}: .* sum_over\([a-z, ]+\){re.escape(words)}( matrices.*)? at \d+\n", text)
     assert parse_program(text) == program
     check_program(program)
 
@@ -160,33 +160,41 @@ def test_texts_that_no_pass_wrote_are_refused_with_their_line(fault: str):
 # ---- what runs them ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", FINER)
-def test_verify_and_a_job_refuse_them_and_name_the_parameter(kind: str, tmp_path: Path):
-    name, gradient, state, _ = FINER[kind]
-    plan = moec.load(plan_with(name, gradient, state).save(tmp_path / "finer.plan"))
-    what = "optimizer state" if kind == "state alone" else "gradient"
-    home = lambda: RankHome(plan, 0, "", {}, Checks("none", str), device="cpu", seed=0)  # type: ignore[arg-type]  # noqa: E731
-    for run in (lambda: verify(plan), home):
-        with pytest.raises(DiagnosticError, match=rf"MOE0700.*the {what} of layers\.1\.{re.escape(name)} is"):
-            run()
+def test_a_job_refuses_what_is_no_stage_of_zero_and_names_the_parameter(tmp_path: Path):
+    for kind, said in (
+        ("gradient and state", f"the optimizer state of @{EXPERT} is"),
+        ("state finer than gradient", f"the weight of layers.1.{NORM} is"),
+    ):
+        name, gradient, state, _ = FINER[kind]
+        plan = moec.load(plan_with(name, gradient, state).save(tmp_path / "finer.plan"))
+        with pytest.raises(DiagnosticError, match=f"MOE0700.*{re.escape(said)}"):
+            RankHome(plan, 0, "", {}, Checks("none", str), device="cpu", seed=0)  # type: ignore[arg-type]
+
+
+def test_verify_knows_the_layouts_of_zero_and_no_others():
+    assert verify(plan_with(*FINER["gradient and state"][:3]), float32=False).ok
+    assert verify(plan_with(*FINER["state alone"][:3]), float32=False).ok
+    with pytest.raises(DiagnosticError, match="MOE0700"):
+        verify(plan_with(*FINER["state finer than gradient"][:3]))
 
 
 def test_a_layer_refuses_them_too():
     plan = layer_plan(ranks=1)
     (block,) = (b for b in plan.program.blocks if b.parameters)
-    finer = Layout.parse("ep:shard(0)")
-    wrong = change_block(
-        plan, block.name, parameters=tuple(replace(p, optimizer_state=finer) for p in block.parameters)
-    )
-    with pytest.raises(DiagnosticError, match=r"MOE0700.*optimizer state"):
-        make_layer(wrong, (0,), "mean", seed=0, device=None)
+    for layout in ("ep:shard(0)", "edp:shard(0)"):
+        finer = Layout.parse(layout)
+        wrong = change_block(
+            plan, block.name, parameters=tuple(replace(p, optimizer_state=finer) for p in block.parameters)
+        )
+        with pytest.raises(DiagnosticError, match=r"MOE0700.*optimizer state"):
+            make_layer(wrong, (0,), "mean", seed=0, device=None)
 
 
 def test_inspect_shows_layouts_that_are_not_the_weights(tmp_path: Path):
     plan = plan_with(NORM, "dp:shard(0)", "dp:shard(0) tp:shard(0)").save(tmp_path / "finer.plan")
     line = next(line for line in inspect_plan(plan, 0, None).split(BODY)[1].splitlines() if NORM in line)
     assert line.endswith("of [16]  replicate  gradient dp:shard(0)  optimizer state dp:shard(0) tp:shard(0)")
-    stored = moe_plan(store_experts_over_edp=True).save(tmp_path / "stored.plan")
+    stored = moe_plan(zero=3).save(tmp_path / "stored.plan")
     text = inspect_plan(stored, 0, None)
     assert "edp:shard(1) ep:shard(0)  used as %up_weight ep:shard(0)\n" in text
     assert "gradient" not in text

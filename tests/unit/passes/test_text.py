@@ -56,8 +56,8 @@ def test_the_text_of_a_changed_program_is_another():
 def test_text_says_how_a_parameter_is_sharded_until_its_layout_does():
     lowered, sharded = (print_program(compile_program(moe_spec(tp=2), name).program) for name in ("lower", "shard"))
     head = "parameter @head.weight: fp32[32, 16]"
-    assert f"{head} = normal(0.02) decays shard(tp = 0) at" in lowered
-    assert f"{head} @ tp:shard(0) = normal(0.02) decays at" in sharded
+    assert f"{head} = normal(0.02) decays shard(tp = 0) matrices(0, 1) at" in lowered
+    assert f"{head} @ tp:shard(0) = normal(0.02) decays matrices(0, 1) at" in sharded
 
 
 def test_text_cites_the_line_of_each_op():

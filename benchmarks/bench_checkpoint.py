@@ -1,0 +1,189 @@
+"""Saving and loading against torch.save and torch.distributed.checkpoint, and resharding 61 layers of 256 experts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from checkpoint_problem import WAYS, measured
+from report import Row, median, parser, report
+from torch import Tensor
+
+import moec
+from moec.codegen.plan import Plan, PlanParameter
+from moec.passes.ir import Shard
+from moec.runtime.checkpoint.content import MODEL
+from moec.runtime.checkpoint.folders import write_file
+from moec.runtime.checkpoint.grid import Box, cell_box, cell_number
+from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, shard_name
+from moec.runtime.checkpoint.loading import Loading
+from moec.runtime.checkpoint.optimizer_state import PREFIX
+from moec.runtime.checkpoint.parts import host_piece
+from moec.runtime.checkpoint.reading import Checkpoint
+from moec.runtime.checkpoint.shards import write_shard
+
+MANY = """
+model "many" {{
+  vocab = 256; dim = 8; depth = 61; dtype = fp32
+  layers {{
+    attention = mha(heads = 2, rope = rope())
+    moe {{ experts = 256 * swiglu(8); gate = topk(8, normalize = true) }}
+  }}
+}}
+cluster "many" {{ device = cpu; level "process" {{ size = {ranks} }} }}
+train {{ batch = 64; sequence = 8 }}
+parallel {{ dp = {ranks}; ep = {ranks} }}
+"""
+KINDS = (MODEL, f"{PREFIX}exp_avg/", f"{PREFIX}exp_avg_sq/")
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--runs", type=int, default=3)
+    options.add_argument("--sizes", nargs="*", default=["demo", "2 GB"])
+    chosen = options.parse_args()
+    rows = [row for size in chosen.sizes for row in against_others(size, chosen.runs)]
+    with tempfile.TemporaryDirectory() as folder:
+        rows += resharding(Path(folder))
+    report("checkpoints", rows, chosen.json)
+
+
+def against_others(size: str, runs: int) -> list[Row]:
+    """Each way in a process of its own, in turns."""
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    problem = Path(__file__).with_name("checkpoint_problem.py")
+    for _ in range(runs):
+        for way, results in found.items():
+            with tempfile.TemporaryDirectory() as folder:
+                command = [sys.executable, str(problem), way, size, folder]
+                run = subprocess.run(command, check=True, capture_output=True, text=True)
+                results.append(json.loads(run.stdout.splitlines()[-1]))
+
+    def middle(way: str, what: str) -> float:
+        return median([result[what] for result in found[way]])
+
+    rows = []
+    for what in ("save", "load"):
+        rows.append(Row(f"{size}: {what}", middle("moec", f"{what} seconds"), "s"))
+        for way, name in (("torch", "torch.save"), ("dcp", "torch.distributed.checkpoint")):
+            ratio = median(
+                [m[f"{what} seconds"] / o[f"{what} seconds"] for m, o in zip(found["moec"], found[way], strict=True)]
+            )
+            rows.append(Row(f"{size}: {what}, seconds / {name}", ratio))
+        rows.append(Row(f"{size}: {what}, most memory above the model", middle("moec", f"{what} bytes") / 1e6, "MB"))
+        for way, name in (("torch", "torch.save"), ("dcp", "torch.distributed.checkpoint")):
+            rows.append(Row(f"{size}: the same of {name}", middle(way, f"{what} bytes") / 1e6, "MB"))
+    stall = median([result["stall"] / result["copy"] for result in found["moec"]])
+    return [*rows, Row(f"{size}: a step waits for a save / for a copy alone", stall, "", 1.2)]
+
+
+# ---- resharding ----------------------------------------------------------------------------------------
+
+
+def resharding(folder: Path) -> list[Row]:
+    """One rank of 16 loads what 64 ranks saved: model and two states, the index read as every rank does."""
+    saved, loaded = (moec.compile(MANY.format(ranks=ranks)) for ranks in (64, 16))
+    begin = time.perf_counter()
+    write_all(saved, folder / "100")
+    written = time.perf_counter() - begin
+    opened, parsed = time.perf_counter(), 0.0
+    parts: dict[str, Tensor] = {}
+
+    def load() -> None:
+        nonlocal parsed
+        loading = Loading(Checkpoint(folder / "100"))
+        parsed = time.perf_counter() - opened
+        for name, data in loaded.parameters.items():
+            for kind in KINDS:
+                box, _ = place_of(loaded, data, rank=5)
+                loading.boxes[kind + name] = box
+                parts[kind + name] = torch.empty([stop - start for start, stop in box])
+        loading.checkpoint.read(loading.blocks(), check=True)
+        loading.read(parts)
+
+    opened = time.perf_counter()
+    seconds, num_bytes = measured(load)
+    for name, data in loaded.parameters.items():
+        box, _ = place_of(loaded, data, rank=5)
+        for kind in KINDS:
+            assert torch.equal(parts[kind + name], content_of(name, data, box)), name
+    entries = len(Checkpoint(folder / "100").index.tensors)
+    index_bytes = (folder / "100" / INDEX).stat().st_size
+    return [
+        Row("61 layers × 256 experts: tensors in the index", entries),
+        Row("its index", index_bytes / 1e6, "MB"),
+        Row("writing all 64 shards, one after another", written, "s"),
+        Row("one rank of 16: reading the index", parsed, "s"),
+        Row("one rank of 16: loading, the index included", seconds, "s", 30.0),
+        Row("its memory", num_bytes / 1e9, "GB", 2.0),
+    ]
+
+
+def place_of(plan: Plan, data: PlanParameter, rank: int) -> tuple[Box, tuple[int, ...]]:
+    """A rank's part of a parameter, and the cuts."""
+    mesh = plan.meshes[data.mesh]
+    cuts, cell = [1] * len(data.shape), [0] * len(data.shape)
+    for axis, placement in data.optimizer_state.placements:
+        if isinstance(placement, Shard):
+            cuts[placement.dim] *= mesh.size(axis)
+            cell[placement.dim] = cell[placement.dim] * mesh.size(axis) + mesh.coordinate(rank, axis)
+    return cell_box(data.shape, cuts, cell), tuple(cuts)
+
+
+def content_of(name: str, data: PlanParameter, box: Box) -> Tensor:
+    """A part of a parameter whose elements are all different along the first dim."""
+    rows = torch.arange(*box[0], dtype=torch.float32) + len(name)
+    return rows.view(-1, *[1] * (len(box) - 1)).expand([stop - start for start, stop in box])
+
+
+def write_all(plan: Plan, path: Path) -> None:
+    """The checkpoint that the plan's ranks would write, replicas on the first rank that has them."""
+    path.mkdir()
+    tensors: dict[str, dict[str, object]] = {}
+    headers, sizes = [], []
+    for rank in range(plan.world_size):
+        pieces, places = [], {}
+        for name, data in plan.parameters.items():
+            box, cuts = place_of(plan, data, rank)
+            step = [dim // cut for dim, cut in zip(data.shape, cuts, strict=True)]
+            number = cell_number(cuts, [start // size for (start, _), size in zip(box, step, strict=True)])
+            for kind in KINDS:
+                cells = max(1, torch.Size(cuts).numel())
+                new = {
+                    "dtype": "F32",
+                    "shape": data.shape,
+                    "cuts": cuts,
+                    "files": [None] * cells,
+                    "digests": [""] * cells,
+                }
+                entry = tensors.setdefault(kind + name, new)
+                if entry["files"][number] is None:  # type: ignore[index]
+                    entry["files"][number] = rank  # type: ignore[index]
+                    places[kind + name] = entry, number
+                    pieces.append(host_piece(kind + name, content_of(name, data, box)))
+        written = write_shard(path / shard_name(rank), pieces)
+        headers.append(written.header)
+        sizes.append(written.num_bytes)
+        for full, (entry, number) in places.items():
+            entry["digests"][number] = written.digests[full]  # type: ignore[index]
+    index = canonical({
+        "headers": headers, "tensors": tensors, "settings": {"seed": 0, "step": 100}, "job_steps": 100,
+        "optimizer": None, "extras": {},
+    })  # fmt: skip
+    head = {
+        "moec": plan.moec, "model": plan.name, "spec": digest(b""), "step": 100, "world_size": plan.world_size,
+        "data_size": plan.data_size, "degrees": {}, "optimizer": None, "shard_bytes": sizes, "index": digest(index),
+    }  # fmt: skip
+    write_file(path / INDEX, index)
+    write_file(path / HEAD, head_bytes(head))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

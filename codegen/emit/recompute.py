@@ -1,0 +1,105 @@
+"""Runs a layer whose backward computes it again, by PyTorch's own checkpointing; the router's choices are kept.
+
+Computed again, a tie of two experts could fall the other way, and rows would have other places than in forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from moec.passes.ir import Op
+from moec.passes.ir import ops as _ops  # noqa: F401  (registers the ops)
+
+CHOOSING = frozenset(
+    {f"moec::{op.operator}" for op in Op.registry.values() if op.scores and op.operator} | {"aten::topk"}
+)
+"""The operators whose results are kept: gates with scores, and the choice of those that are compositions."""
+
+
+class RecomputedLayer(nn.Module):
+    """The graph of a layer, whose activations backward computes again."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__()
+        self.graph_module = graph
+
+    def forward(self, *inputs: Tensor) -> Any:
+        """The results of the graph."""
+        return recomputed(self.graph_module, *inputs)
+
+
+def recomputed(run: Callable[..., Any], *inputs: Tensor) -> Any:
+    """`run(*inputs)`. Autograd saves the inputs and the router's choices; backward computes the rest again.
+
+    `run` must be a function of its inputs: random numbers are (`moec.runtime.ops.jitter`), so no generator's state is
+    kept. Without gradients nothing is saved.
+    """
+    if not torch.is_grad_enabled():
+        return run(*inputs)
+    contexts = _when_compiled if torch.compiler.is_compiling() else _kept_choices
+    return checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+class _Keeping(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Keeps the results of operators that choose experts, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        if _chooses(func):
+            self.kept.append(_detached(results))
+        return results
+
+
+class _Repeating(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the results that `_Keeping` kept, from the first one each time it is entered."""
+
+    def __init__(self, keeping: _Keeping) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._keeping = keeping
+        self._next: Iterator[Any] = iter(())
+
+    def __enter__(self) -> _Repeating:
+        self._next = iter(self._keeping.kept)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Autograd writes its node onto the tensors that it is given: each recomputation gets its own.
+        return _detached(next(self._next)) if _chooses(func) else func(*args, **(kwargs or {}))
+
+
+def _kept_choices() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts of a forward pass and of its recomputations.
+
+    Unlike torch's own, they allow several backward passes over one forward pass (`retain_graph`).
+    """
+    keeping = _Keeping()
+    return keeping, _Repeating(keeping)
+
+
+def _chooses(func: Any) -> bool:
+    return func._schema.name in CHOOSING
+
+
+def _detached(results: Tensor | Sequence[Tensor]) -> Any:
+    return results.detach() if isinstance(results, Tensor) else tuple(each.detach() for each in results)
+
+
+def _policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _chooses(func) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_when_compiled = partial(create_selective_checkpoint_contexts, _policy)
+"""`torch.compile` knows only torch's own contexts."""

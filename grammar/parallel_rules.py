@@ -1,0 +1,52 @@
+"""Rules about micro-batches and recomputation that need no degrees; the `place` pass checks the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.source import Span
+from moec.grammar.spec import Moe, Spec
+
+
+def worked_through(spec: Spec) -> Iterator[Diagnostic]:
+    """`microbatches` in the file of one layer, and `recompute = experts` for layers without experts."""
+    parallel = spec.parallel
+    if not spec.has_model:
+        if parallel.microbatches is not None:
+            subject = spec.layers[0].span()
+            yield diagnose(
+                "MOE0332",
+                parallel.span("microbatches"),
+                "a `layer` takes what its host gives it in one call",
+                labels=[Label(span=subject, message="the file's subject")] if subject else (),
+                help="leave `microbatches` out, and call the layer once for each micro-batch",
+            )
+        return
+    mixtures = [layer.moe for layer in spec.model.layers]
+    every = range(len(mixtures))
+    given: list[tuple[Sequence[int], str | None, Span | None]] = [
+        (every, parallel.recompute, parallel.span("recompute"))
+    ]
+    given += [(block.layers or every, block.recompute, block.span("recompute")) for block in parallel.layers]
+    for layers, word, span in given:
+        if word == "experts":
+            yield from _without_experts(spec, mixtures, [n for n in layers if n < len(mixtures)], span)
+
+
+def _without_experts(
+    spec: Spec, mixtures: Sequence[Moe | None], layers: Sequence[int], span: Span | None
+) -> Iterator[Diagnostic]:
+    if not layers or any(mixtures[number] for number in layers):
+        return
+    layer = spec.model.layers[layers[0]]
+    declared = layer.span("ffn") or layer.span()
+    yield diagnose(
+        "MOE0331",
+        span,
+        "nothing is computed again",
+        labels=[Label(span=declared, message=f"layer {layers[0]} has this instead of experts")] if declared else (),
+        help="`recompute = layer` saves the activations of any layer",
+        severity=Severity.WARNING,
+    )

@@ -1,0 +1,145 @@
+"""`moec checkpoint inspect|verify|convert`. None of them imports torch."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from moec import __version__
+from moec.commands.summary import amount_of_bytes, count
+from moec.runtime.checkpoint.index import Entry
+from moec.runtime.checkpoint.reading import Checkpoint, damages
+
+app = typer.Typer(
+    help="Look into checkpoints, check their digests, convert them. Never imports torch.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Folder = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a checkpoint.")]
+HEAD = ("tensor", "dtype", "shape", "pieces", "bytes")
+
+
+@app.command()
+def inspect(
+    checkpoint: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Show the tensors of a checkpoint, its step, optimizer, extras, and the ranks that saved it."""
+    opened = Checkpoint(checkpoint)
+    if as_json:
+        print(json.dumps(_as_json(opened)))
+    else:
+        print("\n".join(_lines(opened)))
+
+
+@app.command()
+def verify(
+    checkpoint: Folder,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Read all of a checkpoint, compare every digest, and name every damaged tensor."""
+    opened = Checkpoint(checkpoint)
+    with _progress(sum(opened.head.shard_bytes)) as advance:
+        found = list(damages(opened, advance))
+    tensors = count(len(opened.index.tensors), "tensor")
+    if as_json:
+        print(json.dumps({"ok": not found, "tensors": len(opened.index.tensors), "damages": found}))
+    elif found:
+        print("\n".join([*found, f"{checkpoint}: damaged"]))
+    else:
+        print(f"{checkpoint}: {tensors}, {amount_of_bytes(sum(opened.head.shard_bytes))}, every digest matches")
+    if found:
+        raise typer.Exit(1)
+
+
+@app.command()
+def convert(
+    source: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or a safetensors file.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The new file, or the new folder; must not exist.")],
+    plan: Annotated[
+        Path | None, typer.Option(help="Of a file: a plan of its model. The checkpoint loads under any other as well.")
+    ] = None,
+) -> None:
+    """Write a checkpoint's parameters and states to one safetensors file, or such a file to a checkpoint."""
+    from moec.runtime.checkpoint.convert import from_safetensors, to_safetensors
+
+    if source.is_dir():
+        if plan is not None:
+            raise typer.BadParameter("--plan is for a safetensors file; a checkpoint needs none")
+        num_bytes = to_safetensors(Checkpoint(source), output)
+    elif plan is None:
+        raise typer.BadParameter("a safetensors file needs --plan, which names the tensors of its model")
+    else:
+        from moec.driver import load
+
+        num_bytes = from_safetensors(source, output, load(plan), __version__)
+    print(f"wrote {output}, {amount_of_bytes(num_bytes)}")
+
+
+def _lines(checkpoint: Checkpoint) -> Iterator[str]:
+    head, index = checkpoint.head, checkpoint.index
+    pieces = sum(len(entry.files) for entry in index.tensors.values())
+    totals = f"{count(len(index.tensors), 'tensor')}, {count(pieces, 'piece')}"
+    yield f"{checkpoint.path}: {head.model}, step {head.step}, saved by moec {head.moec}"
+    yield ""
+    yield f"  saved on   {count(head.world_size, 'rank')}" + "".join(_degrees(head.degrees))
+    yield f"  optimizer  {head.optimizer or 'none'}"
+    yield f"  extras     {', '.join(_extras(checkpoint)) or 'none'}"
+    yield f"  in all     {totals}, {amount_of_bytes(sum(head.shard_bytes))} in {count(head.world_size, 'shard')}"
+    yield ""
+    rows = [HEAD, *(_row(name, entry) for name, entry in sorted(index.tensors.items()))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    for row in rows:
+        cells = [text.rjust(w) if i > 2 else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _row(name: str, entry: Entry) -> tuple[str, ...]:
+    shape = " × ".join(map(str, entry.shape)) or "scalar"
+    return name, entry.dtype, shape, str(len(entry.files)), f"{entry.num_bytes:,}"
+
+
+def _degrees(degrees: dict[str, dict[str, int]]) -> Iterator[str]:
+    for mesh, axes in degrees.items():
+        wide = ", ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+        if wide:
+            yield f"; {mesh}: {wide}"
+
+
+def _extras(checkpoint: Checkpoint) -> Iterator[str]:
+    for name, extra in checkpoint.index.extras.items():
+        notes = ["state"] if extra.loads else []
+        notes += [f"of each of {len(extra.copies)} data ranks"] if len(extra.copies) > 1 else []
+        yield name + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    head, index = checkpoint.head, checkpoint.index
+    tensors = {
+        name: {"dtype": e.dtype, "shape": e.shape, "pieces": len(e.files), "bytes": e.num_bytes}
+        for name, e in index.tensors.items()
+    }
+    kept = ("format", "moec", "model", "step", "world_size", "data_size", "degrees", "optimizer")
+    extras = {name: {"state": extra.loads, "copies": len(extra.copies)} for name, extra in index.extras.items()}
+    about = head.model_dump(include=set(kept))
+    return about | {"bytes": sum(head.shard_bytes), "extras": extras, "tensors": tensors}
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if someone looks at it."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reading", total=total)
+        yield lambda num_bytes: progress.advance(task, num_bytes)

@@ -1,0 +1,147 @@
+"""`moec inspect PLAN --memory`: a rank's memory over a training step, as text, JSON or a plot. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from moec.codegen.plan import Plan
+from moec.commands.memory_plot import svg
+from moec.commands.summary import amount_of_bytes, count
+from moec.driver import load
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.rules import numbered
+from moec.passes.cost.buffers import TENANTS
+from moec.passes.cost.memory import DEVICE_BYTES, Memory, Moment, largest_skew, memory_of
+
+BAR = 40
+"""Characters of the longest bar."""
+
+
+def inspect_memory(path: Path) -> str:
+    """The tenants at the peak, the distinct layers, and the step's events as bars."""
+    plan = load(path)
+    return "\n".join(_text(plan, memory_of(plan.program, plan.spec)))
+
+
+def memory_json(path: Path) -> dict[str, Any]:
+    """The same as numbers: bytes, by tenant."""
+    plan = load(path)
+    memory, skew = memory_of(plan.program, plan.spec), largest_skew(plan.program, plan.spec)
+    return {
+        "plan": plan.name,
+        "device": {"name": plan.spec.cluster.device.name, "memory": plan.spec.cluster.device.memory},
+        "peak": _moment(memory.peak),
+        "largest_skew": skew,
+        "moments": [_moment(moment) for moment in memory.moments],
+        "layers": [
+            {
+                "layers": list(layer.numbers),
+                "parameters": layer.weights.masters,
+                "compute copies": layer.weights.copies,
+                "gradients": layer.weights.after,
+                "optimizer": layer.weights.optimizer,
+                "kept for backward": dict(layer.run.kept.of),
+            }
+            for layer in memory.layers.values()
+        ],
+    }
+
+
+def write_plot(path: Path, file: Path) -> None:
+    """Writes the plot to `file`. Raises `DiagnosticError` where it cannot be written."""
+    plan = load(path)
+    picture = svg(plan.name, memory_of(plan.program, plan.spec), plan.spec.cluster.device.memory)
+    try:
+        file.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from None
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    return {"event": moment.event, "total": moment.bytes.total, "bytes": dict(moment.bytes.of)}
+
+
+def _text(plan: Plan, memory: Memory) -> Iterator[str]:
+    device, peak = plan.spec.cluster.device, memory.peak
+    yield f"{plan.name}: {peak_line(memory, device.memory)}"
+    yield from (f"  {line}" for line in notes(plan))
+    yield ""
+    shown = [tenant for tenant in TENANTS if any(m.bytes.of.get(tenant) for m in memory.moments)]
+    rows: list[tuple[str, ...]] = [("tenant", "at the peak", "at most", "when")]
+    for tenant in shown:
+        most = max(memory.moments, key=lambda moment: moment.bytes.of.get(tenant, 0.0))
+        sizes = [bytes.of.get(tenant, 0.0) for bytes in (peak.bytes, most.bytes)]
+        rows.append((tenant, *map(_amount, sizes), "always" if tenant in LASTING else most.event))
+    yield from _table(rows)
+    yield ""
+    rows = [("layers", "parameters", "copies", "gradients", "optimizer", "kept for backward")]
+    for layer in memory.layers.values():
+        weights = layer.weights
+        sizes = [weights.masters, weights.copies, weights.after, weights.optimizer, layer.run.kept.total]
+        rows.append((f"{numbered(layer.numbers)}", *map(_amount, sizes)))
+    yield from _table(rows)
+    yield ""
+    yield from _bars(memory)
+
+
+LASTING = ("parameters", "optimizer", "device")
+
+
+def peak_line(memory: Memory, capacity: float) -> str:
+    """`61.3 GB of 80 GB at the peak, in the backward of layer 31`."""
+    peak = memory.peak
+    return f"{amount_of_bytes(peak.bytes.total)} of {amount_of_bytes(capacity)} at the peak, in the {peak.event}"
+
+
+def notes(plan: Plan) -> Iterator[str]:
+    """What the numbers are for: the load of experts, and a device's own bytes."""
+    skew = largest_skew(plan.program, plan.spec)
+    if skew is None:
+        yield "every load of the experts fits"
+    elif skew:
+        yield f"fits while the busiest rank has at most {skew:.2f} × the mean of rows"
+    if plan.spec.cluster.device.kind in DEVICE_BYTES:
+        fixed = amount_of_bytes(DEVICE_BYTES[plan.spec.cluster.device.kind])
+        yield f"{fixed} of it for the device's context and communicators"
+
+
+def _bars(memory: Memory) -> Iterator[str]:
+    """One bar per event; of equal layers in a row the first and the last."""
+    most, width = memory.peak.bytes.total, max(len(moment.event) for moment in memory.moments)
+    hidden = 0
+    for index, moment in enumerate(memory.moments):
+        if _is_between(memory, index):
+            hidden += 1
+            continue
+        if hidden:
+            yield f"  {'…'.ljust(width)}  {count(hidden, 'layer')} more"
+        hidden = 0
+        bar = "█" * max(1, round(BAR * moment.bytes.total / most))
+        mark = "  peak" if moment is memory.peak else ""
+        yield f"  {moment.event.ljust(width)}  {bar.ljust(BAR)}  {amount_of_bytes(moment.bytes.total)}{mark}"
+
+
+def _is_between(memory: Memory, index: int) -> bool:
+    """Whether the events before and after are of equal layers, and none is the peak."""
+    around = memory.moments[max(0, index - 1) : index + 2]
+    blocks = {_block(memory, moment) for moment in around}
+    return len(around) == 3 and len(blocks) == 1 and None not in blocks and memory.moments[index] is not memory.peak
+
+
+def _block(memory: Memory, moment: Moment) -> tuple[str, str] | None:
+    """The direction and the block of a layer's event."""
+    blocks = (name for name, layer in memory.layers.items() if moment.layer in layer.numbers)
+    return None if moment.layer is None else (moment.event.partition(" ")[0], next(blocks))
+
+
+def _amount(size: float) -> str:
+    return amount_of_bytes(size) if size else "-"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first, *others = (text.rjust(width) for text, width in zip(row, widths, strict=True))
+        yield "  ".join(["", first.strip().ljust(widths[0]), *others])

@@ -1,0 +1,67 @@
+"""budget: refuses a plan whose training step does not fit the device, and names the change that makes it fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnose
+from moec.grammar.spec import Spec, Train
+from moec.passes.cost.memory import Moment, memory_of
+from moec.passes.ir import Program
+from moec.passes.remedies import first_that_fits
+
+LARGEST_TENANTS = 3
+"""Tenants that the message names."""
+
+NOTHING_FITS = "no other degree fits: use a device with more memory, a smaller batch, or a smaller model"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Compares the peak of `spec.train` with the memory of `spec.cluster.device`; leaves the Program as it is.
+
+    `place` compiles another Spec without this check, for the remedy. A file without `train`, and the file of a `layer`,
+    say nothing about a step, and are not checked.
+    """
+
+    spec: Spec
+    place: Callable[[Spec], Program]
+
+    def apply(self, program: Program) -> Program:
+        """The Program. Raises `DiagnosticError` if its step does not fit."""
+        train = self.spec.train
+        if train is not None and self.spec.has_model:
+            peak = memory_of(program, self.spec).peak
+            if peak.bytes.total > self.spec.cluster.device.memory:
+                raise DiagnosticError([self._refused(peak, train)])
+        return program
+
+    def _refused(self, peak: Moment, train: Train) -> Diagnostic:
+        device, place = self.spec.cluster.device, self.spec.parallel.span() or self.spec.cluster.span()
+        largest = sorted(peak.bytes.of.items(), key=lambda tenant: -tenant[1])[:LARGEST_TENANTS]
+        listed = ", ".join(f"{tenant} {gigabytes(size)}" for tenant, size in largest)
+        labels = (
+            (device.span("memory"), f"{device.name} has {gigabytes(device.memory)}"),
+            (train.span("batch"), f"{train.batch} sequences over all ranks"),
+        )
+        found = first_that_fits(self.spec, self.place)
+        return diagnose(
+            "MOE0501",
+            place,
+            f"a step takes {gigabytes(peak.bytes.total, device.memory)}, most in the {peak.event}: {listed}",
+            labels=[Label(span=span, message=message) for span, message in labels if span is not None],
+            help=_advice(*found, device.memory) if found else NOTHING_FITS,
+        )
+
+
+def _advice(change: str, peak: float, memory: float) -> str:
+    """`set … : it fits (61.3 of 80 GB)`."""
+    fits = "they fit" if "`, `" in change else "it fits"
+    return f"{change}: {fits} ({gigabytes(peak, memory)})"
+
+
+def gigabytes(size: float, of: float | None = None) -> str:
+    """`61.3 GB`, or `61.3 of 80 GB`; smaller units below one gigabyte."""
+    unit, scale = next(((u, s) for u, s in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if (of or size) >= s), ("kB", 1e3))
+    return f"{size / scale:.3g} {unit}" if of is None else f"{size / scale:.4g} of {of / scale:.4g} {unit}"

@@ -1,0 +1,123 @@
+"""Tensors that are alive, and the bytes that they take by tenant."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Tenant = Literal[
+    "parameters",
+    "compute copies",
+    "gradients",
+    "optimizer",
+    "activations",
+    "work",
+    "communication",
+    "logits and loss",
+    "device",
+]
+"""What bytes are for: `activations` are saved for backward, `work` are values and gradients in use."""
+
+TENANTS: tuple[Tenant, ...] = get_args(Tenant)
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes by tenant."""
+
+    of: Mapping[Tenant, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> float:
+        """All tenants together."""
+        return sum(self.of.values())
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes({t: self.of.get(t, 0.0) + other.of.get(t, 0.0) for t in (*self.of, *other.of)})
+
+    def as_one(self, tenant: Tenant) -> Bytes:
+        """The same bytes, all of one tenant."""
+        return Bytes({tenant: self.total})
+
+
+def largest(*moments: Bytes) -> Bytes:
+    """The moment with the most bytes."""
+    return max(moments, key=lambda moment: moment.total)
+
+
+class Buffers:
+    """Tensors by name; several names may share one tensor, which the last name frees."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tenant, float]] = {}
+        self._numbers: dict[str, int] = {}
+        self._uses: dict[int, int] = {}
+        self._totals = dict.fromkeys(TENANTS, 0.0)
+        self._made = 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._numbers
+
+    def add(self, name: str, tenant: Tenant, size: float) -> None:
+        """A new tensor, which replaces another of this name."""
+        self.drop(name)
+        self._made += 1
+        self._numbers[name] = self._made
+        self._uses[self._made] = 1
+        self._tensors[self._made] = tenant, size
+        self._totals[tenant] += size
+
+    def add_all(self, name: str, sizes: Bytes) -> None:
+        """One tensor `name tenant` for each tenant of `sizes`."""
+        for tenant, size in sizes.of.items():
+            self.add(f"{name} {tenant}", tenant, size)
+
+    def share(self, name: str, other: str) -> None:
+        """Gives the tensor of `other` one more name."""
+        self.drop(name)
+        number = self._numbers[other]
+        self._numbers[name] = number
+        self._uses[number] += 1
+
+    def save(self, name: str, size: float, tenant: Tenant = "activations") -> None:
+        """Keeps a value, or a tensor inside an op, for backward, as `saved name`."""
+        saved = f"saved {name}"
+        if saved in self:
+            return
+        if name not in self:
+            self.add(saved, tenant, size)
+            return
+        self.share(saved, name)
+        number = self._numbers[name]
+        before, held = self._tensors[number]
+        self._totals[before] -= held
+        self._totals[tenant] += held
+        self._tensors[number] = tenant, held
+
+    def is_shared(self, name: str) -> bool:
+        """Whether the tensor has other names too."""
+        return self._uses[self._numbers[name]] > 1
+
+    def drop(self, name: str) -> None:
+        """Takes a name away, if there is one; the last name frees the tensor."""
+        number = self._numbers.pop(name, None)
+        if number is None:
+            return
+        self._uses[number] -= 1
+        if not self._uses[number]:
+            tenant, size = self._tensors.pop(number)
+            self._totals[tenant] -= size
+            del self._uses[number]
+
+    def drop_all(self, name: str) -> None:
+        """Drops what `add_all` added under this name."""
+        for tenant in TENANTS:
+            self.drop(f"{name} {tenant}")
+
+    def bytes(self, more: float = 0.0) -> Bytes:
+        """Bytes by tenant, with `more` bytes of work."""
+        found = {tenant: size for tenant, size in self._totals.items() if size >= 1}  # below: rounding of sums
+        if more:
+            found["work"] = found.get("work", 0.0) + more
+        return Bytes(found)

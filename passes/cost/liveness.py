@@ -1,0 +1,193 @@
+"""The bytes alive during one run of a block, forward and backward, op by op.
+
+A value lives from its op to its last use, and until backward if an op saves it. The gradient of a value lives from the
+first op that adds to it to the op that made the value. `Cost.scratch` is what an op takes beside these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moec.passes.cost.buffers import Buffers, Bytes, largest
+from moec.passes.cost.totals import BlockCost
+from moec.passes.ir.op import Op
+from moec.passes.ir.ops import Add, AddBias, Conversion, ExpertMlp, ExpertMlpPadded, MixtureMlp, Widen
+from moec.passes.ir.value import State
+from moec.passes.place.shard_zero import is_zero_gather
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One op of a block, with the bytes of its tensors by name.
+
+    `saved` has values, and tensors inside the op with `:` in the name, but no parameters. `differentiated` are the
+    operands that get a gradient; empty if no result gets one. `scratch` is that of `Cost`. `is_view`: the result is the
+    operand's tensor.
+    """
+
+    op: Op
+    operands: tuple[str, ...]
+    results: Mapping[str, float]
+    saved: Mapping[str, float]
+    differentiated: Mapping[str, float]
+    scratch: tuple[float, float]
+    is_view: bool = False
+
+    @property
+    def passes_gradient(self) -> bool:
+        """Whether the gradient of an operand is the result's gradient itself, without a copy."""
+        if isinstance(self.op, Conversion):
+            return self.op.backward() == "identity"
+        return self.is_view or isinstance(self.op, Add | AddBias)
+
+    def without_saving(self) -> Step:
+        """This op where backward computes everything again, except a router's choices."""
+        return replace(self, saved=dict(self.results) if self.op.scores else {})
+
+    def without_inner(self) -> Step:
+        """An op of experts that saves its operands, and whose backward runs its forward again."""
+        if not isinstance(self.op, ExpertMlp | ExpertMlpPadded | MixtureMlp):
+            return self
+        inner = sum(size for name, size in self.saved.items() if ":" in name)
+        ahead, behind = self.scratch
+        again = inner + sum(self.results.values()) + max(ahead, behind)
+        saved = {name: size for name, size in self.saved.items() if ":" not in name and name not in self.results}
+        return replace(self, saved=saved, scratch=(ahead + inner, again))
+
+
+def steps_of(cost: BlockCost) -> tuple[Step, ...]:
+    """The ops of a block in order. ZeRO's gathers are no ops of a job: the gathered weights are the parameters."""
+    workload, scope = cost.workload, cost.block.scope
+    weights = {op.results[0].name: op.operands[0] for op in cost.block.ops if is_zero_gather(op)}
+    graded = {v.name for v in cost.block.inputs if v.dtype != "int64"} | {f"@{p.name}" for p in cost.block.parameters}
+    graded |= weights.keys()
+    steps = []
+    for op, of_op in cost.costs:
+        if is_zero_gather(op):
+            continue
+        names = op.named(op.operands)
+        wanted = {operand for name, operand in names.items() if name not in op.constants and operand in graded}
+        given = [v for v in op.results if v.dtype != "int64"]
+        if wanted:
+            graded.update(v.name for v in given)
+        wanted = {name for name in wanted if given and not isinstance(scope[name], State)}
+        steps.append(
+            Step(
+                op,
+                tuple(weights.get(name, name) for name in op.operands),
+                {v.name: workload.bytes(v) for v in op.results},
+                {s.name: s.bytes for s in of_op.saved if not s.is_parameter and s.name not in weights},
+                {weights.get(name, name): workload.bytes(scope[name]) for name in sorted(wanted)},
+                of_op.scratch,
+                is_view=isinstance(op, Widen) and scope[op.operands[0]].dtype == op.results[0].dtype,
+            )
+        )
+    return tuple(steps)
+
+
+def last_uses(steps: Sequence[Step]) -> Mapping[str, int]:
+    """The number of the last op that uses each value."""
+    return {name: index for index, step in enumerate(steps) for name in step.operands}
+
+
+def savers(steps: Sequence[Step]) -> Mapping[int, list[str]]:
+    """For each op, the tensors whose first saver it is: its backward is the last to read them."""
+    found: dict[int, list[str]] = {}
+    seen: set[str] = set()
+    for index, step in enumerate(steps):
+        new = [name for name in step.saved if name not in seen]
+        seen.update(new)
+        found[index] = new
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a layer: the worst moments, and what remains for backward.
+
+    The caller has the inputs and the parameters. `backward` includes the gradients of outputs, of inputs, and of
+    parameters so far. `inputs` are the inputs that are saved.
+    """
+
+    forward: Bytes
+    kept: Bytes
+    backward: Bytes
+    inputs: frozenset[str]
+
+    @classmethod
+    def of(cls, cost: BlockCost) -> Run:
+        """The run of a block whose ops have these costs, with what its `recompute` leaves."""
+        steps, block = steps_of(cost), cost.block
+        inputs = {value.name for value in block.inputs}
+        if block.recompute == "experts":
+            steps = tuple(step.without_inner() for step in steps)
+        forward, alive = _forward(cost, steps)
+        first, kept = forward, alive.bytes()
+        for value in block.output_values():
+            if value.dtype != "int64":
+                alive.add(f"d {value.name}", "work", cost.workload.bytes(value))
+        backward = largest(*(moment for _, moment in run_backward(steps, alive)))
+        saved = {name for step in steps for name in step.saved}
+        if block.recompute == "layer":
+            first, alive = _forward(cost, [step.without_saving() for step in steps])
+            kept, backward, saved = alive.bytes(), largest(forward, backward), inputs
+        return cls(first, kept, backward, frozenset(inputs & saved))
+
+
+def _forward(cost: BlockCost, steps: Sequence[Step]) -> tuple[Bytes, Buffers]:
+    """The worst moment of forward, and what is saved after it."""
+    alive, given = Buffers(), [output.name for output in cost.block.outputs]
+    held = {*given, *(value.name for value in cost.block.inputs)}
+    worst = largest(*(moment for _, moment in run_forward(steps, alive, held)))
+    for name in given:
+        alive.drop(name)
+    return worst, alive
+
+
+def run_forward(steps: Sequence[Step], alive: Buffers, held: Iterable[str]) -> Iterator[tuple[Step, Bytes]]:
+    """Runs ops forward on `alive`; gives the bytes during each. `held` names are not dropped, and inputs not saved."""
+    outside, last = frozenset(held), last_uses(steps)
+    for index, step in enumerate(steps):
+        for name, size in step.results.items():
+            if step.is_view and step.operands[0] in alive:
+                alive.share(name, step.operands[0])
+            elif not step.is_view:
+                alive.add(name, "communication" if isinstance(step.op, Conversion) else "work", size)
+        for name, size in step.saved.items():
+            if name not in outside or name in alive:
+                alive.save(name, size)
+        yield step, alive.bytes(step.scratch[0])
+        for name in {*step.operands, *step.results}:
+            if last.get(name, index) == index and name not in outside:
+                alive.drop(name)
+
+
+def run_backward(steps: Sequence[Step], alive: Buffers) -> Iterator[tuple[Step, Bytes]]:
+    """Runs ops backward on `alive`, which has what is saved and the outputs' gradients; gives the bytes during each."""
+    freed = savers(steps)
+    for index in reversed(range(len(steps))):
+        step = steps[index]
+        extra = add_gradients(alive, step)
+        yield step, alive.bytes(extra + step.scratch[1])
+        for name in step.results:
+            alive.drop(f"d {name}")
+        for name in freed[index]:
+            alive.drop(f"saved {name}")
+
+
+def add_gradients(alive: Buffers, step: Step) -> float:
+    """Adds the gradients of an op's operands; returns the bytes of those that are added to others and then freed."""
+    result = next((name for name in step.results if f"d {name}" in alive), None)
+    extra = 0.0
+    for name, size in step.differentiated.items() if result is not None else ():
+        gradient, is_parameter = f"d {name}", name.startswith("@")
+        if gradient in alive:
+            extra += 0.0 if step.passes_gradient else size
+            if alive.is_shared(gradient):
+                alive.add(gradient, "work", size)
+        elif step.passes_gradient and not is_parameter:
+            alive.share(gradient, f"d {result}")
+        else:
+            alive.add(gradient, "gradients" if is_parameter else "work", size)
+    return extra

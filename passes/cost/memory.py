@@ -1,0 +1,281 @@
+"""The memory of one rank over a training step: what takes it at each moment, and the peak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from moec.grammar.spec import Spec
+from moec.passes.cost.buffers import Buffers, Bytes, Tenant
+from moec.passes.cost.liveness import Run, Step, last_uses, run_backward, run_forward, steps_of
+from moec.passes.cost.totals import BlockCost, costs_of
+from moec.passes.cost.weights import WeightBytes, weight_bytes
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import Program
+from moec.passes.ir.interface import FORWARD, layers_by_block, result_role
+from moec.passes.ir.ops import Call
+
+DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
+"""What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The bytes at the worst moment of one event of a step: `forward of layer 3`, `loss`, `optimizer step`."""
+
+    event: str
+    bytes: Bytes
+    layer: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """A distinct layer: its run, the bytes of its parameters, the names of its inputs, and the layers that are it."""
+
+    run: Run
+    weights: WeightBytes
+    inputs: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, cost: BlockCost, spec: Spec, microbatches: int, numbers: Iterable[int]) -> LayerMemory:
+        """The layer whose ops have these costs."""
+        weights = sum(weight_bytes(cost, spec, microbatches).values(), WeightBytes())
+        return cls(Run.of(cost), weights, tuple(v.name for v in cost.block.inputs), tuple(numbers))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One rank over one training step, event by event; with micro-batches, the first one and the last.
+
+    `layers` are the distinct layers by the names of their blocks.
+    """
+
+    moments: tuple[Moment, ...]
+    layers: Mapping[str, LayerMemory]
+
+    @cached_property
+    def peak(self) -> Moment:
+        """The moment with the most bytes."""
+        return max(self.moments, key=lambda moment: moment.bytes.total)
+
+
+def memory_of(program: Program, spec: Spec, workload: Workload | None = None) -> Memory:
+    """The memory of the rank with the most rows, for a batch of `workload`; by default that of the file."""
+    workload = workload or Workload.of(spec, program)
+    workload = replace(workload, batch=-(-workload.batch // program.microbatches))
+    costs, numbers = costs_of(program, workload), layers_by_block(program)
+    layers = {name: LayerMemory.of(costs[name], spec, program.microbatches, of) for name, of in numbers.items() if of}
+    return Memory(tuple(_Timeline(program, spec, costs, layers).moments()), layers)
+
+
+class _Timeline:
+    """Runs one step and notes the bytes at its events."""
+
+    def __init__(
+        self, program: Program, spec: Spec, costs: Mapping[str, BlockCost], layers: Mapping[str, LayerMemory]
+    ) -> None:
+        self.block, self.layers = costs[FORWARD].block, layers
+        self.steps = [self._with_inputs(step) for step in steps_of(costs[FORWARD])]
+        self.own = weight_bytes(costs[FORWARD], spec, program.microbatches)
+        self.loss = steps_of(costs["loss"]) if result_role(program) == "logits" else ()
+        self.loss_block = costs["loss"].block if self.loss else None
+        self.micros = min(program.microbatches, 2)
+        self.last = last_uses(self.steps)
+        self.first = {name: i for i in reversed(range(len(self.steps))) for name in self.steps[i].operands}
+        self.calls = [i for i, step in enumerate(self.steps) if isinstance(step.op, Call)]
+        called = [self._layer(op).weights for op in self.block.ops if isinstance(op, Call)]
+        self.sums = [*self.own.values(), *called]
+        whole = sum(self.sums, WeightBytes())
+        self.alive = Buffers()
+        self.alive.add("masters", "parameters", whole.masters)
+        self.alive.add("states", "optimizer", whole.optimizer)
+        self.alive.add("device", "device", DEVICE_BYTES.get(spec.cluster.device.kind, 0.0))
+
+    def _layer(self, op: Call) -> LayerMemory:
+        return self.layers[op.block]
+
+    def _with_inputs(self, step: Step) -> Step:
+        """A call of a layer with the inputs that the layer saves; its run has everything else."""
+        if not isinstance(step.op, Call):
+            return step
+        layer = self._layer(step.op)
+        saved = {o: 0.0 for i, o in zip(layer.inputs, step.operands, strict=True) if i in layer.run.inputs}
+        return replace(step, saved=saved)
+
+    def moments(self) -> Iterator[Moment]:
+        """Every event of the step in order."""
+        for micro in range(self.micros):
+            self.again, self.final = micro > 0, micro == self.micros - 1
+            yield from _merged([*self._forward(), *self._loss_and_backward()])
+        yield from self._end()
+
+    # ---- forward -----------------------------------------------------------------------------------
+
+    def _forward(self) -> Iterator[Moment]:
+        held = {output.name for output in self.block.outputs} | {value.name for value in self.block.inputs}
+        for index, (step, moment) in enumerate(run_forward(self.steps, self.alive, held)):
+            if not isinstance(step.op, Call):
+                yield Moment(self._place("forward", index), moment + self._copies(step, index))
+                continue
+            layer, number = self._layer(step.op), step.op.layer
+            weights = layer.weights
+            self.alive.add(f"lasting {number}", "compute copies", weights.lasting)
+            moment = self.alive.bytes() + Bytes({"compute copies": weights.copies - weights.lasting})
+            moment += Bytes({"work": -sum(step.results.values())}) + layer.run.forward  # the run has the results
+            yield Moment(f"forward of layer {number}", moment + self._gather_of(index + 1), number)
+            self.alive.add_all(f"layer {number}", layer.run.kept + Bytes({"compute copies": weights.saved}))
+
+    def _copies(self, step: Step, index: int) -> Bytes:
+        """The bytes of the compute copies that an op makes; leaves only those that last."""
+        more = 0.0
+        for name in self._parameters(step):
+            weights = self.own[name]
+            if self.first[name] == index:
+                more += weights.copies
+                self.alive.add(f"lasting {name}", "compute copies", weights.lasting)
+                self.alive.add(f"copy {name}", "compute copies", weights.copies - weights.lasting)
+            if self.last[name] == index and not weights.saved:
+                self.alive.drop(f"copy {name}")
+        return Bytes({"compute copies": more})
+
+    def _gather_of(self, index: int) -> Bytes:
+        """The gather of the next layer's weights, which runs beside this layer."""
+        step = self.steps[index] if 0 <= index < len(self.steps) else None
+        if step is None or not isinstance(step.op, Call):
+            return Bytes()
+        return Bytes({"communication": self._layer(step.op).weights.gathering})
+
+    def _parameters(self, step: Step) -> list[str]:
+        return [name for name in step.operands if name in self.own]
+
+    def _place(self, direction: str, index: int) -> str:
+        """`forward of the embedding` before the first layer, `forward of the head` after the last."""
+        if self.calls and index < self.calls[0]:
+            return f"{direction} of the embedding"
+        return f"{direction} of the head" if not self.calls or index > self.calls[-1] else f"{direction} between layers"
+
+    # ---- loss and backward -------------------------------------------------------------------------
+
+    def _loss_and_backward(self) -> Iterator[Moment]:
+        result = self.block.output_values()[0]
+        size = self.steps[-1].results.get(result.name, 0.0)
+        self.alive.save(result.name, size, "logits and loss")  # a step refers to its logits until the next ones
+        if self.loss_block is not None:
+            inside = Buffers()
+            for _, moment in run_forward(self.loss, inside, {value.name for value in self.loss_block.inputs}):
+                yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
+            self.alive.drop("previous logits")
+            inside.add(f"d {self.loss_block.outputs[0].name}", "work", 0.0)
+            for _, moment in run_backward(self.loss, inside):
+                yield Moment("loss", self.alive.bytes() + moment.as_one("logits and loss"))
+        self.alive.add(f"d {result.name}", "work", size)
+        for value in self.block.output_values()[1:]:
+            if value.dtype != "int64":
+                self.alive.add(f"d {value.name}", "work", 0.0)
+        yield from self._backward()
+        self.alive.share("previous logits", result.name)
+        for output in self.block.outputs:
+            self.alive.drop(output.name)
+            self.alive.drop(f"saved {output.name}")
+
+    def _backward(self) -> Iterator[Moment]:
+        for number, (step, moment) in enumerate(run_backward(self.steps, self.alive)):
+            index = len(self.steps) - 1 - number
+            if isinstance(step.op, Call):
+                yield from self._backward_of(step, step.op, index)
+                continue
+            yield Moment(self._place("backward", index), moment)
+            for name in self._parameters(step):
+                if self.first[name] == index:
+                    yield Moment(self._place("backward", index), self._sums_begin(name, self.own[name]))
+                    self.alive.drop(f"copy {name}")
+
+    def _backward_of(self, step: Step, op: Call, index: int) -> Iterator[Moment]:
+        layer, event = self._layer(op), f"backward of layer {op.layer}"
+        for name in step.results:
+            self.alive.drop(f"d {name}")
+        gradients = {name: size for name, size in step.differentiated.items() if f"d {name}" in self.alive}
+        for name in gradients:  # the run has them
+            self.alive.drop(f"d {name}")
+        self.alive.drop_all(f"layer {op.layer}")
+        ahead = self._gather_of(index - 1) if layer.weights.per_use else Bytes()
+        copies = Bytes({"compute copies": layer.weights.saved + layer.weights.per_use}) + ahead
+        yield Moment(event, self.alive.bytes() + layer.run.backward + copies, op.layer)
+        for name, size in gradients.items():
+            self.alive.add(f"d {name}", "work", size)
+        self.alive.add(f"d layer {op.layer}", "gradients", layer.weights.narrow)
+        yield Moment(event, self._sums_begin(f"layer {op.layer}", layer.weights) + ahead, op.layer)
+
+    def _sums_begin(self, name: str, weights: WeightBytes) -> Bytes:
+        """The bytes while the gradients of a layer are widened and their sums begin. Leaves only what sums need."""
+        per_pass = weights.collected == weights.after
+        sends = self.final or (weights.sent and per_pass)
+        scattered = weights.sent and per_pass  # gradients of earlier micro-batches are the parameters' already
+        added = weights.collected if self.again and not scattered else 0.0
+        self.alive.drop("sent")  # ZeRO waits for the layer before
+        # The sum with earlier micro-batches is new memory, and frees these before it is sent.
+        buffers = weights.buckets + weights.sent if sends else 0.0
+        more: dict[Tenant, float] = {"gradients": weights.wide}
+        more |= {"gradients": weights.wide + added} if added > buffers else {"communication": buffers}
+        moment = self.alive.bytes() + Bytes(more)
+        self.alive.drop(f"d {name}")
+        earlier = weights.collected if self.again and scattered else 0.0
+        self.alive.add(f"sum {name}", "gradients", earlier + (weights.after if sends else weights.collected))
+        self.alive.add("sent", "communication", weights.sent if sends else 0.0)
+        return moment
+
+    # ---- after the last backward -------------------------------------------------------------------
+
+    def _end(self) -> Iterator[Moment]:
+        """Sums end layer by layer, each with a copy of its part; then the optimizer reads what remains."""
+        names = [*self.own, *(f"layer {op.layer}" for op in self.block.ops if isinstance(op, Call))]
+        self.alive.drop("sent")
+        most = max(weights.cloned for weights in self.sums)
+        yield Moment("gradient sums", self.alive.bytes() + Bytes({"communication": most}))
+        numbers = [*self.own, *(op.layer for op in self.block.ops if isinstance(op, Call))]
+        for name, number in zip(names, numbers, strict=True):
+            self.alive.drop(f"sum {name}")
+            self.alive.drop(f"lasting {number}")
+        self.alive.drop("previous logits")
+        reduced = sum(weights.reduced for weights in self.sums)
+        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}))
+
+
+def _merged(moments: Iterable[Moment]) -> list[Moment]:
+    """The worst moment of each event."""
+    worst: dict[str, Moment] = {}
+    for moment in moments:
+        if moment.event not in worst or moment.bytes.total > worst[moment.event].bytes.total:
+            worst[moment.event] = moment
+    return list(worst.values())
+
+
+# ---- how uneven a load fits --------------------------------------------------------------------------------
+
+
+STEEPEST = 8.0
+"""The exponent of the most uneven load that is tried: nearly all rows go to the first expert."""
+
+
+def largest_skew(program: Program, spec: Spec) -> float | None:
+    """The largest load of the busiest rank over the mean with which a step fits the device.
+
+    0 if it does not fit under an even load either; None if no load exceeds the device.
+    """
+    even = Workload.of(spec, program).even
+
+    def fits(exponent: float) -> bool:
+        peak = memory_of(program, spec, replace(even, exponent=exponent)).peak.bytes.total
+        return peak <= spec.cluster.device.memory
+
+    if fits(STEEPEST):
+        return None
+    if not fits(0.0):
+        return 0.0
+    low, high = 0.0, STEEPEST
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return max(cost.skew() for cost in costs_of(program, replace(even, exponent=low)).values())

@@ -1,0 +1,59 @@
+"""What a rank sends of weights and gradients in a training step: sums of gradients, and the conversions of ZeRO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import DTYPE_BYTES, Block, Parameter
+from moec.passes.place.shard_zero import as_used, zero_cut
+
+SUM_BYTES = 4
+"""Gradients are summed in fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sending:
+    """Bytes that a rank sends over `axis` for one parameter, by a collective of rings: in forward and in backward."""
+
+    axis: str
+    collective: str
+    of: str
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def purpose(self) -> str:
+        """`all_gather of weights`: the heading under which it is listed."""
+        return f"{self.collective} of {self.of}"
+
+
+def sendings(block: Block, workload: Workload) -> Iterator[Sending]:
+    """What a rank sends for the weights and gradients of one run of `block`; `workload` is bound to it.
+
+    A ring sends (n−1)/n of the whole for an all-gather or a reduce-scatter, twice that for an all-reduce. ZeRO gathers
+    weights in the compute dtype; at stage 3 twice, in forward and in backward.
+    """
+    for parameter in block.parameters:
+        yield from _of_parameter(parameter, workload)
+
+
+def _of_parameter(p: Parameter, workload: Workload) -> Iterator[Sending]:
+    whole = as_used(p)
+    elements = float(math.prod(workload.shape(whole)))
+    cut = zero_cut(p.optimizer_state) if p.optimizer_state is not None else None
+    if cut is not None:
+        axis, ranks = cut[0], workload.meshes.size(cut[0])
+        sent = elements * (ranks - 1) / ranks
+        gathered = sent * DTYPE_BYTES[p.dtype]
+        again = gathered if p.layout == p.optimizer_state else 0.0
+        yield Sending(axis=axis, collective="all_gather", of="weights", forward=gathered, backward=again)
+        yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=sent * SUM_BYTES)
+        elements = float(math.prod(workload.shape(replace(p, layout=p.optimizer_state))))
+    for axis in p.sum_over or ():
+        if cut is None or axis != cut[0]:
+            ranks = workload.meshes.size(axis)
+            sent = 2 * elements * (ranks - 1) / ranks
+            yield Sending(axis=axis, collective="all_reduce", of="gradients", backward=sent * SUM_BYTES)

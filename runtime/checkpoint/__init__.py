@@ -1,0 +1,1 @@
+"""Checkpoints: written under one plan, read under any other plan of the same model."""

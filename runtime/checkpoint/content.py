@@ -1,0 +1,131 @@
+"""What a rank has to say for a checkpoint: its parts of every tensor, and plain data. Collected without a copy."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moec.codegen.plan import Plan
+from moec.runtime.checkpoint.index import canonical
+from moec.runtime.checkpoint.optimizer_state import OptimizerContent, collect
+from moec.runtime.checkpoint.parts import Part, UnevenError, host_piece, part_of
+from moec.runtime.checkpoint.shards import Piece
+from moec.runtime.checkpoint.trees import encode
+from moec.runtime.errors import JobError
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.plan_names import parameters_by_name, states_by_name
+
+MODEL, EXTRAS, RNG = "model/", "extras/", "rng/"
+NAME_LENGTH = 100
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraContent:
+    """An extra of this rank: `tree` with the numbers of its `tensors`. `loads`: it came from a `state_dict`."""
+
+    loads: bool
+    tree: Any
+    tensors: tuple[Tensor, ...]
+
+    def digest(self) -> str:
+        """Equal extras have equal digests, whatever the rank."""
+        whole = hashlib.sha256(canonical([self.loads, self.tree]))
+        for tensor in self.tensors:
+            piece = host_piece("", tensor)
+            whole.update(canonical([piece.dtype, piece.shape]))
+            whole.update(piece.content)
+        return whole.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """`parts` by their names in a checkpoint, `optimizer` as plain data, the model's settings, the job's steps."""
+
+    parts: Mapping[str, Part]
+    optimizer: dict[str, Any] | None
+    extras: Mapping[str, ExtraContent]
+    settings: Mapping[str, int]
+    job_steps: int
+
+    def ours(self) -> tuple[list[Piece], dict[str, Part]]:
+        """Copies in host memory of the cells that this rank writes, and their parts."""
+        largest_first = sorted(self.parts, key=lambda name: (-self.parts[name].num_bytes, name))
+        mine = {name: self.parts[name] for number, name in enumerate(largest_first) if self.parts[name].turn(number)}
+        return [host_piece(name, part.local) for name, part in mine.items()], mine
+
+    def with_own_extras(self) -> Content:
+        """The same with copies of the extras' tensors, which the script may change."""
+        own = {
+            name: replace(extra, tensors=tuple(tensor.detach().cpu().clone() for tensor in extra.tensors))
+            for name, extra in self.extras.items()
+        }
+        return replace(self, extras=own)
+
+
+def content_of(
+    plan: Plan, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any], rank: int, job_steps: int
+) -> Content:
+    """Everything that a checkpoint stores. Raises `JobError` for what it cannot."""
+    named = parameters_by_name(model, plan)
+    tensors: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in named.items()}
+    tensors |= {MODEL + name: tensor for name, tensor in states_by_name(model, plan).items()}
+    state = None if optimizer is None else collect(require_optimizer(optimizer), named)
+    parts = _parts(tensors | (state or OptimizerContent({})).tensors, rank, plan.world_size)
+    device = next(model.parameters()).device
+    for kind, words in random_states(device).items():
+        row = words.reshape(1, -1)
+        cuts = plan.world_size, 1
+        parts[RNG + kind] = Part((plan.world_size, row.shape[1]), cuts, (rank, 0), 0, 1, row)
+    stored = {name: _extra(name, value) for name, value in extras.items()}
+    entry = None if state is None else state.entry
+    return Content(parts, entry, stored, dict(model.settings), job_steps)
+
+
+def require_optimizer(optimizer: object) -> Optimizer:
+    """Raises `JobError` for anything but an optimizer of torch."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    raise JobError(
+        "MOE0807",
+        f"the optimizer is of class {type(optimizer).__name__}, which is no torch.optim.Optimizer",
+        "give the optimizer itself; other objects with `state_dict` are extras: `scheduler=scheduler`",
+    )
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """torch's random states on this rank, uint8: that of the CPU, and that of the model's GPU."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _parts(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Part]:
+    parts = {}
+    for name, tensor in tensors.items():
+        try:
+            parts[name] = part_of(tensor, rank, world_size)
+        except UnevenError as error:
+            raise JobError("MOE0807", f"{name} cannot be stored yet: {error}") from error
+    return parts
+
+
+def _extra(name: str, value: Any) -> ExtraContent:
+    if len(name) > NAME_LENGTH:
+        raise JobError("MOE0808", f"the name of an extra has {len(name)} letters; the limit is {NAME_LENGTH}")
+    tensors: list[Tensor] = []
+    state_dict: Callable[[], Any] | None = getattr(value, "state_dict", None)
+    loads = callable(state_dict) and callable(getattr(value, "load_state_dict", None))
+    if isinstance(value, nn.Module):
+        value = dict(value.state_dict())  # an OrderedDict with metadata
+        loads = True
+    elif loads:
+        assert state_dict is not None
+        value = state_dict()
+    return ExtraContent(loads, encode(value, name, tensors), tuple(tensors))

@@ -1,0 +1,255 @@
+"""The two JSON files of a checkpoint, and their rules. Needs no torch.
+
+checkpoints/100/
+  checkpoint.json            what it is: format, model, step, ranks, the size of every shard, the digest of index.json
+  index.json                 every tensor: dtype, shape, its grid, the shard of each cell and the digests of its blocks
+  rank-00003.safetensors     the cells that rank 3 wrote
+
+A tensor is cut into an even grid, so that no cell can overlap another or be missing. No file states a file's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from moec.runtime.errors import JobError
+
+HEAD, INDEX = "checkpoint.json", "index.json"
+FORMAT = 1
+"""Raised whenever a checkpoint of an older moec would be misread."""
+BLOCK_BYTES = 8 << 20
+"""Bytes of a cell that share one digest: a reader of a part reads and checks only the blocks that it needs."""
+MAX_HEAD_BYTES, MAX_INDEX_BYTES = 4 << 20, 128 << 20
+"""Larger files are refused unread. 61 layers with 256 experts on 64 ranks have an index of 4 MB."""
+MAX_TENSORS, MAX_PIECES, MAX_RANKS = 100_000, 2_000_000, 100_000
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+    "BOOL": 1, "U16": 2, "U32": 4, "U64": 8,
+}  # fmt: skip
+"""Bytes of an element, by safetensors' names of dtypes."""
+
+Text = Annotated[str, Field(max_length=200)]
+Name = Annotated[str, Field(max_length=1000, min_length=1)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Digests = Annotated[str, Field(pattern=r"^([0-9a-f]{64})*$")]
+Count = Annotated[int, Field(ge=0, le=1 << 62)]
+Tree = Any
+"""Plain data as JSON (`extras.py`)."""
+DataT = TypeVar("DataT", bound="Data")
+
+
+class Data(BaseModel):
+    """Frozen and strict; undeclared fields are refused."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid", defer_build=True)
+
+
+class Head(Data):
+    """The content of `checkpoint.json`. `shard_bytes`: the size of each rank's shard; `degrees`: of each mesh."""
+
+    format: int
+    moec: Text
+    model: Text
+    spec: Digest
+    step: Count
+    world_size: Annotated[int, Field(ge=1, le=MAX_RANKS)]
+    data_size: Annotated[int, Field(ge=1)]
+    degrees: dict[Text, dict[Text, int]]
+    optimizer: Text | None
+    shard_bytes: tuple[Count, ...]
+    index: Digest
+    digest: Digest
+
+
+class Entry(Data):
+    """A tensor. `files[i]` is the rank whose shard has cell i, `digests[i]` its blocks' digests, end to end.
+
+    `cuts[dim]` is the number of equal parts of a dim; cells count the last dim fastest.
+    """
+
+    dtype: Text
+    shape: tuple[Count, ...]
+    cuts: tuple[Annotated[int, Field(ge=1)], ...]
+    files: tuple[Count, ...]
+    digests: tuple[Digests, ...]
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of an element."""
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.item_bytes
+
+    @cached_property
+    def cell_shape(self) -> tuple[int, ...]:
+        """The shape of every cell."""
+        return tuple(dim // cut for dim, cut in zip(self.shape, self.cuts, strict=True))
+
+    @property
+    def cell_bytes(self) -> int:
+        """Bytes of every cell."""
+        return math.prod(self.cell_shape) * self.item_bytes
+
+
+class Group(Data):
+    """A parameter group of the optimizer: the names of its parameters, and its options as plain data."""
+
+    parameters: tuple[Name, ...]
+    options: Tree
+
+
+class OptimizerEntry(Data):
+    """`kind`: the class. `numbers`: the states that are no tensors, by parameter."""
+
+    kind: Text
+    groups: tuple[Group, ...]
+    numbers: dict[Name, dict[Text, Tree]]
+
+
+class Extra(Data):
+    """`copies` has one tree, or one for each data rank. `loads`: whether it came from an object's `state_dict`."""
+
+    loads: bool
+    copies: tuple[Tree, ...]
+
+
+class Index(Data):
+    """The content of `index.json`. `headers`: the digest of each shard's header."""
+
+    headers: tuple[Digest, ...]
+    tensors: dict[Name, Entry]
+    settings: dict[Text, int]
+    job_steps: Count
+    optimizer: OptimizerEntry | None
+    extras: dict[Text, Extra]
+
+
+def shard_name(rank: int) -> str:
+    """The file name of a rank's shard."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+def canonical(content: Any) -> bytes:
+    """Canonical JSON: equal content gives equal bytes."""
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return (text + "\n").encode()
+
+
+def digest(content: bytes | memoryview) -> str:
+    """SHA-256, in hexadecimal."""
+    return hashlib.sha256(content).hexdigest()
+
+
+def head_bytes(fields: Mapping[str, Any]) -> bytes:
+    """The content of `checkpoint.json`: `fields` of a `Head`, format and own digest added."""
+    content = {"format": FORMAT, **fields}
+    return canonical(content | {"digest": digest(canonical(content))})
+
+
+def damaged(path: Path, message: str) -> JobError:
+    """The error for a file that moec did not write like this."""
+    return JobError("MOE0801", f"{path}: {message}", "load an earlier checkpoint; `moec checkpoint verify` checks one")
+
+
+def missing(path: Path, error: OSError) -> JobError:
+    """The error for a file that cannot be read."""
+    return JobError(
+        "MOE0800", f"{path}: {error.strerror}", "`moec.latest(folder)` finds the last complete checkpoint of a folder"
+    )
+
+
+def parse_head(path: Path, content: bytes) -> Head:
+    """Raises `JobError` for anything that `head_bytes` does not write, and for another format."""
+    data = _json_object(path, content)
+    stated = data.get("format")
+    if stated != FORMAT:
+        raise JobError(
+            "MOE0802",
+            f"{path}: format {str(stated)[:20]}, this moec reads {FORMAT}",
+            "use the moec that wrote it; `moec checkpoint convert` of that moec makes a file of plain safetensors",
+        )
+    rest = {key: value for key, value in data.items() if key != "digest"}
+    if head_bytes({key: value for key, value in rest.items() if key != "format"}) != content:
+        raise damaged(path, "its digest does not match its content")
+    head = _validated(Head, path, content)
+    if len(head.shard_bytes) != head.world_size:
+        raise damaged(path, f"it has {len(head.shard_bytes)} shards, but {head.world_size} ranks")
+    return head
+
+
+def parse_index(path: Path, content: bytes, head: Head) -> Index:
+    """Raises `JobError` unless it is the index of `head`, within the limits, with a valid grid for every tensor."""
+    if digest(content) != head.index:
+        raise damaged(path, f"its digest does not match {HEAD}")
+    tensors = content.count(b'"dtype":')  # of every `Entry`, before a million of them are made
+    if tensors > MAX_TENSORS:
+        raise damaged(path, f"it has {tensors} tensors; the limit is {MAX_TENSORS}")
+    index = _validated(Index, path, content)
+    if len(index.headers) != head.world_size:
+        raise damaged(path, f"it has {len(index.headers)} headers, but {head.world_size} ranks")
+    pieces = sum(len(entry.files) for entry in index.tensors.values())
+    if pieces > MAX_PIECES:
+        raise damaged(path, f"it has {pieces} pieces; the limit is {MAX_PIECES}")
+    stated = [0] * head.world_size
+    for name, entry in index.tensors.items():
+        complaint = _complaint_about(entry, head.world_size)
+        if complaint:
+            raise damaged(path, f"{name}: {complaint}")
+        for rank in entry.files:
+            stated[rank] += entry.cell_bytes
+            if stated[rank] > head.shard_bytes[rank]:
+                raise damaged(path, f"{name}: {shard_name(rank)} has fewer bytes than the index says")
+    return index
+
+
+def _complaint_about(entry: Entry, world_size: int) -> str:
+    """What is wrong with a tensor's grid; empty if nothing is."""
+    if entry.dtype not in ITEM_BYTES:
+        return f"there is no dtype {entry.dtype}"
+    if len(entry.cuts) != len(entry.shape):
+        return f"shape {list(entry.shape)} and cuts {list(entry.cuts)} differ in length"
+    if any(dim % cut for dim, cut in zip(entry.shape, entry.cuts, strict=True)):
+        return f"cuts {list(entry.cuts)} do not divide shape {list(entry.shape)}"
+    cells = math.prod(entry.cuts)
+    if not cells == len(entry.files) == len(entry.digests):
+        return f"it has {len(entry.files)} pieces and digests of {len(entry.digests)}, but {cells} cells"
+    if any(rank >= world_size for rank in entry.files):
+        return f"a piece is of rank {max(entry.files)}, but there are {world_size} ranks"
+    wanted = 64 * -(-entry.cell_bytes // BLOCK_BYTES)
+    if any(len(digests) != wanted for digests in entry.digests):
+        return "the number of its digests does not match its size"
+    return ""
+
+
+def _json_object(path: Path, content: bytes) -> dict[str, Any]:
+    def no_constant(name: str) -> Any:
+        raise ValueError(f"{name} is no number")
+
+    try:
+        data = json.loads(content.decode(), parse_constant=no_constant)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"it is not JSON ({str(error)[:100]})") from error
+    if not isinstance(data, dict):
+        raise damaged(path, "it is not a JSON object")
+    return data
+
+
+def _validated(model: type[DataT], path: Path, content: bytes) -> DataT:
+    try:
+        return model.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise damaged(path, f"{where}: {first['msg']}") from error

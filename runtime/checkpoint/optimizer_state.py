@@ -1,0 +1,245 @@
+"""An optimizer's state by the names of its parameters: collected for a checkpoint, and put back.
+
+Per parameter it is tensors and numbers. A tensor lies as its parameter does, or is 0-d and the same on every rank, or
+is a DTensor that says how it lies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+from torch.optim import Optimizer
+
+from moec.runtime.checkpoint.index import Entry, OptimizerEntry
+from moec.runtime.checkpoint.parts import DTYPE_NAMES, DTYPES
+from moec.runtime.checkpoint.trees import decode, encode
+from moec.runtime.errors import JobError
+
+PREFIX, OPTIONS = "optimizer/", "options/"
+IMPLEMENTATION = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
+"""Entries of a group that are of the running optimizer: its parameters, and how a step is computed."""
+MAX_NAMED = 3
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The name of an optimizer's class, as a script imports it."""
+    kind = type(optimizer)
+    module = "torch.optim" if getattr(torch.optim, kind.__qualname__, None) is kind else kind.__module__
+    return f"{module}.{kind.__qualname__}"
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerContent:
+    """`entry`: an `OptimizerEntry` as plain data; `tensors` by their names in a checkpoint."""
+
+    entry: dict[str, Any]
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> OptimizerContent:
+    """What a checkpoint stores of `optimizer` over the parameters `named`. Copies nothing.
+
+    Raises `JobError` MOE0807 for a parameter that is not the model's and for a state that cannot be mapped to other
+    ranks, MOE0808 for an option that is no plain data.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    groups, tensors, numbers = [], dict[str, Tensor](), dict[str, dict[str, Any]]()
+    for number, group in enumerate(optimizer.param_groups):
+        of_options: list[Tensor] = []
+        options = {key: value for key, value in group.items() if key not in IMPLEMENTATION}
+        tree = encode(options, f"optimizer.param_groups[{number}]", of_options)
+        tensors.update({f"{OPTIONS}{number}/{i}": tensor for i, tensor in enumerate(of_options)})
+        members = [_name(parameter, names) for parameter in group["params"]]
+        groups.append({"parameters": members, "options": tree})
+        for name, parameter in zip(members, group["params"], strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                _require_key(key, name)
+                if isinstance(value, Tensor):
+                    _require_mapped(key, value, name, parameter)
+                    tensors[f"{PREFIX}{key}/{name}"] = value
+                else:
+                    tree = encode(value, f"optimizer.state[{name}][{key!r}]", [])
+                    numbers.setdefault(name, {})[key] = tree
+    return OptimizerContent({"kind": kind_of(optimizer), "groups": groups, "numbers": numbers}, tensors)
+
+
+def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise JobError(
+            "MOE0807",
+            f"the optimizer has a parameter {list(parameter.shape)} that is not the model's",
+            "give an optimizer over `model.parameters()` alone, and save those of other modules as an extra",
+        )
+    return name
+
+
+def _require_key(key: object, name: str) -> None:
+    if not isinstance(key, str) or not re.fullmatch(r"[\w.-]{1,100}", key):
+        raise JobError("MOE0807", f"the optimizer's state of {name} has an entry {key!r:.100}, which is no name")
+
+
+def _require_mapped(key: str, value: Tensor, name: str, parameter: Tensor) -> None:
+    """Raises `JobError` for a plain tensor of one rank: nothing says which part of what it is."""
+    if value.dim() == 0 or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
+        return
+    raise JobError(
+        "MOE0807",
+        f"the optimizer's {key} of {name} is a plain tensor {list(value.shape)}, but the parameter is a DTensor "
+        f"{list(parameter.shape)} over {parameter.device_mesh.size()} ranks: nothing says which part of what it is",
+        "use an optimizer whose states are DTensors or 0-d, such as SGD, Adam or AdamW",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a state of a checkpoint goes. `place`: the tensor that lies as the new state will; `make` makes it."""
+
+    key: str
+    parameter: nn.Parameter
+    place: Tensor
+    make: Callable[[], Tensor]
+
+
+def targets_of(
+    optimizer: Optimizer, entry: OptimizerEntry | None, entries: Mapping[str, Entry], named: Mapping[str, nn.Parameter]
+) -> dict[str, Target]:
+    """Where every state tensor of a checkpoint goes, by its name there. Changes nothing.
+
+    Raises `JobError` MOE0806 for a checkpoint without optimizer, of another class, with other groups of parameters, or
+    with a state that fits no tensor of this rank.
+    """
+    if entry is None:
+        raise _other("the checkpoint has no optimizer", "load it without one")
+    if entry.kind != kind_of(optimizer):
+        raise _other(f"the checkpoint has the state of a {entry.kind}, but the optimizer is a {kind_of(optimizer)}")
+    names = {id(parameter): name for name, parameter in named.items()}
+    _require_groups(optimizer, entry, names)
+    found = {}
+    flags = {id(p): bool(g.get("fused") or g.get("capturable")) for g in optimizer.param_groups for p in g["params"]}
+    members = {name for group in entry.groups for name in group.parameters}
+    for full, stored in entries.items():
+        if not full.startswith(PREFIX):
+            continue
+        key, _, name = full.removeprefix(PREFIX).partition("/")
+        if name not in members:
+            raise _other(f"the checkpoint has {key} of {name}, which is in none of its groups")
+        parameter = named[name]
+        state = optimizer.state.get(parameter, {})
+        found[full] = _target(key, name, parameter, state.get(key), stored, flags[id(parameter)])
+    return found
+
+
+def _require_groups(optimizer: Optimizer, entry: OptimizerEntry, names: Mapping[int, str]) -> None:
+    here = [{_name(p, names) for p in group["params"]} for group in optimizer.param_groups]
+    there = [set(group.parameters) for group in entry.groups]
+    if sorted(map(sorted, here)) == sorted(map(sorted, there)):
+        return
+    counts = f"{len(there)} groups with {sum(map(len, there))} parameters", f"{len(here)} with {sum(map(len, here))}"
+    alone = sorted(set().union(*there) ^ set().union(*here))
+    if alone:
+        side = "the checkpoint" if any(alone[0] in group for group in there) else "the optimizer"
+        detail = f"only {side} has {alone[0]}"
+    else:
+        odd = next(group for group in there if group not in here)
+        detail = f"no group here has exactly the {len(odd)} parameters of one there, such as {min(odd, default='none')}"
+    raise _other(f"the checkpoint's optimizer has {counts[0]}, the optimizer here {counts[1]}; {detail}")
+
+
+def _target(key: str, name: str, parameter: nn.Parameter, state: object, stored: Entry, on_device: bool) -> Target:
+    dtype = DTYPES[stored.dtype]
+    lies_known = isinstance(state, DTensor) or not isinstance(parameter, DTensor) or not stored.shape
+    if isinstance(state, Tensor) and tuple(state.shape) == stored.shape and lies_known:
+        if state.dtype != dtype:
+            here = DTYPE_NAMES.get(state.dtype, str(state.dtype))
+            raise _other(f"{key} of {name} is {stored.dtype} in the checkpoint, but {here} here")
+        return Target(key, parameter, state, lambda: state)
+    if stored.shape == tuple(parameter.shape) and parameter.dim():
+        return Target(key, parameter, parameter, lambda: torch.empty_like(parameter, dtype=dtype).detach())
+    if isinstance(parameter, DTensor) and _is_factor(stored.shape, parameter):
+        factor = partial(_empty_factor, stored.shape, parameter, dtype)
+        return Target(key, parameter, factor(), factor)
+    if not stored.shape or not isinstance(parameter, DTensor):
+        # As torch's own `load_state_dict`: only a `step` that no kernel reads is on the CPU.
+        device = torch.device("cpu") if key == "step" and not on_device else parameter.device
+        whole = torch.empty(stored.shape, dtype=dtype, device="meta")
+        return Target(key, parameter, whole, lambda: torch.empty(stored.shape, dtype=dtype, device=device))
+    raise _other(
+        f"{key} of {name} is {list(stored.shape)} in the checkpoint, but the parameter is {list(parameter.shape)} over "
+        f"{parameter.device_mesh.size()} ranks",
+        "take a step with the optimizer before you load: then its own states say how they lie",
+    )
+
+
+def _is_factor(shape: tuple[int, ...], parameter: DTensor) -> bool:
+    """Whether a state has size 1 in some dims and is the parameter's size in the others, as Adafactor's factors."""
+    if not shape or len(shape) != parameter.dim():
+        return False
+    return all(n in (1, whole) for n, whole in zip(shape, parameter.shape, strict=True))
+
+
+def _empty_factor(shape: tuple[int, ...], parameter: DTensor, dtype: torch.dtype) -> Tensor:
+    """A DTensor that lies as the parameter does, whole in dims of size 1."""
+    placements = [Replicate() if isinstance(p, Shard) and shape[p.dim] == 1 else p for p in parameter.placements]
+    return empty(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
+
+
+def _other(message: str, help: str = "make the optimizer as the run that saved did, or load without it") -> JobError:
+    return JobError("MOE0806", message, help)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The plain data of a checkpoint's optimizer: `options` of each group by its parameters, `numbers` by parameter."""
+
+    options: Mapping[frozenset[str], Mapping[str, Any]]
+    numbers: Mapping[str, Mapping[str, Any]]
+
+
+def plain_of(entry: OptimizerEntry, tensor_of: Callable[[int, int], Tensor]) -> Plain:
+    """Decodes it; `tensor_of(group, number)` gives the tensors among the options. Changes nothing.
+
+    Raises `ValueError` or `TypeError` for what `collect` does not write.
+    """
+    options, numbers = {}, {}
+    for number, group in enumerate(entry.groups):
+        found = decode(group.options, partial(tensor_of, number))
+        if not isinstance(found, dict) or not IMPLEMENTATION.isdisjoint(found):
+            raise ValueError(f"the options of group {number} are not those of an optimizer")
+        options[frozenset(group.parameters)] = found
+    for name, trees in entry.numbers.items():
+        numbers[name] = {key: decode(tree, _no_tensor) for key, tree in trees.items()}
+    return Plain(options, numbers)
+
+
+def _no_tensor(_: int) -> Tensor:
+    raise ValueError("a tensor is among the numbers")
+
+
+def put_back(
+    optimizer: Optimizer,
+    plain: Plain,
+    named: Mapping[str, nn.Parameter],
+    states: Mapping[str, Mapping[str, Tensor]],
+) -> None:
+    """Gives `optimizer` the groups' options and the states of a checkpoint; drops states that it does not have.
+
+    `states`: by parameter and key, filled already.
+    """
+    names = {id(parameter): name for name, parameter in named.items()}
+    for group in optimizer.param_groups:
+        members = [names[id(parameter)] for parameter in group["params"]]
+        group.update(plain.options[frozenset(members)])
+        for name, parameter in zip(members, group["params"], strict=True):
+            found = {**states.get(name, {}), **plain.numbers.get(name, {})}
+            if found:
+                optimizer.state[parameter] = found
+            else:
+                optimizer.state.pop(parameter, None)

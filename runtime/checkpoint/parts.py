@@ -1,0 +1,100 @@
+"""A rank's part of a tensor: its cell in the tensor's grid, and which of the ranks with that cell it is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from moec.runtime.checkpoint.grid import Box, cell_box, cell_number
+from moec.runtime.checkpoint.shards import Piece
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64, "I32": torch.int32,
+    "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class UnevenError(ValueError):
+    """A tensor is no even grid of cells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A rank's part of a tensor of global `shape`: `cell` of an even grid. It is number `replica` of `replicas`.
+
+    `local` has the cell's elements, in any memory layout and on any device.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[int, ...]
+    cell: tuple[int, ...]
+    replica: int
+    replicas: int
+    local: Tensor
+
+    @property
+    def box(self) -> Box:
+        """The elements that the part has."""
+        return cell_box(self.shape, self.cuts, self.cell)
+
+    @property
+    def number(self) -> int:
+        """The cell's number."""
+        return cell_number(self.cuts, self.cell)
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype's name in safetensors."""
+        return DTYPE_NAMES[self.local.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * self.local.element_size()
+
+    def turn(self, number: int) -> bool:
+        """Whether this rank writes the cell: the ranks that have it take turns by the tensor's `number`."""
+        return (number + self.number) % self.replicas == self.replica
+
+
+def part_of(tensor: Tensor, rank: int = 0, world_size: int = 1) -> Part:
+    """This rank's part of a DTensor; of a plain tensor, which all ranks of a job have whole, all of it.
+
+    Raises `UnevenError` for DTensors with partial sums or cells of different sizes, and dtypes that no file has.
+    """
+    if tensor.dtype not in DTYPE_NAMES:
+        raise UnevenError(f"its dtype is {tensor.dtype}")
+    shape = tuple(tensor.shape)
+    if not isinstance(tensor, DTensor):
+        return Part(shape, (1,) * len(shape), (0,) * len(shape), rank, world_size, tensor.detach())
+    cuts, cell, replica, replicas = [1] * len(shape), [0] * len(shape), 0, 1
+    mesh = tensor.device_mesh
+    coordinates = mesh.get_coordinate()
+    assert coordinates is not None
+    for axis, (placement, place) in enumerate(zip(tensor.placements, coordinates, strict=True)):
+        size = mesh.size(axis)
+        if type(placement) is Shard:
+            dim = placement.dim % len(shape)
+            cuts[dim], cell[dim] = cuts[dim] * size, cell[dim] * size + place
+        elif type(placement) is Replicate:
+            replica, replicas = replica * size + place, replicas * size
+        else:
+            raise UnevenError(f"it lies as {placement} on a mesh axis")
+    if any(dim % cut for dim, cut in zip(shape, cuts, strict=True)):
+        raise UnevenError(f"{list(shape)} is cut into {cuts} parts of different sizes")
+    return Part(shape, tuple(cuts), tuple(cell), replica, replicas, tensor.to_local().detach())
+
+
+def host_piece(name: str, tensor: Tensor) -> Piece:
+    """A copy of `tensor` in host memory."""
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    copy.copy_(tensor)
+    content = memoryview(copy.reshape(-1).view(torch.uint8).numpy().data)
+    return Piece(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), content)

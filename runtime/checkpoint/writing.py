@@ -1,0 +1,225 @@
+"""Writes a checkpoint: every rank its shard, rank 0 the index, in a thread beside the steps."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moec.runtime.checkpoint.content import EXTRAS, Content
+from moec.runtime.checkpoint.folders import Temporary, remove_old, unwritable, write_file
+from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, shard_name
+from moec.runtime.checkpoint.parts import Part, host_piece
+from moec.runtime.checkpoint.peers import Peers
+from moec.runtime.checkpoint.shards import Piece, write_shard
+from moec.runtime.errors import JobError
+
+Complaint = list[str]
+"""Code, message and help of an error, as JSON."""
+
+
+class Saving:
+    """A checkpoint that is being written. Dropping it is fine: the job waits and raises its error when it ends."""
+
+    def __init__(self, path: Path, write: Callable[[], None]) -> None:
+        self.path = path
+        self._error: BaseException | None = None
+        self.is_reported = False
+        """Whether the script has seen the error, if there was one."""
+        self._finished = threading.Event()
+        # `Thread.start` would wait until the thread runs; the step shall not.
+        _thread.start_new_thread(self._run, (write,))
+
+    @property
+    def done(self) -> bool:
+        """Whether it is written, or has failed."""
+        return self._finished.is_set()
+
+    def wait(self) -> Path:
+        """Waits until it is written and durable; returns its path. Raises the same `JobError` on every rank."""
+        self._finished.wait()
+        self.is_reported = True
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def error(self, timeout: float | None = None) -> BaseException | None:
+        """Waits up to `timeout` seconds; the error that the script has not seen yet, if any."""
+        self._finished.wait(timeout)
+        return None if self.is_reported else self._error
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except BaseException as error:  # noqa: BLE001  (raised again by `wait`, or when the job ends)
+            self._error = error
+        finally:
+            self._finished.set()
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One save of one rank. `head`: fields of `checkpoint.json` known before; `failure`: why there are no pieces."""
+
+    number: int
+    target: Path
+    head: Mapping[str, Any]
+    data_ranks: Sequence[int]
+    keep: int | None
+    content: Content
+    pieces: Sequence[Piece]
+    parts: Mapping[str, Part]
+    failure: Complaint | None = None
+
+
+def write(task: Task, peers: Peers) -> None:
+    """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank."""
+    begin, told, written, outcome = (f"{task.number}/{word}" for word in ("begin", "told", "written", "outcome"))
+    digests = {name: extra.digest() for name, extra in task.content.extras.items()}
+    peers.send(begin, {"failure": task.failure, "extras": digests})
+    leader = _Leader(task, peers) if peers.rank == 0 else None
+    try:
+        if leader is not None:
+            peers.tell(told, leader.open(peers.collect(begin)))
+        said = peers.hear(told)
+        if said["failure"] is None:
+            peers.send(written, _write_own(task, peers.rank, Path(said["folder"]), said["writers"]))
+            if leader is not None:
+                peers.tell(outcome, {"failure": leader.close(peers.collect(written))})
+            said = peers.hear(outcome)
+    except AssertionError as error:  # a bug: the other ranks shall not wait
+        peers.tell(outcome, {"failure": ["MOE0804", f"rank {peers.rank}: {task.target}: {error}", "report this bug"]})
+        raise
+    finally:
+        if leader is not None:
+            leader.clean()
+    if said["failure"] is not None:
+        raise JobError(*said["failure"])
+
+
+def _write_own(task: Task, rank: int, folder: Path, writers: Mapping[str, list[int]]) -> dict[str, Any]:
+    """Writes this rank's shard; what rank 0 needs to know of it."""
+    pieces, trees = list(task.pieces), {}
+    cells = {name: (part.number, part.dtype, part.shape, part.cuts) for name, part in task.parts.items()}
+    for name, ranks in writers.items():
+        if rank not in ranks:
+            continue
+        extra, copy = task.content.extras[name], ranks.index(rank)
+        trees[name] = copy, extra.tree
+        for number, tensor in enumerate(extra.tensors):
+            piece = host_piece(f"{EXTRAS}{name}/{copy}/{number}", tensor)
+            pieces.append(piece)
+            cells[piece.name] = 0, piece.dtype, piece.shape, (1,) * len(piece.shape)
+    path = folder / shard_name(rank)
+    try:
+        written = write_shard(path, pieces)
+    except OSError as error:
+        return {"failure": complaint_of(unwritable(path, error, f"rank {rank}: "))}
+    except MemoryError:
+        return {"failure": ["MOE0804", f"rank {rank}: {path}: out of memory", "save smaller extras"]}
+    with_digests = {name: (*cell, written.digests[name]) for name, cell in cells.items()}
+    return {
+        "failure": None, "bytes": written.num_bytes, "header": written.header, "cells": with_digests, "trees": trees,
+    }  # fmt: skip
+
+
+class _Leader:
+    """What only rank 0 does: the folder, the index, the name."""
+
+    def __init__(self, task: Task, peers: Peers) -> None:
+        self._task, self._peers = task, peers
+        self._temporary: Temporary | None = None
+        self._writers: dict[str, list[int]] = {}
+
+    def open(self, begins: Sequence[Any]) -> dict[str, Any]:
+        """Makes the temporary folder, and decides who writes which extra."""
+        failure = next((begin["failure"] for begin in begins if begin["failure"]), None)
+        if failure is not None:
+            return {"failure": failure}
+        try:
+            digests = [begin["extras"] for begin in begins]
+            self._writers = {name: writers_of(name, digests, self._task.data_ranks) for name in digests[0]}
+            self._temporary = Temporary(self._task.target)
+        except JobError as error:
+            return {"failure": complaint_of(error)}
+        return {"failure": None, "folder": str(self._temporary.path), "writers": self._writers}
+
+    def close(self, reports: Sequence[Any]) -> Complaint | None:
+        """Writes the index, gives the folder its name, and removes old checkpoints."""
+        failure = next((report["failure"] for report in reports if report["failure"]), None)
+        if failure is not None:
+            return failure  # type: ignore[no-any-return]
+        assert self._temporary is not None
+        folder, task = self._temporary.path, self._task
+        try:
+            index = self._index(reports)
+            head = {**task.head, "shard_bytes": [report["bytes"] for report in reports], "index": digest(index)}
+            write_file(folder / INDEX, index)
+            write_file(folder / HEAD, head_bytes(head))
+            self._temporary.publish()
+            self._temporary = None
+            if task.keep is not None:
+                remove_old(task.target, task.keep)
+        except OSError as error:
+            return complaint_of(unwritable(task.target, error))
+        except JobError as error:
+            return complaint_of(error)
+        return None
+
+    def clean(self) -> None:
+        """Removes the temporary folder of a save that failed, and what the ranks said of the save before."""
+        if self._temporary is not None:
+            self._temporary.discard()
+        for word in ("told", "outcome"):
+            self._peers.forget(f"{self._task.number - 1}/{word}")
+
+    def _index(self, reports: Sequence[Any]) -> bytes:
+        tensors: dict[str, dict[str, Any]] = {}
+        for rank, report in enumerate(reports):
+            for name, (number, dtype, shape, cuts, digests) in report["cells"].items():
+                cells = 1
+                for cut in cuts:
+                    cells *= cut
+                empty = {"dtype": dtype, "shape": shape, "cuts": cuts, "files": [None] * cells, "digests": [""] * cells}
+                entry = tensors.setdefault(name, empty)
+                assert entry["files"][number] is None, f"{name}: two ranks wrote cell {number}"
+                entry["files"][number], entry["digests"][number] = rank, digests
+        for name, entry in tensors.items():
+            assert None not in entry["files"], f"{name}: no rank wrote cell {entry['files'].index(None)}"
+        content = self._task.content
+        extras = {
+            name: {"loads": content.extras[name].loads, "copies": [reports[r]["trees"][name][1] for r in ranks]}
+            for name, ranks in self._writers.items()
+        }
+        return canonical({
+            "headers": [report["header"] for report in reports], "tensors": tensors, "settings": content.settings,
+            "job_steps": content.job_steps, "optimizer": content.optimizer, "extras": extras,
+        })  # fmt: skip
+
+
+def writers_of(name: str, digests: Sequence[Mapping[str, str]], data_ranks: Sequence[int]) -> list[int]:
+    """The ranks that write extra `name`: one if all ranks have the same, else one of each data rank.
+
+    Raises `JobError` MOE0808 if ranks with the same data rank differ.
+    """
+    if len({each[name] for each in digests}) == 1:
+        return [0]
+    first: dict[int, int] = {}
+    for rank, data_rank in enumerate(data_ranks):
+        other = first.setdefault(data_rank, rank)
+        if digests[rank][name] != digests[other][name]:
+            raise JobError(
+                "MOE0808",
+                f"{name} differs between ranks {other} and {rank}, which both have `job.data_rank` {data_rank}",
+                "an extra is the same on all ranks, or a function of `job.data_rank`",
+            )
+    return [first[data_rank] for data_rank in sorted(first)]
+
+
+def complaint_of(error: JobError) -> Complaint:
+    """The error as JSON, for other ranks."""
+    found = error.diagnostics[0]
+    return [found.code, found.message, found.help or ""]

@@ -1,0 +1,45 @@
+"""`job.accumulate`: the gradient of several micro-batches, whose backward passes a script calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from moec.runtime.errors import JobError
+from moec.runtime.job.module import PlanModule
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+
+
+@contextmanager
+def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens: tuple[Tensor, ...]) -> Iterator[None]:
+    """The block of `Job.accumulate`, which describes it."""
+    if not labels:
+        raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch of the block")
+    if not tokens and model.counts_padding:
+        raise JobError(
+            "MOE0713",
+            "the model has a padding id and balance terms, which count real tokens",
+            "pass the tokens of every micro-batch of the block: job.accumulate(…, tokens=(…))",
+        )
+    if model.draws and any(part.dim() != 2 for part in labels):
+        raise JobError(
+            "MOE0713",
+            "the model draws random numbers, which depend on the numbers of its sequences",
+            "pass the labels of each micro-batch by themselves, `[batch, sequence]`",
+        )
+    flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
+    model.has_accumulated = True
+    sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
+    passes = max(2, len(labels))  # one tensor may have the labels of several micro-batches
+    counts = model.count_labels(flat), model.count_tokens(ids)
+    with model.counting(*counts, sequences, passes=passes) as used:
+        yield
+        look = job.checks.looks(model.seen, "accumulate", flat.device)
+        used.require_whole(flat, look=look, numbered=model.draws)
+        model.update_states()

@@ -1,0 +1,63 @@
+"""Where `job.metrics` writes: JSON lines and TensorBoard."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Output(Protocol):
+    """Takes the records of measured steps. Methods may raise `OSError` and `ValueError`."""
+
+    def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
+        """`loads`: layer → rows per expert; `done`: the fraction of the training, if known."""
+
+    def close(self) -> None:
+        """Writes what is left."""
+
+
+class JsonLines:
+    """One JSON object per line, appended by one write; numbers that are not finite are null."""
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - `close` closes it
+
+    def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
+        line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+        if self._file.write(line) != len(line):
+            raise OSError(errno.ENOSPC, "a line was written in part", self._file.name)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Scalars by name; those of layers as `load/3`. The package's writer writes them in a thread of its own."""
+
+    def __init__(self, folder: str | PathLike[str]) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
+        for name, value in record.items():
+            layers = value.items() if isinstance(value, Mapping) else [(None, value)]
+            for layer, number in layers:
+                if name != "step":
+                    self._writer.add_scalar(name if layer is None else f"{name}/{layer}", number, record["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,202 @@
+"""`job.metrics`: figures of training steps, to JSON lines, to TensorBoard and to a progress display."""
+
+from __future__ import annotations
+
+import importlib.util
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from os import PathLike
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from moec.codegen.plan import Plan
+from moec.grammar.diagnostics import diagnose, render
+from moec.grammar.diagnostics.diagnostic import Severity
+from moec.grammar.spec import Dropless
+from moec.passes.cost.totals import tally
+from moec.runtime.errors import JobError
+from moec.runtime.job.loads import drop_rates
+from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
+from moec.runtime.job.module import PlanModule
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+
+Place = str | PathLike[str] | None
+"""Where an output goes; None leaves it out."""
+
+Record = dict[str, Any]
+"""The figures of one step: numbers, and numbers by layer (`load` and `drop_rate`)."""
+
+
+class Metrics:
+    """Measures every `every`-th training step; other steps cost two additions.
+
+    Made by `job.metrics`. A measured step waits for the device and takes one small all_reduce, or two where choices
+    may be dropped, so that every rank must call `step`. The first rank writes. An output that cannot be written is
+    named once on stderr, and left out from then on. Without outputs nothing is measured.
+    """
+
+    def __init__(
+        self, job: Job, path: Place, tensorboard: Place, *, progress: bool = False, every: int = 1, start: int = 0
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every is a number of steps from 1 on, not {every}")
+        if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
+            raise JobError(
+                "MOE0717",
+                "TensorBoard's writer is in the package tensorboard, which is not installed",
+                "pip install 'moec[tensorboard]', or leave `tensorboard=` out",
+            )
+        self._job, self._every, self._steps = job, every, start
+        self._wanted = path is not None or tensorboard is not None or progress
+        self._may_drop = self._wanted and _may_drop(job.plan)
+        self._outputs: list[Output] = []
+        self._tokens = self._since_tokens = 0
+        self._since = self._started = time.monotonic()
+        self._since_collectives, self._since_job_tokens = job.collective_seconds, job.tokens
+        if job.rank or not self._wanted:
+            return
+        self._flops_per_token, self._peak = _flops_per_token(job.plan), _peak(job.plan)
+        if path is not None:
+            self._open(lambda: JsonLines(path))
+        if tensorboard is not None:
+            self._open(lambda: TensorBoard(tensorboard))
+        if progress:
+            from moec.runtime.job.progress_display import make_display
+
+            self._open(make_display)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes every output; leaving the `with` block does."""
+        for output in tuple(self._outputs):
+            self._try(output, output.close)
+        self._outputs = []
+
+    def step(
+        self,
+        model: PlanModule,
+        loss: Tensor | float,
+        *,
+        grad_norm: Tensor | float | None = None,
+        optimizer: Optimizer | None = None,
+        tokens: int | None = None,
+        done: float | None = None,
+        **others: Tensor | float,
+    ) -> Record | None:
+        """Call it after every optimizer step, on every rank. Returns the record on the first rank, if there is one.
+
+        `optimizer` gives the learning rate of its first group. `tokens`: of this step, over all ranks; by default this
+        rank's tokens of `job.step` and `job.accumulate`, times the parts of the batch. `done`: the fraction of the
+        training, for the display. `others` are figures of your own, written as they are.
+        """
+        self._steps += 1
+        self._since_tokens += tokens or 0
+        if not self._wanted or self._steps % self._every:
+            return None
+        loads = self._job.expert_loads(model)
+        drops = drop_rates(self._job, model, loads) if self._may_drop else {}
+        if self._job.rank:
+            return None
+        record: Record = {"step": self._steps, "loss": _number(loss)}
+        record |= {} if grad_norm is None else {"grad_norm": _number(grad_norm)}
+        record |= {} if optimizer is None else {"lr": _number(optimizer.param_groups[0]["lr"])}
+        record |= self._rates(tokens is not None)
+        record |= {name: _number(value) for name, value in others.items()}
+        record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
+        record |= {"drop_rate": drops} if drops else {}
+        for output in tuple(self._outputs):
+            self._try(output, lambda output=output: output.write(record, loads, done))
+        return record
+
+    def _rates(self, counted: bool) -> Record:
+        """Figures of the time since the last record."""
+        now, collectives = time.monotonic(), self._job.collective_seconds
+        tokens = self._since_tokens if counted else (self._job.tokens - self._since_job_tokens) * self._job.data_size
+        seconds = max(now - self._since, 1e-9)
+        self._tokens += tokens
+        rate = tokens / seconds
+        found: Record = {"tokens": self._tokens, "tokens_per_second": rate, "seconds": now - self._started}
+        if self._peak is not None:
+            found["mfu"] = rate * self._flops_per_token / self._peak
+        found |= {"memory": _memory(self._job.device_type), "collective_seconds": collectives - self._since_collectives}
+        self._since, self._since_collectives, self._since_tokens = now, collectives, 0
+        self._since_job_tokens = self._job.tokens
+        return found
+
+    def _open(self, make: Any) -> None:
+        try:
+            self._outputs.append(make())
+        except (OSError, ValueError) as error:
+            _say(error)
+
+    def _try(self, output: Output, write: Any) -> None:
+        try:
+            write()
+        except (OSError, ValueError) as error:
+            self._outputs.remove(output)
+            _say(error)
+            with suppress(OSError, ValueError):
+                output.close()
+
+
+def _say(error: Exception) -> None:
+    """Names what could not be written; training goes on."""
+    warning = diagnose(
+        "MOE0718",
+        None,
+        f"{type(error).__name__}: {error}",
+        help="training goes on without it",
+        severity=Severity.WARNING,
+    )
+    print(render([warning], "full").rstrip("\n"), file=sys.stderr, flush=True)
+
+
+def _number(value: Tensor | float) -> float:
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+def _skew(counts: Tensor) -> float:
+    """Rows of the busiest expert over the mean; 1 without rows."""
+    total = float(counts.sum())
+    return float(counts.max()) * len(counts) / total if total else 1.0
+
+
+def _flops_per_token(plan: Plan) -> float:
+    return tally(plan.program, plan.spec).flops_per_token
+
+
+def _peak(plan: Plan) -> float | None:
+    """FLOP/s of all ranks in the model's dtype; None where the cluster's device states none."""
+    peaks: Mapping[str, Any] = vars(plan.spec.cluster.device.peak)
+    peak = peaks.get(plan.spec.subject.dtype)
+    return None if peak is None else float(peak) * plan.world_size
+
+
+def _may_drop(plan: Plan) -> bool:
+    return any(
+        layer.moe is not None and not isinstance(layer.moe.capacity, Dropless) for layer in plan.spec.model.layers
+    )
+
+
+def _memory(device_type: str) -> int:
+    """Bytes: on CUDA the most that torch has allocated, on CPU the most that the process has held."""
+    if device_type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024

@@ -1,0 +1,73 @@
+"""State of one step over several micro-batches, common to all layers of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moec.runtime.job.gathered_again import Again
+from moec.runtime.job.gradients import Bucket
+
+if TYPE_CHECKING:
+    from moec.runtime.job.weights import Weights
+
+
+class Microbatches:
+    """What the layers of a model share: the step's micro-batches, and the collectives that run ahead of their use."""
+
+    def __init__(self) -> None:
+        self.more = False
+        """Whether another micro-batch follows: then gradients are collected and not summed."""
+        self.keeps = False
+        """Whether gathered weights serve all forward passes until the end of the step."""
+        self.pending: dict[Weights, None] = {}
+        """The layers with collected gradients, in the order of backward."""
+        self.scattering: Sequence[Bucket] = ()
+        """The last reduce_scatters: the next ones wait for them, so that one layer's whole gradients are in flight."""
+        self.last_use: Again | None = None
+        """The last use of a layer in this forward pass whose weights backward gathers again."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Microbatches:
+        return Microbatches()  # a copy of a model belongs to no open step
+
+    def finish(self) -> None:
+        """Sums the remaining collected gradients: of layers that the last backward skipped, or frozen parameters."""
+        begun = [(weights, *weights.begin_collected()) for weights in self.pending if weights.has_collected]
+        for weights, results, buckets in begun:
+            weights.add_to_parameters(results, buckets)
+
+    def drop(self) -> None:
+        """Drops the collected gradients of a step."""
+        self.more, self.scattering = False, ()
+        for weights in self.pending:
+            weights.forget()
+        self.pending.clear()
+
+    def wait_scattered(self) -> None:
+        """Waits for the reduce_scatters of the layer before."""
+        before, self.scattering = self.scattering, ()
+        for bucket in before:
+            bucket.wait_scattered()
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """Summed gradients of earlier micro-batches, and which parameters needed one in any of them."""
+
+    gradients: list[Tensor | None]
+    needed: tuple[bool, ...]
+    device: torch.device
+
+    def plus(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Adds another micro-batch's gradients."""
+        return [_added(one, other) for one, other in zip(self.gradients, gradients, strict=True)]
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other

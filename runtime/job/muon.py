@@ -1,0 +1,162 @@
+"""Muon over sharded parameters, and AdamW for those that are no hidden matrices (Jordan et al. 2024)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from moec.grammar.spec import Muon as MuonSpec
+from moec.runtime.job.masters import Master, chunks, local_part, require_known
+from moec.runtime.job.newton_schulz import compute_dtype, orthogonalized
+from moec.runtime.job.whole_matrices import Cut, of_whole
+
+
+class Muon(Optimizer):
+    """Updates hidden matrices by Muon, each expert's by itself, and all other parameters by fused AdamW.
+
+    The first parameter group has the hidden matrices. A sharded matrix is orthogonalised whole, by one of the ranks
+    that share it. Hidden parameters that require a gradient take part in the collectives of every `step`, which every
+    rank calls; a parameter without a gradient is not changed. State: `momentum_buffer`; of AdamW `step`, `exp_avg` and
+    `exp_avg_sq`. `grad_scale`, where set, divides gradients.
+    """
+
+    grad_scale: Tensor | None = None
+
+    def __init__(self, masters: Sequence[Master], spec: MuonSpec) -> None:
+        hidden = [master for master in masters if master.matrices.hidden]
+        others = [master for master in masters if not master.matrices.hidden]
+        self._masters = {master.parameter: master for master in hidden}
+        self._known = {master.parameter for master in masters}
+        second = spec.adamw
+        options = {"lr": second.lr, "beta1": second.beta1, "beta2": second.beta2, "eps": second.eps, "fused": True}
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [master.parameter for master in hidden],
+                "lr": spec.lr,
+                "momentum": spec.momentum,
+                "nesterov": spec.nesterov,
+                "ns_steps": spec.ns_steps,
+                "adamw_size": spec.scale == "rms",
+                "weight_decay": spec.weight_decay,
+            },
+            *(
+                {"params": [m.parameter for m in others if m.decays == decays], "weight_decay": decay, **options}
+                for decays, decay in ((True, second.weight_decay), (False, 0.0))
+            ),
+        ]
+        super().__init__(groups, {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only its own groups: nothing says which matrices another parameter has."""
+        super().add_param_group(param_group)
+        require_known(self.param_groups, self._known)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update. A collective: every rank must call it, or none."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        hidden, *others = self.param_groups
+        taking_part = [p for p in hidden["params"] if p.requires_grad or p.grad is not None]
+        for masters in _alike([self._masters[parameter] for parameter in taking_part]):
+            self._update_hidden(masters, hidden)
+        for group in others:
+            self._update_others(group)
+        return loss
+
+    def _update_hidden(self, masters: Sequence[Master], group: dict[str, Any]) -> None:
+        """Updates parameters with matrices of one shape that are cut in the same way."""
+        cuts = _cuts(masters[0])
+        if not cuts:
+            masters = [master for master in masters if master.parameter.grad is not None]
+            if not masters:
+                return
+        dtype = compute_dtype(masters[0].local.device)
+        stacks = [_stacked(master, self._direction(master, group).to(dtype)) for master in masters]
+        first = f"the matrices of {len(masters)} parameters"
+        updates = of_whole(torch.cat(stacks), cuts, partial(orthogonalized, steps=group["ns_steps"]), f"Muon, {first}")
+        for master, update in zip(masters, torch.split(updates, [len(stack) for stack in stacks]), strict=True):
+            if master.parameter.grad is not None:
+                master.local.mul_(1 - group["lr"] * group["weight_decay"])
+                size = -group["lr"] * _factor(master, group["adamw_size"])
+                master.local.add_(update.reshape(master.local.shape), alpha=size)
+
+    def _direction(self, master: Master, group: dict[str, Any]) -> Tensor:
+        """The momentum after this step's gradient, or one step ahead; zeros before the first gradient."""
+        gradient, state = master.gradient(self.grad_scale), self.state[master.parameter]
+        if gradient is None:
+            return local_part(state["momentum_buffer"]) if state else torch.zeros_like(master.local)
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(master.parameter)
+        momentum = local_part(state["momentum_buffer"])
+        momentum.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+
+    def _update_others(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+        states = [self.state[parameter] for parameter in parameters]
+        if not parameters:
+            return
+        adamw(
+            [local_part(parameter) for parameter in parameters],
+            [local_part(parameter.grad) for parameter in parameters],
+            [local_part(state["exp_avg"]) for state in states],
+            [local_part(state["exp_avg_sq"]) for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=True,
+            grad_scale=self.grad_scale,
+            amsgrad=False,
+            maximize=False,
+            beta1=group["beta1"],
+            beta2=group["beta2"],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+        )
+
+
+def _alike(masters: Sequence[Master]) -> Iterator[list[Master]]:
+    """Masters with matrices of one shape, cut in the same way, a chunk at a time; equal on every rank."""
+    by_kind: dict[tuple[object, ...], list[Master]] = {}
+    for master in masters:
+        by_kind.setdefault((_matrix_shape(master), *_cuts(master)), []).append(master)
+    for kind in by_kind.values():
+        yield from chunks(kind)
+
+
+def _cuts(master: Master) -> list[Cut]:
+    """The cuts of its matrices, the innermost first. Cuts of the stack leave matrices whole."""
+    inside = ((group, dim) for group, dim in reversed(master.cuts) if dim >= master.matrices.stack)
+    return [Cut(group, 1 if dim in master.rows else 2) for group, dim in inside]
+
+
+def _matrix_shape(master: Master) -> tuple[int, int]:
+    """Rows and columns of this rank's parts of the matrices."""
+    rows, columns = (math.prod(master.local.shape[d] for d in dims) for dims in (master.rows, master.columns))
+    return rows, columns
+
+
+def _stacked(master: Master, values: Tensor) -> Tensor:
+    """Values of this rank's part as `[matrices, rows, columns]`."""
+    return values.reshape(-1, *_matrix_shape(master))
+
+
+def _factor(master: Master, adamw_size: bool) -> float:
+    """The factor on an update: of Jordan et al. 2024, or of Liu et al. 2025 (arXiv 2502.16982, section 2.2)."""
+    rows, columns = master.size(master.rows), master.size(master.columns)
+    return 0.2 * math.sqrt(max(rows, columns)) if adamw_size else math.sqrt(max(1.0, rows / columns))

@@ -1,0 +1,47 @@
+"""What a layer knows of each of its parameters: this rank's part, its dtype, and who sums and gathers it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroPart:
+    """ZeRO's cut of a parameter: each of the `ranks` of `group` has a part along `dim`.
+
+    `per_use`: nothing gathered outlives a use of the layer (stage 3). `per_pass`: every backward pass scatters its
+    gradients (stages 2 and 3); otherwise they are collected whole until the last micro-batch.
+    """
+
+    group: str
+    dim: int
+    ranks: int
+    per_use: bool
+    per_pass: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSpec:
+    """A parameter as a layer computes with it.
+
+    `name` is relative to its module, `shape` is that of this rank's part, `groups` sum its gradient, `site` is the part
+    of the model that uses it. `scale` multiplies the gradient's sum. `master` is the dtype that the parameter must
+    have; None if a host may convert it. With `zero` the layer computes with more than this rank's part: it is gathered
+    over `zero.group`, which also sums and scatters its gradient, before `groups`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    groups: tuple[str, ...] = ()
+    site: str = ""
+    scale: float = 1.0
+    master: torch.dtype | None = None
+    zero: ZeroPart | None = None
+
+    @property
+    def collects(self) -> bool:
+        """Whether gradients of micro-batches are added up on this rank before they are summed over ranks."""
+        return self.zero is None or not self.zero.per_pass

@@ -1,0 +1,90 @@
+"""`expert_mlp` and `mixture_mlp` without their pre-activations: backward computes these again (`recompute = experts`).
+
+The rows that the experts read are kept, so that no row is sent again; so are the choices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from moec.passes.ir import ops as o
+from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops.expert_mlp import check_expert_mlp, expert_mlp, expert_mlp_backward, of_given
+from moec.runtime.ops.mixture_mlp import check_mixture_mlp, mixture_mlp, mixture_mlp_backward
+from moec.runtime.ops.registry import define, differentiate
+
+# ---- expert_mlp ----------------------------------------------------------------------------------------
+
+
+def _expert_mlp(*arguments: Any) -> Tensor:
+    out: Tensor = expert_mlp(*arguments)[0]
+    return out
+
+
+expert_mlp_recomputed = define(
+    schema_of(o.ExpertMlp, "expert_mlp_recomputed", saved=False),
+    fake=lambda rows, *rest: rows.new_empty(rows.shape),
+    check=check_expert_mlp,
+    kernel=_expert_mlp,
+)
+"""The first result of `expert_mlp`, of the same arguments; its backward runs `expert_mlp` again."""
+
+
+def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    rows, counts, up, down, *others = ctx.saved_tensors
+    _, hidden = expert_mlp(rows, counts, up, down, *others, ctx.activation)
+    gradients = expert_mlp_backward(grad, rows, hidden, counts, up, down, *others, ctx.activation)
+    return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), None
+
+
+differentiate(expert_mlp_recomputed, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)
+
+# ---- mixture_mlp ---------------------------------------------------------------------------------------
+
+
+def _mixture_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
+    mixed, counts, *_ = mixture_mlp(*arguments)
+    return mixed, counts
+
+
+def _fake_mixture_mlp(x: Tensor, experts: Tensor, weights: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), experts.new_empty((1, up.shape[0]))
+
+
+mixture_mlp_recomputed = define(
+    schema_of(o.MixtureMlp, "mixture_mlp_recomputed", saved=False),
+    fake=_fake_mixture_mlp,
+    check=check_mixture_mlp,
+    kernel=_mixture_mlp,
+)
+"""The first two results of `mixture_mlp`, of the same arguments; its backward runs `mixture_mlp` again."""
+
+
+def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.activation = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
+
+
+def _differentiate_mixture_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad is None:
+        return (None,) * 8
+    x, experts, weights, *of_experts = ctx.saved_tensors
+    _, counts, hidden, positions = mixture_mlp(x, experts, weights, *of_experts, ctx.activation)
+    given = (x, hidden, counts, positions, weights, *of_experts)
+    of_x, *gradients = mixture_mlp_backward(grad, *given, ctx.activation)
+    return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), None
+
+
+differentiate(mixture_mlp_recomputed, setup=_setup_mixture_mlp, backward=_differentiate_mixture_mlp)

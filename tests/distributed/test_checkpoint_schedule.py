@@ -1,0 +1,204 @@
+"""`job.checkpoint`, `job.resume`, `moec.latest`: checkpoints at the right steps, and a way back after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import plan_of, train
+from gloo_pool import GlooPool
+
+import moec
+from moec.runtime.checkpoint import folders, schedule
+from moec.runtime.checkpoint.folders import MARK, Temporary
+from moec.runtime.errors import JobError
+
+ALONE = {"ranks": 1, "ep": 1}
+TWO = {"ranks": 2, "ep": 2}
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before_it(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("killed_while_saving.py")
+    paths = os.pathsep.join([str(script.parent), str(script.parents[1])])
+    run = subprocess.run([sys.executable, str(script), str(tmp_path)], env={**os.environ, "PYTHONPATH": paths})
+    assert run.returncode == -signal.SIGKILL
+    left_over, complete = names_in(tmp_path)
+    assert complete == "1"
+    assert left_over.startswith(f".2{MARK}")
+    assert moec.latest(tmp_path) == tmp_path / "1"
+    with moec.launch(plan_of(ALONE), device="cpu") as job:
+        model = job.build(seed=2)
+        optimizer = job.optimizer(model)
+        assert job.resume(tmp_path, model, optimizer) == 1
+        train(job, model, optimizer, 1, 1)
+        job.save(tmp_path / "2", model, optimizer).wait()
+        assert names_in(tmp_path) == [left_over, "1", "2"]
+        train(job, model, optimizer, 2, 1)
+        job.save(tmp_path / "3", model, optimizer, keep=2)
+    assert names_in(tmp_path) == ["2", "3"]
+
+
+def train_and_stop(folder: Path, stop: int, last: int) -> tuple[int, list[float]]:
+    """Resumes and trains up to step `stop`, with a checkpoint every 2 steps."""
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        first, losses = job.resume(folder, model, optimizer), []
+        for step in range(first, min(stop, last)):
+            losses += train(job, model, optimizer, step, 1)
+            job.checkpoint(folder, model, optimizer, every=2, keep=2)
+        return first, losses
+
+
+def test_a_run_that_stops_and_resumes_has_the_losses_of_one_that_does_not(gloo: GlooPool, tmp_path: Path) -> None:
+    ((first, whole), _) = gloo.run(2, train_and_stop, tmp_path / "whole", 7, 7)
+    assert first == 0
+    assert names_in(tmp_path / "whole") == ["4", "6"]
+    found = {}
+    for stop in (3, 5, 7):
+        for rank, (first, losses) in enumerate(gloo.run(2, train_and_stop, tmp_path / "stopped", stop, 7)):
+            assert first == max(0, stop // 2 * 2 - 2)
+            assert losses == whole[first:stop], f"rank {rank}"
+            found |= dict(enumerate(losses, start=first))
+    assert [found[step] for step in range(7)] == whole
+
+
+def by_the_clock_of_rank_0(folder: Path) -> list[bool]:
+    """Rank 1's clock stands still; rank 0's goes 10 s per step."""
+    torch.set_num_threads(1)
+    saved = []
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        now = [time.monotonic()]
+        clock = type("Clock", (), {"monotonic": staticmethod(lambda: now[0])})
+        plain, schedule.time = schedule.time, clock
+        try:
+            for step in range(4):
+                train(job, model, optimizer, step, 1)
+                now[0] += 10.0 if job.rank == 0 else 0.0
+                saved.append(job.checkpoint(folder, model, optimizer, seconds=15.0) is not None)
+        finally:
+            schedule.time = plain
+    return saved
+
+
+def test_seconds_are_those_of_rank_0(gloo: GlooPool, tmp_path: Path) -> None:
+    assert gloo.run(2, by_the_clock_of_rank_0, tmp_path) == [[False, True, False, True]] * 2
+    assert names_in(tmp_path) == ["2", "4"]
+
+
+@pytest.mark.parametrize(
+    ("often", "message"),
+    [
+        ({}, "say how often"),
+        ({"every": 0}, "every is a number of steps from 1, not 0"),
+        ({"seconds": 0.0}, "seconds is a number above 0"),
+        ({"every": 1, "keep": 0}, "keep is a number of checkpoints from 1, not 0"),
+    ],
+)
+def test_schedules_that_make_no_sense_are_refused(often: dict[str, int], message: str, tmp_path: Path) -> None:
+    with moec.launch(plan_of(ALONE), device="cpu") as job:
+        model = job.build(seed=1)
+        train(job, model, job.optimizer(model), 0, 1)
+        with pytest.raises(ValueError, match=message):
+            job.checkpoint(tmp_path, model, **often)
+
+
+def test_of_two_jobs_that_save_to_one_name_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both pass the first check, write, and meet at the rename."""
+    both = threading.Barrier(2)
+    publish = Temporary.publish
+
+    def together(temporary: Temporary) -> None:
+        both.wait(30)
+        publish(temporary)
+
+    monkeypatch.setattr(Temporary, "publish", together)
+    plan = plan_of(ALONE)
+    with moec.launch(plan, device="cpu") as one, moec.launch(plan, device="cpu") as two:
+        savings = [job.save(tmp_path / "a", job.build(seed=seed)) for job, seed in ((one, 1), (two, 2))]
+        outcomes = []
+        for saving in savings:
+            try:
+                outcomes.append(str(saving.wait()))
+            except JobError as error:
+                outcomes.append(str(error))
+        (lost,) = [said for said in outcomes if "MOE0803" in said]
+        assert "a: exists" in lost
+        assert names_in(tmp_path) == ["a"]
+        winner = [one, two][1 - outcomes.index(lost)]
+        winner.load(tmp_path / "a", winner.build(seed=3))
+
+
+def test_latest_is_the_highest_step_of_the_complete_ones(tmp_path: Path) -> None:
+    assert moec.latest(tmp_path) is None
+    assert moec.latest(tmp_path / "missing") is None
+    with moec.launch(plan_of(ALONE), device="cpu") as job:
+        model = job.build(seed=1)
+        for step, name in ((2, "b"), (10, "a"), (30, "c"), (40, "d")):
+            model.set(step=step)
+            job.save(tmp_path / name, model).wait()
+    (tmp_path / "d" / "checkpoint.json").unlink()
+    with (tmp_path / "c" / "rank-00000.safetensors").open("ab") as stream:
+        stream.write(b"x")
+    (tmp_path / "note.txt").write_text("")
+    assert moec.latest(tmp_path) == tmp_path / "a"
+
+
+def test_keep_leaves_checkpoints_of_other_models_and_folders_that_are_being_written(tmp_path: Path) -> None:
+    with moec.launch(plan_of({**ALONE, "depth": 2}), device="cpu") as job:
+        model = job.build()
+        for step in (5, 6, 7):
+            model.set(step=step)
+            job.save(tmp_path / str(step), model).wait()
+        (tmp_path / "6" / "checkpoint.json").write_text("{}")
+        written = Temporary(tmp_path / "8")
+        left_over = tmp_path / f".4{MARK}x"
+        left_over.mkdir()
+        (left_over / "rank-00000.safetensors").write_text("x")
+        model.set(step=9)
+        job.save(tmp_path / "9", model, keep=1).wait()
+    assert names_in(tmp_path) == [written.path.name, "6", "9"]
+    written.discard()
+
+
+def test_a_folder_without_locks_is_left_over_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
+    young, old = tmp_path / f".1{MARK}y", tmp_path / f".1{MARK}o"
+    for path, age in ((young, 0.0), (old, 2 * folders.STALE_SECONDS)):
+        path.mkdir()
+        os.utime(path, (time.time() - age,) * 2)
+    with moec.launch(plan_of(ALONE), device="cpu") as job:
+        job.save(tmp_path / "2", job.build(), keep=1)
+    assert names_in(tmp_path) == [young.name, "2"]
+
+
+def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
+    user, nobody = os.geteuid(), 65534
+    tmp_path.chmod(0o555)
+    try:
+        with moec.launch(plan_of(ALONE), device="cpu") as job:
+            model = job.build()
+            os.seteuid(nobody if user == 0 else user)  # root may write to any folder
+            with pytest.raises(JobError, match=r"MOE0804.*Permission denied"):
+                job.save(tmp_path / "a", model).wait()
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o755)
+    assert not names_in(tmp_path)

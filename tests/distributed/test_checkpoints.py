@@ -1,0 +1,92 @@
+"""A checkpoint of any plan loads under any other plan of the same model, bit for bit, and training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import STEPS, Options, assembled, load, part_of_rank, plan_of, save
+from gloo_pool import GlooPool
+
+SECONDS = 150.0
+"""How long a run may take: on a busy machine workers take a minute to import torch."""
+ONE: Options = {"ranks": 1, "ep": 1}
+PLANS: dict[str, Options] = {
+    "one rank": ONE,
+    "dp 2": {"ranks": 2, "ep": 1},
+    "tp 2": {"ranks": 2, "ep": 1, "tp": 2},
+    "ep 2": {"ranks": 2, "ep": 2},
+    "dp 4": {"ranks": 4, "ep": 1},
+    "tp 2, ep 2": {"ranks": 4, "ep": 2, "tp": 2},
+    "ep 4": {"ranks": 4, "ep": 4},
+    "ep per layer": {"ranks": 4, "mixtures": ((8, 2), (8, 4))},
+    "zero 1": {"ranks": 4, "ep": 2, "zero": 1, "recompute": "experts"},
+    "zero 2": {"ranks": 2, "ep": 1, "zero": 2, "microbatches": 2},
+    "zero 3": {"ranks": 4, "ep": 1, "tp": 2, "zero": 3, "microbatches": 2, "recompute": "layer"},
+}
+SAVED = [
+    ("tp 2, ep 2", list(PLANS)),
+    ("one rank", ["ep per layer"]),
+    ("ep per layer", ["dp 2"]),
+    ("zero 1", ["one rank"]),
+    ("zero 3", ["one rank", "zero 1", "zero 3"]),
+]
+
+
+def load_all(gloo: GlooPool, kind: str, path: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """What every rank of every plan has after loading, by the plan's name."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for ranks in sorted({int(PLANS[name]["ranks"]) for name in names}):
+        of_size = [name for name in names if PLANS[name]["ranks"] == ranks]
+        plans = [PLANS[name] for name in of_size]
+        results = gloo.run(ranks, load, plans, kind, path, timeout=SECONDS)
+        found |= {name: [result[i] for result in results] for i, name in enumerate(of_size)}
+    return found
+
+
+def check(gloo: GlooPool, kind: str, saved_under: str, names: list[str], folder: Path) -> None:
+    path = folder / "100"
+    options = PLANS[saved_under]
+    saved = gloo.run(options["ranks"], save, options, kind, path, timeout=SECONDS)
+    wholes = assembled(plan_of(options), [result["values"] for result in saved])
+    assert any("|" in name and value.dim() for name, value in wholes.items())
+    assert any(name.endswith("gate.bias") and value.abs().max() > 0 for name, value in wholes.items())
+    for name, results in load_all(gloo, kind, path, names).items():
+        plan = plan_of(PLANS[name])
+        for rank, result in enumerate(results):
+            assert result["same"], f"{name}: parameters were replaced, or states lie otherwise"
+            assert result["steps"] == 2 * STEPS
+            assert result["values"].keys() == wholes.keys()
+            for tensor, whole in wholes.items():
+                wanted = part_of_rank(plan, tensor, whole, rank)
+                assert torch.equal(result["values"][tensor], wanted), f"{name}, rank {rank}: {tensor}"
+            if name == saved_under:
+                assert result["losses"] == saved[rank]["losses"]
+            assert result["losses"] == pytest.approx(saved[0]["losses"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("saved_under", "loaded_under"), SAVED)
+def test_a_checkpoint_loads_under_other_plans_bit_for_bit(
+    gloo: GlooPool, saved_under: str, loaded_under: list[str], tmp_path: Path
+) -> None:
+    """Parameters with every expert (tt#1918, mo#1631, ds#6589), moments by name (tt#3356), the biases of `online`."""
+    check(gloo, "adamw", saved_under, loaded_under, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "nadam"])
+def test_other_optimizers_of_torch_load_too(gloo: GlooPool, kind: str, tmp_path: Path) -> None:
+    check(gloo, kind, "ep 2", ["ep 2", "tp 2"], tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+def test_the_files_optimizers_load_under_another_zero(gloo: GlooPool, kind: str, tmp_path: Path) -> None:
+    check(gloo, kind, "zero 1", ["zero 3", "one rank"], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
+@pytest.mark.parametrize("saved_under", list(PLANS))
+def test_every_plan_loads_under_every_plan(gloo: GlooPool, saved_under: str, kind: str, tmp_path: Path) -> None:
+    check(gloo, kind, saved_under, list(PLANS), tmp_path)

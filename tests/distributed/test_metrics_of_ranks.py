@@ -1,0 +1,43 @@
+"""`job.metrics` on several ranks: the first one writes, all take part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gloo_pool import GlooPool
+from models import moe_plan
+from training import batches, share
+
+import moec
+
+
+def train(path: str) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    plan = moe_plan(ranks=4, tp=2, ep=2, beside="capacity = factor(0.5)")
+    with moec.launch(plan, device="cpu") as job, job.metrics(path, every=2) as metrics:
+        model = job.build(seed=1)
+        before = job.collective_seconds
+        records = []
+        for tokens, labels in batches(32, 8, 8, 4):
+            mine = [share(part, None, job.data_rank, job.data_size) for part in (tokens, labels)]
+            records.append(metrics.step(model, job.step(model, *mine)))
+        return {"records": records, "loads": job.expert_loads(model), "seconds": job.collective_seconds - before}
+
+
+def test_the_first_rank_alone_writes_loads_and_tokens_of_all(gloo: GlooPool, tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    results = gloo.run(4, train, str(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4]
+    assert [line["tokens"] for line in lines] == [128, 256]
+    assert all(result["records"] == [None] * 4 for result in results[1:])
+    loads = results[0]["loads"]
+    skews = {str(layer): float(load.max() / load.float().mean()) for layer, load in loads.items()}
+    assert lines[-1]["load"] == pytest.approx(skews, rel=1e-6)
+    assert all(0 < rate < 1 for rate in lines[-1]["drop_rate"].values())
+    assert all(result["seconds"] > 0 for result in results)
+    assert 0 < sum(line["collective_seconds"] for line in lines) <= results[0]["seconds"]

@@ -1,0 +1,214 @@
+"""Saving over several ranks: one error on every rank, nothing half-written, extras by data rank."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import optimizer_of, plan_of, train
+from gloo_pool import GlooPool
+
+import moec
+from moec.runtime.errors import JobError
+
+TWO = {"ranks": 2, "ep": 2}
+FOUR = {"ranks": 4, "ep": 2, "tp": 2}
+
+
+def fail_on_rank_one(folder: Path) -> list[str]:
+    """Rank 1 may write no file above 4 kB, as on a full disk, until the second save."""
+    torch.set_num_threads(1)
+    said = []
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        train(job, model, optimizer, 0, 1)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if job.rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            job.save(folder / "1", model, optimizer).wait()
+        except JobError as error:
+            said.append(str(error))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        train(job, model, optimizer, 1, 1)
+        job.save(folder / "2", model, optimizer)
+    return said
+
+
+def test_a_failure_on_one_rank_is_raised_on_every_rank_and_leaves_nothing(gloo: GlooPool, tmp_path: Path) -> None:
+    """am#3261: rank 0 raised and the others waited."""
+    first, second = gloo.run(2, fail_on_rank_one, tmp_path)
+    assert first == second
+    assert len(first) == 1
+    assert "MOE0804" in first[0]
+    assert "rank 1: " in first[0]
+    assert "File too large" in first[0]
+    assert os.listdir(tmp_path) == ["2"]
+
+
+def refused_on_every_rank(folder: Path) -> list[str]:
+    torch.set_num_threads(1)
+    said = []
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        job.save(folder / "a", model).wait()
+
+        def refuse(path: Path, **extras: Any) -> None:
+            with pytest.raises(JobError) as error:
+                job.save(path, model, **extras).wait()
+            said.append(str(error.value))
+
+        refuse(folder / "a")
+        refuse(folder / f"of rank {job.rank}")
+        refuse(folder / "b", only=object() if job.rank == 1 else 1)
+        refuse(folder / "c", **({"more": 1} if job.rank == 1 else {}))
+        plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        parameter = model.get_parameter("norm.weight")
+        plain.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)
+        with pytest.raises(JobError) as error:
+            job.save(folder / "d", model, plain)
+        said.append(str(error.value))
+    return said
+
+
+def test_ranks_agree_on_what_is_refused(gloo: GlooPool, tmp_path: Path) -> None:
+    first, second = gloo.run(2, refused_on_every_rank, tmp_path)
+    assert first == second
+    exists, paths, kind, names, state = first
+    assert "MOE0803" in exists
+    assert "MOE0811" in paths
+    assert "MOE0808" in kind
+    assert "rank 1" in kind
+    assert "MOE0811" in names
+    assert "MOE0807" in state
+    assert "momentum_buffer of norm.weight is a plain tensor [16], but the parameter is a DTensor [16] over 2" in state
+    assert os.listdir(tmp_path) == ["a"]
+
+
+class Position:
+    """A part of the data at which a rank is."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position, "state": torch.full((3,), self.position)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["state"].tolist() == [state["position"]] * 3
+        self.position = state["position"]
+
+
+def save_extras(folder: Path) -> None:
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(FOUR), device="cpu") as job:
+        model = job.build(seed=1)
+        job.save(folder / "a", model, loader=Position(10 + job.data_rank), same=Position(3), by_rank=job.data_rank)
+        with pytest.raises(JobError, match=r"MOE0808.*by_rank differs between ranks 0 and 1, .* `job.data_rank` 0"):
+            job.save(folder / "b", model, by_rank=job.rank).wait()
+
+
+def load_extras(options: dict[str, Any], folder: Path) -> Any:
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(options), device="cpu") as job:
+        model, loader, same = job.build(seed=1), Position(0), Position(0)
+        plain = job.load(folder / "a", model, same=same)
+        try:
+            job.load(folder / "a", model, loader=loader)
+        except JobError as error:
+            return job.data_rank, same.position, plain, str(error)
+        return job.data_rank, same.position, plain, loader.position
+
+
+def test_extras_that_differ_load_by_data_rank_and_under_as_many_only(gloo: GlooPool, tmp_path: Path) -> None:
+    gloo.run(4, save_extras, tmp_path)
+    for options in (FOUR, TWO):
+        for data_rank, same, plain, position in gloo.run(options["ranks"], load_extras, options, tmp_path):
+            assert (same, plain, position) == (3, {"by_rank": data_rank}, 10 + data_rank)
+    ((_, same, plain, said),) = gloo.run(1, load_extras, {"ranks": 1, "ep": 1}, tmp_path)
+    assert (same, plain) == (3, {})
+    assert "MOE0809" in said
+    assert "data_size 2, and here data_size is 1" in said
+
+
+def load_other_things(folder: Path) -> list[str]:
+    torch.set_num_threads(1)
+    said = []
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        job.save(folder / "a", model, optimizer, epoch=1)
+        for path, given, extras in (
+            (f"a{job.rank}", optimizer, {}),
+            ("a", optimizer if job.rank else None, {}),
+            ("a", optimizer, {"epoch": {}} if job.rank else {}),
+        ):
+            with pytest.raises(JobError) as error:
+                job.load(folder / path, model, given, **extras)
+            said.append(str(error.value))
+    return said
+
+
+def test_ranks_that_load_other_things_say_so(gloo: GlooPool, tmp_path: Path) -> None:
+    first, second = gloo.run(2, load_other_things, tmp_path)
+    assert first == second
+    assert all("MOE0811" in said for said in first)
+
+
+def random_numbers(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = optimizer_of(job, model, "sgd")
+        torch.manual_seed(job.rank)
+        job.save(folder / "a", model, optimizer)
+        first = torch.rand(3)
+        job.load(folder / "a", model, optimizer)
+        return first, torch.rand(3)
+
+
+def test_every_rank_gets_its_own_random_state_back(gloo: GlooPool, tmp_path: Path) -> None:
+    (one, again), (two, two_again) = gloo.run(2, random_numbers, tmp_path)
+    assert torch.equal(one, again)
+    assert torch.equal(two, two_again)
+    assert not torch.equal(one, two)
+
+
+def damaged_on_one_rank(folder: Path) -> tuple[str, bool]:
+    """Rank 1 alone reads the damaged bytes: those of its experts."""
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        job.save(folder / "a", model).wait()
+        if job.rank == 1:
+            shard = folder / "a" / "rank-00001.safetensors"
+            content = bytearray(shard.read_bytes())
+            experts = model.get_parameter("layers.1.moe.experts.up.weight").to_local().detach()
+            at = content.find(experts[0, 0, 0].numpy().tobytes())
+            content[at] ^= 64
+            shard.write_bytes(content)
+        other = job.build(seed=2)
+        before = [p.to_local().clone() for p in other.parameters()]
+        with pytest.raises(JobError) as error:
+            job.load(folder / "a", other)
+        unchanged = all(torch.equal(p.to_local(), b) for p, b in zip(other.parameters(), before, strict=True))
+        return str(error.value), unchanged
+
+
+def test_a_flipped_byte_of_one_ranks_experts_is_raised_on_every_rank_before_anything_is_loaded(
+    gloo: GlooPool, tmp_path: Path
+) -> None:
+    results = gloo.run(2, damaged_on_one_rank, tmp_path)
+    for said, unchanged in results:
+        assert "MOE0801" in said
+        assert "layers.1.moe.experts.up.weight: a digest does not match" in said
+        assert unchanged
+    assert results[0] == results[1]

@@ -1,0 +1,32 @@
+"""The peak of a training step that the model of memory predicts, against torch's count of allocations on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+from gloo_pool import GlooPool
+from step_memory import PLAN, measured_peak
+
+import moec
+from moec.passes.cost.memory import memory_of
+
+SIZES = {
+    "vocab": 512, "dim": 128, "depth": 3, "dtype": "fp32", "model": "", "kv_heads": 4, "experts": 4, "k": 2,
+    "expert": "swiglu(256)", "beside": "", "ffn": 256, "sequence": 64, "tp": 1, "ep": 1, "parallel": "",
+}  # fmt: skip
+PLANS = {
+    "bf16 on one rank": {"ranks": 1, "batch": 8, "dtype": "bf16"},
+    "experts on two ranks": {"ranks": 2, "ep": 2, "batch": 4},
+    "tensors and experts on two ranks": {"ranks": 2, "tp": 2, "ep": 2, "batch": 8, "dtype": "bf16"},
+}
+
+
+def peak_of_rank(text: str) -> int:
+    return measured_peak(moec.compile(text))
+
+
+@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
+def test_the_predicted_peak_is_within_a_tenth_of_the_measured_one(gloo: GlooPool, options: dict[str, object]) -> None:
+    text = PLAN.format(**SIZES | options)
+    plan = moec.compile(text)
+    predicted = memory_of(plan.program, plan.spec).peak.bytes.total
+    assert predicted == pytest.approx(max(gloo.run(plan.world_size, peak_of_rank, text)), rel=0.1)

@@ -1,0 +1,139 @@
+"""`moec checkpoint inspect|verify|convert`: what they print, and a model through one file and back."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_draft import WEIGHT, Draft
+from models import moe_plan
+from safetensors.torch import load_file, save_file
+
+import moec
+from moec import entry
+
+Outcome = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["moec", "checkpoint", *arguments])
+        with pytest.raises(SystemExit) as stopped:
+            entry.main()
+        captured = capsys.readouterr()
+        return int(stopped.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+def test_inspect_shows_tensors_and_who_saved(run: Callable[..., Outcome]) -> None:
+    Draft(Path("100")).write()
+    code, out, _ = run("inspect", "100")
+    assert code == 0
+    assert (
+        out
+        == """\
+100: toy, step 1, saved by moec 0.1.0
+
+  saved on   2 ranks; dense: tp 2
+  optimizer  none
+  extras     none
+  in all     2 tensors, 3 pieces, 344 B in 2 shards
+
+  tensor        dtype  shape  pieces  bytes
+  model/count   I64    3           1     24
+  model/weight  F32    4 × 6       2     96
+"""
+    )
+    as_json = json.loads(run("inspect", "100", "--json")[1])
+    assert as_json["tensors"]["model/weight"] == {"dtype": "F32", "shape": [4, 6], "pieces": 2, "bytes": 96}
+    assert (as_json["step"], as_json["world_size"], as_json["degrees"]) == (1, 2, {"dense": {"tp": 2}})
+
+
+def test_verify_names_every_damaged_tensor(run: Callable[..., Outcome]) -> None:
+    shards = [Draft(Path("100")).write() / f"rank-0000{rank}.safetensors" for rank in range(1, 2)]
+    code, out, _ = run("verify", "100")
+    assert (code, out) == (0, "100: 2 tensors, 344 B, every digest matches\n")
+    content = bytearray(shards[0].read_bytes())
+    for place in (-1, -49):  # of `weight` and of `count`
+        content[place] ^= 1
+    shards[0].write_bytes(content)
+    code, out, _ = run("verify", "100")
+    assert code == 1
+    assert [line.split(": ")[1] for line in out.splitlines()] == ["model/count", "model/weight", "damaged"]
+    code, out, _ = run("verify", "100", "--json")
+    assert code == 1
+    assert json.loads(out)["ok"] is False
+    assert len(json.loads(out)["damages"]) == 2
+
+
+def test_convert_joins_the_pieces_of_a_tensor(run: Callable[..., Outcome]) -> None:
+    Draft(Path("100")).write()
+    assert run("convert", "100", "-o", "whole.safetensors")[0] == 0
+    assert (load_file("whole.safetensors")["weight"].numpy() == WEIGHT).all()
+    assert sorted(path.name for path in Path().iterdir()) == ["100", "whole.safetensors"]
+    code, _, err = run("convert", "100", "-o", "whole.safetensors")
+    assert code == 1
+    assert "MOE0803" in err
+
+
+def test_a_model_goes_to_one_file_and_back_bit_for_bit(run: Callable[..., Outcome]) -> None:
+    plan = moe_plan(ranks=1, ep=1, gate="topk(2, score = sigmoid, bias = online(0.1))")
+    plan.save(Path("tiny.plan"))
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=1)
+        job.save("1", model, job.optimizer(model))
+    state = dict(model.state_dict())
+    assert run("convert", "1", "-o", "m.safetensors")[0] == 0
+    loaded = load_file("m.safetensors")
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    changed = {name: tensor + 1 for name, tensor in state.items()}
+    save_file(changed, "changed.safetensors")
+    assert run("convert", "changed.safetensors", "-o", "2", "--plan", "tiny.plan")[0] == 0
+    assert run("verify", "2")[0] == 0
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build(seed=2)
+        job.load("2", model)
+        with pytest.raises(moec.DiagnosticError, match=r"MOE0806.*the checkpoint has no optimizer"):
+            job.load("2", model, job.optimizer(model))
+    assert all(torch.equal(tensor, changed[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state.pop("norm.weight"), r"norm.weight is missing in the file, F32 \[16\] in the plan"),
+        (lambda state: state.update(more=torch.zeros(1)), r"more is F32 \[1\] in the file, missing in the plan"),
+        (lambda state: state.update({"norm.weight": torch.zeros(16).bfloat16()}), r"norm.weight is BF16 \[16\]"),
+    ],
+)
+def test_a_file_of_another_model_is_refused(
+    run: Callable[..., Outcome], change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
+    plan = moe_plan(ranks=1, ep=1)
+    plan.save(Path("tiny.plan"))
+    state = {name: torch.zeros(data.shape) for name, data in plan.parameters.items()}
+    change(state)
+    save_file(state, "m.safetensors")
+    code, _, err = run("convert", "m.safetensors", "-o", "1", "--plan", "tiny.plan")
+    assert code == 1
+    assert "MOE0805" in err
+    assert re.search(message, err)
+    assert not Path("1").exists()
+
+
+def test_usage_errors(run: Callable[..., Outcome]) -> None:
+    Draft(Path("100")).write()
+    assert run("convert", "100", "-o", "x", "--plan", "y")[0] == 2
+    Path("m.safetensors").write_text("")
+    assert run("convert", "m.safetensors", "-o", "x")[0] == 2
+    assert run("inspect", "nowhere")[0] == 1

@@ -1,0 +1,69 @@
+"""`moec inspect PLAN --memory`: what it prints is what the model of memory says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from models import moe_text
+from typer.testing import CliRunner
+
+from moec.cli import app
+from moec.codegen.plan import Plan
+from moec.driver import compile as compile_source
+from moec.passes.cost.memory import Memory, memory_of
+
+
+@pytest.fixture(scope="module")
+def plan(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Plan, Memory]:
+    made = compile_source(moe_text(depth=6))
+    path = tmp_path_factory.mktemp("memory") / "tiny.plan"
+    made.save(path)
+    return path, made, memory_of(made.program, made.spec)
+
+
+def run(*arguments: object) -> str:
+    done = CliRunner().invoke(app, ["inspect", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_json_has_every_moment_and_the_peak(plan: tuple[Path, Plan, Memory]) -> None:
+    path, _, memory = plan
+    found = json.loads(run(path, "--memory", "--json"))
+    assert found["peak"]["total"] == pytest.approx(max(moment["total"] for moment in found["moments"]))
+    assert found["peak"]["total"] == pytest.approx(memory.peak.bytes.total)
+    assert len(found["moments"]) == len(memory.moments)
+    assert [layer["layers"] for layer in found["layers"]] == [[0], [1, 2, 3, 4, 5]]
+
+
+def test_text_marks_one_peak_and_shows_equal_layers_once(plan: tuple[Path, Plan, Memory]) -> None:
+    path, _, memory = plan
+    lines = run(path, "--memory").splitlines()
+    (marked,) = (line for line in lines if line.endswith("  peak"))
+    assert marked.split("  ")[1] == memory.peak.event
+    assert sum(line.startswith("  layers 1..5 ") for line in lines) == 1
+    assert any("layers more" in line for line in lines)
+
+
+def test_the_plot_is_xml_with_a_bar_for_each_moment_and_tenant(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:
+    path, _, memory = plan
+    assert run(path, "--memory", "--svg", tmp_path / "m.svg") == ""
+    titles = [node.text for node in ElementTree.parse(tmp_path / "m.svg").iter("{http://www.w3.org/2000/svg}title")]
+    assert len(titles) == sum(size > 0 for moment in memory.moments for size in moment.bytes.of.values())
+
+
+def test_options_of_memory_need_it(plan: tuple[Path, Plan, Memory]) -> None:
+    path, *_ = plan
+    assert CliRunner().invoke(app, ["inspect", str(path), "--json"]).exit_code == 2
+    assert CliRunner().invoke(app, ["inspect", str(path), "--memory", "--fx"]).exit_code == 2
+
+
+def test_it_imports_no_torch(plan: tuple[Path, Plan, Memory]) -> None:
+    code = f"import sys; sys.argv = ['moec', 'inspect', {str(plan[0])!r}, '--memory']\nfrom moec.cli import app\n"
+    code += "try: app()\nexcept SystemExit as e: assert not e.code\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

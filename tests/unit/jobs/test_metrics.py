@@ -1,0 +1,180 @@
+"""`job.metrics`: figures of steps, on one rank."""
+
+import io
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from models import moe_plan, moe_text
+from rich.console import Console
+
+import moec
+from moec.passes.cost.totals import tally
+from moec.runtime.job import progress_display
+
+TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+CAPACITY = "capacity = factor(0.5)"
+
+
+def train(job, metrics, steps: int, **figures) -> list:
+    model = job.build(seed=1)
+    optimizer = job.optimizer(model)
+    records = []
+    for _ in range(steps):
+        loss = job.step(model, TOKENS, TOKENS)
+        norm = job.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        records.append(metrics.step(model, loss, grad_norm=norm, optimizer=optimizer, **figures))
+    return records
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_every_measured_step_is_a_line_with_its_figures(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with moec.launch(moe_plan(ranks=1, ep=1, beside=CAPACITY), device="cpu") as job, job.metrics(path) as metrics:
+        train(job, metrics, 2, bits=torch.tensor(1.5))
+        model = job.build(seed=1)
+        model.train()
+        losses = [float(job.step(model, TOKENS, TOKENS))]
+        loads, drops = job.expert_loads(model), job.drop_rates(model)
+    first, second = lines(path)
+    assert [first["step"], second["step"]] == [1, 2]
+    assert first["loss"] == losses[0]
+    assert first["grad_norm"] > 0
+    assert first["lr"] == 1e-3
+    assert first["bits"] == 1.5
+    assert (first["tokens"], second["tokens"]) == (64, 128)
+    skews = {str(layer): float(load.max() / load.float().mean()) for layer, load in loads.items()}
+    assert first["load"] == pytest.approx(skews, rel=1e-6)
+    assert first["drop_rate"] == {str(layer): rate for layer, rate in drops.items()}
+    assert max(first["drop_rate"].values()) > 0
+    assert first["memory"] > 2**20
+    assert second["seconds"] > first["seconds"]
+    assert first["tokens_per_second"] == pytest.approx(64 / first["seconds"], rel=0.2)
+
+
+def plan_on_a_device(peaks: str):
+    text = moe_text(ranks=1, ep=1).replace("device = cpu", "device = d")
+    return moec.compile(text + f'device "d" {{ kind = cpu; memory = 8GB; bandwidth = 10GB/s; peak {{ {peaks} }} }}\n')
+
+
+def test_there_is_no_mfu_where_the_device_states_no_peak_in_the_models_dtype():
+    with moec.launch(plan_on_a_device("bf16 = 9TFLOPS"), device="cpu") as job, job.metrics("/dev/null") as metrics:
+        (record,) = train(job, metrics, 1)
+    assert "mfu" not in record
+
+
+def test_mfu_is_model_flops_over_the_devices_peak_in_the_models_dtype():
+    plan = plan_on_a_device("fp32 = 1TFLOPS; bf16 = 9TFLOPS")
+    with moec.launch(plan, device="cpu") as job, job.metrics("/dev/null") as metrics:
+        (record,) = train(job, metrics, 1)
+    flops = tally(plan.program, plan.spec).flops_per_token
+    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 1e12)
+
+
+def test_only_every_nth_step_is_measured_and_counts_the_tokens_between(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path, every=3) as metrics:
+        records = train(job, metrics, 7)
+    assert [record is not None for record in records] == [False, False, True, False, False, True, False]
+    assert [line["step"] for line in lines(path)] == [3, 6]
+    assert [line["tokens"] for line in lines(path)] == [3 * 64, 6 * 64]
+
+
+def test_without_outputs_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics() as metrics:
+        monkeypatch.setattr(type(job), "expert_loads", None)
+        assert train(job, metrics, 2) == [None, None]
+
+
+def test_a_file_is_appended_to_and_nan_is_null(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    for _ in range(2):
+        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path) as metrics:
+            model = job.build()
+            model(TOKENS)
+            metrics.step(model, math.nan, grad_norm=torch.tensor(math.inf), tokens=64)
+            assert path.read_text().endswith("}\n"), "a line is flushed at once"
+    assert [(line["loss"], line["grad_norm"]) for line in lines(path)] == [(None, None)] * 2
+
+
+def test_a_resumed_run_goes_on_with_its_steps(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        metrics = job.metrics(path, every=2, start=5)
+        train(job, metrics, 3)
+        metrics.close()
+    assert [line["step"] for line in lines(path)] == [6, 8]
+
+
+def test_tokens_of_loops_outside_of_job_step_are_given(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path, every=2) as metrics:
+        model = job.build()
+        for _ in range(4):
+            model(TOKENS)
+            metrics.step(model, 1.0, tokens=1000)
+    assert [line["tokens"] for line in lines(path)] == [2000, 4000]
+
+
+@pytest.mark.parametrize("place", ["no folder", "full disk"])
+def test_a_log_that_cannot_be_written_is_named_once_and_training_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
+):
+    path = tmp_path / "missing" / "run.jsonl" if place == "no folder" else Path("/dev/full")
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path, progress=True) as metrics:
+        records = train(job, metrics, 3)
+    written = capsys.readouterr()
+    assert written.err.count("MOE0718") == 1
+    assert all(records)
+    assert "tokens/s" in written.out, "the other output goes on"
+
+
+def test_tensorboard_has_the_figures_by_name(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(tensorboard=tmp_path) as metrics:
+        records = train(job, metrics, 2)
+    events = accumulator.EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert {"loss", "grad_norm", "lr", "tokens_per_second", "load/1", "load/2"} <= set(events.Tags()["scalars"])
+    found = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert found == [(record["step"], pytest.approx(record["loss"])) for record in records]
+
+
+def test_the_display_shows_fraction_step_figures_and_loads(capsys: pytest.CaptureFixture[str]):
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(progress=True) as metrics:
+        train(job, metrics, 1, done=0.25, bits=2.0)
+    line = capsys.readouterr().out
+    assert line.startswith(" 25%   step     1   loss ")
+    assert "bits 2   " in line
+    assert "experts by layer  1: " in line
+
+
+def test_every_below_one_is_refused():
+    with (
+        moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job,
+        pytest.raises(ValueError, match="a number of steps from 1 on, not 0"),
+    ):
+        job.metrics(every=0)
+
+
+def test_bars_and_spread_are_relative_to_a_fair_share():
+    counts = torch.tensor([0, 10, 20, 10])
+    assert progress_display.bars(counts) == " ▄█▄"
+    assert progress_display.spread(counts) == "0.0–2.0×"
+    assert progress_display.spread(torch.zeros(4, dtype=torch.int64)) == "0.0–0.0×"
+
+
+def test_a_terminal_shows_a_bar_and_a_row_per_layer():
+    display, shown = progress_display.LiveDisplay(), io.StringIO()
+    display.write({"step": 3, "loss": 1.25, "tokens_per_second": 10.0, "mfu": 0.4}, {1: torch.tensor([1, 3])}, 0.5)
+    Console(file=shown, width=120).print(display._live.renderable)
+    display.close()
+    assert "50%  step     3   loss 1.25        10 tokens/s   MFU 40.0%" in shown.getvalue()
+    assert "experts of layer 1  ▂▆  0.5–1.5× of the mean" in shown.getvalue()

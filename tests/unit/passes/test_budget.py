@@ -1,0 +1,66 @@
+"""The budget: plans that do not fit, and the change that is proposed, which is compiled again here."""
+
+from __future__ import annotations
+
+import pytest
+from models import moe_text
+
+from moec.driver import compile as compile_source
+from moec.grammar import load_text
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError
+from moec.grammar.spec import Spec
+from moec.passes.cost.memory import memory_of
+from moec.passes.pipeline import compile_program
+
+SIZES = {"dim": 64, "expert": "swiglu(128)", "batch": 16, "sequence": 64}
+
+
+def text_of(memory: float, parallel: str = "", **options: object) -> str:
+    device = f'device "small" {{ kind = cpu; memory = {memory}B; bandwidth = 10GB/s }}\n'
+    text = moe_text(**SIZES | options).replace("device = cpu", "device = small")  # type: ignore[arg-type]
+    return device + text.replace("parallel {", f"parallel {{ {parallel}")
+
+
+def peak_of(parallel: str = "", **options: object) -> float:
+    spec = load_text(text_of(1e12, parallel, **options)).unwrap()
+    return memory_of(compile_program(spec).program, spec).peak.bytes.total
+
+
+def refusal(text: str) -> Diagnostic:
+    with pytest.raises(DiagnosticError) as raised:
+        compile_source(text)
+    (diagnostic,) = raised.value.diagnostics
+    assert diagnostic.code == "MOE0501"
+    return diagnostic
+
+
+@pytest.mark.parametrize(
+    "words", ["zero = 1", "zero = 3", "microbatches = 4", "zero = 3; recompute = layer; microbatches = 4"]
+)
+def test_the_proposed_words_fit_and_save_what_they_say(words: str) -> None:
+    """The device has what the words need, and a little more."""
+    memory = round(1.001 * peak_of(words))
+    assert memory < peak_of()
+    proposed = refusal(text_of(memory)).help
+    written = "; ".join(word.strip("`") for word in proposed.partition(": ")[0].removeprefix("set ").split(", "))
+    compile_source(text_of(memory, written + ";"))
+
+
+def test_words_that_save_more_are_not_proposed_where_less_is_enough() -> None:
+    assert peak_of("zero = 1") < peak_of()
+    diagnostic = refusal(text_of(round(1.001 * peak_of("zero = 1"))))
+    assert diagnostic.help.startswith("set `zero = 1`: it fits (")
+
+
+def test_the_refusal_names_the_device_the_batch_and_the_largest_tenants() -> None:
+    diagnostic = refusal(text_of(1e6))
+    assert [label.message for label in diagnostic.labels] == ["small has 1 MB", "16 sequences over all ranks"]
+    assert "most in the backward of layer" in diagnostic.message
+    assert all(word in diagnostic.message for word in ("optimizer", "parameters", "MB"))
+    assert diagnostic.help.startswith("no other degree fits")
+
+
+def test_a_file_without_a_step_is_not_refused() -> None:
+    text = text_of(1e6)
+    spec: Spec = load_text(text).unwrap()
+    compile_source(spec.replace(train=None))
