@@ -69,7 +69,7 @@ def _plan(plan: Plan) -> Iterator[str]:
         yield ""
         yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"
         cost = BlockCost.of(plan.program, block, workload)
-        yield from _table([*_collectives(cost), *_parameters(cost)])
+        yield from _table([*_collectives(cost), *_parameters(cost, plan.program.microbatches)])
         yield from work_table(cost)
 
 
@@ -88,10 +88,10 @@ def _collectives(cost: BlockCost) -> Iterator[Row]:
             yield Row(what, group, ranks, sent.forward, sent.backward_op, sent.backward, span)
 
 
-def _parameters(cost: BlockCost) -> Iterator[Row]:
+def _parameters(cost: BlockCost, microbatches: int) -> Iterator[Row]:
     """The gathers of weights and the sums of gradients, by collective and group."""
     sent: dict[tuple[str, str, str], tuple[float, float]] = {}
-    for each in sendings(cost.block, cost.workload):
+    for each in sendings(cost.block, cost.workload, microbatches):
         forward, backward = sent.get((each.of, each.collective, each.axis), (0.0, 0.0))
         sent[each.of, each.collective, each.axis] = forward + each.forward, backward + each.backward
     for (of, collective, axis), (forward, backward) in sent.items():

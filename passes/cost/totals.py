@@ -139,7 +139,7 @@ def tally(program: Program, spec: Spec) -> Tally:
         sequences=workload.batch,
         tokens=workload.tokens,
         flops_per_token=3 * flops / workload.tokens,
-        traffic=(*_collective_traffic(runs), *_parameter_traffic(runs)),
+        traffic=(*_collective_traffic(runs), *_parameter_traffic(runs, program.microbatches)),
         imbalance=max((cost.skew() for cost in most.values()), default=1.0),
     )
 
@@ -210,17 +210,18 @@ def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
         meshes, experts = block_cost.workload.meshes, block_cost.block.experts
         for sent in (sent for op, cost in block_cost.costs if not is_zero_gather(op) for sent in cost.sent):
             key = (group_name(sent.axis, experts), meshes.size(sent.axis), sent.purpose)
-            bytes_of[key] = bytes_of.get(key, 0.0) + count * sent.bytes
+            again = sent.forward if block_cost.block.recompute == "layer" else 0.0
+            bytes_of[key] = bytes_of.get(key, 0.0) + count * (sent.bytes + again)
     most = max(bytes_of.values(), default=0.0)
     flows = [Traffic(group=g, ranks=n, purpose=what, bytes=b) for (g, n, what), b in bytes_of.items()]
     return [flow for flow in flows if flow.bytes > most / 1000]
 
 
-def _parameter_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
+def _parameter_traffic(runs: Sequence[tuple[BlockCost, int]], microbatches: int) -> list[Traffic]:
     """Traffic of weights and gradients (`sendings`)."""
     bytes_of: dict[tuple[str, int, str], float] = {}
     for cost, count in runs:
-        for sent in sendings(cost.block, cost.workload):
+        for sent in sendings(cost.block, cost.workload, microbatches):
             ranks = cost.workload.meshes.size(sent.axis)
             key = (group_name(sent.axis, cost.block.experts), ranks, sent.purpose)
             bytes_of[key] = bytes_of.get(key, 0.0) + count * (sent.forward + sent.backward)

@@ -30,27 +30,30 @@ class Sending:
         return f"{self.collective} of {self.of}"
 
 
-def sendings(block: Block, workload: Workload) -> Iterator[Sending]:
-    """What a rank sends for the weights and gradients of one run of `block`; `workload` is bound to it.
+def sendings(block: Block, workload: Workload, microbatches: int) -> Iterator[Sending]:
+    """What a rank sends in a step for the weights and gradients of one run of `block`; `workload` is bound to it.
 
     A ring sends (n−1)/n of the whole for an all-gather or a reduce-scatter, twice that for an all-reduce. ZeRO gathers
-    weights in the compute dtype; at stage 3 twice, in forward and in backward.
+    weights in the compute dtype: once, at stage 3 twice per micro-batch, in forward and in backward. It scatters
+    gradients once, at stages 2 and 3 once per micro-batch.
     """
     for parameter in block.parameters:
-        yield from _of_parameter(parameter, workload)
+        yield from _of_parameter(parameter, workload, microbatches)
 
 
-def _of_parameter(p: Parameter, workload: Workload) -> Iterator[Sending]:
+def _of_parameter(p: Parameter, workload: Workload, microbatches: int) -> Iterator[Sending]:
     whole = as_used(p)
     elements = float(math.prod(workload.shape(whole)))
     cut = zero_cut(p.optimizer_state) if p.optimizer_state is not None else None
     if cut is not None:
         axis, ranks = cut[0], workload.meshes.size(cut[0])
         sent = elements * (ranks - 1) / ranks
-        gathered = sent * DTYPE_BYTES[p.dtype]
-        again = gathered if p.layout == p.optimizer_state else 0.0
+        per_use, scatters = p.layout == p.optimizer_state, p.gradient == p.optimizer_state
+        gathered = sent * DTYPE_BYTES[p.dtype] * (microbatches if per_use else 1)
+        again = gathered if per_use else 0.0
         yield Sending(axis=axis, collective="all_gather", of="weights", forward=gathered, backward=again)
-        yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=sent * SUM_BYTES)
+        summed = sent * SUM_BYTES * (microbatches if scatters else 1)
+        yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=summed)
         elements = float(math.prod(workload.shape(replace(p, layout=p.optimizer_state))))
     for axis in p.sum_over or ():
         if cut is None or axis != cut[0]:

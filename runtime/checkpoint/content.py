@@ -59,6 +59,10 @@ class Content:
         mine = {name: self.parts[name] for number, name in enumerate(largest_first) if self.parts[name].turn(number)}
         return [host_piece(name, part.local) for name, part in mine.items()], mine
 
+    def digests_of_extras(self) -> dict[str, str]:
+        """The digest of every extra."""
+        return {name: extra.digest() for name, extra in self.extras.items()}
+
     def with_own_extras(self) -> Content:
         """The same with copies of the extras' tensors, which the script may change."""
         own = {

@@ -38,7 +38,8 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 def checkpoints_in(folder: Path) -> Iterator[tuple[Path, Head]]:
     """The folders in `folder` that have a valid `checkpoint.json`."""
     try:
-        paths = [entry.path for entry in os.scandir(folder) if not entry.name.startswith(".") and entry.is_dir()]
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        paths = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
         return
     for path in map(Path, paths):
@@ -65,13 +66,22 @@ class Temporary:
         refuse_existing(target)
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            self.path = Path(tempfile.mkdtemp(prefix=f".{target.name}{MARK}", dir=target.parent))
-            self.path.chmod(0o755)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            while not self._make():
+                pass  # another job took the folder for a left-over one before it was locked
         except OSError as error:
             raise unwritable(target, error) from error
+
+    def _make(self) -> bool:
+        """Makes and locks a folder; returns whether it is there."""
+        self.path = Path(tempfile.mkdtemp(prefix=f".{self.target.name}{MARK}", dir=self.target.parent))
+        self.path.chmod(0o755)
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if self.path.exists():
+            return True
+        os.close(self._lock)
+        return False
 
     def publish(self) -> None:
         """Syncs the folder, renames it, and syncs its parent. Of several jobs that do so one succeeds."""
@@ -144,19 +154,32 @@ def remove_old(newest: Path, keep: int) -> None:
     `newest` itself stays. Raises `JobError` MOE0804.
     """
     folder, model = newest.parent, read_head(newest).model
-    heads = [(head.step, path) for path, head in checkpoints_in(folder) if head.model == model and path != newest]
-    heads.sort(reverse=True)
-    for _, path in heads[max(0, keep - 1) :]:
-        # Renamed first: a folder that is half removed must not be found.
-        try:
-            gone = folder / f".{path.name}{MARK}old"
-            path.rename(gone)
-            shutil.rmtree(gone)
-        except OSError as error:
-            raise unwritable(path, error) from error
     for entry in list(os.scandir(folder)):
         if entry.name.startswith(".") and MARK in entry.name and _is_left_over(Path(entry.path)):
             shutil.rmtree(entry.path, ignore_errors=True)
+    found = [item for item in checkpoints_in(folder) if item[1].model == model and item[0] != newest]
+    complete = sorted(((head.step, path) for path, head in found if _is_complete(path, head)), reverse=True)
+    for _, path in complete[max(0, keep - 1) :]:
+        try:
+            shutil.rmtree(_hidden(path, "old"))  # renamed first: a folder that is half removed must not be found
+        except OSError as error:
+            raise JobError(
+                "MOE0804",
+                f"{shown(newest)} is written, but {shown(path)} cannot be removed: {error.strerror}",
+                "remove it yourself, or save without `keep`",
+            ) from error
+
+
+def set_aside_incomplete(target: Path) -> None:
+    """Hides a checkpoint at `target` that lacks a part, so that a resumed run can save there again."""
+    with suppress(JobError, OSError):
+        if target.is_dir() and not target.is_symlink() and not _is_complete(target, read_head(target)):
+            _hidden(target, "incomplete")
+
+
+def _hidden(path: Path, why: str) -> Path:
+    """`path` under a name that the next save with `keep` removes."""
+    return path.rename(path.parent / f".{path.name}{MARK}{why}-{time.time_ns()}")
 
 
 def _is_left_over(path: Path) -> bool:

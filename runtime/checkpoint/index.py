@@ -43,7 +43,7 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digests = Annotated[str, Field(pattern=r"^([0-9a-f]{64})*$")]
 Count = Annotated[int, Field(ge=0, le=1 << 62)]
 Tree = Any
-"""Plain data as JSON (`extras.py`)."""
+"""Plain data as JSON (`trees.py`)."""
 DataT = TypeVar("DataT", bound="Data")
 
 
@@ -181,12 +181,27 @@ def parse_head(path: Path, content: bytes) -> Head:
             "use the moec that wrote it; `moec checkpoint convert` of that moec makes a file of plain safetensors",
         )
     rest = {key: value for key, value in data.items() if key != "digest"}
-    if head_bytes({key: value for key, value in rest.items() if key != "format"}) != content:
+    try:
+        expected = head_bytes({key: value for key, value in rest.items() if key != "format"})
+    except ValueError as error:  # infinity, or half a surrogate pair
+        raise damaged(path, f"it is not JSON ({error})") from error
+    if expected != content:
         raise damaged(path, "its digest does not match its content")
     head = _validated(Head, path, content)
     if len(head.shard_bytes) != head.world_size:
         raise damaged(path, f"it has {len(head.shard_bytes)} shards, but {head.world_size} ranks")
     return head
+
+
+def refuse_unreadable(target: Path, head: bytes, index: bytes) -> None:
+    """Raises `JobError` MOE0804 for files beyond the limits of a reader: nobody could load the checkpoint."""
+    try:
+        if len(head) > MAX_HEAD_BYTES or len(index) > MAX_INDEX_BYTES:
+            raise damaged(target, f"its index has {len(index)} bytes; the limit is {MAX_INDEX_BYTES}")
+        parse_index(target / INDEX, index, parse_head(target / HEAD, head))
+    except JobError as error:
+        words = error.diagnostics[0].message
+        raise JobError("MOE0804", words, "store long lists as tensors; save fewer extras, or on fewer ranks") from error
 
 
 def parse_index(path: Path, content: bytes, head: Head) -> Index:

@@ -1,7 +1,7 @@
 """Loads a checkpoint into a model, its optimizer and extras: every rank reads its part.
 
-First every rank checks everything that it will read, and the ranks agree. Then they copy. No error of a file is found
-after the first change.
+First every rank checks everything that it will read, and the ranks agree. Then they copy, without checking again: a
+file that changes in between may go unnoticed, or raise after a part is loaded.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class Loading:
                 target[part.target].copy_(flat[part.first : part.first + size].view(part.shape)[part.source])
 
         blocks = [block for name in targets for block in self.checkpoint.blocks(name, self.boxes[name])]
-        with torch.no_grad():
-            self.checkpoint.read(sorted(blocks, key=lambda block: block.rank), copy, check=False)
+        self.checkpoint.read(sorted(blocks, key=lambda block: block.rank), copy, check=False)
 
     def read_small(self, name: str, box: Box | None = None) -> Tensor:
         """A small tensor, or a part of it, read and checked once."""
@@ -107,6 +106,8 @@ def load(
             result = work()
         except JobError as error:
             complaint = Complaint.of(error)
+        except (RuntimeError, MemoryError) as error:  # out of memory on this rank: the others wait for it
+            complaint = Complaint("MOE0811", f"it failed here: {type(error).__name__}: {str(error)[:300]}")
         saves.peers.meet(f"{number}/{stage}")
         job.checks.require("job.load", complaint)
         return result  # type: ignore[return-value]
@@ -116,7 +117,8 @@ def load(
     together(lambda: _fill(job, loading, model, optimizer), "filled")
     together(lambda: _give(loading, extras), "given")
     index = loading.checkpoint.index
-    saves.last_step, saves.last_time = loading.checkpoint.head.step, time.monotonic()
+    _restore_random_states(loading, next(model.parameters()).device)
+    saves.note(Path(path).parent, loading.checkpoint.head.step, time.monotonic())
     return {name: value for name, value in loading.values.items() if not index.extras[name].loads}
 
 
@@ -268,10 +270,14 @@ def _fill(job: Job, loading: Loading, model: PlanModule, optimizer: Optimizer | 
     model.settings.update(index.settings)
     model.drop_loads()
     job.steps = index.job_steps
+
+
+def _restore_random_states(loading: Loading, device: torch.device) -> None:
+    """Comes last: an extra's `load_state_dict` may draw."""
     if RNG + "cpu" in loading.small:
         torch.set_rng_state(loading.small[RNG + "cpu"])
     if RNG + "cuda" in loading.small:
-        torch.cuda.set_rng_state(loading.small[RNG + "cuda"], next(model.parameters()).device)
+        torch.cuda.set_rng_state(loading.small[RNG + "cuda"], device)
 
 
 def _give(loading: Loading, extras: Mapping[str, Any]) -> None:

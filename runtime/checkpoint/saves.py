@@ -38,8 +38,8 @@ class Saves:
         self.peers = Peers(store, rank, world_size)
         self._last: Saving | None = None
         self._number = 0
-        self.last_step, self.last_time = 0, time.monotonic()
-        """The step that was last saved or loaded, and when (`schedule.py`)."""
+        self._begun = time.monotonic()
+        self._last_in: dict[Path, tuple[int, float]] = {}
 
     def __enter__(self) -> Saves:
         return self
@@ -47,6 +47,8 @@ class Saves:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._last is None:
             return
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None  # a script that ends as it should
         if isinstance(error, RankError):
             self.peers.abandon()
         failure = self._last.error(None if error is None else LEAVING_SECONDS)
@@ -67,6 +69,14 @@ class Saves:
         """Writes in a thread."""
         self._last = Saving(task.target, lambda: write(task, self.peers))
         return self._last
+
+    def last_in(self, folder: Path) -> tuple[int, float]:
+        """The step of the last scheduled save to `folder`, or load from it, and when it was."""
+        return self._last_in.get(folder.absolute(), (0, self._begun))
+
+    def note(self, folder: Path, step: int, now: float) -> None:
+        """Notes a scheduled save to `folder`, or a load from it, of `step`; `now` is of `time.monotonic`."""
+        self._last_in[folder.absolute()] = step, now
 
     def next_number(self) -> int:
         """The number of the next save or load; equal on all ranks."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from moec.runtime.checkpoint.folders import latest
+from moec.runtime.checkpoint.folders import latest, set_aside_incomplete
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.saves import save
 from moec.runtime.checkpoint.writing import Saving
@@ -46,16 +46,21 @@ def checkpoint(
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is a number above 0, not {seconds}")
     saves, step = job.saves, model.settings["step"]
-    due = every is not None and step // every > saves.last_step // every
+    last_step, last_time = saves.last_in(Path(folder))
+    last_step = last_step if last_step <= step else 0  # `model.set(step=…)` has gone back
+    due = every is not None and step // every > last_step // every
     if seconds is not None:
         # The clock of rank 0 decides: those of other ranks may differ.
-        late = job.rank == 0 and time.monotonic() - saves.last_time >= seconds
+        late = job.rank == 0 and time.monotonic() - last_time >= seconds
         (votes,) = job.checks.require("job.checkpoint", None, counts=(int(late),))
-        due = due or (bool(votes) and step > saves.last_step)
+        due = due or (bool(votes) and step > last_step)
     if not due:
         return None
-    saving = save(job, Path(folder) / str(step), model, optimizer, keep, extras)
-    saves.last_step, saves.last_time = step, time.monotonic()
+    target = Path(folder) / str(step)
+    if job.rank == 0:
+        set_aside_incomplete(target)
+    saving = save(job, target, model, optimizer, keep, extras)
+    saves.note(Path(folder), step, time.monotonic())
     return saving
 
 

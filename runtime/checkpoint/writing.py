@@ -6,16 +6,17 @@ import _thread
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moec.runtime.checkpoint.content import EXTRAS, Content
 from moec.runtime.checkpoint.folders import Temporary, remove_old, unwritable, write_file
-from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, shard_name
+from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, refuse_unreadable, shard_name
 from moec.runtime.checkpoint.parts import Part, host_piece
 from moec.runtime.checkpoint.peers import Peers
 from moec.runtime.checkpoint.shards import Piece, write_shard
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, RankError
 
 Complaint = list[str]
 """Code, message and help of an error, as JSON."""
@@ -30,7 +31,7 @@ class Saving:
         self.is_reported = False
         """Whether the script has seen the error, if there was one."""
         self._finished = threading.Event()
-        # `Thread.start` would wait until the thread runs; the step shall not.
+        # `Thread.start` waits until the thread runs, which would delay the step.
         _thread.start_new_thread(self._run, (write,))
 
     @property
@@ -78,21 +79,28 @@ class Task:
 def write(task: Task, peers: Peers) -> None:
     """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank."""
     begin, told, written, outcome = (f"{task.number}/{word}" for word in ("begin", "told", "written", "outcome"))
-    digests = {name: extra.digest() for name, extra in task.content.extras.items()}
-    peers.send(begin, {"failure": task.failure, "extras": digests})
+
+    def told_of(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """`work()`, or its failure as a message: the other ranks wait for one."""
+        try:
+            return work()
+        except RankError:
+            raise
+        except Exception as error:  # noqa: BLE001
+            words = f"rank {peers.rank}: {task.target}: {type(error).__name__}: {str(error)[:300]}"
+            return {"failure": ["MOE0804", words, "report this, unless the rank was out of memory"]}
+
+    peers.send(begin, told_of(lambda: {"failure": task.failure, "extras": task.content.digests_of_extras()}))
     leader = _Leader(task, peers) if peers.rank == 0 else None
     try:
         if leader is not None:
-            peers.tell(told, leader.open(peers.collect(begin)))
+            peers.tell(told, told_of(partial(leader.open, begin)))
         said = peers.hear(told)
         if said["failure"] is None:
-            peers.send(written, _write_own(task, peers.rank, Path(said["folder"]), said["writers"]))
+            peers.send(written, told_of(lambda: _write_own(task, peers.rank, Path(said["folder"]), said["writers"])))
             if leader is not None:
-                peers.tell(outcome, {"failure": leader.close(peers.collect(written))})
+                peers.tell(outcome, told_of(partial(leader.close, written)))
             said = peers.hear(outcome)
-    except AssertionError as error:  # a bug: the other ranks shall not wait
-        peers.tell(outcome, {"failure": ["MOE0804", f"rank {peers.rank}: {task.target}: {error}", "report this bug"]})
-        raise
     finally:
         if leader is not None:
             leader.clean()
@@ -134,8 +142,9 @@ class _Leader:
         self._temporary: Temporary | None = None
         self._writers: dict[str, list[int]] = {}
 
-    def open(self, begins: Sequence[Any]) -> dict[str, Any]:
-        """Makes the temporary folder, and decides who writes which extra."""
+    def open(self, key: str) -> dict[str, Any]:
+        """Makes the temporary folder, and decides which ranks write which extra. `key`: of the ranks' messages."""
+        begins = self._peers.collect(key)
         failure = next((begin["failure"] for begin in begins if begin["failure"]), None)
         if failure is not None:
             return {"failure": failure}
@@ -147,27 +156,31 @@ class _Leader:
             return {"failure": complaint_of(error)}
         return {"failure": None, "folder": str(self._temporary.path), "writers": self._writers}
 
-    def close(self, reports: Sequence[Any]) -> Complaint | None:
-        """Writes the index, gives the folder its name, and removes old checkpoints."""
+    def close(self, key: str) -> dict[str, Any]:
+        """Writes the index, gives the folder its name, and removes old checkpoints. `key`: of the ranks' messages."""
+        reports = self._peers.collect(key)
         failure = next((report["failure"] for report in reports if report["failure"]), None)
         if failure is not None:
-            return failure  # type: ignore[no-any-return]
+            return {"failure": failure}
         assert self._temporary is not None
         folder, task = self._temporary.path, self._task
         try:
             index = self._index(reports)
-            head = {**task.head, "shard_bytes": [report["bytes"] for report in reports], "index": digest(index)}
+            head = head_bytes(
+                {**task.head, "shard_bytes": [report["bytes"] for report in reports], "index": digest(index)}
+            )
+            refuse_unreadable(task.target, head, index)
             write_file(folder / INDEX, index)
-            write_file(folder / HEAD, head_bytes(head))
+            write_file(folder / HEAD, head)
             self._temporary.publish()
             self._temporary = None
             if task.keep is not None:
                 remove_old(task.target, task.keep)
         except OSError as error:
-            return complaint_of(unwritable(task.target, error))
+            return {"failure": complaint_of(unwritable(task.target, error))}
         except JobError as error:
-            return complaint_of(error)
-        return None
+            return {"failure": complaint_of(error)}
+        return {"failure": None}
 
     def clean(self) -> None:
         """Removes the temporary folder of a save that failed, and what the ranks said of the save before."""

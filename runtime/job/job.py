@@ -312,7 +312,8 @@ class Job:
         """Loads a checkpoint into the model's parameters, the optimizer and the extras; each rank reads its part.
 
         Returns the extras that are plain data. Raises `JobError` on every rank, and changes nothing, for a checkpoint
-        that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809). A collective.
+        that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809); but if an
+        extra's own `load_state_dict` raises, model and optimizer are loaded by then. A collective.
         """
         self._require_own(model)
         return load(self, path, model, optimizer, extras)
@@ -348,8 +349,8 @@ class Job:
         """`with job.metrics("run.jsonl") as metrics:` and `metrics.step(…)` after every step write figures of training.
 
         `path`: a file of JSON lines, appended to. `tensorboard`: a folder. `progress=True`: a display on stdout.
-        `every=N`: measure every N-th step. `start`: steps taken before, in a resumed run. Raises `JobError` if the
-        package for `tensorboard` is missing.
+        `every=N`: measure every N-th step. `start`: steps taken before, by default `job.steps`. Raises `JobError` if
+        ranks differ in arguments, or if the package for `tensorboard` is missing.
         """
         return Metrics(self, path, tensorboard, **options)
 

@@ -22,6 +22,7 @@ from moec.grammar.diagnostics.diagnostic import Severity
 from moec.grammar.spec import Dropless
 from moec.passes.cost.totals import tally
 from moec.runtime.errors import JobError
+from moec.runtime.job.checks import MustMatch
 from moec.runtime.job.loads import drop_rates
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
 from moec.runtime.job.module import PlanModule
@@ -36,6 +37,12 @@ Record = dict[str, Any]
 """The figures of one step: numbers, and numbers by layer (`load` and `drop_rate`)."""
 
 
+OTHER_METRICS = (
+    "ranks differ in whether job.metrics has outputs, or in `every` or `start`: give every rank the same; the first "
+    "rank alone writes"
+)
+
+
 class Metrics:
     """Measures every `every`-th training step; other steps cost two additions.
 
@@ -45,7 +52,14 @@ class Metrics:
     """
 
     def __init__(
-        self, job: Job, path: Place, tensorboard: Place, *, progress: bool = False, every: int = 1, start: int = 0
+        self,
+        job: Job,
+        path: Place,
+        tensorboard: Place,
+        *,
+        progress: bool = False,
+        every: int = 1,
+        start: int | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(f"every is a number of steps from 1 on, not {every}")
@@ -55,8 +69,10 @@ class Metrics:
                 "TensorBoard's writer is in the package tensorboard, which is not installed",
                 "pip install 'moec[tensorboard]', or leave `tensorboard=` out",
             )
-        self._job, self._every, self._steps = job, every, start
+        self._job, self._every, self._steps = job, every, job.steps if start is None else start
         self._wanted = path is not None or tensorboard is not None or progress
+        measured = (int(self._wanted), every, self._steps)
+        job.checks.require("job.metrics", None, MustMatch("MOE0713", OTHER_METRICS, measured))
         self._may_drop = self._wanted and _may_drop(job.plan)
         self._outputs: list[Output] = []
         self._tokens = self._since_tokens = 0

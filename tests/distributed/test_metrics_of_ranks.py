@@ -13,6 +13,7 @@ from models import moe_plan
 from training import batches, share
 
 import moec
+from moec.runtime.errors import JobError
 
 
 def train(path: str) -> dict[str, Any]:
@@ -41,3 +42,17 @@ def test_the_first_rank_alone_writes_loads_and_tokens_of_all(gloo: GlooPool, tmp
     assert all(0 < rate < 1 for rate in lines[-1]["drop_rate"].values())
     assert all(result["seconds"] > 0 for result in results)
     assert 0 < sum(line["collective_seconds"] for line in lines) <= results[0]["seconds"]
+
+
+def metrics_on_rank_0() -> str:
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job:
+        try:
+            job.metrics("never.jsonl" if job.rank == 0 else None)
+        except JobError as error:
+            return str(error)
+    return ""
+
+
+def test_outputs_on_the_first_rank_alone_are_refused_on_every_rank(gloo: GlooPool) -> None:
+    assert all("MOE0713" in words and "job.metrics" in words for words in gloo.run(2, metrics_on_rank_0))
