@@ -14,7 +14,7 @@ from moec.passes.remedies import first_that_fits
 LARGEST_TENANTS = 3
 """Tenants that the message names."""
 
-NOTHING_FITS = "no other degree fits: use a device with more memory, a smaller batch, or a smaller model"
+NOTHING_FITS = "none of the changes tried fits: use a device with more memory, a smaller batch, or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)

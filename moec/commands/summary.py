@@ -20,7 +20,9 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
     states, memory = amount_of_bytes(counts.state_bytes), amount_of_bytes(spec.cluster.device.memory)
-    at_once = count(max(1, counts.sequences // degrees.dp), "sequence")
+    at_once = count(max(1, counts.sequences // degrees.dp // program.microbatches), "sequence")
+    recomputed = any(block.recompute != "none" for block in program.blocks)
+    kept = _activations(counts, program.microbatches) + (", without recomputation" if recomputed else "")
     lines = [
         f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
         "",
@@ -29,7 +31,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         "  degrees   " + "\n            ".join(_degrees(degrees)),
         *_zero(spec),
         f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
-        f"            activations of {at_once}, kept for backward: {_activations(counts)}",
+        f"            activations of {at_once}, kept for backward: {kept}",
         *_memory(plan, program),
         f"  a step    {counts.sequences} sequences, {si(counts.tokens)} tokens, "
         f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, counts.sequences // degrees.dp)}",
@@ -92,9 +94,10 @@ def _default(stated: bool) -> str:
     return "" if stated else " (default)"
 
 
-def _activations(counts: Tally) -> str:
-    """`1.2 MB`, and the busiest rank's if it has more."""
-    mean, most = (amount_of_bytes(size) for size in (counts.activation_bytes, counts.most_activation_bytes))
+def _activations(counts: Tally, microbatches: int) -> str:
+    """`1.2 MB` of a micro-batch, and the busiest rank's if it has more."""
+    of_batch = counts.activation_bytes, counts.most_activation_bytes
+    mean, most = (amount_of_bytes(size / microbatches) for size in of_batch)
     return mean if mean == most else f"{mean}, {most} on the busiest rank"
 
 

@@ -196,11 +196,11 @@ def _parameters(run: tuple[BlockCost, int], optimizer: Optimizer) -> tuple[int, 
 def _state_bytes(p: Parameter, workload: Workload, optimizer: Optimizer) -> int:
     """Bytes of a rank's part: fp32 master, gradient and optimizer states, plus a narrow copy below fp32."""
     shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.gradient, p.optimizer_state))
-    held, gradient, updated = shapes
-    states = int(state_elements(updated, optimizer, p.matrices))
-    narrow, elements = DTYPE_BYTES[p.dtype], math.prod(held)
-    copy = elements * narrow if narrow < MASTER_BYTES else 0
-    return (elements + math.prod(gradient) + states) * MASTER_BYTES + copy
+    weight, gradient, master = shapes
+    states = int(state_elements(master, optimizer, p.matrices))
+    narrow = DTYPE_BYTES[p.dtype]
+    copy = math.prod(weight) * narrow if narrow < MASTER_BYTES else 0
+    return (math.prod(master) + math.prod(gradient) + states) * MASTER_BYTES + copy
 
 
 def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:

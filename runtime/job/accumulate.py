@@ -36,9 +36,9 @@ def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens
     flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
     model.has_accumulated = True
     sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
-    passes = max(2, len(labels))  # one tensor may have the labels of several micro-batches
     counts = model.count_labels(flat), model.count_tokens(ids)
-    with model.counting(*counts, sequences, passes=passes) as used:
+    # The script may change parameters between its forward passes: each gathers weights anew.
+    with model.counting(*counts, sequences, passes=1) as used:
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)
         used.require_whole(flat, look=look, numbered=model.draws)

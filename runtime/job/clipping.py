@@ -45,7 +45,8 @@ class HandedOver(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         copied: Tensor = self.taken().clone()
-        local_part(copied).div_(self.scale)
+        if not self.is_zero:
+            local_part(copied).div_(self.scale)
         return copied
 
     @classmethod
@@ -68,7 +69,8 @@ class HandedOver(Tensor):
     def scaled(self) -> Tensor:
         """The clipped gradient, in its own memory."""
         gradient = self.taken()
-        local_part(gradient).div_(self.scale)
+        if not self.is_zero:  # the scale of a norm that is NaN would make zeros NaN
+            local_part(gradient).div_(self.scale)
         return gradient
 
     def taken(self) -> Tensor:
@@ -131,7 +133,8 @@ def _take(optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any
     has_closure = any(argument is not None for argument in (*arguments[1:], *named.values()))
     foreign = getattr(optimizer, "grad_scale", None) is not None
     partly = len(handed) < sum(parameter.grad is not None for parameter in owned)
-    if not handed or has_closure or foreign or partly or len(scales) > 1:
+    zeroed = any(parameter.grad.is_zero for parameter in handed)
+    if not handed or has_closure or foreign or partly or zeroed or len(scales) > 1:
         take_back(handed)
         return
     for parameter in handed:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from moec.runtime.job.watch import collective
 from moec.runtime.job.weight_spec import WeightSpec, ZeroPart
@@ -16,13 +17,29 @@ from moec.runtime.job.weight_spec import WeightSpec, ZeroPart
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-Stamp = tuple[tuple[int, int], ...]
-"""The address and the version of each tensor: an in-place change, as by `load_state_dict`, gives another stamp."""
+Stamp = tuple[tuple[int, int, int], ...]
+"""Of each parameter: the address of this rank's part, its version, and the parameter's.
+
+An in-place change gives another stamp. A change of a DTensor, as by `load_state_dict`, gives it alone a new version; a
+change of its part, as by `job.load`, the part alone. Fused and foreach optimizers and `.data` give none.
+"""
 
 
-def stamp_of(parts: Sequence[Tensor]) -> Stamp:
-    """The stamp of this rank's parts. Fused optimizers change tensors without a new version."""
-    return tuple((part.data_ptr(), 0 if part.is_inference() else part._version) for part in parts)
+def stamp_of(parameters: Sequence[Tensor]) -> Stamp:
+    """The stamp of parameters."""
+    return tuple(
+        (held.data_ptr(), _version(held), _version(parameter))
+        for parameter, held in ((p, held_part(p)) for p in parameters)
+    )
+
+
+def held_part(parameter: Tensor) -> Tensor:
+    """The tensor that has this rank's part, for its address and its version."""
+    return parameter._local_tensor.detach() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,11 +113,6 @@ def wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | N
     return gradient if mesh is None else DTensor.from_local(gradient, *mesh, run_check=False)
 
 
-def held_part(parameter: Tensor) -> Tensor:
-    """The tensor that has this rank's part, for its address and its version."""
-    return parameter._local_tensor.detach() if isinstance(parameter, DTensor) else parameter.detach()
-
-
 def finish(results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
     """Waits for the sums and writes them to `results`."""
     for bucket in buckets:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +23,11 @@ from torch.distributed.tensor import DTensor
 from moec.runtime.errors import JobError
 from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.gathered_again import Again, Handles
-from moec.runtime.job.gathering import Gathering, Stamp, stamp_of
+from moec.runtime.job.gathering import Gathering, Stamp, held_part, stamp_of
 from moec.runtime.job.gradients import Bucket, Summed, by_groups
 from moec.runtime.job.microbatches import Collected, Microbatches
 from moec.runtime.job.names import read_parameter, registered_parameter, split_name
-from moec.runtime.job.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, held_part, local_part_of, wrapped
+from moec.runtime.job.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, local_part_of, wrapped
 from moec.runtime.job.weight_spec import WeightSpec
 
 
@@ -65,7 +67,7 @@ class Weights:
     @property
     def is_kept(self) -> bool:
         """Whether the next forward pass uses weights that an earlier one has gathered."""
-        return self._kept is not None and self._kept.stamp == stamp_of(list(map(held_part, self._parameters())))
+        return self._kept is not None and self._kept.stamp == stamp_of(self._parameters())
 
     def begin(self) -> None:
         """Makes the `Unwrap` node of the next call. Called before the layers run, so that its backward runs last."""
@@ -76,7 +78,7 @@ class Weights:
         """Starts the gather for the next call. A collective of all ranks, if ZeRO cuts one of the parameters."""
         if self.gathers and self._ahead is None:
             parameters = self._begun.parameters if self._begun is not None else self._parameters()
-            stamp = stamp_of(list(map(held_part, parameters)))
+            stamp = stamp_of(parameters)
             if self._kept is None or self._kept.stamp != stamp:
                 self._ahead = self._gathering(list(map(local_part_of, parameters)), stamp)
 
@@ -119,7 +121,7 @@ class Weights:
         """The detached weights in the compute dtype: kept ones, those gathered ahead, or gathered now."""
         if not self.gathers:
             return self._narrow(taken.local)
-        stamp, kept = stamp_of(list(map(held_part, taken.parameters))), self._kept
+        stamp, kept = stamp_of(taken.parameters), self._kept
         if kept is not None and kept.stamp == stamp:
             return kept.weights
         ahead, self._ahead = self._ahead, None
@@ -145,7 +147,7 @@ class Weights:
         before = None if in_backward() else self._microbatches.last_use
         again = Again(
             lambda: self._gathering(held, ()),
-            lambda: stamp_of(held),
+            partial(_stamp_now, [ref(parameter) for parameter in taken.parameters]),
             self.specs[0].site,
             before,
         )
@@ -267,6 +269,11 @@ class Weights:
         if scattered:
             self._microbatches.scattering = scattered
         return results, buckets
+
+
+def _stamp_now(parameters: Sequence[ref[Tensor]]) -> Stamp:
+    """The stamp of those parameters that are still there: a strong reference would make a cycle."""
+    return stamp_of([parameter for each in parameters if (parameter := each()) is not None])
 
 
 def _is_ready(parameter: Tensor, spec: WeightSpec) -> bool:

@@ -17,6 +17,7 @@ from training import gradients_of, train_as_rank, train_unsharded
 
 import moec
 from moec.passes.ir import local_slices
+from moec.runtime.errors import JobError
 from moec.runtime.job.gathering import Gathering
 from moec.runtime.job.groups import plain_name
 from moec.runtime.job.reference import reference
@@ -313,3 +314,31 @@ def test_state_dicts_hold_dtensors_of_the_masters_and_the_same_values_at_every_s
     for name, tensor in found[0]["whole"].items():
         for zero in (1, 3):
             torch.testing.assert_close(found[zero]["whole"][name], tensor, rtol=0, atol=1e-6)
+
+
+def losses_around_a_load(options: dict[str, Any]) -> tuple[float, str]:
+    """The loss of a pass after other weights were loaded in `job.accumulate`; what a load before backward says."""
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(**options), device="cpu") as job:
+        model, other = job.build(seed=1), job.build(seed=2)
+        tokens, labels = contract.mine(job, *contract.batch())
+        with job.accumulate(model, labels, labels):
+            model(tokens, labels).loss.backward()
+            model.load_state_dict(other.state_dict())
+            output = model(tokens, labels)
+            output.loss.backward()
+        words, late = "", model(tokens, labels).loss
+        model.load_state_dict(other.state_dict())
+        try:
+            late.backward()
+        except JobError as error:
+            words = str(error)
+        return output.loss.item(), words
+
+
+def test_weights_that_are_loaded_between_passes_are_those_of_the_next_pass(gloo: GlooPool):
+    options: dict[str, Any] = {"ranks": 2, "ep": 1}
+    found = {zero: gloo.run(2, losses_around_a_load, {**options, "zero": zero})[0] for zero in (0, 1, 3)}
+    assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
+    assert found[3][0] == pytest.approx(found[0][0], abs=1e-6)
+    assert "MOE0722" in found[3][1]

@@ -252,3 +252,22 @@ def test_a_copy_has_clipped_gradients_and_its_original_waits():
     waiting = HandedOver(gradient, torch.tensor(2.0))
     assert torch.equal(copy.deepcopy(waiting), torch.tensor([1.5, 2.0]))
     assert torch.equal(waiting.taken(), torch.tensor([3.0, 4.0]))
+
+
+@pytest.mark.parametrize("steps_then", [True, False])
+def test_zeroed_gradients_stay_zeros_whatever_the_norm_was(steps_then: bool):
+    """The factor of a norm that is NaN is NaN."""
+    run = Run()
+
+    def do(name, model, optimizer):
+        run.backward(name)
+        model.get_parameter(WEIGHT).grad[0] = math.nan
+        assert run.clip(name).isnan()
+        optimizer.zero_grad(set_to_none=False)
+        if steps_then:
+            optimizer.step()
+        run.backward(name)
+        assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+        optimizer.step()
+
+    train(run, do)

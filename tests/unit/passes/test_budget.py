@@ -57,7 +57,7 @@ def test_the_refusal_names_the_device_the_batch_and_the_largest_tenants() -> Non
     assert [label.message for label in diagnostic.labels] == ["small has 1 MB", "16 sequences over all ranks"]
     assert "most in the backward of layer" in diagnostic.message
     assert all(word in diagnostic.message for word in ("optimizer", "parameters", "MB"))
-    assert diagnostic.help.startswith("no other degree fits")
+    assert diagnostic.help.startswith("none of the changes tried fits")
 
 
 def test_a_file_without_a_step_is_not_refused() -> None:
