@@ -30,7 +30,7 @@ check: $(READY) .types ## ruff, format, types, import rules
 	$(BIN)/mypy
 	cd .types && ../$(BIN)/lint-imports --config ../pyproject.toml --no-cache
 
-test: $(READY) ## the whole suite, 15 minutes on 2 cores
+test: $(READY) ## the whole suite, 20 minutes on 2 cores
 	@status=0; $(MAKE) --no-print-directory test-ranks || status=1; \
 	$(MAKE) --no-print-directory --jobs=2 --keep-going $(SYNC) test-verify test-rest || status=1; exit $$status
 
