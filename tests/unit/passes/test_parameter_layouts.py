@@ -205,5 +205,5 @@ def test_bytes_of_a_rank_count_each_layout():
     whole, finer = moe_plan(ranks=8, tp=2, ep=2), plan_with(EXPERT, *["ep:shard(0) edp:shard(0)"] * 2)
     state = [tally(plan.program, plan.spec).state_bytes for plan in (whole, finer)]
     elements = 8 * 2 * 16 * 16 // 2
-    # Gradient and two moments, in each of two layers, are a quarter.
-    assert state[0] - state[1] == 2 * 3 * 4 * (elements - elements // 4)
+    # Master, gradient and two moments, in each of two layers, are a quarter.
+    assert state[0] - state[1] == 2 * 4 * 4 * (elements - elements // 4)
