@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +45,9 @@ def test_every_data_file_is_package_data():
         for file in (ROOT / folder).rglob("*"):
             if file.is_file() and file.suffix not in (".py", ".pyc"):
                 assert file in covered, f"{file.relative_to(ROOT)} would not be in the wheel"
+
+
+def test_no_two_test_files_share_a_name():
+    """pytest imports them by name: `make test-slow` collects what each part of `make test` sees alone."""
+    names = Counter(file.name for file in (ROOT / "tests").rglob("*.py") if file.name != "conftest.py")
+    assert [name for name, times in names.items() if times > 1] == []
