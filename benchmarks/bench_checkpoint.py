@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,10 +19,9 @@ from torch import Tensor
 import moec
 from moec.codegen.plan import Plan, PlanParameter
 from moec.passes.ir import Shard
-from moec.runtime.checkpoint.content import MODEL
 from moec.runtime.checkpoint.folders import write_file
 from moec.runtime.checkpoint.grid import Box, cell_box, cell_number
-from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, shard_name
+from moec.runtime.checkpoint.index import HEAD, INDEX, MODEL, canonical, digest, head_bytes, shard_name
 from moec.runtime.checkpoint.loading import Loading
 from moec.runtime.checkpoint.optimizer_state import PREFIX
 from moec.runtime.checkpoint.parts import host_piece
@@ -38,7 +38,7 @@ model "many" {{
 }}
 cluster "many" {{ device = cpu; level "process" {{ size = {ranks} }} }}
 train {{ batch = 64; sequence = 8 }}
-parallel {{ dp = {ranks}; ep = {ranks} }}
+parallel {{ dp = {ranks}; ep = {ep}; zero = {zero} }}
 """
 KINDS = (MODEL, f"{PREFIX}exp_avg/", f"{PREFIX}exp_avg_sq/")
 
@@ -87,8 +87,10 @@ def against_others(size: str, runs: int) -> list[Row]:
 
 
 def resharding(folder: Path) -> list[Row]:
-    """One rank of 16 loads what 64 ranks saved: model and two states, the index read as every rank does."""
-    saved, loaded = (moec.compile(MANY.format(ranks=ranks)) for ranks in (64, 16))
+    """One rank of `ep` 16 × `zero` 3 loads what 64 ranks with `ep` 64 saved: model and two states, and the index."""
+    saved = moec.compile(MANY.format(ranks=64, ep=64, zero=0))
+    loaded = moec.compile(MANY.format(ranks=64, ep=16, zero=3))
+    assert any(data.zero_cut and data.mesh != "dense" for data in loaded.parameters.values())
     begin = time.perf_counter()
     write_all(saved, folder / "100")
     written = time.perf_counter() - begin
@@ -119,8 +121,8 @@ def resharding(folder: Path) -> list[Row]:
         Row("61 layers × 256 experts: tensors in the index", entries),
         Row("its index", index_bytes / 1e6, "MB"),
         Row("writing all 64 shards, one after another", written, "s"),
-        Row("one rank of 16: reading the index", parsed, "s"),
-        Row("one rank of 16: loading, the index included", seconds, "s", 30.0),
+        Row("one rank of ep 16 × zero 3: reading the index", parsed, "s"),
+        Row("one rank of ep 16 × zero 3: loading, the index included", seconds, "s", 30.0),
         Row("its memory", num_bytes / 1e9, "GB", 2.0),
     ]
 
@@ -137,9 +139,12 @@ def place_of(plan: Plan, data: PlanParameter, rank: int) -> tuple[Box, tuple[int
 
 
 def content_of(name: str, data: PlanParameter, box: Box) -> Tensor:
-    """A part of a parameter whose elements are all different along the first dim."""
-    rows = torch.arange(*box[0], dtype=torch.float32) + len(name)
-    return rows.view(-1, *[1] * (len(box) - 1)).expand([stop - start for start, stop in box])
+    """A part of a parameter whose elements are all different."""
+    part = torch.full([stop - start for start, stop in box], float(len(name)))
+    for dim, (start, stop) in enumerate(box):
+        stride = math.prod(data.shape[dim + 1 :])
+        part += stride * torch.arange(start, stop, dtype=torch.float32).view(-1, *[1] * (len(box) - dim - 1))
+    return part
 
 
 def write_all(plan: Plan, path: Path) -> None:

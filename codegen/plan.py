@@ -14,7 +14,7 @@ from moec.grammar.spec import Spec
 from moec.passes.ir import REPLICATED, VECTOR, Block, Init, Layout, Matrices, Mesh, Parameter, Program, State
 from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
-from moec.passes.place.shard_zero import zero_cut
+from moec.passes.place.shard_zero import zero_cut, zero_stage
 
 FORMAT = 3
 """Raised whenever a plan of an older moec would be misread."""
@@ -56,6 +56,11 @@ class PlanParameter:
     def master(self) -> Layout:
         """The layout of the fp32 master, which is the module's `nn.Parameter`: that of the optimizer state."""
         return self.optimizer_state
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage of ZeRO, 0 to 3: what of the parameter is cut over data-parallel ranks."""
+        return zero_stage(self)
 
     @property
     def zero_cut(self) -> ZeroCut | None:

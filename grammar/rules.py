@@ -14,9 +14,10 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.parallel_rules import worked_through
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
-from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Sgd, Spec, TokenEmbedding, TopK, Train
+from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice
+from moec.grammar.training_rules import updates
 
 
 def check(spec: Spec) -> list[Diagnostic]:
@@ -193,19 +194,6 @@ def modules(spec: Spec) -> Iterator[Diagnostic]:
             yield diagnose("MOE0316", module.span("dim"), f"{module.dim} wide", labels=label, help="leave `dim` out")
     if not spec.has_model:
         yield from _subject(spec, {one.name for one in used})
-
-
-def updates(train: Train | None) -> Iterator[Diagnostic]:
-    """Nesterov's momentum is a momentum."""
-    optimizer = train.optimizer if train else None
-    if isinstance(optimizer, Sgd) and optimizer.nesterov and not optimizer.momentum:
-        yield diagnose(
-            "MOE0336",
-            optimizer.span("nesterov"),
-            "it is one step ahead of the momentum, which is 0",
-            labels=_labels((optimizer.span("momentum") if optimizer.given("momentum") else None, "no momentum")),
-            help="set `momentum`, commonly 0.9, or leave `nesterov` out",
-        )
 
 
 def _subject(spec: Spec, used: set[str]) -> Iterator[Diagnostic]:

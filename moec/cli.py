@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -100,46 +100,49 @@ def inspect(
         raise typer.BadParameter("--source needs --kernels")
     if (plot or as_json) and not memory:
         raise typer.BadParameter(f"{'--svg' if plot else '--json'} needs --memory")
-    views = {
-        "--rank": rank is not None,
-        "--graph": graph is not None,
-        "--kernels": kernels,
-        "--fx": fx,
-        "--memory": memory,
-    }
+    views = {"--rank": rank is not None, "--graph": graph is not None}
+    _require_one_view(path, views | {"--kernels": kernels, "--fx": fx, "--memory": memory})
+    if lets and path.is_dir():
+        raise typer.BadParameter("--let needs a file; a plan was compiled with values of its own")
+    if kernels:
+        from moec.commands.inspect_kernels import inspect_kernels, inspect_sources
+
+        print(inspect_sources(path) if source else inspect_kernels(path))
+    elif fx:
+        from moec.commands.inspect_fx import inspect_fx
+
+        print(inspect_fx(path), end="")
+    elif memory:
+        _show_memory(path, plot, as_json)
+    elif path.is_dir():
+        from moec.commands.inspect_plan import inspect_plan
+
+        print(inspect_plan(path, rank, graph))
+    else:
+        from moec.commands.inspect import run
+
+        show(run(path, _lets(lets)), format)
+
+
+def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
+    """Raises `BadParameter` for two views of a plan, or a view of a file; `views` says which options are given."""
     asked = [option for option, is_asked in views.items() if is_asked]
+    if asked == ["--rank", "--memory"]:
+        raise typer.BadParameter("--memory is of the rank with the most rows: leave out --rank, or --memory")
     if len(asked) > 1:
         raise typer.BadParameter(f"{' and '.join(asked)}: one view at a time")
     if asked and not path.is_dir():
         raise typer.BadParameter(f"{asked[0]} needs a plan, not a file")
-    if lets and path.is_dir():
-        raise typer.BadParameter("--let needs a file; a plan was compiled with values of its own")
-    if path.is_dir() and kernels:
-        from moec.commands.inspect_kernels import inspect_kernels, inspect_sources
 
-        print(inspect_sources(path) if source else inspect_kernels(path))
-        return
-    if path.is_dir() and fx:
-        from moec.commands.inspect_fx import inspect_fx
 
-        print(inspect_fx(path), end="")
-        return
-    if path.is_dir() and memory:
-        from moec.commands.inspect_memory import inspect_memory, memory_json, write_plot
+def _show_memory(path: Path, plot: Path | None, as_json: bool) -> None:
+    from moec.commands.inspect_memory import inspect_memory, memory_json, write_plot
 
-        if plot:
-            write_plot(path, plot)
-        if as_json or not plot:
-            print(json.dumps(memory_json(path)) if as_json else inspect_memory(path))
-        return
-    if path.is_dir():
-        from moec.commands.inspect_plan import inspect_plan
-
-        print(inspect_plan(path, rank, graph))
-        return
-    from moec.commands.inspect import run
-
-    show(run(path, _lets(lets)), format)
+    if plot:
+        write_plot(path, plot)
+        typer.echo(f"wrote {plot}", err=as_json)  # stdout is the JSON
+    if as_json or not plot:
+        print(json.dumps(memory_json(path)) if as_json else inspect_memory(path))
 
 
 @app.command()

@@ -5,6 +5,7 @@ Each function imports only the packages that it needs, so that `moec check` is a
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -69,6 +70,7 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     """
     from moec.codegen.plan import Plan as PlanClass
     from moec.grammar.diagnostics import diagnose
+    from moec.runtime.errors import speak_once
 
     reasons = []
     for source in plans:
@@ -86,6 +88,7 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
         reasons.append(f"{_named(source)} is for {plan.world_size}")
     message = f"no plan is for {world_size} ranks ({'; '.join(reasons) or 'none was given'})"
     help = f"compile one for a cluster of {world_size}, or start as many processes as a plan has ranks"
+    speak_once(int(os.environ.get("RANK", "0")))  # there is no job yet that would
     raise DiagnosticError([diagnose("MOE0810", None, message, help=help)])
 
 
@@ -156,6 +159,7 @@ def launch(
     check_replicas: int = 0,
     timeout: float = 100.0,
     checks: Literal["all", "first", "none"] = "first",
+    on_nonfinite: Literal["raise", "skip", "ignore"] = "raise",
 ) -> Job:
     """This process as one rank of a plan: `with moec.launch(plan) as job`. Reads torchrun's environment.
 
@@ -166,6 +170,9 @@ def launch(
     `checks`: the forward passes that check values on the device (ids out of range, router logits that are not finite,
     different tokens within a tp group): all, the first of each kind (training, evaluation, with labels or without), or
     none. Dtypes and shapes are always checked. On CPU "first" means "all".
+
+    `on_nonfinite`: what a loss, gradient or gradient norm that is NaN or infinite does before an optimizer reads it: it
+    raises `JobError` on every rank, or the step changes no weight and training goes on, or nothing looks at it.
     """
     from moec.runtime.job.job import Job
 
@@ -178,7 +185,7 @@ def launch(
             f"{loaded.name} is a layer, but `moec.launch` trains models",
             "use `moec.layer`, which makes a module for a plain PyTorch model",
         )
-    return Job(loaded, device, check_replicas, timeout, checks)
+    return Job(loaded, device, check_replicas, timeout, checks, on_nonfinite)
 
 
 def to_spec(source: Source, **lets: float | str) -> Spec:

@@ -19,17 +19,17 @@ NOTHING_FITS = "none of the changes tried fits: use a device with more memory, a
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Compares the peak of `spec.train` with the memory of `spec.cluster.device`; leaves the Program as it is.
+    """Compares the peak of a step of `spec.train` with the memory of `spec.cluster.device`. Changes nothing.
 
-    `place` compiles another Spec without this check, for the remedy. A file without `train`, and the file of a `layer`,
-    say nothing about a step, and are not checked.
+    `place` compiles a Spec without this check: the search for a remedy compiles others. A file without `train`, or of a
+    `layer`, does not say what a step is, and is not checked.
     """
 
     spec: Spec
     place: Callable[[Spec], Program]
 
     def apply(self, program: Program) -> Program:
-        """The Program. Raises `DiagnosticError` if its step does not fit."""
+        """Returns `program`. Raises `DiagnosticError` (MOE0501) if its step does not fit the device."""
         train = self.spec.train
         if train is not None and self.spec.has_model:
             peak = memory_of(program, self.spec).peak

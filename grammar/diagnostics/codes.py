@@ -83,6 +83,8 @@ CODES: dict[str, str] = {
     "MOE0331": "there are no experts to recompute",
     "MOE0332": "a layer's host decides how many micro-batches there are",
     "MOE0336": "Nesterov's momentum without momentum",
+    "MOE0337": "the states of this optimizer are fp32",
+    "MOE0338": "bf16 cannot follow a state that changes so slowly",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",
@@ -116,6 +118,8 @@ CODES: dict[str, str] = {
     "MOE0720": "the ranks do not make the same layer",
     "MOE0721": "this file's subject is of the other kind",
     "MOE0722": "a parameter was changed between forward and backward",
+    "MOE0723": "a loss or a gradient is NaN or infinite",
+    "MOE0724": "a checkpoint in the middle of a step",
     "MOE0800": "there is no checkpoint here",
     "MOE0801": "this checkpoint is damaged",
     "MOE0802": "this checkpoint has another format",
@@ -128,6 +132,7 @@ CODES: dict[str, str] = {
     "MOE0809": "the checkpoint's extra does not fit",
     "MOE0810": "no plan is for this number of ranks",
     "MOE0811": "ranks do not save or load the same",
+    "MOE0812": "a rank failed while it saved or loaded a checkpoint",
 }
 
 

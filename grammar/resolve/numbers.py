@@ -18,6 +18,10 @@ from moec.grammar.units import EXAMPLES, LARGEST_WHOLE, MOST_DIGITS, NAMES, UNIT
 _LITERAL = re.compile(r"([0-9_]+(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?)(.*)")
 
 
+FEW = 8
+"""Up to so many values of a whole number are listed in a help line."""
+
+
 def is_arithmetic(scope: Scope, value: Expression) -> bool:
     """Whether `compute` evaluates `value`; a product that ends in a call (`8 * swiglu(64)`) is no number."""
     if not isinstance(value, Operation):
@@ -41,14 +45,23 @@ def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Fr
         return scope.error("MOE0208", written, f"{expected}, found {NAMES[quantity.dimension]}")
     value = quantity.value
     if kind.whole and value.denominator != 1:
-        return scope.error("MOE0206", written, f"expected a whole number, found {float(value):g}")
+        return scope.error("MOE0206", written, f"expected a whole number, found {float(value):g}", help=_choices(kind))
     taken = int(value) if kind.whole else value if kind.exact else float(value)
     for bound in kind.bounds:
         if not bound.holds(taken):
-            return scope.error(bound.code, written, f"must be {bound}, and is {_shown(value)}")
+            return scope.error(bound.code, written, f"must be {bound}, and is {_shown(value)}", help=_choices(kind))
     if (kind.whole or kind.exact) and max(abs(value.numerator), value.denominator) > LARGEST_WHOLE:
         return scope.error("MOE0107", written, "more than 64 bits hold")
     return taken
+
+
+def _choices(kind: NumberKind) -> str:
+    """`write 0, 1, 2 or 3`, for whole numbers with few values."""
+    limits = {bound.name: bound.limit for bound in kind.bounds}
+    if not kind.whole or limits.keys() != {"at least", "at most"} or limits["at most"] - limits["at least"] > FEW:
+        return ""
+    *others, last = range(limits["at least"], limits["at most"] + 1)
+    return f"write {', '.join(map(str, others))} or {last}"
 
 
 def _shown(value: Fraction) -> int | float:

@@ -25,6 +25,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import ClusterText, Device, Layer, LayerModule, Model, Parallel, Spec, TokenEmbedding, Train
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
+from moec.grammar.training_rules import updates
 
 _DEFAULT_CLUSTER = "clusters/one_rank"
 
@@ -151,7 +152,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
         *rules.modules(spec),
         *capacities(spec),
         *worked_through(spec),
-        *rules.updates(spec.train),
+        *updates(spec.train),
     ]
     return spec
 

@@ -107,5 +107,5 @@ class Train(Node):
         NotYet(("bf16",)),
         Doc("dtype of the weights that the optimizer updates"),
     ] = "fp32"
-    state: Annotated[Literal["fp32", "bf16"], NotYet(("bf16",)), Doc("dtype of the optimizer's states")] = "fp32"
+    state: Annotated[Literal["fp32", "bf16"], Doc("dtype of the optimizer's states between steps")] = "fp32"
     routing: Annotated[Uniform | Zipf | Trace, Doc("the expert load to plan for")] = Uniform()

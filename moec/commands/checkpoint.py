@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from moec import __version__
+from moec.commands import checkpoint_list
 from moec.commands.summary import amount_of_bytes, count
 from moec.runtime.checkpoint.index import Entry
 from moec.runtime.checkpoint.reading import Checkpoint, damages
@@ -22,15 +23,22 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 Folder = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a checkpoint.")]
-HEAD = ("tensor", "dtype", "shape", "pieces", "bytes")
+COLUMNS = "tensor", "dtype", "shape", "pieces", "bytes"
 
 
 @app.command()
 def inspect(
-    checkpoint: Folder,
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a checkpoint, or a folder of such folders.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
-    """Show the tensors of a checkpoint, its step, optimizer, extras, and the ranks that saved it."""
+    """Show the tensors of a checkpoint, its step, optimizer, extras and ranks; or list a folder of checkpoints."""
+    found = checkpoint_list.checkpoints_of(checkpoint)
+    if found:
+        in_json = json.dumps(checkpoint_list.as_json(found)) if as_json else ""
+        print(in_json or "\n".join(checkpoint_list.lines(checkpoint, found)))
+        return
     opened = Checkpoint(checkpoint)
     if as_json:
         print(json.dumps(_as_json(opened)))
@@ -69,10 +77,12 @@ def convert(
     """Write a checkpoint's parameters and states to one safetensors file, or such a file to a checkpoint."""
     from moec.runtime.checkpoint.convert import from_safetensors, to_safetensors
 
+    opened = None
     if source.is_dir():
         if plan is not None:
             raise typer.BadParameter("--plan is for a safetensors file; a checkpoint needs none")
-        num_bytes = to_safetensors(Checkpoint(source), output)
+        opened = Checkpoint(source)
+        num_bytes = to_safetensors(opened, output)
     elif plan is None:
         raise typer.BadParameter("a safetensors file needs --plan, which names the tensors of its model")
     else:
@@ -80,6 +90,18 @@ def convert(
 
         num_bytes = from_safetensors(source, output, load(plan), __version__)
     print(f"wrote {output}, {amount_of_bytes(num_bytes)}")
+    if opened is not None:
+        print(f"left out: {', '.join(_left_out(opened))}")
+
+
+def _left_out(checkpoint: Checkpoint) -> Iterator[str]:
+    """What `convert` does not write."""
+    yield f"step {checkpoint.head.step}"
+    yield "random states"
+    if checkpoint.head.optimizer:
+        yield f"optimizer ({checkpoint.head.optimizer})"
+    if checkpoint.index.extras:
+        yield f"extras ({', '.join(checkpoint.index.extras)})"
 
 
 def _lines(checkpoint: Checkpoint) -> Iterator[str]:
@@ -93,8 +115,8 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"  extras     {', '.join(_extras(checkpoint)) or 'none'}"
     yield f"  in all     {totals}, {amount_of_bytes(sum(head.shard_bytes))} in {count(head.world_size, 'shard')}"
     yield ""
-    rows = [HEAD, *(_row(name, entry) for name, entry in sorted(index.tensors.items()))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+    rows = [COLUMNS, *(_row(name, entry) for name, entry in sorted(index.tensors.items()))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     for row in rows:
         cells = [text.rjust(w) if i > 2 else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
         yield ("  " + "  ".join(cells)).rstrip()

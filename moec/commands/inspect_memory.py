@@ -8,12 +8,12 @@ from typing import Any
 
 from moec.codegen.plan import Plan
 from moec.commands.memory_plot import svg
-from moec.commands.summary import amount_of_bytes, count
+from moec.commands.summary import amount_of_bytes, count, peak_line, skew_lines
 from moec.driver import load
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.rules import numbered
 from moec.passes.cost.buffers import TENANTS
-from moec.passes.cost.memory import DEVICE_BYTES, Memory, Moment, largest_skew, memory_of
+from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, Moment, largest_skew, memory_of
 
 BAR = 40
 """Characters of the longest bar."""
@@ -42,7 +42,7 @@ def memory_json(path: Path) -> dict[str, Any]:
                 "compute copies": layer.weights.copies,
                 "gradients": layer.weights.after,
                 "optimizer": layer.weights.optimizer,
-                "kept for backward": dict(layer.run.kept.of),
+                "kept for backward": dict(layer.kept.of),
             }
             for layer in memory.layers.values()
         ],
@@ -66,45 +66,27 @@ def _moment(moment: Moment) -> dict[str, Any]:
 def _text(plan: Plan, memory: Memory) -> Iterator[str]:
     device, peak = plan.spec.cluster.device, memory.peak
     yield f"{plan.name}: {peak_line(memory, device.memory)}"
-    yield from (f"  {line}" for line in notes(plan))
+    skew = largest_skew(plan.program, plan.spec)
+    yield from (f"  {line}" for line in (["every load of the experts fits"] if skew is None else skew_lines(skew)))
+    if device.kind in DEVICE_BYTES:
+        yield f"  {amount_of_bytes(DEVICE_BYTES[device.kind])} of it for the device's context and communicators"
     yield ""
     shown = [tenant for tenant in TENANTS if any(m.bytes.of.get(tenant) for m in memory.moments)]
     rows: list[tuple[str, ...]] = [("tenant", "at the peak", "at most", "when")]
     for tenant in shown:
         most = max(memory.moments, key=lambda moment: moment.bytes.of.get(tenant, 0.0))
         sizes = [bytes.of.get(tenant, 0.0) for bytes in (peak.bytes, most.bytes)]
-        rows.append((tenant, *map(_amount, sizes), "always" if tenant in LASTING else most.event))
+        rows.append((tenant, *map(_amount, sizes), "always" if tenant in ALWAYS else most.event))
     yield from _table(rows)
     yield ""
     rows = [("layers", "parameters", "copies", "gradients", "optimizer", "kept for backward")]
     for layer in memory.layers.values():
         weights = layer.weights
-        sizes = [weights.masters, weights.copies, weights.after, weights.optimizer, layer.run.kept.total]
+        sizes = [weights.masters, weights.copies, weights.after, weights.optimizer, layer.kept.total]
         rows.append((f"{numbered(layer.numbers)}", *map(_amount, sizes)))
     yield from _table(rows)
     yield ""
     yield from _bars(memory)
-
-
-LASTING = ("parameters", "optimizer", "device")
-
-
-def peak_line(memory: Memory, capacity: float) -> str:
-    """`61.3 GB of 80 GB at the peak, in the backward of layer 31`."""
-    peak = memory.peak
-    return f"{amount_of_bytes(peak.bytes.total)} of {amount_of_bytes(capacity)} at the peak, in the {peak.event}"
-
-
-def notes(plan: Plan) -> Iterator[str]:
-    """What the numbers are for: the load of experts, and a device's own bytes."""
-    skew = largest_skew(plan.program, plan.spec)
-    if skew is None:
-        yield "every load of the experts fits"
-    elif skew:
-        yield f"fits while the busiest rank has at most {skew:.2f} × the mean of rows"
-    if plan.spec.cluster.device.kind in DEVICE_BYTES:
-        fixed = amount_of_bytes(DEVICE_BYTES[plan.spec.cluster.device.kind])
-        yield f"{fixed} of it for the device's context and communicators"
 
 
 def _bars(memory: Memory) -> Iterator[str]:

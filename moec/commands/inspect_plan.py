@@ -91,7 +91,7 @@ def _collectives(cost: BlockCost) -> Iterator[Row]:
 def _parameters(cost: BlockCost, microbatches: int) -> Iterator[Row]:
     """The gathers of weights and the sums of gradients, by collective and group."""
     sent: dict[tuple[str, str, str], tuple[float, float]] = {}
-    for each in sendings(cost.block, cost.workload, microbatches):
+    for each in sendings(cost.block, cost.workload, microbatches, cost.saved_parameters()):
         forward, backward = sent.get((each.of, each.collective, each.axis), (0.0, 0.0))
         sent[each.of, each.collective, each.axis] = forward + each.forward, backward + each.backward
     for (of, collective, axis), (forward, backward) in sent.items():

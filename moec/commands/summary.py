@@ -7,7 +7,7 @@ from pathlib import Path
 from moec.codegen.plan import Plan
 from moec.grammar.rules import numbered
 from moec.grammar.spec import Spec
-from moec.passes.cost.memory import largest_skew, memory_of
+from moec.passes.cost.memory import Memory, largest_skew, memory_of
 from moec.passes.cost.totals import Tally, tally
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
@@ -103,13 +103,20 @@ def _activations(counts: Tally, microbatches: int) -> str:
 
 def _memory(plan: Plan, program: Program) -> list[str]:
     """The peak of a training step on the busiest rank, and the load of experts that still fits."""
-    device = plan.spec.cluster.device
-    peak, skew = memory_of(program, plan.spec).peak, largest_skew(program, plan.spec)
-    sizes = f"{amount_of_bytes(peak.bytes.total)} of {amount_of_bytes(device.memory)}"
-    lines = [f"  memory    {sizes} at the peak of a step, in the {peak.event}"]
-    if skew:
-        lines.append(f"            fits while the busiest rank has at most {skew:.2f} × the mean of rows")
-    return lines
+    line = peak_line(memory_of(program, plan.spec), plan.spec.cluster.device.memory)
+    return [f"  memory    {line}", *(f"            {line}" for line in skew_lines(largest_skew(program, plan.spec)))]
+
+
+def peak_line(memory: Memory, capacity: float) -> str:
+    """`61.3 GB of 80 GB at the peak of a step, in the backward of layer 31`."""
+    peak = memory.peak
+    sizes = f"{amount_of_bytes(peak.bytes.total)} of {amount_of_bytes(capacity)}"
+    return f"{sizes} at the peak of a step, in the {peak.event}"
+
+
+def skew_lines(skew: float | None) -> list[str]:
+    """The largest load that fits (`largest_skew`), as at most one line."""
+    return [f"fits while the busiest rank has at most {skew:.2f} × the mean of rows"] if skew else []
 
 
 def _microbatches(program: Program, sequences: int) -> str:

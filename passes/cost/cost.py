@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+MASTER_BYTES = 4
+"""Bytes of an element of a parameter, of its summed gradient and of its optimizer states: fp32."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:

@@ -9,6 +9,7 @@ from functools import cached_property
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, Tenant
 from moec.passes.cost.liveness import Run, Step, last_uses, run_backward, run_forward, steps_of
+from moec.passes.cost.optimizer_state import widened_bytes
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.cost.weights import WeightBytes, weight_bytes
 from moec.passes.cost.workload import Workload
@@ -18,6 +19,10 @@ from moec.passes.ir.ops import Call
 
 DEVICE_BYTES = {"cuda": 3.9e9, "hip": 3.9e9}
 """What a device's context and its communicators' buffers take: 3.5 GB + 0.4 GB, measured on NVIDIA with NCCL."""
+
+
+ALWAYS: tuple[Tenant, ...] = ("parameters", "optimizer", "device")
+"""Tenants that take the same bytes at every moment of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +36,29 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class LayerMemory:
-    """A distinct layer: its run, the bytes of its parameters, the names of its inputs, and the layers that are it."""
+    """A distinct layer: its run, the bytes of its parameters, the names of its inputs, and the numbers of its layers.
+
+    `largest_state`: the most bytes that the optimizer keeps for one parameter. `kept` are the bytes that one such layer
+    keeps for backward: `run.kept`, and its residual input if that is saved. Its other inputs are those of the batch,
+    which all layers share.
+    """
 
     run: Run
     weights: WeightBytes
+    largest_state: float
     inputs: tuple[str, ...]
     numbers: tuple[int, ...]
+    kept: Bytes
 
     @classmethod
     def of(cls, cost: BlockCost, spec: Spec, microbatches: int, numbers: Iterable[int]) -> LayerMemory:
         """The layer whose ops have these costs."""
-        weights = sum(weight_bytes(cost, spec, microbatches).values(), WeightBytes())
-        return cls(Run.of(cost), weights, tuple(v.name for v in cost.block.inputs), tuple(numbers))
+        each = weight_bytes(cost, spec, microbatches).values()
+        largest = max((weights.optimizer for weights in each), default=0.0)
+        run, given = Run.of(cost), cost.block.inputs
+        residual = [v for v in given if v.role == "residual" and v.name in run.inputs]
+        kept = run.kept + Bytes({"activations": cost.workload.bytes(*residual)})
+        return cls(run, sum(each, WeightBytes()), largest, tuple(v.name for v in given), tuple(numbers), kept)
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,10 @@ class _Timeline:
         called = [self._layer(op).weights for op in self.block.ops if isinstance(op, Call)]
         self.sums = [*self.own.values(), *called]
         whole = sum(self.sums, WeightBytes())
+        largest = max(
+            [weights.optimizer for weights in self.own.values()] + [of.largest_state for of in layers.values()]
+        )
+        self.widened = widened_bytes(whole.optimizer, largest, spec.train)
         self.alive = Buffers()
         self.alive.add("masters", "parameters", whole.masters)
         self.alive.add("states", "optimizer", whole.optimizer)
@@ -213,7 +233,8 @@ class _Timeline:
         per_pass = weights.collected == weights.after
         sends = self.final or (weights.sent and per_pass)
         scattered = weights.sent and per_pass  # gradients of earlier micro-batches are the parameters' already
-        added = weights.collected if self.again and not scattered else 0.0
+        # Wide copies of narrow gradients take the next ones in place.
+        added = weights.collected if self.again and not scattered and not weights.wide else 0.0
         self.alive.drop("sent")  # ZeRO waits for the layer before
         # The sum with earlier micro-batches is new memory, and frees these before it is sent.
         buffers = weights.buckets + weights.sent if sends else 0.0
@@ -240,7 +261,7 @@ class _Timeline:
             self.alive.drop(f"lasting {number}")
         self.alive.drop("previous logits")
         reduced = sum(weights.reduced for weights in self.sums)
-        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}))
+        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced, "optimizer": self.widened}))
 
 
 def _merged(moments: Iterable[Moment]) -> list[Moment]:

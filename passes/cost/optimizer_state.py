@@ -1,12 +1,34 @@
-"""The number of elements that an optimizer keeps per parameter."""
+"""What an optimizer keeps per parameter: elements and bytes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-from moec.grammar.spec import Adafactor, Muon, Optimizer, Sgd
-from moec.passes.ir.value import Matrices
+from moec.grammar.spec import Adafactor, AdamW, Muon, Optimizer, Sgd, Train
+from moec.passes.ir.value import DTYPE_BYTES, Matrices
+
+CHUNK = 1 << 26
+"""Elements of a rank's parts that are updated together, unless one parameter has more: a bound on temporary memory."""
+
+
+def state_bytes(shape: Sequence[int], train: Train | None, matrices: Matrices | None = None) -> float:
+    """Bytes of the state that the file's optimizer keeps between steps for a rank's part of this shape."""
+    if train is None:
+        return state_elements(shape, AdamW(), matrices) * DTYPE_BYTES["fp32"]
+    return state_elements(shape, train.optimizer, matrices) * DTYPE_BYTES[train.state]
+
+
+def widened_bytes(states: float, largest: float, train: Train | None) -> float:
+    """Bytes of the fp32 copies of states while a step updates a chunk: of all `states` bytes, or the `largest` of one.
+
+    0 where states are fp32.
+    """
+    if train is None or train.state == "fp32":
+        return 0.0
+    per_element = 2 if isinstance(train.optimizer, AdamW) else 1
+    wider = DTYPE_BYTES["fp32"] / DTYPE_BYTES[train.state]
+    return min(wider * states, max(wider * largest, per_element * CHUNK * DTYPE_BYTES["fp32"]))
 
 
 def state_elements(shape: Sequence[int], optimizer: Optimizer, matrices: Matrices | None = None) -> float:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from moec.grammar.spec import AdamW, Optimizer, Spec
-from moec.passes.cost.cost import Cost
-from moec.passes.cost.optimizer_state import state_elements
+from moec.grammar.spec import Spec, Train
+from moec.passes.cost.cost import MASTER_BYTES, Cost
+from moec.passes.cost.optimizer_state import state_bytes
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import DTYPE_BYTES, Block, Op, Parameter, Program
@@ -17,9 +17,6 @@ from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.place.shard_zero import is_zero_gather
-
-MASTER_BYTES = 4
-"""Parameters are fp32, and so are the sums of their gradients."""
 
 # ---- a block -------------------------------------------------------------------------------------------
 
@@ -50,6 +47,12 @@ class BlockCost:
             new = {s.name: s.bytes for s in cost.saved if s.name not in known and not s.is_parameter}
             known.update(new)
             yield op, new
+
+    def saved_parameters(self) -> set[str]:
+        """The parameters (`@name`) that ops save for backward, themselves or as ZeRO gathered them."""
+        gathered = {op.results[0].name: op.operands[0] for op, _ in self.costs if is_zero_gather(op)}
+        names = (s.name for _, cost in self.costs for s in cost.saved)
+        return {gathered.get(name, name) for name in names if name in gathered or name.startswith("@")}
 
     def model_flops(self) -> float:
         """FLOPs of a forward pass over all ranks; replicated computation counts once."""
@@ -124,9 +127,8 @@ def tally(program: Program, spec: Spec) -> Tally:
     workload = Workload.of(spec, program)
     costs = costs_of(program, workload.even)
     most = costs_of(program, workload) if workload.exponent else costs
-    runs = [(costs[name], count) for name, count in _runs(program).items() if count]
-    optimizer = spec.train.optimizer if spec.train else AdamW()
-    counts = (_parameters(run, optimizer) for run in runs)
+    runs = [(costs[name], count) for name, count in runs_of(program).items() if count]
+    counts = (_parameters(run, spec.train) for run in runs)
     total, active, local, state = (sum(column) for column in zip(*counts, strict=True))
     flops = sum(count * cost.model_flops() for cost, count in runs)
     return Tally(
@@ -170,7 +172,7 @@ def _split(saved: Mapping[str, float], outer: Mapping[str, str], kept: dict[str,
     return sum(size for name, size in saved.items() if name not in outer)
 
 
-def _runs(program: Program) -> dict[str, int]:
+def runs_of(program: Program) -> dict[str, int]:
     """How often each block runs in a forward pass."""
     calls = Counter(call.block for call in layer_calls(program))
     for block in program.blocks:
@@ -179,7 +181,7 @@ def _runs(program: Program) -> dict[str, int]:
     return {block.name: calls.get(block.name, 1) for block in program.blocks}
 
 
-def _parameters(run: tuple[BlockCost, int], optimizer: Optimizer) -> tuple[int, int, int, int]:
+def _parameters(run: tuple[BlockCost, int], train: Train | None) -> tuple[int, int, int, int]:
     """Elements of a block's parameters: all, those that a token uses, those of a rank; and the rank's state bytes."""
     cost, count = run
     used, totals = cost.used(), [0, 0, 0, 0]
@@ -187,20 +189,20 @@ def _parameters(run: tuple[BlockCost, int], optimizer: Optimizer) -> tuple[int, 
         elements = cost.workload.whole(p)
         held = math.prod(cost.workload.shape(p))
         met = int(elements * used.get(f"@{p.name}", 1.0))
-        for i, number in enumerate((elements, met, held, _state_bytes(p, cost.workload, optimizer))):
+        for i, number in enumerate((elements, met, held, _state_bytes(p, cost.workload, train))):
             totals[i] += count * number
     whole, active, local, state = totals
     return whole, active, local, state
 
 
-def _state_bytes(p: Parameter, workload: Workload, optimizer: Optimizer) -> int:
-    """Bytes of a rank's part: fp32 master, gradient and optimizer states, plus a narrow copy below fp32."""
+def _state_bytes(p: Parameter, workload: Workload, train: Train | None) -> int:
+    """Bytes of a rank's part: fp32 master and gradient, optimizer states, plus a narrow copy below fp32."""
     shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.gradient, p.optimizer_state))
     weight, gradient, master = shapes
-    states = int(state_elements(master, optimizer, p.matrices))
+    states = int(state_bytes(master, train, p.matrices))
     narrow = DTYPE_BYTES[p.dtype]
     copy = math.prod(weight) * narrow if narrow < MASTER_BYTES else 0
-    return (math.prod(master) + math.prod(gradient) + states) * MASTER_BYTES + copy
+    return (math.prod(master) + math.prod(gradient)) * MASTER_BYTES + states + copy
 
 
 def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
@@ -221,7 +223,7 @@ def _parameter_traffic(runs: Sequence[tuple[BlockCost, int]], microbatches: int)
     """Traffic of weights and gradients (`sendings`)."""
     bytes_of: dict[tuple[str, int, str], float] = {}
     for cost, count in runs:
-        for sent in sendings(cost.block, cost.workload, microbatches):
+        for sent in sendings(cost.block, cost.workload, microbatches, cost.saved_parameters()):
             ranks = cost.workload.meshes.size(sent.axis)
             key = (group_name(sent.axis, cost.block.experts), ranks, sent.purpose)
             bytes_of[key] = bytes_of.get(key, 0.0) + count * (sent.forward + sent.backward)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
+from moec.passes.cost.cost import MASTER_BYTES
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import DTYPE_BYTES, Block, Parameter
-from moec.passes.place.shard_zero import as_used, zero_cut
-
-SUM_BYTES = 4
-"""Gradients are summed in fp32."""
+from moec.passes.ir.interface import FORWARD
+from moec.passes.place.shard_zero import as_used, zero_cut, zero_stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,33 +29,38 @@ class Sending:
         return f"{self.collective} of {self.of}"
 
 
-def sendings(block: Block, workload: Workload, microbatches: int) -> Iterator[Sending]:
+def sendings(block: Block, workload: Workload, microbatches: int, saved: Collection[str]) -> Iterator[Sending]:
     """What a rank sends in a step for the weights and gradients of one run of `block`; `workload` is bound to it.
 
     A ring sends (n−1)/n of the whole for an all-gather or a reduce-scatter, twice that for an all-reduce. ZeRO gathers
-    weights in the compute dtype: once, at stage 3 twice per micro-batch, in forward and in backward. It scatters
+    weights in the compute dtype: once, at stage 3 once per micro-batch in forward, and again in backward. It scatters
     gradients once, at stages 2 and 3 once per micro-batch.
+
+    `saved` names the parameters that ops save (`@embedding.weight` is none): at stage 3 backward gathers all weights of
+    a layer if it reads one, and of `forward` those that are read.
     """
     for parameter in block.parameters:
-        yield from _of_parameter(parameter, workload, microbatches)
+        again = bool(saved) if block.name != FORWARD else f"@{parameter.name}" in saved
+        yield from _of_parameter(parameter, workload, microbatches, again)
 
 
-def _of_parameter(p: Parameter, workload: Workload, microbatches: int) -> Iterator[Sending]:
+def _of_parameter(p: Parameter, workload: Workload, microbatches: int, is_read: bool) -> Iterator[Sending]:
     whole = as_used(p)
     elements = float(math.prod(workload.shape(whole)))
     cut = zero_cut(p.optimizer_state) if p.optimizer_state is not None else None
     if cut is not None:
         axis, ranks = cut[0], workload.meshes.size(cut[0])
         sent = elements * (ranks - 1) / ranks
-        per_use, scatters = p.layout == p.optimizer_state, p.gradient == p.optimizer_state
+        stage = zero_stage(p)
+        per_use, scatters = stage == 3, stage >= 2
         gathered = sent * DTYPE_BYTES[p.dtype] * (microbatches if per_use else 1)
-        again = gathered if per_use else 0.0
+        again = gathered if per_use and is_read else 0.0
         yield Sending(axis=axis, collective="all_gather", of="weights", forward=gathered, backward=again)
-        summed = sent * SUM_BYTES * (microbatches if scatters else 1)
+        summed = sent * MASTER_BYTES * (microbatches if scatters else 1)
         yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=summed)
         elements = float(math.prod(workload.shape(replace(p, layout=p.optimizer_state))))
     for axis in p.sum_over or ():
         if cut is None or axis != cut[0]:
             ranks = workload.meshes.size(axis)
             sent = 2 * elements * (ranks - 1) / ranks
-            yield Sending(axis=axis, collective="all_reduce", of="gradients", backward=sent * SUM_BYTES)
+            yield Sending(axis=axis, collective="all_reduce", of="gradients", backward=sent * MASTER_BYTES)

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields, replace
 
-from moec.grammar.spec import AdamW, Spec
-from moec.passes.cost.optimizer_state import state_elements
-from moec.passes.cost.totals import MASTER_BYTES, BlockCost
-from moec.passes.ir.layout import REPLICATED, Layout
+from moec.grammar.spec import Spec
+from moec.passes.cost.cost import MASTER_BYTES
+from moec.passes.cost.optimizer_state import state_bytes
+from moec.passes.cost.totals import BlockCost
+from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.value import DTYPE_BYTES, Parameter
-from moec.passes.place.shard_zero import ZERO_AXES
+from moec.passes.place.shard_zero import as_used, zero_stage
 
 GLOO_COPIES = 2
 """gloo's all_gather and reduce_scatter work on a copy of the whole tensor (torch 2.13: ProcessGroupGloo.cpp)."""
@@ -63,20 +64,20 @@ def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int) -> dict[str, We
 
 
 def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, lasts: bool) -> WeightBytes:
-    own, optimizer = p.optimizer_state or REPLICATED, spec.train.optimizer if spec.train else AdamW()
+    own = p.optimizer_state or REPLICATED
     shape = cost.workload.shape(replace(p, layout=own))
-    used = math.prod(cost.workload.shape(replace(p, layout=_without_zero(own))))
+    used = math.prod(cost.workload.shape(as_used(p)))
     held = math.prod(shape) * MASTER_BYTES
     weight, gradient, narrow = used * DTYPE_BYTES[p.dtype], used * MASTER_BYTES, DTYPE_BYTES[p.dtype] < MASTER_BYTES
-    states = state_elements(shape, optimizer, p.matrices) * MASTER_BYTES
     of_all = WeightBytes(
         masters=held,
-        optimizer=states,
+        optimizer=state_bytes(shape, spec.train, p.matrices),
         narrow=weight,
         wide=gradient if narrow else 0,
         reduced=held,
     )
-    if own == _without_zero(own):
+    stage = zero_stage(p)
+    if not stage:
         copies, bucket = weight if narrow else 0, gradient if p.sum_over else 0
         return replace(
             of_all,
@@ -87,7 +88,7 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
             collected=gradient,
             cloned=bucket,
         )
-    per_use, per_pass = p.layout == own, p.gradient == own
+    per_use, per_pass = stage == 3, stage >= 2
     times = GLOO_COPIES if cost.workload.device == "cpu" else 1
     return replace(
         of_all,
@@ -101,7 +102,3 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
         collected=held if per_pass else gradient,
         cloned=held,
     )
-
-
-def _without_zero(layout: Layout) -> Layout:
-    return Layout.of((axis, placement) for axis, placement in layout.placements if axis not in ZERO_AXES)

@@ -6,6 +6,7 @@ Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Pa
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
 from moec.passes.ir import Layout, Meshes, Op, Parameter, Shard, Value
 from moec.passes.ir.ops import AllGather
@@ -45,6 +46,24 @@ def as_used(value: Value) -> Value:
 def is_zero_gather(op: Op) -> bool:
     """Whether `op` gathers a parameter that ZeRO cuts. A job gathers all parameters of a layer together instead."""
     return isinstance(op, AllGather) and op.axis in ZERO_AXES and op.operands[0].startswith("@")
+
+
+class Stored(Protocol):
+    """A parameter of a Program or of a plan."""
+
+    @property
+    def layout(self) -> Layout | None: ...
+    @property
+    def gradient(self) -> Layout | None: ...
+    @property
+    def optimizer_state(self) -> Layout | None: ...
+
+
+def zero_stage(p: Stored) -> int:
+    """The stage of ZeRO, 0 to 3, that the layouts of a placed parameter are those of; 0 where ZeRO cuts nothing."""
+    if p.optimizer_state is None or zero_cut(p.optimizer_state) is None:
+        return 0
+    return 3 if p.layout == p.optimizer_state else 2 if p.gradient == p.optimizer_state else 1
 
 
 def zero_cut(master: Layout) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""What a rank has to say for a checkpoint: its parts of every tensor, and plain data. Collected without a copy."""
+"""What a checkpoint stores of a rank: its part of every tensor, and plain data. Nothing is copied yet."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
-from moec.runtime.checkpoint.index import canonical
+from moec.runtime.checkpoint.index import MODEL, RNG, canonical
 from moec.runtime.checkpoint.optimizer_state import OptimizerContent, collect
-from moec.runtime.checkpoint.parts import Part, UnevenError, host_piece, part_of
+from moec.runtime.checkpoint.parts import Part, UnevenError, host_piece, host_pieces, part_of
 from moec.runtime.checkpoint.shards import Piece
 from moec.runtime.checkpoint.trees import encode
 from moec.runtime.errors import JobError
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import parameters_by_name, states_by_name
 
-MODEL, EXTRAS, RNG = "model/", "extras/", "rng/"
 NAME_LENGTH = 100
 
 
@@ -45,35 +44,45 @@ class ExtraContent:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """`parts` by their names in a checkpoint, `optimizer` as plain data, the model's settings, the job's steps."""
+    """`parts` by their names in a checkpoint, `optimizer` as plain data, the model's settings.
+
+    Of the job its steps, and the tokens of all ranks that they had.
+    """
 
     parts: Mapping[str, Part]
     optimizer: dict[str, Any] | None
     extras: Mapping[str, ExtraContent]
     settings: Mapping[str, int]
     job_steps: int
+    job_tokens: int
 
-    def ours(self) -> tuple[list[Piece], dict[str, Part]]:
+    def copies(self) -> tuple[list[Piece], dict[str, Part]]:
         """Copies in host memory of the cells that this rank writes, and their parts."""
         largest_first = sorted(self.parts, key=lambda name: (-self.parts[name].num_bytes, name))
-        mine = {name: self.parts[name] for number, name in enumerate(largest_first) if self.parts[name].turn(number)}
-        return [host_piece(name, part.local) for name, part in mine.items()], mine
+        written = {name: self.parts[name] for number, name in enumerate(largest_first) if self.parts[name].turn(number)}
+        return host_pieces({name: part.local for name, part in written.items()}), written
 
     def digests_of_extras(self) -> dict[str, str]:
         """The digest of every extra."""
         return {name: extra.digest() for name, extra in self.extras.items()}
 
-    def with_own_extras(self) -> Content:
+    def with_copied_extras(self) -> Content:
         """The same with copies of the extras' tensors, which the script may change."""
-        own = {
+        copied = {
             name: replace(extra, tensors=tuple(tensor.detach().cpu().clone() for tensor in extra.tensors))
             for name, extra in self.extras.items()
         }
-        return replace(self, extras=own)
+        return replace(self, extras=copied)
 
 
 def content_of(
-    plan: Plan, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any], rank: int, job_steps: int
+    plan: Plan,
+    model: PlanModule,
+    optimizer: Optimizer | None,
+    extras: Mapping[str, Any],
+    rank: int,
+    job_steps: int,
+    job_tokens: int,
 ) -> Content:
     """Everything that a checkpoint stores. Raises `JobError` for what it cannot."""
     named = parameters_by_name(model, plan)
@@ -88,7 +97,7 @@ def content_of(
         parts[RNG + kind] = Part((plan.world_size, row.shape[1]), cuts, (rank, 0), 0, 1, row)
     stored = {name: _extra(name, value) for name, value in extras.items()}
     entry = None if state is None else state.entry
-    return Content(parts, entry, stored, dict(model.settings), job_steps)
+    return Content(parts, entry, stored, dict(model.settings), job_steps, job_tokens)
 
 
 def require_optimizer(optimizer: object) -> Optimizer:

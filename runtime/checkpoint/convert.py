@@ -6,6 +6,7 @@ import math
 import os
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,17 +17,18 @@ from moec.runtime.checkpoint.index import (
     HEAD,
     INDEX,
     ITEM_BYTES,
+    MODEL,
     Entry,
     canonical,
     digest,
     head_bytes,
     shard_name,
 )  # fmt: skip
+from moec.runtime.checkpoint.mathematics import fields_of
 from moec.runtime.checkpoint.reading import Block, Checkpoint
-from moec.runtime.checkpoint.shards import ShardFile, header_of
+from moec.runtime.checkpoint.shards import ShardFile, Written, header_of
 from moec.runtime.errors import JobError
 
-MODEL = "model/"
 MASTER = "F32"
 """The dtype of a job's parameters and states."""
 
@@ -84,39 +86,19 @@ def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> in
     It has the model's tensors alone and loads under any plan of the model. The file must have every parameter and state
     of `plan` in fp32, by its name. Raises `JobError` MOE0800, MOE0801, MOE0803, MOE0804, and MOE0805 for other tensors.
     """
-    shard = ShardFile(source)
-    _require_tensors(source, shard, plan)
+    file = ShardFile(source)
+    _require_tensors(source, file, plan)
     temporary = Temporary(target)
     try:
-        ordered = sorted(shard.places, key=lambda name: (-ITEM_BYTES[shard.places[name].dtype], name))
-        header = header_of(
-            (MODEL + name, shard.places[name].dtype, shard.places[name].shape, shard.places[name].num_bytes)
-            for name in ordered
-        )
-        tensors, size = {}, len(header)
-        with (temporary.path / shard_name(0)).open("xb") as stream:
-            stream.write(header)
-            for name in ordered:
-                place, digests = shard.places[name], []
-                ends = [*range(0, place.num_bytes, BLOCK_BYTES), place.num_bytes]
-                for first, last in pairwise(ends):
-                    block = shard.read(place.offset + first, memoryview(bytearray(last - first)))
-                    digests.append(digest(block))
-                    stream.write(block)
-                size += place.num_bytes
-                tensors[MODEL + name] = {
-                    "dtype": place.dtype, "shape": place.shape, "cuts": [1] * len(place.shape), "files": [0],
-                    "digests": ["".join(digests)],
-                }  # fmt: skip
-            stream.flush()
-            os.fsync(stream.fileno())
+        written, tensors = _write_whole(file, temporary.path / shard_name(0))
         index = canonical({
-            "headers": [digest(header)], "tensors": tensors, "settings": {"seed": 0, "step": 0}, "job_steps": 0,
-            "optimizer": None, "extras": {},
+            "model": fields_of(plan.spec.model), "headers": [written.header], "tensors": tensors,
+            "settings": {"seed": 0, "step": 0}, "job_steps": 0, "optimizer": None, "extras": {},
         })  # fmt: skip
         head = {
             "moec": version, "model": plan.name, "spec": digest(plan.spec_text.encode()), "step": 0, "world_size": 1,
-            "data_size": 1, "degrees": {}, "optimizer": None, "shard_bytes": [size], "index": digest(index),
+            "data_size": 1, "degrees": {}, "optimizer": None, "shard_bytes": [written.num_bytes],
+            "index": digest(index),
         }  # fmt: skip
         write_file(temporary.path / INDEX, index)
         write_file(temporary.path / HEAD, head_bytes(head))
@@ -126,7 +108,35 @@ def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> in
     finally:
         if temporary.path.exists():
             temporary.discard()
-    return size
+    return written.num_bytes
+
+
+def _write_whole(file: ShardFile, path: Path) -> tuple[Written, dict[str, Any]]:
+    """Writes the one shard of a checkpoint, block by block; returns what it is, and the entries of its index."""
+    ordered = sorted(file.places, key=lambda name: (-ITEM_BYTES[file.places[name].dtype], name))
+    places = {MODEL + name: file.places[name] for name in ordered}
+    header = header_of((name, place.dtype, place.shape, place.num_bytes) for name, place in places.items())
+    digests = dict[str, str]()
+    with path.open("xb") as stream:
+        stream.write(header)
+        for name, place in places.items():
+            found = []
+            for first, last in pairwise([*range(0, place.num_bytes, BLOCK_BYTES), place.num_bytes]):
+                block = file.read(place.offset + first, memoryview(bytearray(last - first)))
+                found.append(digest(block))
+                stream.write(block)
+            digests[name] = "".join(found)
+        stream.flush()
+        os.fsync(stream.fileno())
+    tensors = {
+        name: {
+            "dtype": place.dtype, "shape": place.shape, "cuts": [1] * len(place.shape), "files": [0],
+            "digests": [digests[name]],
+        }
+        for name, place in places.items()
+    }  # fmt: skip
+    num_bytes = len(header) + sum(place.num_bytes for place in places.values())
+    return Written(num_bytes, digest(header), digests), tensors
 
 
 def _require_tensors(source: Path, shard: ShardFile, plan: Plan) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -16,11 +17,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from moec.runtime.checkpoint.index import INDEX, Head, shard_name
+from moec.runtime.checkpoint.index import HEAD, INDEX, Head, damaged, missing, shard_name
 from moec.runtime.checkpoint.reading import read_head
 from moec.runtime.errors import JobError
 
 MARK = ".moec-save-"
+DAMAGED = ".damaged"
+"""The end of the name under which `set_aside` keeps a damaged checkpoint."""
 STALE_SECONDS = 24 * 3600.0
 """The age from which a temporary folder counts as left over on a file system without locks."""
 
@@ -31,28 +34,78 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     A checkpoint is complete if its shards have the sizes that `checkpoint.json` states; digests are not compared.
     Anything else in the folder is ignored, temporary folders of killed runs among it.
     """
-    found = sorted(checkpoints_in(Path(folder)), key=lambda item: (item[1].step, item[0].name), reverse=True)
-    return next((path for path, head in found if _is_complete(path, head)), None)
+    return next((path for path in newest_first(Path(folder)) if fault_of(path) is None), None)
+
+
+def newest_first(folder: Path) -> list[Path]:
+    """The checkpoints in `folder`, the highest step first, those with damages or of another format among them.
+
+    A checkpoint without a valid `checkpoint.json` has the step that is its name; other names are ignored.
+    """
+    found = []
+    for path in _folders_in(folder):
+        try:
+            found.append((read_head(path).step, path.name, path))
+        except JobError:
+            if re.fullmatch(r"[0-9]{1,18}", path.name) and any(
+                os.path.lexists(path / name) for name in (HEAD, INDEX, shard_name(0))
+            ):
+                found.append((int(path.name), path.name, path))
+    return [path for _, _, path in sorted(found, reverse=True)]
+
+
+def fault_of(path: Path) -> JobError | None:
+    """Why the checkpoint at `path` is not complete: MOE0801, MOE0802, or MOE0800 for a file that cannot be read.
+
+    Compares names and sizes of files, but no digests of tensors.
+    """
+    file = path / HEAD
+    try:
+        if not os.path.lexists(file):
+            return damaged(file, "it is missing")
+        head = read_head(path)
+        for rank, stated in enumerate(head.shard_bytes):
+            file = path / shard_name(rank)
+            size = os.stat(file).st_size
+            if size != stated:
+                return damaged(file, f"it has {size} bytes, but {stated} were written")
+        file = path / INDEX
+        os.stat(file)
+    except JobError as error:
+        return error
+    except FileNotFoundError:
+        return damaged(file, "it is missing")
+    except OSError as error:
+        return missing(file, error)
+    return None
 
 
 def checkpoints_in(folder: Path) -> Iterator[tuple[Path, Head]]:
     """The folders in `folder` that have a valid `checkpoint.json`."""
-    try:
-        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
-        paths = [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
-        return
-    for path in map(Path, paths):
+    for path in _folders_in(folder):
         with suppress(JobError):
             yield path, read_head(path)
 
 
-def _is_complete(path: Path, head: Head) -> bool:
+def _folders_in(folder: Path) -> list[Path]:
+    """Folders that may be checkpoints: none that are hidden, links, or set aside."""
     try:
-        sizes = [os.stat(path / shard_name(rank)).st_size for rank in range(head.world_size)]
-        return tuple(sizes) == head.shard_bytes and (path / INDEX).is_file()
+        entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
+        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except OSError:
-        return False
+        return []
+    return [folder / name for name in names if DAMAGED not in name]
+
+
+def set_aside(path: Path) -> Path | None:
+    """Renames a damaged checkpoint to a new name beside it; returns the name, or None where it cannot be renamed."""
+    for number in range(1, 100):
+        target = path.with_name(f"{path.name}{DAMAGED}" + (f"-{number}" if number > 1 else ""))
+        if not os.path.lexists(target):
+            with suppress(OSError):
+                return path.rename(target)
+            return None
+    return None
 
 
 class Temporary:
@@ -122,11 +175,11 @@ def exists(target: Path) -> JobError:
     return JobError("MOE0803", f"{shown(target)}: exists", "save under another name, or remove it first")
 
 
-def unwritable(path: Path, error: OSError, who: str = "") -> JobError:
-    """The error for a checkpoint that cannot be written."""
+def unwritable(path: Path, error: OSError, rank: str = "") -> JobError:
+    """The error for a checkpoint that cannot be written. `rank`: a prefix that names the rank."""
     return JobError(
         "MOE0804",
-        f"{who}{shown(path)}: {error.strerror}",
+        f"{rank}{shown(path)}: {error.strerror}",
         "free space, or save to a folder with write permission",
     )
 
@@ -158,28 +211,17 @@ def remove_old(newest: Path, keep: int) -> None:
         if entry.name.startswith(".") and MARK in entry.name and _is_left_over(Path(entry.path)):
             shutil.rmtree(entry.path, ignore_errors=True)
     found = [item for item in checkpoints_in(folder) if item[1].model == model and item[0] != newest]
-    complete = sorted(((head.step, path) for path, head in found if _is_complete(path, head)), reverse=True)
+    complete = sorted(((head.step, path) for path, head in found if fault_of(path) is None), reverse=True)
     for _, path in complete[max(0, keep - 1) :]:
         try:
-            shutil.rmtree(_hidden(path, "old"))  # renamed first: a folder that is half removed must not be found
+            # Renamed first: a folder that is half removed must not be found.
+            shutil.rmtree(path.rename(path.parent / f".{path.name}{MARK}old-{time.time_ns()}"))
         except OSError as error:
             raise JobError(
                 "MOE0804",
                 f"{shown(newest)} is written, but {shown(path)} cannot be removed: {error.strerror}",
                 "remove it yourself, or save without `keep`",
             ) from error
-
-
-def set_aside_incomplete(target: Path) -> None:
-    """Hides a checkpoint at `target` that lacks a part, so that a resumed run can save there again."""
-    with suppress(JobError, OSError):
-        if target.is_dir() and not target.is_symlink() and not _is_complete(target, read_head(target)):
-            _hidden(target, "incomplete")
-
-
-def _hidden(path: Path, why: str) -> Path:
-    """`path` under a name that the next save with `keep` removes."""
-    return path.rename(path.parent / f".{path.name}{MARK}{why}-{time.time_ns()}")
 
 
 def _is_left_over(path: Path) -> bool:

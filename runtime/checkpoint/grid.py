@@ -17,11 +17,6 @@ def whole(shape: Sequence[int]) -> Box:
     return tuple((0, dim) for dim in shape)
 
 
-def sizes(box: Box) -> tuple[int, ...]:
-    """The shape of a box."""
-    return tuple(stop - start for start, stop in box)
-
-
 def overlap(one: Box, other: Box) -> Box | None:
     """The elements in both boxes, or None."""
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))

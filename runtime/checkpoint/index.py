@@ -23,6 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moec.runtime.errors import JobError
 
 HEAD, INDEX = "checkpoint.json", "index.json"
+MODEL, EXTRAS, RNG = "model/", "extras/", "rng/"
+"""How names of tensors begin. Those of the optimizer are in `optimizer_state.py`."""
 FORMAT = 1
 """Raised whenever a checkpoint of an older moec would be misread."""
 BLOCK_BYTES = 8 << 20
@@ -38,6 +40,7 @@ ITEM_BYTES = {
 """Bytes of an element, by safetensors' names of dtypes."""
 
 Text = Annotated[str, Field(max_length=200)]
+Words = Annotated[str, Field(max_length=100_000)]
 Name = Annotated[str, Field(max_length=1000, min_length=1)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Digests = Annotated[str, Field(pattern=r"^([0-9a-f]{64})*$")]
@@ -118,6 +121,17 @@ class OptimizerEntry(Data):
     numbers: dict[Name, dict[Text, Tree]]
 
 
+class ModelFields(Data):
+    """What a model computes (`mathematics.py`): fields of `model` and of each distinct layer, as the file's text.
+
+    `kinds[i]` is the number of layer i in `layers`.
+    """
+
+    model: dict[Text, Words]
+    layers: list[dict[Text, Words]]
+    kinds: list[Count]
+
+
 class Extra(Data):
     """`copies` has one tree, or one for each data rank. `loads`: whether it came from an object's `state_dict`."""
 
@@ -126,12 +140,17 @@ class Extra(Data):
 
 
 class Index(Data):
-    """The content of `index.json`. `headers`: the digest of each shard's header."""
+    """The content of `index.json`. `headers`: the digest of each shard's header. `job_tokens`: of all ranks.
 
+    `model` is None in a checkpoint of an older moec.
+    """
+
+    model: ModelFields | None = None
     headers: tuple[Digest, ...]
     tensors: dict[Name, Entry]
     settings: dict[Text, int]
     job_steps: Count
+    job_tokens: Count = 0
     optimizer: OptimizerEntry | None
     extras: dict[Text, Extra]
 
@@ -153,13 +172,13 @@ def digest(content: bytes | memoryview) -> str:
 
 
 def head_bytes(fields: Mapping[str, Any]) -> bytes:
-    """The content of `checkpoint.json`: `fields` of a `Head`, format and own digest added."""
+    """The content of `checkpoint.json`: `fields` of a `Head`, the format, and a digest of both."""
     content = {"format": FORMAT, **fields}
     return canonical(content | {"digest": digest(canonical(content))})
 
 
 def damaged(path: Path, message: str) -> JobError:
-    """The error for a file that moec did not write like this."""
+    """The error for a file that differs from what moec wrote."""
     return JobError("MOE0801", f"{path}: {message}", "load an earlier checkpoint; `moec checkpoint verify` checks one")
 
 
@@ -167,6 +186,16 @@ def missing(path: Path, error: OSError) -> JobError:
     """The error for a file that cannot be read."""
     return JobError(
         "MOE0800", f"{path}: {error.strerror}", "`moec.latest(folder)` finds the last complete checkpoint of a folder"
+    )
+
+
+def unexpected(error: Exception, place: str = "") -> JobError:
+    """The error for what is neither the disk's nor the user's fault, such as one of CUDA. `place` is a prefix."""
+    is_memory = isinstance(error, MemoryError) or "out of memory" in str(error) or "can't allocate memory" in str(error)
+    return JobError(
+        "MOE0812",
+        f"{place}{type(error).__name__}: {str(error)[:300] or 'no message'}",
+        "free memory on this rank, or save less on it" if is_memory else "report this if it is an error of moec",
     )
 
 
@@ -214,6 +243,8 @@ def parse_index(path: Path, content: bytes, head: Head) -> Index:
     index = _validated(Index, path, content)
     if len(index.headers) != head.world_size:
         raise damaged(path, f"it has {len(index.headers)} headers, but {head.world_size} ranks")
+    if index.model and any(kind >= len(index.model.layers) for kind in index.model.kinds):
+        raise damaged(path, "model: a layer has a kind that is not there")
     pieces = sum(len(entry.files) for entry in index.tensors.values())
     if pieces > MAX_PIECES:
         raise damaged(path, f"it has {pieces} pieces; the limit is {MAX_PIECES}")

@@ -7,10 +7,10 @@ file that changes in between may go unnoticed, or raise after a part is loaded.
 from __future__ import annotations
 
 import time
+import warnings
 import zlib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,13 +19,15 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
-from moec.runtime.checkpoint.content import EXTRAS, MODEL, RNG, random_states, require_optimizer
+from moec.runtime.checkpoint.content import random_states, require_optimizer
+from moec.runtime.checkpoint.extras import give, left_out, read_extras
+from moec.runtime.checkpoint.folders import shown
 from moec.runtime.checkpoint.grid import Box
-from moec.runtime.checkpoint.index import Entry
+from moec.runtime.checkpoint.index import MODEL, RNG, Entry, unexpected
+from moec.runtime.checkpoint.mathematics import differences
 from moec.runtime.checkpoint.optimizer_state import OPTIONS, Plain, Target, plain_of, put_back, targets_of
 from moec.runtime.checkpoint.parts import DTYPES, UnevenError, part_of
 from moec.runtime.checkpoint.reading import Block, Checkpoint
-from moec.runtime.checkpoint.trees import decode
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.module import PlanModule
@@ -44,13 +46,13 @@ OTHER_CALLS = "ranks give job.load other paths or extras, or an optimizer on som
 class Loading:
     """What one rank reads of a checkpoint. `targets`: where tensors go, by name; `boxes`: the part of each.
 
-    `small`: random states; `states`, `plain`: of the optimizer; `values`: the extras by name.
+    `states`, `plain`: of the optimizer; `values`: the extras by name.
     """
 
     checkpoint: Checkpoint
     boxes: dict[str, Box] = field(default_factory=dict)
     targets: dict[str, Tensor] = field(default_factory=dict)
-    small: dict[str, Tensor] = field(default_factory=dict)
+    random_states: dict[str, Tensor] = field(default_factory=dict)
     states: dict[str, Target] = field(default_factory=dict)
     plain: Plain | None = None
     values: dict[str, Any] = field(default_factory=dict)
@@ -88,26 +90,39 @@ class Loading:
         del self.boxes[name]
         return tensor
 
+    def read_plain(self, prefix: str, number: int) -> Tensor:
+        """Tensor `number` of plain data, whole. Raises `JobError` MOE0801 if it is missing."""
+        name = f"{prefix}{number}"
+        if name not in self.checkpoint.index.tensors:
+            raise JobError("MOE0801", f"{self.checkpoint.path}: {name} is missing")
+        return self.read_small(name)
+
 
 def load(
-    job: Job, path: str | Path, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any]
+    job: Job,
+    path: str | Path,
+    model: PlanModule,
+    optimizer: Optimizer | None,
+    extras: Mapping[str, Any],
+    *,
+    resumes: bool = False,
 ) -> dict[str, Any]:
-    """Loads a checkpoint. `Job.load` describes it."""
+    """Loads a checkpoint. `Job.load` describes it. `resumes`: for `Job.resume`, which returns no values."""
     saves = job.saves
-    complaint = saves.wait()
+    complaint = saves.wait() or model.open_step_complaint()
     given = (zlib.crc32(str(path).encode()), int(optimizer is not None), zlib.crc32("\0".join(sorted(extras)).encode()))
     job.checks.require("job.load", complaint, MustMatch("MOE0811", OTHER_CALLS, given))
     number = saves.next_number()
 
-    def together(work: Callable[[], T], stage: str) -> T:
-        """`work()` on every rank, or its first error on every rank. Ranks may take any time."""
+    def together(act: Callable[[], T], stage: str) -> T:
+        """`act()` on every rank, or its first error on every rank. Ranks may take any time."""
         result, complaint = None, None
         try:
-            result = work()
+            result = act()
         except JobError as error:
             complaint = Complaint.of(error)
         except (RuntimeError, MemoryError) as error:  # out of memory on this rank: the others wait for it
-            complaint = Complaint("MOE0811", f"it failed here: {type(error).__name__}: {str(error)[:300]}")
+            complaint = Complaint.of(unexpected(error))
         saves.peers.meet(f"{number}/{stage}")
         job.checks.require("job.load", complaint)
         return result  # type: ignore[return-value]
@@ -115,10 +130,14 @@ def load(
     loading = together(lambda: _prepared(job, Path(path), model, optimizer, extras), "prepared")
     together(lambda: loading.checkpoint.read(loading.blocks(), check=True), "checked")
     together(lambda: _fill(job, loading, model, optimizer), "filled")
-    together(lambda: _give(loading, extras), "given")
+    together(lambda: give(loading, extras), "given")
     index = loading.checkpoint.index
     _restore_random_states(loading, next(model.parameters()).device)
     saves.note(Path(path).parent, loading.checkpoint.head.step, time.monotonic())
+    if job.rank == 0:
+        # stacklevel: the script's line, past `load` and `Job.load`, or `resume` and `Job.resume` too
+        for words in _remarks(loading, job.plan, optimizer, extras, resumes=resumes):
+            warnings.warn(f"{shown(Path(path).absolute())}: {words}", stacklevel=4 if resumes else 3)
     return {name: value for name, value in loading.values.items() if not index.extras[name].loads}
 
 
@@ -135,7 +154,7 @@ def _prepared(
         loading.targets[MODEL + name] = part_of(tensor).local
     unfit = complaint_about(index.settings)
     if unfit is not None:
-        raise JobError(*unfit)
+        raise unfit.error()
     if optimizer is not None:
         named = parameters_by_name(model, plan)
         loading.states = targets_of(require_optimizer(optimizer), index.optimizer, index.tensors, named)
@@ -146,13 +165,31 @@ def _prepared(
                 raise JobError("MOE0806", f"{name} cannot be loaded: {error}") from error
         assert index.optimizer is not None
         try:
-            loading.plain = plain_of(index.optimizer, lambda group, i: _small(loading, f"{OPTIONS}{group}/", i))
+            loading.plain = plain_of(index.optimizer, lambda group, i: loading.read_plain(f"{OPTIONS}{group}/", i))
         except (ValueError, TypeError) as error:
             raise JobError("MOE0801", f"{path}: optimizer: {error}") from error
     if head.world_size == plan.world_size:
         _read_random_states(loading, job, next(model.parameters()).device)
-    _read_extras(loading, extras, plan.data_rank(job.rank), plan.data_size)
+    read_extras(loading, extras, plan.data_rank(job.rank), plan.data_size)
     return loading
+
+
+def _remarks(
+    loading: Loading, plan: Plan, optimizer: Optimizer | None, extras: Mapping[str, Any], *, resumes: bool
+) -> Iterator[str]:
+    """What a script should know of a checkpoint that was loaded: another model of the same shapes, parts not loaded."""
+    index = loading.checkpoint.index
+    others = differences(index.model, plan.spec.model) if index.model else []
+    if others:
+        more = f"; and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+        yield f"the model has the same shapes, but computes something else: {'; '.join(others[:MAX_NAMED])}{more}"
+    if resumes and index.optimizer is not None and optimizer is None:
+        yield f"its optimizer, a {index.optimizer.kind}, was not loaded: give job.resume one"
+    if resumes or optimizer is not None or extras:  # else the script wants weights alone
+        left = [name for name in left_out(loading, returned=not resumes) if name not in extras]
+        if left:
+            call = "job.resume" if resumes else "job.load"
+            yield f"not loaded: {', '.join(left)}; give {call} an object for each, such as `{left[0]}={left[0]}`"
 
 
 def _read_random_states(loading: Loading, job: Job, device: torch.device) -> None:
@@ -166,7 +203,7 @@ def _read_random_states(loading: Loading, job: Job, device: torch.device) -> Non
             torch.Generator("cpu" if kind == "cpu" else device).set_state(found)
         except RuntimeError as error:
             raise JobError("MOE0801", f"{loading.checkpoint.path}: {RNG}{kind}: {error}") from error
-        loading.small[RNG + kind] = found
+        loading.random_states[RNG + kind] = found
 
 
 def tensors_of(model: PlanModule, plan: Plan) -> dict[str, Tensor]:
@@ -201,56 +238,6 @@ def _described(tensor: Entry | Tensor | None) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def _small(loading: Loading, prefix: str, number: int) -> Tensor:
-    """A tensor of plain data, whole."""
-    name = f"{prefix}{number}"
-    if name not in loading.checkpoint.index.tensors:
-        raise JobError("MOE0801", f"{loading.checkpoint.path}: {name} is missing")
-    return loading.read_small(name)
-
-
-def _read_extras(loading: Loading, asked: Mapping[str, Any], data_rank: int, data_size: int) -> None:
-    """Reads extras that are asked for, and plain values. Raises `JobError` MOE0809 for one that does not fit."""
-    checkpoint = loading.checkpoint
-    stored = checkpoint.index.extras
-    for name, receiver in asked.items():
-        if name not in stored:
-            known = ", ".join(stored) or "none"
-            raise _unfit(f"{checkpoint.path} has no extra {name}; it has {known}", "leave it out, or load another one")
-        if not _receives(receiver, loads=stored[name].loads):
-            what = "an object's state" if stored[name].loads else "plain data"
-            raise _unfit(
-                f"{name} is {what} in the checkpoint, and a {type(receiver).__name__} here, which cannot take it",
-                "give an object with `load_state_dict` for a state, a dict for a dict; other plain values are in the "
-                "result of `job.load`",
-            )
-    for name, extra in stored.items():
-        copies = len(extra.copies)
-        if copies not in (1, data_size) and name in asked:
-            raise _unfit(
-                f"{name} differs between data ranks: the checkpoint has it for data_size {copies}, and here data_size "
-                f"is {data_size}",
-                "load it with as many data ranks, or leave it out and start it anew",
-            )
-        if (name not in asked and extra.loads) or copies not in (1, data_size):
-            continue
-        copy = data_rank if copies > 1 else 0
-        try:
-            loading.values[name] = decode(extra.copies[copy], partial(_small, loading, f"{EXTRAS}{name}/{copy}/"))
-        except (ValueError, TypeError) as error:
-            raise JobError("MOE0801", f"{checkpoint.path}: extra {name}: {error}") from error
-        if name in asked and not extra.loads and not isinstance(loading.values[name], Mapping):
-            raise _unfit(f"{name} is no dict in the checkpoint, but one here", "read it from what `job.load` returns")
-
-
-def _receives(receiver: object, *, loads: bool) -> bool:
-    return callable(getattr(receiver, "load_state_dict", None)) if loads else isinstance(receiver, MutableMapping)
-
-
-def _unfit(message: str, help: str) -> JobError:
-    return JobError("MOE0809", message, help)
-
-
 def _fill(job: Job, loading: Loading, model: PlanModule, optimizer: Optimizer | None) -> None:
     """Copies everything into place; parameters keep their identity."""
     index, targets, states = loading.checkpoint.index, dict(loading.targets), dict[str, dict[str, Tensor]]()
@@ -269,30 +256,12 @@ def _fill(job: Job, loading: Loading, model: PlanModule, optimizer: Optimizer | 
         put_back(optimizer, loading.plain, named, states)
     model.settings.update(index.settings)
     model.drop_loads()
-    job.steps = index.job_steps
+    job.steps, job.total_tokens = index.job_steps, index.job_tokens
 
 
 def _restore_random_states(loading: Loading, device: torch.device) -> None:
     """Comes last: an extra's `load_state_dict` may draw."""
-    if RNG + "cpu" in loading.small:
-        torch.set_rng_state(loading.small[RNG + "cpu"])
-    if RNG + "cuda" in loading.small:
-        torch.cuda.set_rng_state(loading.small[RNG + "cuda"], device)
-
-
-def _give(loading: Loading, extras: Mapping[str, Any]) -> None:
-    """Gives the extras their values."""
-    for name, receiver in extras.items():
-        value = loading.values[name]
-        if not loading.checkpoint.index.extras[name].loads:
-            receiver.clear()
-            receiver.update(value)
-            continue
-        try:
-            receiver.load_state_dict(value)
-        except Exception as error:
-            raise _unfit(
-                f"{name}.load_state_dict raised {type(error).__name__}: {str(error)[:300]}; model and optimizer are "
-                "loaded already",
-                "give the object that the checkpoint's state is of",
-            ) from error
+    if RNG + "cpu" in loading.random_states:
+        torch.set_rng_state(loading.random_states[RNG + "cpu"])
+    if RNG + "cuda" in loading.random_states:
+        torch.cuda.set_rng_state(loading.random_states[RNG + "cuda"], device)

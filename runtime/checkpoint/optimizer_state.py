@@ -1,7 +1,7 @@
 """An optimizer's state by the names of its parameters: collected for a checkpoint, and put back.
 
-Per parameter it is tensors and numbers. A tensor lies as its parameter does, or is 0-d and the same on every rank, or
-is a DTensor that says how it lies.
+A parameter's state is tensors and numbers. A tensor has the layout of its parameter, or is 0-d and the same on every
+rank, or is a DTensor, which has its layout.
 """
 
 from __future__ import annotations
@@ -87,13 +87,13 @@ def _require_key(key: object, name: str) -> None:
 
 
 def _require_mapped(key: str, value: Tensor, name: str, parameter: Tensor) -> None:
-    """Raises `JobError` for a plain tensor of one rank: nothing says which part of what it is."""
+    """Raises `JobError` for a plain tensor of a sharded parameter: its part of the whole is unknown."""
     if value.dim() == 0 or isinstance(value, DTensor) or not isinstance(parameter, DTensor):
         return
     raise JobError(
         "MOE0807",
         f"the optimizer's {key} of {name} is a plain tensor {list(value.shape)}, but the parameter is a DTensor "
-        f"{list(parameter.shape)} over {parameter.device_mesh.size()} ranks: nothing says which part of what it is",
+        f"{list(parameter.shape)} over {parameter.device_mesh.size()} ranks: its part of the whole is unknown",
         "use an optimizer whose states are DTensors or 0-d, such as SGD, Adam or AdamW",
     )
 
@@ -167,14 +167,14 @@ def _target(key: str, name: str, parameter: nn.Parameter, state: object, stored:
         factor = partial(_empty_factor, stored.shape, parameter, dtype)
         return Target(key, parameter, factor(), factor)
     if not stored.shape or not isinstance(parameter, DTensor):
-        # As torch's own `load_state_dict`: only a `step` that no kernel reads is on the CPU.
+        # torch's `load_state_dict` keeps only `step` on the CPU, and only if no kernel reads it.
         device = torch.device("cpu") if key == "step" and not on_device else parameter.device
         whole = torch.empty(stored.shape, dtype=dtype, device="meta")
         return Target(key, parameter, whole, lambda: torch.empty(stored.shape, dtype=dtype, device=device))
     raise _other(
         f"{key} of {name} is {list(stored.shape)} in the checkpoint, but the parameter is {list(parameter.shape)} over "
         f"{parameter.device_mesh.size()} ranks",
-        "take a step with the optimizer before you load: then its own states say how they lie",
+        "take a step with the optimizer before you load: its states then have their layouts",
     )
 
 

@@ -154,7 +154,11 @@ class Checkpoint:
 
 
 def _copies(shape: tuple[int, ...], run: tuple[int, int], wanted: Box, origin: Box) -> Iterator[Copy]:
-    """What a run of a cell's elements has of `wanted`; `origin`: the part that `wanted` belongs to."""
+    """The copies from elements `run` of a cell of `shape` to a reader's part.
+
+    `wanted`: the box of the cell that the reader wants. `origin`: the box of the reader's whole part. Both count from
+    the cell's first element.
+    """
     for first, box in boxes_of_run(shape, *run):
         both = overlap(box, wanted)
         if both is not None:

@@ -59,21 +59,20 @@ def in_order(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def write_shard(path: Path, pieces: Iterable[Piece]) -> Written:
-    """Writes and syncs a shard, hashing blocks beside. Raises `OSError`."""
+    """Writes and syncs a shard while a thread hashes its blocks. Raises `OSError`."""
     ordered = in_order(pieces)
     header = header_of((p.name, p.dtype, p.shape, len(p.content)) for p in ordered)
-    digests = {}
     with path.open("xb", buffering=0) as stream, ThreadPoolExecutor(1) as hashing:
-        _write_all(stream, memoryview(header))
-        size = len(header)
-        for piece in ordered:
-            blocks = list(_blocks(piece.content))
-            hashes = [hashing.submit(digest, block) for block in blocks]
-            for block in blocks:
-                _write_all(stream, block)
-            digests[piece.name] = "".join(each.result() for each in hashes)
-            size += len(piece.content)
-        os.fsync(stream.fileno())
+        hashes = {piece.name: [hashing.submit(digest, block) for block in _blocks(piece.content)] for piece in ordered}
+        try:
+            for content in (memoryview(header), *(piece.content for piece in ordered)):
+                _write_all(stream, content)
+            os.fsync(stream.fileno())
+        except OSError:
+            hashing.shutdown(wait=False, cancel_futures=True)
+            raise
+        digests = {name: "".join(each.result() for each in found) for name, found in hashes.items()}
+    size = len(header) + sum(len(piece.content) for piece in ordered)
     return Written(size, digest(header), digests)
 
 
@@ -85,7 +84,7 @@ def _blocks(content: memoryview) -> Iterator[memoryview]:
 def _write_all(stream: Any, content: memoryview) -> None:
     """A raw file may write less than it is given."""
     while content:
-        content = content[stream.write(content) :]
+        content = content[stream.write(content[:BLOCK_BYTES]) :]
 
 
 class Place(NamedTuple):

@@ -10,16 +10,26 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moec.runtime.checkpoint.content import EXTRAS, Content
-from moec.runtime.checkpoint.folders import Temporary, remove_old, unwritable, write_file
-from moec.runtime.checkpoint.index import HEAD, INDEX, canonical, digest, head_bytes, refuse_unreadable, shard_name
+from moec.codegen.plan import Plan
+from moec.runtime.checkpoint.content import Content
+from moec.runtime.checkpoint.folders import Temporary, remove_old, shown, unwritable, write_file
+from moec.runtime.checkpoint.index import (
+    EXTRAS,
+    HEAD,
+    INDEX,
+    canonical,
+    digest,
+    head_bytes,
+    refuse_unreadable,
+    shard_name,
+    unexpected,
+)
+from moec.runtime.checkpoint.mathematics import fields_of
 from moec.runtime.checkpoint.parts import Part, host_piece
 from moec.runtime.checkpoint.peers import Peers
 from moec.runtime.checkpoint.shards import Piece, write_shard
 from moec.runtime.errors import JobError, RankError
-
-Complaint = list[str]
-"""Code, message and help of an error, as JSON."""
+from moec.runtime.job.checks import Complaint
 
 
 class Saving:
@@ -66,6 +76,7 @@ class Task:
     """One save of one rank. `head`: fields of `checkpoint.json` known before; `failure`: why there are no pieces."""
 
     number: int
+    plan: Plan
     target: Path
     head: Mapping[str, Any]
     data_ranks: Sequence[int]
@@ -80,15 +91,17 @@ def write(task: Task, peers: Peers) -> None:
     """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank."""
     begin, told, written, outcome = (f"{task.number}/{word}" for word in ("begin", "told", "written", "outcome"))
 
-    def told_of(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """`work()`, or its failure as a message: the other ranks wait for one."""
+    causes: list[Exception] = []
+
+    def told_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """`act()`, or its failure as a message: the other ranks wait for one."""
         try:
-            return work()
+            return act()
         except RankError:
             raise
         except Exception as error:  # noqa: BLE001
-            words = f"rank {peers.rank}: {task.target}: {type(error).__name__}: {str(error)[:300]}"
-            return {"failure": ["MOE0804", words, "report this, unless the rank was out of memory"]}
+            causes.append(error)
+            return {"failure": Complaint.of(unexpected(error, f"rank {peers.rank}: {shown(task.target)}: "))}
 
     peers.send(begin, told_of(lambda: {"failure": task.failure, "extras": task.content.digests_of_extras()}))
     leader = _Leader(task, peers) if peers.rank == 0 else None
@@ -97,7 +110,7 @@ def write(task: Task, peers: Peers) -> None:
             peers.tell(told, told_of(partial(leader.open, begin)))
         said = peers.hear(told)
         if said["failure"] is None:
-            peers.send(written, told_of(lambda: _write_own(task, peers.rank, Path(said["folder"]), said["writers"])))
+            peers.send(written, told_of(lambda: _write_shard(task, peers.rank, Path(said["folder"]), said["writers"])))
             if leader is not None:
                 peers.tell(outcome, told_of(partial(leader.close, written)))
             said = peers.hear(outcome)
@@ -105,10 +118,10 @@ def write(task: Task, peers: Peers) -> None:
         if leader is not None:
             leader.clean()
     if said["failure"] is not None:
-        raise JobError(*said["failure"])
+        raise Complaint(*said["failure"]).error() from (causes[0] if causes else None)
 
 
-def _write_own(task: Task, rank: int, folder: Path, writers: Mapping[str, list[int]]) -> dict[str, Any]:
+def _write_shard(task: Task, rank: int, folder: Path, writers: Mapping[str, list[int]]) -> dict[str, Any]:
     """Writes this rank's shard; what rank 0 needs to know of it."""
     pieces, trees = list(task.pieces), {}
     cells = {name: (part.number, part.dtype, part.shape, part.cuts) for name, part in task.parts.items()}
@@ -125,9 +138,7 @@ def _write_own(task: Task, rank: int, folder: Path, writers: Mapping[str, list[i
     try:
         written = write_shard(path, pieces)
     except OSError as error:
-        return {"failure": complaint_of(unwritable(path, error, f"rank {rank}: "))}
-    except MemoryError:
-        return {"failure": ["MOE0804", f"rank {rank}: {path}: out of memory", "save smaller extras"]}
+        return {"failure": Complaint.of(unwritable(path, error, f"rank {rank}: "))}
     with_digests = {name: (*cell, written.digests[name]) for name, cell in cells.items()}
     return {
         "failure": None, "bytes": written.num_bytes, "header": written.header, "cells": with_digests, "trees": trees,
@@ -153,7 +164,7 @@ class _Leader:
             self._writers = {name: writers_of(name, digests, self._task.data_ranks) for name in digests[0]}
             self._temporary = Temporary(self._task.target)
         except JobError as error:
-            return {"failure": complaint_of(error)}
+            return {"failure": Complaint.of(error)}
         return {"failure": None, "folder": str(self._temporary.path), "writers": self._writers}
 
     def close(self, key: str) -> dict[str, Any]:
@@ -177,17 +188,15 @@ class _Leader:
             if task.keep is not None:
                 remove_old(task.target, task.keep)
         except OSError as error:
-            return {"failure": complaint_of(unwritable(task.target, error))}
+            return {"failure": Complaint.of(unwritable(task.target, error))}
         except JobError as error:
-            return {"failure": complaint_of(error)}
+            return {"failure": Complaint.of(error)}
         return {"failure": None}
 
     def clean(self) -> None:
-        """Removes the temporary folder of a save that failed, and what the ranks said of the save before."""
+        """Removes the temporary folder of a save that failed."""
         if self._temporary is not None:
             self._temporary.discard()
-        for word in ("told", "outcome"):
-            self._peers.forget(f"{self._task.number - 1}/{word}")
 
     def _index(self, reports: Sequence[Any]) -> bytes:
         tensors: dict[str, dict[str, Any]] = {}
@@ -208,8 +217,9 @@ class _Leader:
             for name, ranks in self._writers.items()
         }
         return canonical({
-            "headers": [report["header"] for report in reports], "tensors": tensors, "settings": content.settings,
-            "job_steps": content.job_steps, "optimizer": content.optimizer, "extras": extras,
+            "model": fields_of(self._task.plan.spec.model), "headers": [report["header"] for report in reports],
+            "tensors": tensors, "settings": content.settings, "job_steps": content.job_steps,
+            "job_tokens": content.job_tokens, "optimizer": content.optimizer, "extras": extras,
         })  # fmt: skip
 
 
@@ -230,9 +240,3 @@ def writers_of(name: str, digests: Sequence[Mapping[str, str]], data_ranks: Sequ
                 "an extra is the same on all ranks, or a function of `job.data_rank`",
             )
     return [first[data_rank] for data_rank in sorted(first)]
-
-
-def complaint_of(error: JobError) -> Complaint:
-    """The error as JSON, for other ranks."""
-    found = error.diagnostics[0]
-    return [found.code, found.message, found.help or ""]

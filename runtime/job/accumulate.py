@@ -38,8 +38,9 @@ def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens
     sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
     counts = model.count_labels(flat), model.count_tokens(ids)
     # The script may change parameters between its forward passes: each gathers weights anew.
-    with model.counting(*counts, sequences, passes=1) as used:
+    with model.counting(*counts, sequences, passes=1, skips=job.finite.skips) as used:
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)
         used.require_whole(flat, look=look, numbered=model.draws)
-        model.update_states()
+        if not job.finite.stops_at_loss(model, torch.as_tensor(used.loss)):
+            model.update_states()

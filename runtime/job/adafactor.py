@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from moec.grammar.spec import Adafactor as AdafactorSpec
-from moec.runtime.job.masters import Master, chunks, local_part, require_known
+from moec.runtime.job.masters import Master, chunks, local_part
+from moec.runtime.job.matrix_optimizer import MatrixOptimizer
 from moec.runtime.job.watch import collective
 
 EPS = torch.finfo(torch.float32).eps
@@ -35,49 +35,35 @@ class _Sums:
     factor: Tensor | None = None
 
 
-class Adafactor(Optimizer):
+class Adafactor(MatrixOptimizer):
     """`torch.optim.Adafactor` of every matrix by itself: each expert's, and both halves of a gated `up`.
 
     Heads and their width together are rows or columns. Where ranks share a matrix, its sums are reduced over them, so
-    that the update is that of the whole matrix. Parameters that require a gradient take part in the collectives of
-    every `step`, which every rank calls; a parameter without a gradient is not changed. State: `step`; of matrices
-    `row_var` and `col_var`, of vectors `variance`. `grad_scale`, where set, divides gradients.
+    that the update is that of the whole matrix. State: `step`; of matrices `row_var` and `col_var`, of vectors
+    `variance`.
     """
 
-    grad_scale: Tensor | None = None
-
     def __init__(self, masters: Sequence[Master], spec: AdafactorSpec) -> None:
-        self._masters = {master.parameter: master for master in masters}
         groups = [
             {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
             for decays, decay in ((True, spec.weight_decay), (False, 0.0))
         ]
-        super().__init__(groups, {"lr": spec.lr, "decay": spec.decay, "clip": spec.clip, "eps": spec.eps})
+        options = {"lr": spec.lr, "decay": spec.decay, "clip": spec.clip, "eps": spec.eps}
+        super().__init__(masters, groups, options)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only its own groups: nothing says which matrices another parameter has."""
-        super().add_param_group(param_group)
-        require_known(self.param_groups, self._masters)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. A collective: every rank must call it, or none."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Updates every parameter group, a chunk of its parameters at a time."""
         for group in self.param_groups:
-            taking_part = [p for p in group["params"] if p.requires_grad or p.grad is not None]
-            for masters in chunks(self._masters[parameter] for parameter in taking_part):
+            for masters in chunks(self.taking_part(group["params"])):
                 self._update(masters, group)
-        return loss
 
     def _update(self, masters: Sequence[Master], group: dict[str, Any]) -> None:
         gradients = [master.gradient(self.grad_scale) for master in masters]
         directions, squares = [], []
         for master, gradient, sums in zip(masters, gradients, self._sums(masters, gradients), strict=True):
-            moment = self._moment(master, gradient, sums, group)
-            direction = gradient * moment.clamp_(min=EPS**2).rsqrt_() if gradient is not None else None
+            direction = None
+            if gradient is not None:
+                direction = gradient * self._moment(master, gradient, sums, group).clamp_(min=EPS**2).rsqrt_()
             squares.append(_square_sum(master, direction))
             directions.append((direction, sums.weights))
         _reduce([(total, m.groups(m.rows + m.columns)) for m, total in zip(masters, squares, strict=True)])
@@ -120,10 +106,8 @@ class Adafactor(Optimizer):
                 state["variance"] = torch.zeros_like(master.parameter)
         return state
 
-    def _moment(self, master: Master, gradient: Tensor | None, sums: _Sums, group: dict[str, Any]) -> Tensor:
-        """The second moment after this step's gradient, as a new tensor; unchanged without a gradient."""
-        if gradient is None:
-            return sums.squares
+    def _moment(self, master: Master, gradient: Tensor, sums: _Sums, group: dict[str, Any]) -> Tensor:
+        """The second moment after this step's gradient, as a new tensor."""
         state = self._state(master)
         state["step"] += 1
         weight = float(state["step"]) ** -group["decay"]

@@ -37,17 +37,22 @@ OTHER_TOKENS = "ranks {one} and {other} have the same `job.data_rank`, but diffe
 
 
 class Complaint(NamedTuple):
-    """An error of one rank's inputs, to be raised on every rank."""
+    """An error to be raised on every rank. Its words get the rank's number, unless it is `of_all_ranks`."""
 
     code: str
     words: str
     help: str = ""
+    of_all_ranks: bool = False
 
     @staticmethod
-    def of(error: JobError) -> Complaint:
+    def of(error: JobError, *, of_all_ranks: bool = False) -> Complaint:
         """The code and message of `error`."""
         first = error.diagnostics[0]
-        return Complaint(first.code, first.message, first.help or "")
+        return Complaint(first.code, first.message, first.help or "", of_all_ranks)
+
+    def error(self) -> JobError:
+        """The error to raise."""
+        return JobError(self.code, self.words, self.help)
 
 
 class MustMatch(NamedTuple):
@@ -105,13 +110,13 @@ class Checks:
 
         A collective: every rank calls it, or none.
         """
-        if complaint is not None and (place := self.place()):
+        if complaint is not None and not complaint.of_all_ranks and (place := self.place()):
             complaint = complaint._replace(words=f"{place}: {complaint.words}")
         return self._agree(_Report(site, complaint, matching), inputs, counts)
 
     def _agree(self, report: _Report, inputs: TpInputs | None, counts: Sequence[int]) -> list[int]:
         if report.complaint is not None:
-            raise JobError(*report.complaint)
+            raise report.complaint.error()
         return list(counts)
 
 
@@ -159,7 +164,7 @@ class JobChecks(Checks):
             dist.all_gather(buffers, buffer, group=peers)
         reports = [_Report.decode(each.numpy().tobytes().rstrip(b"\0")) for each in buffers]
         wrong = next((report.complaint for report in reports if report.complaint), None)
-        return JobError(*(wrong or _difference(reports)))
+        return (wrong or _difference(reports)).error()
 
 
 @dataclass(frozen=True, slots=True)

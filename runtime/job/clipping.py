@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from moec.runtime.errors import JobError
-from moec.runtime.job.adafactor import Adafactor
 from moec.runtime.job.masters import local_part
-from moec.runtime.job.muon import Muon
+from moec.runtime.job.matrix_optimizer import MatrixOptimizer
+from moec.runtime.job.narrow_states import NarrowAdamW
 
 _ZEROS = frozenset({torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default})
 
@@ -93,8 +93,8 @@ def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> boo
 
     The fused kernels of Adam and AdamW can, on one device; Muon and Adafactor too.
     """
-    fused = type(optimizer) in (Adam, AdamW) and all(group["fused"] for group in optimizer.param_groups)
-    if not fused and not isinstance(optimizer, Muon | Adafactor):
+    fused = type(optimizer) in (Adam, AdamW, NarrowAdamW) and all(group["fused"] for group in optimizer.param_groups)
+    if not fused and not isinstance(optimizer, MatrixOptimizer):
         return False
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     graded = [parameter for parameter in parameters if parameter.grad is not None]

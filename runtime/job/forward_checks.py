@@ -14,6 +14,11 @@ KINDS = (
     "call `train()`, `no_grad` and `requires_grad_` on every rank or on none"
 )
 
+HOOKS = (
+    "ranks differ in which parameters have hooks, which make a layer's gradients be summed in every micro-batch: "
+    "register them on every rank or on none"
+)
+
 
 class Claims(NamedTuple):
     """What one rank says of a forward pass: its first error, and what must match on all ranks."""

@@ -47,11 +47,7 @@ class Again:
         """The gathered weight. Raises `JobError` if a parameter has changed since forward."""
         if self._weights is None:
             if self._stamp() != self._before:
-                raise JobError(
-                    "MOE0722",
-                    f"a parameter of {self._site} was changed in place after the forward pass, and before its backward",
-                    "call `backward()` before `optimizer.step()` and before `load_state_dict`",
-                )
+                raise changed(self._site)
             ahead, self._ahead = self._ahead or self._begin(), None
             self._weights = ahead.finish()
             if (following := self._next()) is not None:
@@ -69,6 +65,15 @@ class Again:
     def drop(self) -> None:
         """Frees the weights."""
         self._weights = self._ahead = None
+
+
+def changed(site: str) -> JobError:
+    """The error for parameters of the layer `site` that have other values in backward."""
+    return JobError(
+        "MOE0722",
+        f"a parameter of {site} was changed in place after the forward pass, and before its backward",
+        "call `backward()` before `optimizer.step()` and before `load_state_dict`",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,15 @@ Stamp = tuple[tuple[int, int, int], ...]
 """Of each parameter: the address of this rank's part, its version, and the parameter's.
 
 An in-place change gives another stamp. A change of a DTensor, as by `load_state_dict`, gives it alone a new version; a
-change of its part, as by `job.load`, the part alone. Fused and foreach optimizers and `.data` give none.
+change of its part, as by `job.load`, the part alone. `.data` gives none, nor do fused optimizers, nor those with
+`foreach` on DTensors; optimizers of a job count their steps themselves (`optimizer.py`).
 """
 
 
 def stamp_of(parameters: Sequence[Tensor]) -> Stamp:
     """The stamp of parameters."""
     return tuple(
-        (held.data_ptr(), _version(held), _version(parameter))
+        (held.data_ptr(), version_of(held), version_of(parameter))
         for parameter, held in ((p, held_part(p)) for p in parameters)
     )
 
@@ -38,7 +39,8 @@ def held_part(parameter: Tensor) -> Tensor:
     return parameter._local_tensor.detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """The number of in-place changes that autograd has counted."""
     return 0 if tensor.is_inference() else tensor._version
 
 

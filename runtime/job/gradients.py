@@ -6,7 +6,7 @@ the groups that the plan names for the parameter (`PlanParameter.sum_over`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,6 +90,11 @@ class Bucket:
         self.flat = self._whole.new_empty(self._whole.shape[1])
         with collective("reduce_scatter", zero.group, self.site) as peers:
             self._work = reduce_scatter_single(self.flat, self._whole.view(-1), group=peers, async_op=True)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether one of its collectives has begun and not been waited for."""
+        return self._work is not None
 
     def wait_scattered(self) -> None:
         """Waits for the reduce_scatter and frees what it sent; does nothing to a bucket of whole gradients."""
@@ -180,6 +185,11 @@ def clip_gradient_norm(
     """
     require_max_norm(max_norm)
     norm = gradient_norm(gradients, sharded_over, device)
-    if gradients:
-        torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + EPS)).clamp(max=1.0))
+    scale_to(max_norm, norm, gradients.values())
     return norm
+
+
+def scale_to(max_norm: float, norm: Tensor, gradients: Collection[Tensor]) -> None:
+    """Scales gradients of the global `norm`, in place, so that it is at most `max_norm`."""
+    if gradients:
+        torch._foreach_mul_(list(gradients), (max_norm / (norm + EPS)).clamp(max=1.0))

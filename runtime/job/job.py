@@ -22,8 +22,10 @@ from moec.passes.ir import Shard
 from moec.runtime.backends import select
 from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.checkpoint.loading import load
-from moec.runtime.checkpoint.saves import Saves, save
-from moec.runtime.checkpoint.schedule import checkpoint, resume
+from moec.runtime.checkpoint.resuming import resume
+from moec.runtime.checkpoint.saves import Saves
+from moec.runtime.checkpoint.saving import save
+from moec.runtime.checkpoint.schedule import save_if_due
 from moec.runtime.checkpoint.writing import Saving
 from moec.runtime.errors import speak_once
 from moec.runtime.job import groups, loads
@@ -31,12 +33,13 @@ from moec.runtime.job.accumulate import accumulating
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.checks import Checks, JobChecks
 from moec.runtime.job.clipping import hand_over, take_back, takes_scale
-from moec.runtime.job.gradients import EPS, clip_gradient_norm, gradient_norm, require_max_norm
+from moec.runtime.job.finite import Finite
+from moec.runtime.job.gradients import EPS, gradient_norm, require_max_norm, scale_to
 from moec.runtime.job.groups import ALL_RANKS
 from moec.runtime.job.join import (
     device_meshes,
     forget_meshes,
-    join,
+    joined,
     new_connection,
     process_groups,
     require_arguments,
@@ -60,9 +63,9 @@ TIMEOUT = 100.0
 class Job:
     """One rank of a plan that runs under torchrun, or the only rank of a plan for one.
 
-    Entering it joins the process group (or uses the existing one) and builds the plan's meshes; leaving it destroys a
-    process group that entering made. `rank` of `world_size` processes trains on part `data_rank` of `data_size` equal
-    parts of the batch. Several jobs may run in one process: each has its own groups, tiles and watch.
+    Entering it joins the process group (or uses the existing one) and builds the plan's meshes; the last job that
+    leaves a process group destroys it, if a job made it. `rank` of `world_size` processes trains on part `data_rank` of
+    `data_size` equal parts of the batch. Several jobs may run in one process: each has its own groups, tiles and watch.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Job:
         check_replicas: int = 0,
         timeout: float = TIMEOUT,
         checks: str = "first",
+        on_nonfinite: str = "raise",
     ) -> None:
         require_arguments(device, check_replicas, timeout)
         self.plan = plan
@@ -86,10 +90,13 @@ class Job:
         """Calls of `step` so far, with those before the checkpoint that was loaded."""
         self.tokens = 0
         """Tokens of this rank that `step` and `accumulate` have trained on."""
+        self._earlier_tokens = 0
         self._watch: Watch | None = None
-        self._hands_over = False
+        self._scale_is_pending = False
         self._number, self._meshes = groups.new_job(), dict[str, DeviceMesh]()
         self._checks = Checks(checks, self._place)
+        self.finite = Finite(self, on_nonfinite)
+        """Keeps what is not finite from the weights; counts the steps that it has left out."""
         self._stack = ExitStack()
         self._saves: Saves | None = None
 
@@ -105,9 +112,7 @@ class Job:
             select(self.device_type)  # raises for an unusable `MOEC_BACKEND`, before any collective
             self.data_rank = self.plan.data_rank(self.rank)
             self._checks = self._checks_of_ranks()
-            if not dist.is_initialized():
-                join(self.rank, self.world_size, self.device_type, self._timeout)
-                stack.callback(dist.destroy_process_group)
+            stack.enter_context(joined(self.rank, self.world_size, self.device_type, self._timeout))
             stack.callback(forget_meshes)
             self._meshes = device_meshes(self.plan.meshes, self.device_type)
             named = process_groups(self._meshes, self.device_type, self._timeout)
@@ -119,7 +124,7 @@ class Job:
                 self._watch = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
             stack.enter_context(groups.opened(self._number, named, self._watch))
             stack.enter_context(triton_tiles.opened(self.plan.tiles))
-            self._saves = stack.enter_context(Saves(saves_store, self.rank, self.world_size))
+            self._saves = stack.enter_context(Saves(saves_store, self.rank, self.world_size, self._watch))
             self._stack = stack.pop_all()
         return self
 
@@ -153,7 +158,10 @@ class Job:
         train = self.plan.spec.train
         named, datas = parameters_by_name(model, self.plan), self.plan.parameters
         masters = [master_of(parameter, datas[name], self._number) for name, parameter in named.items()]
-        return make_optimizer(train.optimizer if train else AdamWSpec(), masters, model)
+        spec, state = (train.optimizer, train.state) if train else (AdamWSpec(), "fp32")
+        optimizer = make_optimizer(spec, masters, model, state)
+        self.finite.guard(optimizer, model)
+        return optimizer
 
     def step(
         self,
@@ -182,14 +190,14 @@ class Job:
         A count that takes `logits` first needs the forward pass, and so one micro-batch. `inputs` are tensors `[batch,
         sequence, …]`, split as tokens are. The model's balance terms are added (`.aux_loss`).
 
-        Raises `JobError` on every rank for a loss that is no scalar, a count that is 0 on all ranks, and inputs of
-        other shapes.
+        Raises `JobError` on every rank for a loss that is no scalar or not finite, a count that is 0 on all ranks, and
+        inputs of other shapes.
         """
         self._require_own(model)
         self.steps += 1
         if self._check_every and self.steps % self._check_every == 0:
             self.check_replicas(model)
-        if self._hands_over:
+        if self._scale_is_pending:
             take_back(model.parameters())
         self.tokens += labels.numel() if isinstance(labels, Tensor) else 0
         step = Step(
@@ -211,7 +219,7 @@ class Job:
         Each backward pass sums gradients over the ranks; `job.step(…, microbatches=n)` sums them once.
         """
         self._require_own(model)
-        if self._hands_over:
+        if self._scale_is_pending:
             take_back(model.parameters())
         self.tokens += sum(part.numel() for part in labels)
         with accumulating(self, model, labels, tokens):
@@ -246,20 +254,24 @@ class Job:
 
         With `optimizer`, its next `step()` scales them while it reads them, with results that are equal up to rounding.
         Until then reading or changing them raises `JobError`; `zero_grad()` drops them. An optimizer that cannot, such
-        as SGD, or that lacks some of the parameters, finds them scaled.
+        as SGD, or that lacks some of the parameters, finds them scaled. Raises `JobError` on every rank for a norm that
+        is not finite, unless the job's `on_nonfinite` says otherwise.
         """
         self._require_own(model)
         require_max_norm(max_norm)
         named = parameters_by_name(model, self.plan)
-        if self._hands_over:
+        if self._scale_is_pending:
             take_back(named.values())
         sharded = {name: groups_of_shards(self.plan.parameters[name], self._number) for name in named}
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         device = next(model.parameters()).device
-        if optimizer is None or not takes_scale(optimizer, named.values()):
-            return clip_gradient_norm(gradients, sharded, max_norm, device)
         norm = gradient_norm(gradients, sharded, device)
-        self._hands_over = True
+        if self.finite.stops_at_norm(model, norm, gradients):
+            return norm
+        if optimizer is None or not takes_scale(optimizer, named.values()):
+            scale_to(max_norm, norm, gradients.values())
+            return norm
+        self._scale_is_pending = True
         hand_over(named.values(), ((norm + EPS) / max_norm).clamp(min=1.0), optimizer)
         return norm
 
@@ -280,7 +292,7 @@ class Job:
         A collective: every rank must call it, or none.
         """
         self._require_own(model)
-        return loads.of_experts(self, model)
+        return loads.of_last_pass(self, model, "job.expert_loads").experts
 
     def drop_rates(self, model: PlanModule) -> dict[int, float]:
         """Fraction of the last forward pass's choices that a capacity dropped, over all ranks: layer → 0 to 1.
@@ -288,7 +300,7 @@ class Job:
         A collective: every rank must call it, or none.
         """
         self._require_own(model)
-        return loads.drop_rates(self, model, loads.of_experts(self, model))
+        return loads.of_last_pass(self, model, "job.drop_rates").drop_rates(self.plan)
 
     def save(
         self, path: str | Path, model: PlanModule, optimizer: Optimizer | None = None, *, keep: int | None = None,
@@ -326,22 +338,30 @@ class Job:
         *,
         every: int | None = None,
         seconds: float | None = None,
+        on_signal: int | None = None,
         keep: int | None = None,
         **extras: Any,
     ) -> Saving | None:
         """Saves to `folder/STEP` if `every` steps or `seconds` have passed since the last; call it after each step.
 
-        STEP is the model's setting `step`. Rank 0's clock counts the seconds, for which ranks agree in each call.
+        STEP is the model's setting `step`. Rank 0's clock counts the seconds. With `on_signal=signal.SIGTERM`, the call
+        after a SIGTERM to any rank saves, waits until the checkpoint is durable, and ends every rank by that signal.
+        With `seconds` or `on_signal` ranks agree in each call.
         """
         self._require_own(model)
-        return checkpoint(
-            self, folder, model, optimizer, every=every, seconds=seconds, keep=keep, extras=extras
+        return save_if_due(
+            self, folder, model, optimizer, every=every, seconds=seconds, on_signal=on_signal, keep=keep,
+            extras=extras,
         )  # fmt: skip
 
     def resume(
         self, folder: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
     ) -> int:  # fmt: skip
-        """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step`, 0 without."""
+        """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step`, 0 without.
+
+        A damaged one is renamed to `NAME.damaged`, with a warning, and the one before it is loaded. If all are damaged,
+        the newest's MOE0801 is raised. Other errors are those of `load`.
+        """
         self._require_own(model)
         return resume(self, folder, model, optimizer, extras)
 
@@ -358,6 +378,15 @@ class Job:
     def collective_seconds(self) -> float:
         """Seconds that this rank's host has spent in collectives, on CUDA those to start them and to wait for them."""
         return 0.0 if self._watch is None else self._watch.seconds
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
+        return self._earlier_tokens + self.tokens * self.data_size
+
+    @total_tokens.setter
+    def total_tokens(self, tokens: int) -> None:
+        self._earlier_tokens = tokens - self.tokens * self.data_size
 
     # ---- internal ------------------------------------------------------------------------------------
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -24,10 +26,45 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.groups import ALL_RANKS, HOST
 
 _joined: Counter[tuple[str, str]] = Counter()
-"""Counts the jobs that this process has joined at each address. The count is equal on all ranks: all run one script."""
+"""Counts the process groups that this process has made at each address; equal on all ranks, which run one script."""
 
 
-def join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
+@dataclass(slots=True)
+class _Made:
+    """The process group of all ranks that a job made, and the jobs that use it now."""
+
+    group: ProcessGroup
+    jobs: int = 0
+
+
+_made: list[_Made] = []
+
+
+@contextmanager
+def joined(rank: int, world_size: int, device_type: str, timeout: timedelta) -> Iterator[None]:
+    """The process group of all ranks until the block ends: the one that is there, or a new one.
+
+    A group that was made here ends with the last job that uses it, in whatever order jobs end.
+    """
+    if not dist.is_initialized():
+        _join(rank, world_size, device_type, timeout)
+        assert dist.group.WORLD is not None
+        _made[:] = [_Made(dist.group.WORLD)]
+    mine = next((made for made in _made if made.group is dist.group.WORLD), None)
+    if mine is None:  # the script's own group
+        yield
+        return
+    mine.jobs += 1
+    try:
+        yield
+    finally:
+        mine.jobs -= 1
+        if not mine.jobs and mine.group is dist.group.WORLD:
+            _made.clear()
+            dist.destroy_process_group()
+
+
+def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> None:
     """Makes the process group of all ranks, from torchrun's environment where there is one."""
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
     if device_type == "cuda":

@@ -147,7 +147,7 @@ class MoeLayer(nn.Module):
             matching = MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kinds)
             checks.require("start of a layer", complaint, *matching)
         elif complaint:
-            raise JobError(*complaint)
+            raise complaint.error()
         return look
 
     def _require_scores(self, noted: Any, look: bool) -> None:

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from moec.codegen.plan import PlanParameter
+from moec.passes.cost.optimizer_state import CHUNK
 from moec.passes.ir import VECTOR, Matrices
 from moec.passes.ir import Shard as Cut
 from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError
-
-CHUNK = 1 << 26
-"""Elements of a rank's parts that are updated together, unless one parameter has more: a bound on temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)

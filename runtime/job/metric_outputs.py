@@ -24,13 +24,19 @@ class Output(Protocol):
 
 
 class JsonLines:
-    """One JSON object per line, appended by one write; numbers that are not finite are null."""
+    """One JSON object per line, appended by one write; numbers that are not finite are null.
 
-    def __init__(self, path: str | PathLike[str]) -> None:
+    The first line in a file that has lines says `resumed`: its run goes on after this step, `steps`. Earlier lines of
+    later steps are of a run that was lost.
+    """
+
+    def __init__(self, path: str | PathLike[str], steps: int = 0) -> None:
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - `close` closes it
+        self._first = {"resumed": steps} if self._file.seekable() and self._file.tell() else {}
 
     def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
-        line = json.dumps(_finite(record), allow_nan=False).encode() + b"\n"
+        first, self._first = self._first, {}
+        line = json.dumps(_finite({**record, **first}), allow_nan=False).encode() + b"\n"
         if self._file.write(line) != len(line):
             raise OSError(errno.ENOSPC, "a line was written in part", self._file.name)
 
@@ -39,12 +45,15 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Scalars by name; those of layers as `load/3`. The package's writer writes them in a thread of its own."""
+    """Scalars by name; those of layers as `load/3`. The package's writer writes them in a thread of its own.
 
-    def __init__(self, folder: str | PathLike[str]) -> None:
+    A run that goes on after `steps` hides the scalars of later steps, which a lost run has written.
+    """
+
+    def __init__(self, folder: str | PathLike[str], steps: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(folder), purge_step=steps + 1)
 
     def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
         for name, value in record.items():

@@ -23,7 +23,7 @@ from moec.grammar.spec import Dropless
 from moec.passes.cost.totals import tally
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import MustMatch
-from moec.runtime.job.loads import drop_rates
+from moec.runtime.job.loads import of_last_pass
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
 from moec.runtime.job.module import PlanModule
 
@@ -46,9 +46,9 @@ OTHER_METRICS = (
 class Metrics:
     """Measures every `every`-th training step; other steps cost two additions.
 
-    Made by `job.metrics`. A measured step waits for the device and takes one small all_reduce, or two where choices
-    may be dropped, so that every rank must call `step`. The first rank writes. An output that cannot be written is
-    named once on stderr, and left out from then on. Without outputs nothing is measured.
+    Made by `job.metrics`. A measured step waits for the device and takes two small all_reduces, so that every rank must
+    call `step`; the first finds ranks that make another call. The first rank writes. An output that cannot be written
+    is named once on stderr, and left out from then on. Without outputs nothing is measured.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class Metrics:
             return
         self._flops_per_token, self._peak = _flops_per_token(job.plan), _peak(job.plan)
         if path is not None:
-            self._open(lambda: JsonLines(path))
+            self._open(lambda: JsonLines(path, self._steps))
         if tensorboard is not None:
-            self._open(lambda: TensorBoard(tensorboard))
+            self._open(lambda: TensorBoard(tensorboard, self._steps))
         if progress:
             from moec.runtime.job.progress_display import make_display
 
@@ -125,13 +125,14 @@ class Metrics:
         self._since_tokens += tokens or 0
         if not self._wanted or self._steps % self._every:
             return None
-        loads = self._job.expert_loads(model)
-        drops = drop_rates(self._job, model, loads) if self._may_drop else {}
+        last = of_last_pass(self._job, model, "metrics.step")
+        loads, drops = last.experts, last.drop_rates(self._job.plan) if self._may_drop else {}
         if self._job.rank:
             return None
         record: Record = {"step": self._steps, "loss": _number(loss)}
         record |= {} if grad_norm is None else {"grad_norm": _number(grad_norm)}
         record |= {} if optimizer is None else {"lr": _number(optimizer.param_groups[0]["lr"])}
+        record |= {"skipped": self._job.finite.skipped} if self._job.finite.skips else {}
         record |= self._rates(tokens is not None)
         record |= {name: _number(value) for name, value in others.items()}
         record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
@@ -143,11 +144,14 @@ class Metrics:
     def _rates(self, counted: bool) -> Record:
         """Figures of the time since the last record."""
         now, collectives = time.monotonic(), self._job.collective_seconds
-        tokens = self._since_tokens if counted else (self._job.tokens - self._since_job_tokens) * self._job.data_size
+        by_job = (self._job.tokens - self._since_job_tokens) * self._job.data_size
+        tokens = self._since_tokens if counted else by_job
+        self._job.total_tokens += tokens - by_job
         seconds = max(now - self._since, 1e-9)
         self._tokens += tokens
         rate = tokens / seconds
-        found: Record = {"tokens": self._tokens, "tokens_per_second": rate, "seconds": now - self._started}
+        found: Record = {"tokens": self._tokens, "total_tokens": self._job.total_tokens}
+        found |= {"tokens_per_second": rate, "seconds": now - self._started}
         if self._peak is not None:
             found["mfu"] = rate * self._flops_per_token / self._peak
         found |= {"memory": _memory(self._job.device_type), "collective_seconds": collectives - self._since_collectives}

@@ -47,6 +47,10 @@ class Microbatches:
             weights.forget()
         self.pending.clear()
 
+    def drop_finished(self) -> None:
+        """Drops reduce_scatters that were waited for, whose results would stay in memory."""
+        self.scattering = [bucket for bucket in self.scattering if bucket.is_running]
+
     def wait_scattered(self) -> None:
         """Waits for the reduce_scatters of the layer before."""
         before, self.scattering = self.scattering, ()
@@ -56,18 +60,28 @@ class Microbatches:
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """Summed gradients of earlier micro-batches, and which parameters needed one in any of them."""
+    """Summed gradients of earlier micro-batches, and which parameters needed one in any of them.
+
+    `own`: of each gradient, whether nothing else refers to it, so that the next one is added in place. Autograd may
+    refer to a gradient that it gave; the wide copy of a narrow one and a sum are this object's own.
+    """
 
     gradients: list[Tensor | None]
     needed: tuple[bool, ...]
     device: torch.device
+    own: Sequence[bool]
 
     def plus(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Adds another micro-batch's gradients."""
-        return [_added(one, other) for one, other in zip(self.gradients, gradients, strict=True)]
+        """Adds another micro-batch's gradients, in place where that is safe. Call it once."""
+        return [_added(*each) for each in zip(self.gradients, gradients, self.own, strict=True)]
+
+    def owns_sums(self, gradients: Sequence[Tensor | None], own: Sequence[bool]) -> list[bool]:
+        """Of each result of `plus`, whether nothing else refers to it; `own`: of each of `gradients`."""
+        pairs = zip(self.gradients, gradients, self.own, own, strict=True)
+        return [mine if b is None else its if a is None else True for a, b, mine, its in pairs]
 
 
-def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+def _added(one: Tensor | None, other: Tensor | None, in_place: bool) -> Tensor | None:
     if one is None or other is None:
         return one if other is None else other
-    return one + other
+    return one.add_(other) if in_place else one + other

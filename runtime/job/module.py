@@ -20,7 +20,7 @@ from moec.runtime.job import unscored
 from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.batches import Limits, device_of
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
-from moec.runtime.job.forward_checks import KINDS, SHAPES, Claims, counts_own_tokens
+from moec.runtime.job.forward_checks import HOOKS, KINDS, SHAPES, Claims, counts_own_tokens
 from moec.runtime.job.home import Home
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.plan_layer import Layer, layer_inside
@@ -120,15 +120,20 @@ class PlanModule(nn.Module):
         if self._is_training_step(labels):
             self._updates.add(results)
         aux_loss = None if balance is None else self._aux_loss(balance, tokens)
+        refuses = look and not self._counts.skips
+        if unfit is not None:
+            logits = logits * torch.nan  # differentiable: with `skips` backward runs on every rank
         if labels is None:
-            if look and self._routers:
+            if refuses and self._routers:
                 self._home.checks.require("end of a forward pass", unfit)
             return ModelOutput(logits, aux_loss=aux_loss)
         if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
-            logits, labels = torch.full_like(logits, torch.nan), torch.zeros_like(labels)
+            labels = torch.zeros_like(labels)
         loss = self._loss(logits, labels)
-        if look and loss.isnan():
+        if refuses and loss.isnan():
             self._home.checks.require("end of a forward pass", unfit)
+        if not in_backward():
+            self._counts.add_loss(loss if aux_loss is None else loss + aux_loss)
         return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
 
     def _refuse_late_recomputation(self) -> None:
@@ -218,6 +223,13 @@ class PlanModule(nn.Module):
         """The new value that these loads (layer → int64 `[sources, experts]`) give each state, by its full name."""
         return {name: value for name, (_, value) in self._updates.new_values(self.layers, loads).items()}
 
+    def open_step_complaint(self) -> Complaint | None:
+        """Why nothing may be saved or loaded now, or None: a step has begun, and its gradients and states are parts."""
+        if self._counts.sequences is None:
+            return None
+        words = "a checkpoint was asked for inside of job.accumulate or job.step, whose step has begun and not ended"
+        return Complaint("MOE0724", words, "save and load between two steps, after `optimizer.step()`")
+
     def update_complaint(self) -> Complaint | None:
         """Why `update_states` has nothing to update, or None."""
         in_step = self._counts.sequences is not None
@@ -241,12 +253,13 @@ class PlanModule(nn.Module):
 
     @contextmanager
     def counting(
-        self, labels: Tensor | None, tokens: Tensor | None, sequences: int, *, passes: int
+        self, labels: Tensor | None, tokens: Tensor | None, sequences: int, *, passes: int, skips: bool = False
     ) -> Iterator[StepCounts]:
         """Inside the block, losses are divided by these counts instead of each forward pass's counts.
 
         The block is one step of `sequences` sequences on this rank, in about `passes` forward passes, for which
-        ZeRO 1 and 2 gather weights once; it adds 1 to `step` unless it raises.
+        ZeRO 1 and 2 gather weights once; it adds 1 to `step` unless it raises. `skips`: router logits that are not
+        finite make the loss NaN, and raise nothing.
         """
         if self._counts.sequences is not None:
             raise JobError(
@@ -254,7 +267,7 @@ class PlanModule(nn.Module):
                 "job.step or job.accumulate was called inside job.accumulate of the same model: one step at a time",
                 "end the block of job.accumulate first",
             )
-        self._counts = StepCounts(labels, tokens, sequences)
+        self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
         self._microbatches.keeps = passes > 1
         try:
@@ -339,6 +352,11 @@ class PlanModule(nn.Module):
         kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), hash(tuple(needed)))
         settings = same_on_ranks(self.settings if self._draws else {})
         return Claims(complaint, (MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kind), settings))
+
+    def hooks_of_parameters(self) -> MustMatch:
+        """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""
+        hooked = tuple(weights.is_hooked for weights in self.all_weights(wrapped=True))
+        return MustMatch("MOE0713", HOOKS, (sum(hooked), hash(hooked)))
 
     def agreed(self, tokens: Tensor, look: bool) -> None:
         """Makes the next forward pass of these tokens skip its agreement: the ranks have agreed for the step."""

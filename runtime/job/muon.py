@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.adamw import adamw
 
 from moec.grammar.spec import Muon as MuonSpec
-from moec.runtime.job.masters import Master, chunks, local_part, require_known
+from moec.runtime.job.masters import Master, chunks, local_part
+from moec.runtime.job.matrix_optimizer import MatrixOptimizer
+from moec.runtime.job.narrow_states import update_by_adamw, widened
 from moec.runtime.job.newton_schulz import compute_dtype, orthogonalized
 from moec.runtime.job.whole_matrices import Cut, of_whole
 
 
-class Muon(Optimizer):
+class Muon(MatrixOptimizer):
     """Updates hidden matrices by Muon, each expert's by itself, and all other parameters by fused AdamW.
 
     The first parameter group has the hidden matrices. A sharded matrix is orthogonalised whole, by one of the ranks
-    that share it. Hidden parameters that require a gradient take part in the collectives of every `step`, which every
-    rank calls; a parameter without a gradient is not changed. State: `momentum_buffer`; of AdamW `step`, `exp_avg` and
-    `exp_avg_sq`. `grad_scale`, where set, divides gradients.
+    that share it; the others take part in no collective. State: `momentum_buffer`; of AdamW `step`, `exp_avg` and
+    `exp_avg_sq`; all but `step` are kept in `state_dtype` between steps, by default the parameter's.
     """
 
-    grad_scale: Tensor | None = None
-
-    def __init__(self, masters: Sequence[Master], spec: MuonSpec) -> None:
+    def __init__(self, masters: Sequence[Master], spec: MuonSpec, state_dtype: torch.dtype | None = None) -> None:
+        self._state_dtype = state_dtype
         hidden = [master for master in masters if master.matrices.hidden]
         others = [master for master in masters if not master.matrices.hidden]
-        self._masters = {master.parameter: master for master in hidden}
-        self._known = {master.parameter for master in masters}
         second = spec.adamw
         options = {"lr": second.lr, "beta1": second.beta1, "beta2": second.beta2, "eps": second.eps, "fused": True}
         groups: list[dict[str, Any]] = [
@@ -51,27 +47,15 @@ class Muon(Optimizer):
                 for decays, decay in ((True, second.weight_decay), (False, 0.0))
             ),
         ]
-        super().__init__(groups, {})
+        super().__init__(masters, groups, {})
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only its own groups: nothing says which matrices another parameter has."""
-        super().add_param_group(param_group)
-        require_known(self.param_groups, self._known)
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One update. A collective: every rank must call it, or none."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def update(self) -> None:
+        """Updates hidden matrices by Muon, all others by AdamW."""
         hidden, *others = self.param_groups
-        taking_part = [p for p in hidden["params"] if p.requires_grad or p.grad is not None]
-        for masters in _alike([self._masters[parameter] for parameter in taking_part]):
+        for masters in _alike(self.taking_part(hidden["params"])):
             self._update_hidden(masters, hidden)
         for group in others:
             self._update_others(group)
-        return loss
 
     def _update_hidden(self, masters: Sequence[Master], group: dict[str, Any]) -> None:
         """Updates parameters with matrices of one shape that are cut in the same way."""
@@ -96,38 +80,14 @@ class Muon(Optimizer):
         if gradient is None:
             return local_part(state["momentum_buffer"]) if state else torch.zeros_like(master.local)
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(master.parameter)
-        momentum = local_part(state["momentum_buffer"])
-        momentum.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+            state["momentum_buffer"] = torch.zeros_like(master.parameter, dtype=self._state_dtype)
+        with widened([state], "momentum_buffer", self._state_dtype) as (momentum,):
+            momentum.lerp_(gradient, 1 - group["momentum"])
+            return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _update_others(self, group: dict[str, Any]) -> None:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        for parameter in parameters:
-            state = self.state[parameter]
-            if not state:
-                state["step"] = torch.zeros((), device=parameter.device)
-                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        states = [self.state[parameter] for parameter in parameters]
-        if not parameters:
-            return
-        adamw(
-            [local_part(parameter) for parameter in parameters],
-            [local_part(parameter.grad) for parameter in parameters],
-            [local_part(state["exp_avg"]) for state in states],
-            [local_part(state["exp_avg_sq"]) for state in states],
-            [],
-            [state["step"] for state in states],
-            fused=True,
-            grad_scale=self.grad_scale,
-            amsgrad=False,
-            maximize=False,
-            beta1=group["beta1"],
-            beta2=group["beta2"],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
+        options = {name: group[name] for name in ("beta1", "beta2", "lr", "weight_decay", "eps")}
+        update_by_adamw(group["params"], self.state, self._state_dtype, {**options, "grad_scale": self.grad_scale})
 
 
 def _alike(masters: Sequence[Master]) -> Iterator[list[Master]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -19,6 +21,7 @@ from moec.runtime.job.adafactor import Adafactor
 from moec.runtime.job.home import home_of
 from moec.runtime.job.masters import Master
 from moec.runtime.job.muon import Muon
+from moec.runtime.job.narrow_states import NarrowAdamW, NarrowSgd
 from moec.runtime.job.state_dict_signing import KEY, require_own
 
 OTHER_STATE = (
@@ -27,25 +30,41 @@ OTHER_STATE = (
 )
 
 
-def make_optimizer(spec: OptimizerSpec, masters: Sequence[Master], model: nn.Module | None = None) -> Optimizer:
-    """The optimizer of `spec` over these masters. Its state is signed with this rank's parts of `model`."""
+def make_optimizer(
+    spec: OptimizerSpec, masters: Sequence[Master], model: nn.Module | None = None, state: str = "fp32"
+) -> Optimizer:
+    """The optimizer of `spec` over these masters, with states in the dtype `state`.
+
+    Its state is signed with this rank's parts of `model`.
+    """
     groups = [
         {"params": [m.parameter for m in masters if m.decays == decays], "weight_decay": decay}
         for decays, decay in ((True, spec.weight_decay), (False, 0.0))
     ]
     optimizer: Optimizer
+    narrow = state == "bf16"
     match spec:
         case AdamWSpec():
-            optimizer = AdamW(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
+            kind = NarrowAdamW if narrow else AdamW
+            optimizer = kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
         case SgdSpec():
-            optimizer = SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True)
+            optimizer = (NarrowSgd if narrow and spec.momentum else SGD)(
+                groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True
+            )
         case AdafactorSpec():
             optimizer = Adafactor(masters, spec)
         case MuonSpec():
-            optimizer = Muon(masters, spec)
+            optimizer = Muon(masters, spec, torch.bfloat16 if narrow else None)
+    optimizer.register_step_post_hook(_count_change)
     if model is not None:
         _sign(optimizer, model)
     return optimizer
+
+
+def _count_change(optimizer: Optimizer, *_: Any) -> None:
+    """Tells autograd of the step: fused optimizers, and foreach ones on DTensors, change parameters unnoticed."""
+    updated = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    increment_version(updated)
 
 
 def _require_fitting(optimizer: Optimizer, state: dict[str, Any]) -> None:

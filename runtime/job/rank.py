@@ -83,8 +83,8 @@ class RankHome:
             group=self.groups + cut.group,
             dim=cut.dim,
             ranks=self.plan.meshes[data.mesh].size(cut.axis),
-            per_use=data.layout == data.master,
-            per_pass=data.gradient == data.master,
+            per_use=data.zero_stage == 3,
+            per_pass=data.zero_stage >= 2,
         )
 
     def _sum_over(self, data: PlanParameter) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir import SEED, SETTINGS, STEP, TRAINING
-from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint, MustMatch
 
 _MODE: Mapping[bool, Tensor] = {mode: torch.tensor(int(mode), device="cpu") for mode in (True, False)}
@@ -27,7 +26,7 @@ def require_seed(seed: int) -> None:
     """Raises `JobError` for a seed that is no setting of a model: a module draws its parameters from it."""
     complaint = complaint_about({SEED.name: seed})
     if complaint is not None:
-        raise JobError(*complaint)
+        raise complaint.error()
 
 
 def setting_values(names: Sequence[str], values: Mapping[str, int], *, training: bool) -> tuple[Tensor, ...]:

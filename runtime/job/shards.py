@@ -48,13 +48,13 @@ def require_gathered(plan: Plan) -> None:
         for name, (parameter, cut) in cuts.items():
             if parameter.master.cuts(cut.dim) != (cut.axis,):
                 raise _not_executable(f"the optimizer state of {name} is {parameter.master}, with two cuts of one dim")
-            if parameter.layout != parameter.master and cut.group not in parameter.sum_over:
+            if parameter.zero_stage < 3 and cut.group not in parameter.sum_over:
                 raise _not_executable(f"{block.name} does not sum the gradient of {name} over {cut.axis}")
         for op in block.ops:
             for name in cuts.keys() & set(op.operands):
                 parameter, cut = cuts[name]
                 gathers = isinstance(op, AllGather) and (op.axis, op.dim) == (cut.axis, cut.dim)
-                if parameter.layout == parameter.master and not gathers:
+                if parameter.zero_stage == 3 and not gathers:
                     raise _not_executable(f"{block.name} uses {name}, which is {parameter.layout}, in {op.mnemonic}")
 
 

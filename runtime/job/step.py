@@ -126,6 +126,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
             num_tokens,
             step.tokens.shape[0],
             passes=step.microbatches,
+            skips=job.finite.skips,
         ),
     ):
         for index, (tokens, labels, inputs) in enumerate(step.parts()):
@@ -150,7 +151,8 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 "compute it from `logits` or `logprobs` without `detach()`, `item()` or `no_grad`; zero the gradients",
             )
         microbatches.finish()
-        model.update_states()
+        if not job.finite.stops_at_loss(model, sum_of_losses):
+            model.update_states()
     return sum_of_losses
 
 
@@ -173,9 +175,12 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     inputs = TpInputs((step.tokens, step.labels, *step.inputs.values()), look)
     on_host = device.type == "cpu"
     counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else (0, 0)
+    matching = (*matching, step.must_match())
+    if step.microbatches > 1 and complaint is None:
+        matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
     users_code = step.has_custom_loss or model.is_hooked
     totals = job.checks.require(
-        "start of a step", complaint, *matching, step.must_match(), inputs=inputs, counts=(int(users_code), *counts)
+        "start of a step", complaint, *matching, inputs=inputs, counts=(int(users_code), *counts)
     )
     agreed = totals[0] == 0
     if on_host:

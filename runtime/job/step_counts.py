@@ -28,6 +28,10 @@ class StepCounts:
     """Labels, ignored ones included, of the forward passes on this rank whose losses were divided by `labels`."""
     valid: int | Tensor = 0
     """Valid labels of those passes, on this rank."""
+    loss: float | Tensor = 0.0
+    """The sum of those passes' losses, a scalar."""
+    skips: bool = False
+    """Whether a step whose loss is not finite is left out, and raises nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCounts:
         return StepCounts()  # a copy of a model belongs to no open step
@@ -37,6 +41,11 @@ class StepCounts:
         if self.labels is not None:
             self.given += labels.numel()
             self.valid = self.valid + (labels != IGNORED_LABEL).sum()
+
+    def add_loss(self, loss: Tensor) -> None:
+        """Adds the global loss of a forward pass, if it is divided by `self.labels`."""
+        if self.labels is not None:
+            self.loss = self.loss + loss.detach()
 
     def require_whole(self, labels: Tensor, *, look: bool, numbered: bool) -> None:
         """Raises `JobError` unless the forward passes had just the `labels` and, if `numbered`, all the sequences.

@@ -33,6 +33,8 @@ TERMINATED_SECONDS = 3.0
 """How long answers may take after the launcher's SIGTERM: torchrun kills 30 s later."""
 EXIT_SECONDS = 10.0
 """How long a rank may take to end by itself after a verdict."""
+BEATS = 8
+"""How often a rank says that it lives, in the time after which others ask for it."""
 
 _launches = 0
 
@@ -134,6 +136,7 @@ class Watch:
         self._stopping = False
         self.tick = min(1.0, max(0.05, timeout / 50))
         self._patience = timeout - min(MARGIN_SECONDS, timeout / 4)
+        self._next_beat = 0.0
         self._thread = threading.Thread(target=self._run, name="moec-watch", daemon=True)
         self._thread.start()
 
@@ -186,10 +189,24 @@ class Watch:
         self._wakeup.wake()
         self._thread.join()
 
+    # ---- other threads, while they wait outside of collectives -----------------------------------------
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """What was found about a rank that blocks the job; None so far."""
+        return self._verdict
+
+    def beats_of(self, rank: int) -> int:
+        """A count that grows while the process of `rank` lives, from the first call on any rank on."""
+        if not self._store.check(["beats_wanted"]):
+            self._store.set("beats_wanted", "")
+        return self._store.add(f"beats_{rank}", 0)
+
     # ---- the second thread ----------------------------------------------------------------------------
 
     def _run(self) -> None:
         while True:
+            self._beat()
             terminated = self._wakeup.sleep(self.tick)
             if self._stopping:
                 return
@@ -203,6 +220,14 @@ class Watch:
                 self.answer()
             if self._verdict is not None:
                 self._wait_for_the_end()
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + self._patience / BEATS
+            with suppress(RuntimeError):  # the store is gone: the collectives will fail
+                if self._store.check(["beats_wanted"]):
+                    self._store.add(f"beats_{self.rank}", 1)
 
     def _is_asked(self) -> bool:
         try:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from moec.runtime.job.gathered_again import Again
+from moec.runtime.job.gathered_again import Again, changed
+from moec.runtime.job.gathering import version_of
 from moec.runtime.job.gradients import Bucket
 from moec.runtime.job.weight_spec import WeightSpec
 
@@ -36,18 +38,31 @@ class Pass:
     """One forward pass: its parameters, and the sums that its backward has started.
 
     `hooked`: whether a parameter has hooks, which need its gradient. `again`: the weights that backward gathers again.
+    `versions`: of the DTensors whose parts the graphs use as they are. Autograd sees changes of a part, but not those
+    of its DTensor.
     """
 
-    __slots__ = ("again", "buckets", "hooked", "needed", "parameters", "weights")
+    __slots__ = ("again", "buckets", "hooked", "needed", "parameters", "versions", "weights")
 
     def __init__(self, weights: Weights, parameters: Sequence[Tensor]) -> None:
         self.weights = weights
         self.needed = tuple(parameter.requires_grad for parameter in parameters)
-        self.hooked = any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+        self.hooked = any(map(has_hooks, parameters))
         # Mesh and placements only: a reference to the parameter would make a cycle with its gradient.
         self.parameters = [(p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters]
         self.buckets: list[Bucket] = []
         self.again: Again | None = None
+        self.versions = [
+            (ref(parameter), version_of(parameter))
+            for parameter, spec in zip(parameters, weights.specs, strict=True)
+            if isinstance(parameter, DTensor) and spec.zero is None and spec.dtype == parameter.dtype
+        ]
+
+    def require_unchanged(self) -> None:
+        """Raises `JobError` if such a DTensor has changed since forward: autograd's weights have changed with it."""
+        for each, version in self.versions:
+            if (parameter := each()) is not None and version_of(parameter) != version:
+                raise changed(self.weights.specs[0].site)
 
 
 class Unwrap(torch.autograd.Function):
@@ -67,7 +82,7 @@ class Unwrap(torch.autograd.Function):
         one_pass: Pass = ctx.one_pass
         results = list(gradients)
         buckets, one_pass.buckets = one_pass.buckets, []
-        finish(results, buckets)
+        one_pass.weights.finish_sums(results, buckets)
         return (None, *map(wrapped, results, one_pass.weights.specs, one_pass.parameters))
 
 
@@ -87,6 +102,7 @@ class Narrow(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         one_pass: Pass = ctx.one_pass
+        one_pass.require_unchanged()
         if one_pass.again is not None:
             one_pass.again.drop()
         wide = [
@@ -95,6 +111,11 @@ class Narrow(torch.autograd.Function):
         ]
         results, one_pass.buckets = one_pass.weights.begin_sums(wide, one_pass, ctx.device)
         return None, None, *results
+
+
+def has_hooks(parameter: Tensor) -> bool:
+    """Whether backward calls a user's function with the parameter's gradient."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def local_part_of(parameter: Tensor) -> Tensor:

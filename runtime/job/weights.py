@@ -27,7 +27,7 @@ from moec.runtime.job.gathering import Gathering, Stamp, held_part, stamp_of
 from moec.runtime.job.gradients import Bucket, Summed, by_groups
 from moec.runtime.job.microbatches import Collected, Microbatches
 from moec.runtime.job.names import read_parameter, registered_parameter, split_name
-from moec.runtime.job.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, local_part_of, wrapped
+from moec.runtime.job.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, has_hooks, local_part_of, wrapped
 from moec.runtime.job.weight_spec import WeightSpec
 
 
@@ -59,6 +59,11 @@ class Weights:
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which belong to no open step."""
         return self.__dict__ | {"_collected": None, "_begun": None, "_ahead": None, "_kept": None}
+
+    @property
+    def is_hooked(self) -> bool:
+        """Whether a parameter has hooks: then every backward pass sums all gradients of the layer."""
+        return any(map(has_hooks, self._parameters()))
 
     def needed(self) -> list[bool]:
         """For each parameter, whether it requires a gradient."""
@@ -210,11 +215,14 @@ class Weights:
         return self._start(now, [n and not wait for n, wait in zip(one_pass.needed, later, strict=True)], device)
 
     def _collect(self, gradients: list[Tensor | None], needed: tuple[bool, ...], device: torch.device) -> None:
-        if self._collected is None:
-            self._collected = Collected(gradients, needed, device)
+        own = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
+        earlier = self._collected
+        if earlier is None:
+            self._collected = Collected(gradients, needed, device, own)
         else:
-            both = tuple(one or other for one, other in zip(self._collected.needed, needed, strict=True))
-            self._collected = Collected(self._collected.plus(gradients), both, device)
+            both = tuple(one or other for one, other in zip(earlier.needed, needed, strict=True))
+            own = earlier.owns_sums(gradients, own)
+            self._collected = Collected(earlier.plus(gradients), both, device, own)
         self._microbatches.pending[self] = None
 
     @property
@@ -228,10 +236,15 @@ class Weights:
         collected, self._collected = self._collected, None
         return self._start(collected.gradients, collected.needed, collected.device)
 
+    def finish_sums(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
+        """Waits for the sums of `begin_sums` and writes them to `results`."""
+        finish(results, buckets)
+        self._microbatches.drop_finished()
+
     @torch.no_grad()
     def add_to_parameters(self, results: list[Tensor | None], buckets: Sequence[Bucket]) -> None:
         """Waits for the sums of `begin_collected` and adds them to the parameters' gradients."""
-        finish(results, buckets)
+        self.finish_sums(results, buckets)
         for index, gradient in enumerate(results):
             with torch.enable_grad():
                 parameter = self._parameter(index)
@@ -243,7 +256,7 @@ class Weights:
             if parameter.grad_fn is not None:  # a parametrization computes it
                 torch.autograd.backward(parameter, added)
             else:
-                parameter.grad = added if parameter.grad is None else parameter.grad + added
+                _accumulate(parameter, added)
 
     def _start(
         self, gradients: Sequence[Tensor | None], needed: Sequence[bool], device: torch.device
@@ -269,6 +282,14 @@ class Weights:
         if scattered:
             self._microbatches.scattering = scattered
         return results, buckets
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Adds to the parameter's gradient in place, as autograd does."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
 
 
 def _stamp_now(parameters: Sequence[ref[Tensor]]) -> Stamp:

@@ -42,7 +42,7 @@ def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
     if grad is None:
         return (None,) * 8
     rows, counts, up, down, *others = ctx.saved_tensors
-    _, hidden = expert_mlp(rows, counts, up, down, *others, ctx.activation)
+    hidden = expert_mlp(rows, counts, up, down, *others, ctx.activation)[1]  # its first result is freed
     gradients = expert_mlp_backward(grad, rows, hidden, counts, up, down, *others, ctx.activation)
     return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), None
 
@@ -81,7 +81,7 @@ def _differentiate_mixture_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[
     if grad is None:
         return (None,) * 8
     x, experts, weights, *of_experts = ctx.saved_tensors
-    _, counts, hidden, positions = mixture_mlp(x, experts, weights, *of_experts, ctx.activation)
+    counts, hidden, positions = mixture_mlp(x, experts, weights, *of_experts, ctx.activation)[1:]
     given = (x, hidden, counts, positions, weights, *of_experts)
     of_x, *gradients = mixture_mlp_backward(grad, *given, ctx.activation)
     return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), None

@@ -22,7 +22,12 @@ from moec.runtime.job.module import PlanModule
 
 STEPS = 3
 GATE = "topk(2, score = sigmoid, normalize = true, bias = online(0.002))"
-OF_FILES = {"muon": "muon(lr = 0.02)", "adafactor": "adafactor(lr = 0.01)"}
+OF_FILES = {
+    "muon": "muon(lr = 0.02)",
+    "adafactor": "adafactor(lr = 0.01)",
+    "narrow adamw": "adamw(lr = 3e-3); state = bf16",
+    "narrow muon": "muon(lr = 0.02); state = bf16",
+}
 Options = dict[str, Any]
 
 

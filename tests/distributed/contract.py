@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.utils import parametrize
 from training import gradients_of
 
 import moec
+from moec.codegen.plan import Plan
 from moec.passes.ir import local_slices
 from moec.runtime.job.job import Job
 from moec.runtime.job.masters import local_part
@@ -60,9 +62,28 @@ def distance(got: Gradients, wanted: Gradients) -> float:
 
 def whole_gradients(options: dict[str, Any], score: Callable[[PlanModule, Tensor, Tensor], Tensor]) -> Gradients:
     """The unsharded model's gradients of a loss over the whole batch, from the weights of `job.build(seed=1)`."""
-    model = reference(moe_plan(**options).spec, seed=1)
+    if score is plain:
+        return _plain_gradients(tuple(options.items()))
+    model = reference(plan_of(options).spec, seed=1)
     score(model, *batch()).backward()
     return gradients_of(model)
+
+
+@cache
+def _plain_gradients(options: tuple[tuple[str, Any], ...]) -> Gradients:
+    model = reference(_plan(options).spec, seed=1)
+    plain(model, *batch()).backward()
+    return gradients_of(model)
+
+
+def plan_of(options: dict[str, Any]) -> Plan:
+    """The plan of these options, compiled once in this process: many claims are tried on few plans."""
+    return _plan(tuple(options.items()))
+
+
+@cache
+def _plan(options: tuple[tuple[str, Any], ...]) -> Plan:
+    return moe_plan(**dict(options))
 
 
 def plain(model: PlanModule, tokens: Tensor, labels: Tensor) -> Tensor:
@@ -81,7 +102,7 @@ def forward_backward(job: Job, model: PlanModule) -> Gradients:
 def off(options: dict[str, Any], run: Callable[[Job, PlanModule], Gradients], score: Any = plain) -> float:
     """`distance` of the gradients that `run` gives from the unsharded model's gradients of `score`."""
     torch.set_num_threads(1)
-    with moec.launch(moe_plan(**options), device="cpu") as job:
+    with moec.launch(plan_of(options), device="cpu") as job:
         found = run(job, job.build(seed=1))
         return distance(found, parts_of(whole_gradients(options, score), job))
 

@@ -65,21 +65,15 @@ def test_a_link_and_a_broken_neighbour_are_no_checkpoints(tmp_path: Path) -> Non
         index.parse_head(tmp_path, (tmp_path / "infinite" / "checkpoint.json").read_bytes())
 
 
-def test_an_incomplete_checkpoint_makes_way_for_a_new_one(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_no_fresh_start(tmp_path: Path) -> None:
     with moec.launch(plan_of(ALONE), device="cpu") as job:
-        model = job.build(seed=1)
-        optimizer = job.optimizer(model)
-        train(job, model, optimizer, 0, 1)
-        job.checkpoint(tmp_path, model, optimizer, every=1)
+        job.save(tmp_path / "1", job.build(seed=1))
     (tmp_path / "1" / "rank-00000.safetensors").unlink()
     assert moec.latest(tmp_path) is None
     with moec.launch(plan_of(ALONE), device="cpu") as job:
         model = job.build(seed=1)
-        optimizer = job.optimizer(model)
-        assert job.resume(tmp_path, model, optimizer) == 0
-        train(job, model, optimizer, 0, 1)
-        job.checkpoint(tmp_path, model, optimizer, every=1)
-    assert moec.latest(tmp_path) == tmp_path / "1"
+        with pytest.raises(JobError, match=r"MOE0801.*rank-00000.safetensors: it is missing"):
+            job.resume(tmp_path, model)
 
 
 def test_a_script_that_exits_has_its_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +131,7 @@ def fail_on_rank_1(path: Path) -> str:
 def test_an_unexpected_error_of_one_rank_ends_the_save_on_all(gloo: GlooPool, tmp_path: Path) -> None:
     words = gloo.run(2, fail_on_rank_1, tmp_path / "a", initialize=False)
     assert words[0] == words[1]
-    assert "MOE0804" in words[0]
+    assert "MOE0812" in words[0]
     assert "rank 1" in words[0]
     assert "no memory on this rank" in words[0]
     assert names_in(tmp_path) == []

@@ -27,12 +27,12 @@ PLANS: dict[str, Options] = {
     "zero 3": {"ranks": 4, "ep": 1, "tp": 2, "zero": 3, "microbatches": 2, "recompute": "layer"},
 }
 SAVED = [
-    ("tp 2, ep 2", list(PLANS)),
+    ("tp 2, ep 2", ["one rank", "dp 2", "tp 2, ep 2", "zero 3"]),
     ("one rank", ["ep per layer"]),
     ("ep per layer", ["dp 2"]),
-    ("zero 1", ["one rank"]),
-    ("zero 3", ["one rank", "zero 1", "zero 3"]),
+    ("zero 3", ["one rank", "zero 1"]),
 ]
+"""`make test-slow` loads every plan's checkpoint under every plan."""
 
 
 def load_all(gloo: GlooPool, kind: str, path: Path, names: list[str]) -> dict[str, list[dict[str, Any]]]:
@@ -75,18 +75,18 @@ def test_a_checkpoint_loads_under_other_plans_bit_for_bit(
     check(gloo, "adamw", saved_under, loaded_under, tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "nadam"])
+@pytest.mark.parametrize("kind", [pytest.param("sgd", marks=pytest.mark.slow), "nadam"])
 def test_other_optimizers_of_torch_load_too(gloo: GlooPool, kind: str, tmp_path: Path) -> None:
-    check(gloo, kind, "ep 2", ["ep 2", "tp 2"], tmp_path)
+    check(gloo, kind, "ep 2", ["tp 2"], tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor"])
+@pytest.mark.parametrize("kind", ["muon", "adafactor", "narrow muon"])
 def test_the_files_optimizers_load_under_another_zero(gloo: GlooPool, kind: str, tmp_path: Path) -> None:
     check(gloo, kind, "zero 1", ["zero 3", "one rank"], tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "nadam", "narrow adamw"])
 @pytest.mark.parametrize("saved_under", list(PLANS))
 def test_every_plan_loads_under_every_plan(gloo: GlooPool, saved_under: str, kind: str, tmp_path: Path) -> None:
     check(gloo, kind, saved_under, list(PLANS), tmp_path)

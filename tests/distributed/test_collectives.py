@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gloo_pool import GlooPool
+from matrices import diagonals
 from torch import Tensor
 from torch.library import opcheck
 
@@ -36,7 +37,8 @@ def counts_of(world_size: int, load: str) -> Tensor:
 
 
 LOADS = ["uneven", "a rank sends nothing", "a rank receives nothing", "no rows at all"]
-loads = pytest.mark.parametrize("load", LOADS)
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+loads_of_worlds = pytest.mark.parametrize(("load", "world_size"), diagonals(LOADS, [4, 2, 1]))
 world_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
@@ -48,8 +50,7 @@ def exchange(counts: Tensor) -> tuple[Tensor, Tensor]:
         return ragged_collectives.exchange_counts(counts[dist.get_rank()][None], "ep")
 
 
-@loads
-@world_sizes
+@loads_of_worlds
 def test_every_rank_learns_what_each_source_sends_for_each_of_its_experts(
     gloo: GlooPool, world_size: int, load: str
 ) -> None:
@@ -93,9 +94,7 @@ def send(counts: Tensor, rows: list[Tensor], scales: list[Tensor]) -> tuple[Tens
     return arrived.detach(), back.detach(), own.grad
 
 
-@loads
-@world_sizes
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("load", "world_size", "dtype"), diagonals(LOADS, [2, 4, 1], DTYPES, number=2))
 def test_rows_arrive_source_by_source_return_home_and_so_do_gradients(
     gloo: GlooPool, world_size: int, load: str, dtype: torch.dtype
 ) -> None:
@@ -191,8 +190,7 @@ def reduce_and_differentiate(xs: list[Tensor], grad: Tensor) -> tuple[Tensor, Te
     return total.detach(), x.grad, before
 
 
-@world_sizes
-@pytest.mark.parametrize("shape", [(2, 3), (), (0, 3)], ids=str)
+@pytest.mark.parametrize(("world_size", "shape"), diagonals([4, 2, 1], [(2, 3), (), (0, 3)], number=2))
 def test_all_reduce_sums_forward_and_passes_gradients_through_unchanged(
     gloo: GlooPool, world_size: int, shape: tuple[int, ...]
 ) -> None:
@@ -255,12 +253,15 @@ def train_shard(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, compiled: boo
     return [out.detach(), own_x.grad, own_up.grad, own_down.grad, gate_grad]
 
 
-@pytest.mark.parametrize(("world_size", "sequences"), [(1, 2), (2, 4), (4, 4), (4, 3)])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+WORLDS = [(2, 4), (4, 3), (1, 2), (4, 4)]
+
+
+@pytest.mark.parametrize(("world", "how"), diagonals(WORLDS, ["compiled", "eager"]))
 def test_an_expert_parallel_layer_equals_the_whole_one_with_gradients(
-    gloo: GlooPool, world_size: int, sequences: int, compiled: bool
+    gloo: GlooPool, world: tuple[int, int], how: str
 ) -> None:
     """With 3 sequences on 4 ranks, one rank has no tokens at all."""
+    (world_size, sequences), compiled = world, how == "compiled"
     shapes = [(sequences, 5, 4), (NUM_EXPERTS, 4), (NUM_EXPERTS, 2, 6, 4), (NUM_EXPERTS, 4, 6)]
     whole = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
     results = gloo.run(world_size, train_shard, *(t.detach() for t in whole), compiled)

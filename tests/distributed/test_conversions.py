@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -77,17 +79,31 @@ def require_close(found: list[Any], expected: list[Any]) -> None:
 KINDS = [kind.mnemonic for kind in conversion_classes()]
 
 
+@pytest.fixture(scope="module")
+def of_ranks(gloo: GlooPool) -> Callable[[int], list[tuple[Case, list[list[Any]]]]]:
+    """Every case with what each rank found, on so many ranks: all cases in one job."""
+
+    @cache
+    def run(ranks: int) -> list[tuple[Case, list[list[Any]]]]:
+        found = zip(*gloo.run(ranks, run_each, CASES, ranks), strict=True)
+        return [(case, list(each)) for case, each in zip(CASES, found, strict=True)]
+
+    return run
+
+
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("mnemonic", KINDS)
-def test_a_conversion_does_as_its_placements_and_the_virtual_cluster_say(gloo: GlooPool, mnemonic: str, ranks: int):
-    cases = [case for case in CASES if case.conversion.mnemonic == mnemonic]
+def test_a_conversion_does_as_its_placements_and_the_virtual_cluster_say(
+    of_ranks: Callable[[int], list[tuple[Case, list[list[Any]]]]], mnemonic: str, ranks: int
+):
+    cases = [(case, found) for case, found in of_ranks(ranks) if case.conversion.mnemonic == mnemonic]
     assert cases, "conversion_cases.py has no case of this conversion"
-    for case, *of_ranks in zip(cases, *gloo.run(ranks, run_each, cases, ranks), strict=True):
+    for case, found_by_rank in cases:
         beside: list[None] = [None for _ in case.operands(ranks)[1:]]
         virtual = run_virtually(case.operator, case.operands(ranks), case.attributes, case.given_gradients(ranks))
         gradients = case.gradients(ranks) if case.differentiated else [None] * ranks
         said = [[r, g, *beside] for r, g in zip(case.results(ranks), gradients, strict=True)]
-        for found, expected, shuffled in zip(of_ranks, said, virtual, strict=True):
+        for found, expected, shuffled in zip(found_by_rank, said, virtual, strict=True):
             require_close(found, expected)
             require_close(found, shuffled)
 

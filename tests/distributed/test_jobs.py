@@ -5,9 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from gloo_pool import GlooPool
 from models import moe_plan
 
+import moec
+from moec.runtime.job.reference import reference
+
+TWO: dict[str, Any] = {"ranks": 2, "ep": 2, "batch": 4}
+TOKENS = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(0))
 SCRIPT = """
 import torch
 import moec
@@ -22,13 +32,57 @@ for number in range(3):
 """
 
 
-def test_one_process_may_run_several_jobs(tmp_path: Path) -> None:
-    """Once the second job found the first job's addresses in the store, and hung."""
-    moe_plan(ranks=2, ep=2, batch=4).save(tmp_path / "two.plan")
+def three_jobs() -> list[float]:
+    """The losses of jobs on the same ranks, whose store is the launcher's, as under torchrun."""
+    losses = []
+    for _ in range(3):
+        with moec.launch(moe_plan(**TWO), device="cpu", timeout=30) as job:
+            part = TOKENS.chunk(job.data_size)[job.data_rank]
+            losses.append(job.build(seed=0)(part[:, :-1], part[:, 1:]).loss.item())
+    return losses
+
+
+def test_one_process_may_run_several_jobs(gloo: GlooPool) -> None:
+    """Once the second job found the first job's addresses in the store, and hung. Losses are the unsharded model's."""
+    loss = reference(moe_plan(**TWO).spec, seed=0)(TOKENS[:, :-1], TOKENS[:, 1:]).loss.item()
+    for losses in gloo.run(2, three_jobs, initialize=False):
+        assert losses == pytest.approx([loss] * 3, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_one_process_may_run_several_jobs_under_torchrun(tmp_path: Path) -> None:
+    plan = moe_plan(**TWO)
+    plan.save(tmp_path / "two.plan")
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     said = [line for line in done.stdout.splitlines() if line.startswith("job")]
     assert sorted(line.split(":")[0] for line in said) == [f"job {n} of rank {r}" for n in range(3) for r in range(2)]
-    assert len({line.split(": ")[1] for line in said}) == 1
+    loss = reference(plan.spec, seed=0)(TOKENS[:, :-1], TOKENS[:, 1:]).loss
+    (found,) = {line.split(": ")[1] for line in said}
+    assert float(found) == pytest.approx(loss.item(), abs=1e-4)
+
+
+def jobs_side_by_side(first_leaves_first: bool) -> tuple[list[float], list[bool]]:
+    """Losses of a job before and after another one has left, and whether there is a process group after each."""
+    one, other = (moec.launch(moe_plan(ranks=2, **degrees), device="cpu") for degrees in ({"ep": 2}, {"ep": 1}))
+    tokens = torch.arange(32).view(4, 8)
+    one.__enter__()
+    other.__enter__()
+    leaving, staying = (one, other) if first_leaves_first else (other, one)
+    model = staying.build(seed=0)
+    mine = tokens.chunk(staying.data_size)[staying.data_rank]
+    losses = [staying.step(model, mine, mine).item()]
+    leaving.__exit__(None, None, None)
+    groups = [dist.is_initialized()]
+    losses.append(staying.step(model, mine, mine).item())
+    staying.__exit__(None, None, None)
+    return losses, [*groups, dist.is_initialized()]
+
+
+@pytest.mark.parametrize("first_leaves_first", [True, False])
+def test_the_last_job_of_a_process_group_ends_it(gloo: GlooPool, first_leaves_first: bool) -> None:
+    for (before, after), groups in gloo.run(2, jobs_side_by_side, first_leaves_first, initialize=False):
+        assert before == after
+        assert groups == [True, False]

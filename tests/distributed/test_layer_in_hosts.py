@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from gloo_pool import GlooPool
 from hosts import clipped, worst_error
+from matrices import diagonals
 
 FP32 = 2e-5
 """Sums in another order; a gradient with a wrong factor is off by its whole size."""
@@ -19,8 +20,7 @@ def require_equal(found: list[dict[str, float]], bound: float = FP32) -> None:
         assert not wrong, f"rank {rank}: {wrong}"
 
 
-@pytest.mark.parametrize("host", ["in_ddp", "in_fsdp", "summed_by_hand"])
-@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize(("host", "ep"), diagonals(["in_ddp", "in_fsdp", "summed_by_hand"], [4, 2]))
 def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ep: int) -> None:
     require_equal(gloo.run(4, worst_error, host, {"ep": ep}))
 
@@ -30,7 +30,7 @@ def test_gradients_are_the_unsharded_models(gloo: GlooPool, host: str, ep: int) 
     [
         {"ep": 2, "beside": "shared = swiglu(8, gated = true); residual = gelu(8)"},
         {"ep": 2, "beside": "capacity = factor(1.0); group = batch"},
-        {"ep": 2, "beside": "capacity = factor(1.0); group = sequence"},
+        pytest.param({"ep": 2, "beside": "capacity = factor(1.0); group = sequence"}, marks=pytest.mark.slow),
         {"ep": 4, "beside": "capacity = dynamic()", "expert": "gelu(16, bias = true)"},
         {"ep": 1},
         {},
@@ -51,8 +51,7 @@ def test_gradients_of_several_backward_passes_add_up(gloo: GlooPool) -> None:
     require_equal(gloo.run(2, worst_error, "in_ddp", {"ep": 2}, 3))
 
 
-@pytest.mark.parametrize("host", ["in_ddp", "in_fsdp"])
-@pytest.mark.parametrize("max_norm", [0.01, 100.0])
+@pytest.mark.parametrize(("host", "max_norm"), diagonals(["in_ddp", "in_fsdp"], [0.01, 100.0]))
 def test_the_norm_counts_every_expert_once_and_clips_alike_on_every_rank(
     gloo: GlooPool, host: str, max_norm: float
 ) -> None:

@@ -56,3 +56,29 @@ def metrics_on_rank_0() -> str:
 
 def test_outputs_on_the_first_rank_alone_are_refused_on_every_rank(gloo: GlooPool) -> None:
     assert all("MOE0713" in words and "job.metrics" in words for words in gloo.run(2, metrics_on_rank_0))
+
+
+def metrics_but_on_rank_1(path: str, every: int) -> str:
+    """The error of a script whose second rank leaves `metrics.step` out."""
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job, job.metrics(path, every=every) as metrics:
+        model = job.build(seed=1)
+        tokens = torch.arange(16).view(2, 8)
+        try:
+            for _ in range(4):
+                loss = job.step(model, tokens, tokens)
+                if job.rank == 0:
+                    metrics.step(model, loss)
+        except JobError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_ranks_that_leave_a_measurement_out_are_told_so_on_every_rank(
+    gloo: GlooPool, tmp_path: Path, every: int
+) -> None:
+    """Once gloo got all_reduces of two sizes and ended the processes."""
+    first, second = gloo.run(2, metrics_but_on_rank_1, str(tmp_path / "run.jsonl"), every)
+    assert first == second
+    assert "ranks make different calls: one is at `metrics.step`, another at `start of a step`" in first

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch_optimizers
 from gloo_pool import GlooPool
+from matrices import some
 from models import moe_plan
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
@@ -46,12 +47,23 @@ def test_twenty_steps_over_tp_ep_and_edp_are_those_of_torch_unsharded(gloo: Gloo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{"ep": 4}, {"ep": 2, "store_experts_over_edp": True}, {"tp": 4, "ep": 1}], ids=str)
+@pytest.mark.parametrize("degrees", [{"ep": 4}, {"ep": 2, "zero": 3}, {"tp": 4, "ep": 1}], ids=str)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_twenty_steps_over_other_degrees_are_those_of_torch_unsharded(
     gloo: GlooPool, optimizer: str, degrees: dict[str, Any]
 ):
     require_the_curve_of_torch(gloo, optimizer, **degrees)
+
+
+def test_muon_in_bf16_at_every_stage_of_zero_learns_as_unsharded(gloo: GlooPool):
+    given: dict[str, Any] = {"batch": 8, "dtype": "bf16", "optimizer": OPTIMIZERS["muon"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_muon, "_zeropower_via_newtonschulz", torch_optimizers.newton_schulz)
+        expected = train_unsharded(given, 9)["losses"]
+    for zero in (1, 2, 3):
+        for result in gloo.run(4, train_as_rank, {**given, "ranks": 4, "ep": 2, "zero": zero}, None, 9):
+            assert result["losses"] == pytest.approx(expected, abs=0.02), zero
+    assert expected[-2] < expected[1] - 0.1, "the run learns nothing, so it proves nothing"
 
 
 # ---- parameters cut by hand, over several axes and dims --------------------------------------------------
@@ -129,7 +141,7 @@ def test_a_rank_without_gradients_still_takes_part_in_every_collective(gloo: Glo
     assert torch.equal(complete["a table"], lacking["a table"])
 
 
-@pytest.mark.parametrize("optimizer", ["adamw(lr = 3e-3)", OPTIMIZERS["muon"]])
+@pytest.mark.parametrize("optimizer", some(["adamw(lr = 3e-3)", OPTIMIZERS["muon"]], [OPTIMIZERS["muon"]]))
 def test_clipping_inside_of_the_step_gives_the_same_curve(gloo: GlooPool, optimizer: str):
     options = {"batch": 8, "ranks": 4, "tp": 2, "ep": 2, "optimizer": optimizer}
     for result in gloo.run(4, train_clipping_in_the_step, options):

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[int, dict[str, int], dict[str, Any], str]] = {
     "layer, ep 4, dynamic": (4, {"ep": 4}, {"beside": "capacity = dynamic(max = 1.1); shared = swiglu(8)"}, "layer"),
     "experts, tp 2, ep 4, padding": (4, {"tp": 2, "ep": 4}, {"model": "embedding = tokens(padding = 3)"}, "experts"),
 }  # fmt: skip
-FAST = ("layer, tp 2, ep 4", "experts, dp 4, ep 2", "per range, jitter")
+FAST = ("layer, tp 2, ep 4", "per range, jitter")
 
 
 @cache

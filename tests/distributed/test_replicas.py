@@ -54,7 +54,7 @@ def run(gloo: GlooPool, *arguments: Any) -> str:
     return str(said[0])
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_replicas_that_train_alike_pass(gloo: GlooPool, every: int):
     assert run(gloo, None, 0, every) == "alike"
 

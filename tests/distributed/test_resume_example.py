@@ -60,3 +60,13 @@ def test_the_first_plan_for_as_many_ranks_is_taken_and_files_are_compiled(
         moec.load_for(3, two, tmp_path / "four.plan")
     with pytest.raises(moec.DiagnosticError, match=r"MOE0810.*none was given"):
         moec.load_for(3)
+
+
+def test_a_script_without_a_plan_for_its_ranks_ends_with_a_diagnostic_and_no_traceback() -> None:
+    command = [sys.executable, "-c", "import moec; moec.load_for(3)"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error[MOE0810]: no plan is for this number of ranks\n  no plan is for 3 ranks")
+    assert "\nhelp: compile one for a cluster of 3" in done.stderr
+    assert "Traceback" not in done.stderr

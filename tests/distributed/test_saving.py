@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ def fail_on_rank_one(folder: Path) -> list[str]:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
         train(job, model, optimizer, 0, 1)
+        gc.collect()  # a store of an earlier job writes to its file when it goes
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if job.rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -43,7 +47,7 @@ def fail_on_rank_one(folder: Path) -> list[str]:
     return said
 
 
-def test_a_failure_on_one_rank_is_raised_on_every_rank_and_leaves_nothing(gloo: GlooPool, tmp_path: Path) -> None:
+def test_half_a_save_raises_on_every_rank_and_leaves_nothing(gloo: GlooPool, tmp_path: Path) -> None:
     """am#3261: rank 0 raised and the others waited."""
     first, second = gloo.run(2, fail_on_rank_one, tmp_path)
     assert first == second
@@ -120,9 +124,10 @@ def load_extras(options: dict[str, Any], folder: Path) -> Any:
     torch.set_num_threads(1)
     with moec.launch(plan_of(options), device="cpu") as job:
         model, loader, same = job.build(seed=1), Position(0), Position(0)
-        plain = job.load(folder / "a", model, same=same)
+        with pytest.warns(UserWarning, match="not loaded: .*loader") if job.rank == 0 else nullcontext():
+            plain = job.load(folder / "a", model, same=same)
         try:
-            job.load(folder / "a", model, loader=loader)
+            job.load(folder / "a", model, loader=loader, same=same)
         except JobError as error:
             return job.data_rank, same.position, plain, str(error)
         return job.data_rank, same.position, plain, loader.position
@@ -182,14 +187,17 @@ def test_every_rank_gets_its_own_random_state_back(gloo: GlooPool, tmp_path: Pat
     assert not torch.equal(one, two)
 
 
-def damaged_on_one_rank(folder: Path) -> tuple[str, bool]:
-    """Rank 1 alone reads the damaged bytes: those of its experts."""
+def damaged_on_one_rank(folder: Path) -> tuple[str, bool, int, bool, list[str]]:
+    """Rank 1 alone reads the damaged bytes of checkpoint 2: those of its experts. `resume` goes back to 1."""
     torch.set_num_threads(1)
     with moec.launch(plan_of(TWO), device="cpu") as job:
         model = job.build(seed=1)
-        job.save(folder / "a", model).wait()
+        saved = [p.to_local().clone() for p in model.parameters()]
+        for step in (1, 2):
+            model.set(step=step)
+            job.save(folder / str(step), model).wait()
         if job.rank == 1:
-            shard = folder / "a" / "rank-00001.safetensors"
+            shard = folder / "2" / "rank-00001.safetensors"
             content = bytearray(shard.read_bytes())
             experts = model.get_parameter("layers.1.moe.experts.up.weight").to_local().detach()
             at = content.find(experts[0, 0, 0].numpy().tobytes())
@@ -198,17 +206,29 @@ def damaged_on_one_rank(folder: Path) -> tuple[str, bool]:
         other = job.build(seed=2)
         before = [p.to_local().clone() for p in other.parameters()]
         with pytest.raises(JobError) as error:
-            job.load(folder / "a", other)
+            job.load(folder / "2", other)
         unchanged = all(torch.equal(p.to_local(), b) for p, b in zip(other.parameters(), before, strict=True))
-        return str(error.value), unchanged
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            step = job.resume(folder, other)
+        loaded = all(torch.equal(p.to_local(), s) for p, s in zip(other.parameters(), saved, strict=True))
+        return str(error.value), unchanged, step, loaded, [str(warning.message) for warning in caught]
 
 
-def test_a_flipped_byte_of_one_ranks_experts_is_raised_on_every_rank_before_anything_is_loaded(
+def test_a_flipped_byte_of_one_ranks_experts_is_raised_on_every_rank_and_all_resume_the_checkpoint_before(
     gloo: GlooPool, tmp_path: Path
 ) -> None:
     results = gloo.run(2, damaged_on_one_rank, tmp_path)
-    for said, unchanged in results:
+    for said, unchanged, step, loaded, _ in results:
         assert "MOE0801" in said
         assert "layers.1.moe.experts.up.weight: a digest does not match" in said
         assert unchanged
-    assert results[0] == results[1]
+        assert loaded
+        assert step == 1
+    assert results[0][0] == results[1][0]
+    ((warning,), nothing) = (warned for *_, warned in results)
+    assert not nothing
+    assert f"2 is damaged and is kept as {tmp_path / '2.damaged'}; {tmp_path / '1'} is resumed" in warning
+    assert "MOE0801: rank 1: " in warning
+    assert "layers.1.moe.experts.up.weight: a digest does not match" in warning
+    assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged"]

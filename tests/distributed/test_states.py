@@ -76,7 +76,7 @@ def train_alone(options: dict[str, Any]) -> dict[str, Any]:
         (2, {"ep": 2}, "micro-batches"),
         (2, {"ep": 1}, "a custom loop"),
         (2, {"ep": 2, "tp": 2}, "accumulated by hand"),
-        (4, {"ep": 2}, "one micro-batch"),
+        pytest.param(4, {"ep": 2}, "one micro-batch", marks=pytest.mark.slow),
         (4, {"ep": 4, "tp": 2}, "micro-batches"),
     ],
 )

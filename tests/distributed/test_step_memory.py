@@ -10,11 +10,13 @@ import moec
 from moec.passes.cost.memory import memory_of
 
 SIZES = {
-    "vocab": 512, "dim": 128, "depth": 3, "dtype": "fp32", "model": "", "kv_heads": 4, "experts": 4, "k": 2,
-    "expert": "swiglu(256)", "beside": "", "ffn": 256, "sequence": 64, "tp": 1, "ep": 1, "parallel": "",
+    "vocab": 512, "dim": 128, "depth": 3, "dtype": "fp32", "model": "", "kv_heads": 4, "experts": 4,
+    "k": 2, "expert": "swiglu(256)", "beside": "", "ffn": 256, "sequence": 64, "state": "fp32",
+    "tp": 1, "ep": 1, "parallel": "",
 }  # fmt: skip
 PLANS = {
     "bf16 on one rank": {"ranks": 1, "batch": 8, "dtype": "bf16"},
+    "states in bf16": {"ranks": 1, "batch": 4, "sequence": 16, "state": "bf16"},
     "experts on two ranks": {"ranks": 2, "ep": 2, "batch": 4},
     "tensors and experts on two ranks": {"ranks": 2, "tp": 2, "ep": 2, "batch": 8, "dtype": "bf16"},
 }

@@ -44,7 +44,7 @@ def bits_by_hand() -> float:
     "degrees",
     [
         {"ranks": 1, "ep": 1},
-        {"ranks": 2, "tp": 2, "ep": 1},
+        pytest.param({"ranks": 2, "tp": 2, "ep": 1}, marks=pytest.mark.slow),
         {"ranks": 4, "tp": 2, "ep": 2},
         {"ranks": 2, "tp": 2, "ep": 2, "sequence_parallel": False},
     ],

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gloo_pool import GlooPool
+from matrices import some
 from models import moe_plan
 from torch import Tensor
 from training import accumulate, backward_twice, batches, complain, train_as_rank, train_unsharded
@@ -41,8 +42,12 @@ def require_same_curve(results: list[dict[str, Any]], expected: dict[str, Any]) 
     assert losses[-1] < same_batch - 0.1, "the run learns nothing, so it proves nothing"
 
 
-@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
-def test_any_ranks_and_ep_give_the_unsharded_loss_curve(gloo: GlooPool, ranks: int, ep: int):
+RANKS_AND_EP = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("degrees", some(RANKS_AND_EP, [(2, 1), (4, 2), (4, 4)]))
+def test_any_ranks_and_ep_give_the_unsharded_loss_curve(gloo: GlooPool, degrees: tuple[int, int]):
+    ranks, ep = degrees
     options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)"}
     results = gloo.run(ranks, train_as_rank, {**options, "ranks": ranks, "ep": ep})
     expected = unsharded(**options)
@@ -79,6 +84,19 @@ FOLDED = {
     "tp 2, ep 4, experts by ids": (
         4, {"tp": 2, "ep": 4, "gate": "hash(2)", "balance": "[]", "beside": "capacity = factor(1.0)", "model": PADDED}
     ),
+    "tp 2, separate texts, layer norm, positions, biases, norm of each head, shared, jitter": (
+        4, {
+            "tp": 2, "ep": 2, "bias": "all", "qk_norm": "head", "gate": "topk(2, jitter = 0.1)",
+            "beside": "shared = swiglu(8, gated = true)",
+            "model": "norm = layer_norm(); embedding = tokens(separator = 3, positions = learned)",
+        }
+    ),
+    "tp 4, norm of all heads together, residual, tied": (
+        4, {
+            "tp": 4, "ep": 2, "qk_norm": "projection", "beside": "residual = gelu(8)",
+            "model": "embedding = tokens(tied = true)",
+        }
+    ),
     "dp 4, tp 2, ep 8": (8, {"tp": 2, "ep": 8}),
     "dp 2, tp 4, ep 2": (8, {"tp": 4, "ep": 2}),
     "dp 2, tp 4, ep 4, a degree per layer": (8, {"tp": 4, "ep": 4, "mixtures": ((8, 2), (16, 8), (8, None))}),
@@ -86,25 +104,17 @@ FOLDED = {
 """Ranks and degrees; the dense parts' dp and the experts' edp follow."""
 
 FAST = (
-    "tp 2",
     "tp 2, ep 2",
     "dp 2, tp 2, ep 2",
     "tp 4, ep 4, tokens whole",
-    "tp 2, shared, biases",
-    "tp 2, jitter",
-    "tp 2, packed texts",
-    "tp 2, norm of each head",
-    "tp 4, norm of all heads together",
-    "tp 4, residual, tied",
-    "tp 2, layer norm, positions",
+    "tp 2, separate texts, layer norm, positions, biases, norm of each head, shared, jitter",
+    "tp 4, norm of all heads together, residual, tied",
     "tp 2, ep 4, experts by ids",
 )
-"""The others are more degrees of the same mechanisms, up to a quarter of a minute each: the slow part."""
+"""The others are more degrees of the same mechanisms, or one feature alone: the slow part."""
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FOLDED]
-)
+@pytest.mark.parametrize("name", some(list(FOLDED), FAST))
 def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(gloo: GlooPool, name: str):
     ranks, degrees = FOLDED[name]
     model = {key: value for key, value in degrees.items() if key not in ("tp", "ep", "sequence_parallel")}
@@ -125,7 +135,9 @@ def test_tensor_parallelism_folded_with_experts_gives_the_unsharded_loss_curve(g
 @pytest.mark.parametrize(
     ("ranks", "degrees", "capacity"),
     [
-        (2, {"ep": 2, "model": PADDED, "gate": "topk(2, jitter = 0.1)"}, "dropless"),
+        pytest.param(
+            2, {"ep": 2, "model": PADDED, "gate": "topk(2, jitter = 0.1)"}, "dropless", marks=pytest.mark.slow
+        ),
         (2, {"ep": 2, "tp": 2}, "factor(1.25)"),
         pytest.param(2, {"ep": 2}, "dropless", marks=pytest.mark.slow),
         pytest.param(2, {"ep": 2}, "dynamic(max = 1.5)", marks=pytest.mark.slow),
@@ -147,9 +159,9 @@ def test_compiled_graphs_with_their_collectives_train_alike(
     ("degrees", "capacity", "sizes"),
     [
         ({"ep": 4}, "dropless", [2, 0, 5, 1]),
-        ({"ep": 2, "tp": 2}, "dropless", None),
+        pytest.param({"ep": 2, "tp": 2}, "dropless", None, marks=pytest.mark.slow),
         ({"ep": 2, "tp": 2}, "factor(0.75); group = batch", None),
-        ({"ep": 4}, "dynamic()", None),
+        pytest.param({"ep": 4}, "dynamic()", None, marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -166,7 +178,7 @@ def test_a_model_with_padding_trains_as_unsharded_and_its_loads_leave_padding_ou
             assert sum(counts) <= 2 * number if "factor" in capacity else sum(counts) == 2 * number
 
 
-@pytest.mark.parametrize("sizes", [None, [2, 2, 3, 1]], ids=str)
+@pytest.mark.parametrize("sizes", some([None, [2, 2, 3, 1]], [[2, 2, 3, 1]]))
 def test_a_dynamic_capacity_drops_nothing_whatever_each_rank_has(gloo: GlooPool, sizes: list[int] | None):
     options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "beside": "capacity = dynamic()"}
     results = gloo.run(4, train_as_rank, {**options, "ranks": 4, "ep": 2}, sizes)
@@ -177,13 +189,13 @@ def test_a_dynamic_capacity_drops_nothing_whatever_each_rank_has(gloo: GlooPool,
 @pytest.mark.parametrize(
     ("ranks", "degrees", "capacity"),
     [
-        (2, {"ep": 2}, "factor(1.0); group = sequence"),
+        pytest.param(2, {"ep": 2}, "factor(1.0); group = sequence", marks=pytest.mark.slow),
         (4, {"ep": 4}, "factor(0.75, min = 2); group = batch"),
         (4, {"ep": 2, "tp": 2}, "factor(1.25); group = sequence"),
         pytest.param(4, {"ep": 4, "tp": 2}, "factor(1.0); group = batch", marks=pytest.mark.slow),
         pytest.param(8, {"ep": 4, "tp": 2}, "factor(1.0); group = sequence", marks=pytest.mark.slow),
         (4, {"ep": 2, "tp": 2}, "dynamic(max = 0.8); group = sequence"),
-        (4, {"ep": 4}, "dynamic(max = 1.1); group = batch"),
+        pytest.param(4, {"ep": 4}, "dynamic(max = 1.1); group = batch", marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -199,10 +211,12 @@ def test_a_capacity_drops_the_same_choices_however_it_is_sharded(
     assert any(0 < rate < 0.9 for rate in rates), "nothing is dropped, so it proves nothing"
 
 
-@pytest.mark.parametrize(("ranks", "ep", "micro_batches"), [(1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2)])
-def test_sequences_drop_the_same_choices_on_any_ranks_and_in_micro_batches(
-    gloo: GlooPool, ranks: int, ep: int, micro_batches: int
-):
+CUT = [(1, 1, 2), (2, 2, 1), (2, 1, 2), (4, 4, 1), (4, 2, 2)]
+
+
+@pytest.mark.parametrize("cut", some(CUT, [(2, 1, 2), (4, 4, 1)]))
+def test_sequences_drop_the_same_choices_on_any_ranks_and_in_micro_batches(gloo: GlooPool, cut: tuple[int, int, int]):
+    ranks, ep, micro_batches = cut
     options = {"batch": 8, "beside": "capacity = factor(1.0); group = sequence"}
     (alone,) = gloo.run(1, accumulate, {**options, "ranks": 1, "ep": 1}, 1)
     assert any(rate > 0.05 for rate in alone["drops"].values()), "nothing is dropped, so it proves nothing"
@@ -274,7 +288,10 @@ def test_an_expert_that_nobody_uses_changes_nothing(gloo: GlooPool):
     assert any((load == 0).any() for load in loads)
 
 
-@pytest.mark.parametrize("gate", ["topk(3, score = sigmoid, normalize = true)", "topk(2, order = after)"])
+GATES = ["topk(3, score = sigmoid, normalize = true)", "topk(2, order = after)"]
+
+
+@pytest.mark.parametrize("gate", some(GATES, GATES[:1]))
 def test_other_gates_give_the_unsharded_curve_too(gloo: GlooPool, gate: str):
     options = {"batch": 8, "gate": gate, "expert": "gelu(16)", "optimizer": "adamw(lr = 3e-3)"}
     require_same_curve(gloo.run(4, train_as_rank, {**options, "ranks": 4, "ep": 2}), unsharded(**options))
@@ -338,6 +355,7 @@ def torchrun(folder: Path, *arguments: str, processes: int, **environment: str) 
     return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120, cwd=folder)
 
 
+@pytest.mark.slow  # test_readme.py runs one too
 def test_torchrun_runs_a_saved_plan(tmp_path: Path):
     options = {"ranks": 2, "ep": 2}
     plan = str(moe_plan(**options).save(tmp_path / "tiny.plan"))
@@ -351,7 +369,7 @@ def test_torchrun_runs_a_saved_plan(tmp_path: Path):
 @pytest.mark.parametrize(
     ("vocab", "processes", "environment", "said"),
     [
-        ("40", 2, {}, "MOE0702"),
+        pytest.param("40", 2, {}, "MOE0702", marks=pytest.mark.slow),
         pytest.param("32", 1, {}, "MOE0701", marks=pytest.mark.slow),
         pytest.param("32", 2, {"MOEC_BACKEND": "nonsense"}, "MOE0707", marks=pytest.mark.slow),
     ],

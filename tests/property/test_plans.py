@@ -85,10 +85,10 @@ def common_divisors(ranks: int, experts: int) -> list[int]:
 
 
 @st.composite
-def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
+def specs(draw: st.DrawFn, max_ranks: int = 16, max_layers: int = 5) -> Spec:
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
     experts = draw(st.integers(1, 12))
-    mixtures = draw(st.lists(mixture(ranks, experts), max_size=4))
+    mixtures = draw(st.lists(mixture(ranks, experts), max_size=max_layers - 1))
     undecided = [count for count, ep in mixtures if ep is None]
     k = draw(st.integers(1, min([experts, 4, *(count for count, _ in mixtures)])))
     score = draw(st.sampled_from(["softmax", "sigmoid"]))
@@ -118,7 +118,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
         bias=draw(st.sampled_from(["none", "qkv", "all"])),
         qk_norm=draw(st.sampled_from(["none", "head", "projection"])),
         dim=draw(st.sampled_from([8, 16])),
-        depth=draw(st.integers(2, 4)),
+        depth=draw(st.integers(2, min(4, max_layers))),
         dtype=draw(st.sampled_from(["fp32", "bf16"])),
         batch=ranks * draw(st.integers(1, 2)) * (microbatches or 1),
         sequence=tp * draw(st.integers(1, 9 // tp)),
@@ -129,7 +129,7 @@ def specs(draw: st.DrawFn, max_ranks: int = 16) -> Spec:
 
 
 @settings(max_examples=180, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-@given(specs(max_ranks=8))
+@given(specs(max_ranks=8, max_layers=3))
 def test_every_plan_equals_the_unsharded_model(spec: Spec):
     report = verify(compile_source(spec), float32=False)
     assert report.ok, report

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -19,6 +20,10 @@ ROUNDINGS = {"mixture": 5, "experts with weights": 6, "experts": 4}
 experts the gradient behind down and its products with what was activated."""
 
 
+RARE = re.compile(r"(?<!swiglu) \((6, 5|64, 32)\)|(?<!swiglu) \(70, 40\) 1|(?<!uneven), [01]\.0 padding|random [2-9]")
+"""Cases that the interpreter runs with `-m slow` alone: small widths of all activations but one, more random loads."""
+
+
 def _all() -> Iterator[object]:
     """The interpreter, which is slow, runs each case in one dtype of those in turn, and the others with `-m slow`."""
     for place in PLACES:
@@ -26,7 +31,7 @@ def _all() -> Iterator[object]:
             dtypes = [dtype for dtype in place.dtypes if name in CASES or dtype in ROUTER]
             for dtype in dtypes:
                 said = f"{place.name}-{name}-{str(dtype).removeprefix('torch.')}"
-                later = INTERPRETED and dtype != dtypes[number % len(dtypes)]
+                later = INTERPRETED and (dtype != dtypes[number % len(dtypes)] or bool(RARE.search(name)))
                 yield pytest.param(place, name, dtype, id=said, marks=[pytest.mark.slow] if later else [])
     if NO_CUDA:
         yield pytest.param(None, "", None, id="on cuda", marks=pytest.mark.skip(reason=NO_CUDA))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import trees
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -53,11 +54,21 @@ def test_any_tree_is_laid_out(tree: File) -> None:
     assert_laid_out(write(tree))
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=slow_ones)
+def assert_keeps(spec: Spec) -> None:
+    assert load_text(formatted(Source("x.moe", to_text(spec)))).spec == spec
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=slow_ones)
 @given(spec=specs())
 def test_laying_out_keeps_the_spec(spec: Spec) -> None:
-    text = to_text(spec)
-    assert load_text(formatted(Source("x.moe", text))).spec == spec
+    assert_keeps(spec)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None, suppress_health_check=slow_ones)
+@given(spec=specs())
+def test_laying_out_keeps_the_spec_at_length(spec: Spec) -> None:
+    assert_keeps(spec)
 
 
 @settings(max_examples=200, deadline=None)

@@ -85,6 +85,10 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
             given["heads"] = given["kv_heads"] * (given["heads"] % 8 + 1)
     if cls is s.Mla:
         given["rope_dim"] *= 2
+    if cls is s.Sgd and not given.get("momentum"):
+        given.pop("nesterov", None)  # MOE0336
+    if cls is s.Train and isinstance(given.get("optimizer"), s.Adafactor):
+        given.pop("state", None)  # MOE0337
     if cls is s.Moa:
         given["gate"], given["experts"] = chosen(given["gate"], given["experts"])
     if cls is s.Moe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -58,6 +59,35 @@ def test_inspect_shows_tensors_and_who_saved(run: Callable[..., Outcome]) -> Non
     assert (as_json["step"], as_json["world_size"], as_json["degrees"]) == (1, 2, {"dense": {"tp": 2}})
 
 
+def test_inspect_lists_the_checkpoints_of_a_folder(run: Callable[..., Outcome]) -> None:
+    for step in (5, 20, 100):
+        draft = Draft(Path(str(step)))
+        draft.head["step"] = step
+        os.utime(draft.write() / "checkpoint.json", (0, 86400.0 * 365))
+    shard = Path("100", "rank-00001.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    Path("20", "index.json").unlink()
+    size = sum(path.stat().st_size for path in Path("5").iterdir())
+    code, out, _ = run("inspect", ".")
+    head, _, titles, *rows = out.splitlines()
+    assert (code, head, titles.split()) == (0, ".: 3 checkpoints", ["checkpoint", "model", "step", "saved", "size"])
+    assert [row.split()[:3] for row in rows] == [["100", "toy", "100"], ["20", "toy", "20"], ["5", "toy", "5"]]
+    assert rows[0].endswith(f"MOE0801: {shard}: it has 215 bytes, but 216 were written")
+    assert rows[1].endswith("MOE0801: 20/index.json: it is missing")
+    assert rows[2].endswith("complete, latest")
+    assert "1971-01-01 " in rows[2]
+    found = json.loads(run("inspect", ".", "--json")[1])["checkpoints"]
+    assert [(each["name"], each["step"], each["latest"]) for each in found] == [
+        ("100", 100, False), ("20", 20, False), ("5", 5, True),
+    ]  # fmt: skip
+    assert found[2]["bytes"] == size
+    assert found[2]["fault"] is None
+    Path("empty").mkdir()
+    code, _, err = run("inspect", "empty")
+    assert code == 1
+    assert "MOE0800" in err
+
+
 def test_verify_names_every_damaged_tensor(run: Callable[..., Outcome]) -> None:
     shards = [Draft(Path("100")).write() / f"rank-0000{rank}.safetensors" for rank in range(1, 2)]
     code, out, _ = run("verify", "100")
@@ -90,9 +120,11 @@ def test_a_model_goes_to_one_file_and_back_bit_for_bit(run: Callable[..., Outcom
     plan.save(Path("tiny.plan"))
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=1)
-        job.save("1", model, job.optimizer(model))
+        job.save("1", model, job.optimizer(model), epoch=3)
     state = dict(model.state_dict())
-    assert run("convert", "1", "-o", "m.safetensors")[0] == 0
+    code, out, _ = run("convert", "1", "-o", "m.safetensors")
+    assert code == 0
+    assert "\nleft out: step 0, random states, optimizer (torch.optim.AdamW), extras (epoch)\n" in out
     loaded = load_file("m.safetensors")
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name]) for name in state)

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.codegen.plan import Plan
+from moec.commands.summary import peak_line, summary
 from moec.driver import compile as compile_source
 from moec.passes.cost.memory import Memory, memory_of
 
@@ -52,9 +53,29 @@ def test_text_marks_one_peak_and_shows_equal_layers_once(plan: tuple[Path, Plan,
 
 def test_the_plot_is_xml_with_a_bar_for_each_moment_and_tenant(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:
     path, _, memory = plan
-    assert run(path, "--memory", "--svg", tmp_path / "m.svg") == ""
+    assert run(path, "--memory", "--svg", tmp_path / "m.svg") == f"wrote {tmp_path / 'm.svg'}\n"
     titles = [node.text for node in ElementTree.parse(tmp_path / "m.svg").iter("{http://www.w3.org/2000/svg}title")]
     assert len(titles) == sum(size > 0 for moment in memory.moments for size in moment.bytes.of.values())
+
+
+def test_json_beside_a_plot_is_all_of_the_standard_output(plan: tuple[Path, Plan, Memory], tmp_path: Path) -> None:
+    path, *_ = plan
+    assert json.loads(run(path, "--memory", "--json", "--svg", tmp_path / "m.svg"))["peak"]
+    assert (tmp_path / "m.svg").exists()
+
+
+def test_memory_of_a_chosen_rank_is_refused_in_one_line(plan: tuple[Path, Plan, Memory]) -> None:
+    path, *_ = plan
+    done = CliRunner().invoke(app, ["inspect", str(path), "--memory", "--rank", "1"])
+    assert done.exit_code == 2
+    assert "the rank with the most rows" in " ".join(done.output.replace("│", " ").split())
+
+
+def test_the_summary_and_the_table_state_the_same_peak(plan: tuple[Path, Plan, Memory]) -> None:
+    path, made, memory = plan
+    line = peak_line(memory, made.spec.cluster.device.memory)
+    assert run(path, "--memory").splitlines()[0] == f"tiny: {line}"
+    assert f"  memory    {line}" in summary(made, made.program, None, 0.0).splitlines()
 
 
 def test_options_of_memory_need_it(plan: tuple[Path, Plan, Memory]) -> None:

@@ -106,14 +106,24 @@ def no_plan_for_the_ranks() -> Sequence[Diagnostic]:
 
 
 def other_paths() -> Sequence[Diagnostic]:
-    from moec.runtime.checkpoint.saves import same_calls
-    from moec.runtime.errors import JobError
+    from moec.runtime.checkpoint.saving import same_calls
     from moec.runtime.job.checks import _difference, _Report
 
     reports = [
         _Report("job.save", None, (same_calls(path, None, None),)) for path in ("checkpoints/0", "checkpoints/1")
     ]
-    return JobError(*_difference(reports)).diagnostics
+    return _difference(reports).error().diagnostics
+
+
+def failing_copy() -> Sequence[Diagnostic]:
+    from unittest import mock
+
+    from moec.runtime.checkpoint import content
+
+    failing = mock.Mock(side_effect=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with job_and_model() as (job, model), mock.patch.object(content, "host_pieces", failing):
+        saving = job.save(CHECKPOINT, model)
+        return raised(saving.wait)
 
 
 CHECKPOINT_EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
@@ -128,5 +138,6 @@ CHECKPOINT_EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0808": unknown_type,
     "MOE0809": missing_extra,
     "MOE0811": other_paths,
+    "MOE0812": failing_copy,
     "MOE0810": no_plan_for_the_ranks,
 }

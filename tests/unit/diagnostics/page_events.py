@@ -288,6 +288,32 @@ def launching_a_layer() -> Sequence[Diagnostic]:
     return raised(lambda: launch(layer_plan()))
 
 
+def gradient_that_is_nan() -> Sequence[Diagnostic]:
+    import torch
+
+    from moec.driver import launch
+
+    with launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build(seed=1)
+        tokens = torch.arange(16).view(2, 8)
+        job.step(model, tokens, tokens)
+        model.get_parameter("norm.weight").grad[0] = torch.nan
+        return raised(lambda: job.clip_grad_norm_(model, 1.0))
+
+
+def save_in_a_step() -> Sequence[Diagnostic]:
+    import torch
+
+    from moec.driver import launch
+
+    with launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build(seed=1)
+        tokens = torch.arange(16).view(2, 8)
+        with job.accumulate(model, tokens):
+            model(tokens, tokens).loss.backward()
+            return raised(lambda: job.save("checkpoints/1", model))
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
@@ -319,5 +345,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0720": other_layers,
     "MOE0721": launching_a_layer,
     "MOE0722": parameter_changed_before_backward,
+    "MOE0723": gradient_that_is_nan,
+    "MOE0724": save_in_a_step,
     **CHECKPOINT_EVENTS,
 }

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from faults import op_giving
+from matrices import diagonals
 from models import moe_plan
 from sliced_experts import sliced_plan
 from torch import fx
@@ -124,8 +125,7 @@ IN_PARTS = ["sums#3", "sums", "sums.1", "label_logit", "label_logit.1", "nll#1",
 """Nodes of a loss over a sharded vocabulary: the reference has one `cross_entropy` there."""
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("key", IN_PARTS)
+@pytest.mark.parametrize(("key", "dtype"), diagonals(IN_PARTS, ["fp32", "bf16"]))
 def test_an_op_of_a_loss_in_parts_is_blamed_for_a_wrong_gradient(
     key: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

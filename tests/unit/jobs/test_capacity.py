@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from faults import change_op, op_giving, with_program
+from matrices import diagonals
 from models import moe_plan
 
 from moec.passes.ir.ops import Capacity, PermutePadded
@@ -16,11 +17,12 @@ from moec.runtime.verify.verification import verify
 
 EVALUATED = "capacity = factor(0.5, eval = 1.5); group = {}"
 BODY = "layers[1..2]"
+CAPACITIES = ["factor(0.5, eval = 1.5)", "factor(1.5, eval = 0.5)", "dynamic(max = 0.7)"]
+DEGREES = [{"ep": 4}, {"ep": 2, "tp": 2}]
+GROUPS = ["sequence", "batch", "rank"]
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
-@pytest.mark.parametrize("degrees", [{"ep": 4}, {"ep": 2, "tp": 2}], ids=str)
-@pytest.mark.parametrize("capacity", ["factor(0.5, eval = 1.5)", "factor(1.5, eval = 0.5)", "dynamic(max = 0.7)"])
+@pytest.mark.parametrize(("capacity", "group", "degrees"), diagonals(CAPACITIES, GROUPS, DEGREES, number=2))
 def test_plans_equal_the_unsharded_model(capacity: str, group: str, degrees: dict[str, int]):
     report = verify(moe_plan(beside=f"capacity = {capacity}; group = {group}", **degrees), float32=False)
     assert report.ok, report

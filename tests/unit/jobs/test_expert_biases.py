@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from faults import bypass, change_op, change_sums, op_giving
+from matrices import diagonals
 from models import moe_plan, moe_spec
 
 from moec.codegen.plan import Plan
@@ -21,15 +22,13 @@ def biased(capacity: str = "dropless", expert: str = EXPERT, **options: object) 
     return moe_plan(expert=expert, beside=f"capacity = {capacity}", **options)
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
+@pytest.mark.parametrize(("capacity", "degrees"), diagonals(CAPACITIES, DEGREES))
 def test_plans_equal_the_unsharded_model(capacity: str, degrees: dict[str, int]) -> None:
     report = verify(biased(capacity, **degrees), float32=False)
     assert report.ok, report
 
 
-@pytest.mark.parametrize("ep", [1, 2])
-@pytest.mark.parametrize("expert", ["geglu", "gelu", "relu2", "silu"])
+@pytest.mark.parametrize(("expert", "ep"), diagonals(["geglu", "gelu", "relu2", "silu"], [1, 2]))
 def test_with_other_activations_in_float32_too(expert: str, ep: int) -> None:
     report = verify(biased(expert=f"{expert}(16, bias = true)", ep=ep))
     assert report.ok, report

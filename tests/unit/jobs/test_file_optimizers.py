@@ -45,7 +45,8 @@ def test_a_frozen_parameter_is_not_changed(optimizer: str):
         assert torch.equal(parameter, before[name]) == (name in frozen), name
 
 
-def test_muon_takes_every_expert_for_a_matrix_of_its_own(monkeypatch):
+def test_muon_does_not_take_all_experts_for_one_matrix(monkeypatch):
+    """xt#1582."""
     monkeypatch.setattr(muon, "compute_dtype", lambda device: torch.bfloat16)
     job, model = job_and_model("muon(lr = 0.1, weight_decay = 0.2)")
     update = job.optimizer(model)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from faults import bypass, change_op, insert_after
+from matrices import diagonals
 from models import layer_text, moe_plan, moe_spec, moe_text
 from torch import Tensor
 
@@ -114,9 +115,7 @@ def test_half_of_the_ids_change_their_expert_with_the_seed_of_two() -> None:
 # ---- plans -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("model", ["", PADDED], ids=["", "padding"])
+@pytest.mark.parametrize(("model", "capacity", "degrees"), diagonals(["", PADDED], CAPACITIES, DEGREES, number=2))
 def test_plans_equal_the_unsharded_model(model: str, capacity: str, degrees: dict[str, int]) -> None:
     report = verify(moe_plan(model=model, beside=capacity, **HASH, **degrees), float32=False)
     assert report.ok, report

@@ -113,6 +113,35 @@ def test_a_resumed_run_goes_on_with_its_steps(tmp_path: Path):
     assert [line["step"] for line in lines(path)] == [6, 8]
 
 
+def test_a_run_that_goes_on_says_after_which_step_and_keeps_its_total_of_tokens(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+
+    def run(steps: int) -> None:
+        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+            model = job.build(seed=1)
+            job.resume(tmp_path / "saved", model)
+            with job.metrics(path) as metrics:
+                for _ in range(steps):
+                    metrics.step(model, job.step(model, TOKENS, TOKENS))
+                    job.checkpoint(tmp_path / "saved", model, every=2)
+
+    run(3)  # the checkpoint is that of step 2
+    run(2)
+    found = lines(path)
+    assert [line["step"] for line in found] == [1, 2, 3, 3, 4]
+    assert [line.get("resumed") for line in found] == [None, None, None, 2, None]
+    assert [line["tokens"] for line in found] == [64, 128, 192, 64, 128]
+    assert [line["total_tokens"] for line in found] == [64, 128, 192, 192, 256]
+
+
+def test_tokens_that_a_script_counts_are_in_the_total(tmp_path: Path):
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(tmp_path / "run.jsonl") as metrics:
+        model = job.build(seed=1)
+        for tokens in (None, 100, None):
+            metrics.step(model, job.step(model, TOKENS, TOKENS), tokens=tokens)
+        assert job.total_tokens == 64 + 100 + 64
+
+
 def test_tokens_of_loops_outside_of_job_step_are_given(tmp_path: Path):
     path = tmp_path / "run.jsonl"
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path, every=2) as metrics:

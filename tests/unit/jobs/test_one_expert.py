@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import diagonals
 from models import moe_plan
 
 from moec.grammar.spec import Spec
@@ -23,8 +24,10 @@ CAPACITIES = {
 }
 
 
-@pytest.mark.parametrize("degrees", [{"ranks": 1, "ep": 1}, {"ranks": 2, "ep": 1}, {"ranks": 2, "ep": 2}], ids=str)
-@pytest.mark.parametrize("capacity", CAPACITIES)
+DEGREES = [{"ranks": 2, "ep": 2}, {"ranks": 1, "ep": 1}, {"ranks": 2, "ep": 1}]
+
+
+@pytest.mark.parametrize(("capacity", "degrees"), diagonals(list(CAPACITIES), DEGREES))
 def test_a_plan_equals_the_unsharded_model_where_one_expert_is_chosen_by_all(
     capacity: str, degrees: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from faults import bypass, change_block, change_op
+from matrices import diagonals
 from models import layer_text, moe_plan, moe_spec, moe_text
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -62,9 +63,7 @@ def moved(bias: Tensor, loads: Tensor) -> Tensor:
 # ---- plans -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("capacity", CAPACITIES)
-@pytest.mark.parametrize("model", ["", PADDED], ids=["", "padding"])
+@pytest.mark.parametrize(("model", "capacity", "degrees"), diagonals(["", PADDED], CAPACITIES, DEGREES, number=2))
 def test_plans_equal_the_unsharded_model(model: str, capacity: str, degrees: dict[str, Any]) -> None:
     report = verify(moe_plan(model=model, beside=capacity, **BIASED, **degrees), float32=False)
     assert report.ok, report

@@ -34,8 +34,8 @@ def test_updates_below_bf16_rounding_add_up_in_the_masters():
     assert (start - weight).mean().item() == pytest.approx(400e-5, rel=0.01)
 
 
-def test_a_state_dict_holds_the_fp32_masters():
-    """A model that loads it continues bit for bit."""
+def test_masters_are_not_missing_from_state_dict():
+    """A model that loads it continues bit for bit. (OpenTau#185: it had rounded weights.)"""
     tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
     with moec.launch(moe_plan(ranks=1, ep=1, dtype="bf16"), device="cpu") as job:
         model, other = job.build(seed=1), job.build(seed=2)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from faults import bypass, change_kind, change_op
+from matrices import diagonals
 from models import moe_plan, moe_spec
 from torch import Tensor
 
@@ -116,9 +117,10 @@ def test_padding_makes_no_real_token_lose_its_place(group: str) -> None:
     assert (together >= alone).all()
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("capacity", CAPACITIES)
+GROUPS = ("sequence", "batch", "rank")
+
+
+@pytest.mark.parametrize(("capacity", "group", "degrees"), diagonals(CAPACITIES, GROUPS, DEGREES, number=2))
 def test_plans_with_padding_equal_the_unsharded_model(capacity: str, group: str, degrees: dict[str, int]) -> None:
     report = verify(moe_plan(model=EMBEDDING, beside=f"{capacity}; group = {group}", **degrees), float32=False)
     assert report.ok, report

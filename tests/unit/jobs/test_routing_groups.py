@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from matrices import diagonals
 from models import moe_plan, moe_spec
 from torch import Tensor
 
@@ -21,6 +22,11 @@ BATCH, SEQUENCE, CHOICES = 8, 8, 2
 BOUND = 1e-12
 OTHER = 1e-4
 """Results that differ by less are equal."""
+
+
+RANKS = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 4, 2), (4, 1, 1), (4, 4, 1)]
+SPLITS = [(1, 1, 1, 1), (1, 1, 1, 4), (2, 4, 2, 1), (4, 2, 1, 2)]
+GROUPS = ["sequence", "batch", "rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +100,13 @@ def require_drops(found: Outcome) -> None:
     assert all(0.05 < rate < 0.9 for rate in found.drops.values()), "hardly any choice is dropped: it proves nothing"
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize(("dp", "ep", "tp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 4, 2), (4, 1, 1), (4, 4, 1)])
+@pytest.mark.parametrize(("ranks", "micro_batches"), diagonals(RANKS, [2, 1]))
 def test_sequences_keep_the_same_choices_on_any_ranks_and_in_any_micro_batches(
-    dp: int, ep: int, tp: int, micro_batches: int
+    ranks: tuple[int, int, int], micro_batches: int
 ):
     alone = outcome("sequence")
     require_drops(alone)
-    found = outcome("sequence", dp, ep, tp, micro_batches)
+    found = outcome("sequence", *ranks, micro_batches)
     assert found.drops == alone.drops
     assert distance(found, alone) < BOUND
 
@@ -115,11 +120,9 @@ def test_a_batch_keeps_the_same_choices_on_any_ranks(dp: int, ep: int, tp: int):
     assert distance(found, alone) < BOUND
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
-@pytest.mark.parametrize(("dp", "ep", "tp", "micro_batches"), [(1, 1, 1, 1), (1, 1, 1, 4), (2, 4, 2, 1), (4, 2, 1, 2)])
-def test_a_dynamic_capacity_up_to_a_factor_keeps_what_the_factor_keeps(
-    group: str, dp: int, ep: int, tp: int, micro_batches: int
-):
+@pytest.mark.parametrize(("group", "split"), diagonals(GROUPS, SPLITS, number=2))
+def test_a_dynamic_capacity_up_to_a_factor_keeps_what_the_factor_keeps(group: str, split: tuple[int, int, int, int]):
+    dp, ep, tp, micro_batches = split
     factor = outcome(group, dp, micro_batches=micro_batches)
     found = outcome(group, dp, ep, tp, micro_batches, capacity="dynamic(max = 1.0)")
     assert found.drops == factor.drops

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,8 +12,17 @@ from models import moe_plan
 import moec
 
 
+@pytest.fixture(autouse=True)
+def _of_this_test_alone() -> Iterator[None]:
+    """What other tests have left alive is not looked at again and again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def alive() -> int:
-    """The live tensors."""
+    """The tensors that were made since the test began and live."""
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import diagonals, some
 from models import moe_plan, moe_spec
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -70,19 +71,19 @@ def equal(ours: list[Tensor], exact: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(ours, exact, strict=True))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("beside", "mode"), LAYERS)
-def test_a_layer_is_one_graph_and_computes_the_same(beside: str, mode: str, backend: str) -> None:
-    layer, x = layer_of(beside, mode), torch.randn(4, 8, 16)
+@pytest.mark.parametrize(("which", "backend"), diagonals(LAYERS, BACKENDS))
+def test_a_layer_is_one_graph_and_computes_the_same(which: tuple[str, str], backend: str) -> None:
+    layer, x = layer_of(*which), torch.randn(4, 8, 16)
     counter = CompileCounterWithBackend(backend)
     compiled = compiled_like(layer, fullgraph=True, backend=counter)
     assert equal(through(compiled, x), through(layer, x))
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize(("beside", "mode"), LAYERS)
-def test_a_layer_takes_any_number_of_tokens_in_one_graph(beside: str, mode: str) -> None:
-    layer = layer_of(beside, mode)
+@pytest.mark.parametrize("which", some(LAYERS, [("dropless", "forward"), ("dynamic", "forward")]))
+def test_a_layer_takes_any_number_of_tokens_in_one_graph(which: tuple[str, str]) -> None:
+    """Whole models of each capacity do so below."""
+    layer = layer_of(*which)
     counter = CompileCounterWithBackend("aot_eager")
     compiled = compiled_like(layer, fullgraph=True, backend=counter, dynamic=True)
     for shape in SHAPES:
@@ -104,7 +105,13 @@ def steps(model: PlanModule) -> Iterator[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks, and hides it
 @pytest.mark.parametrize(
-    ("beside", "padding"), [("dropless", PADDED), ("factor", ""), ("factor over the batch", ""), ("dynamic", PADDED)]
+    ("beside", "padding"),
+    [
+        ("dropless", PADDED),
+        ("factor over the batch", ""),
+        pytest.param("factor", "", marks=pytest.mark.slow),
+        pytest.param("dynamic", PADDED, marks=pytest.mark.slow),
+    ],
 )
 def test_a_whole_model_compiles_its_graphs_and_still_checks_each_batch(beside: str, padding: str) -> None:
     compiled, eager = (reference(moe_spec(beside=BESIDE[beside], model=padding), seed=1) for _ in range(2))

@@ -19,6 +19,7 @@ from faults import (
     swap_groups,
     with_program,
 )
+from matrices import diagonals
 from models import layer_plan, moe_plan
 
 from moec.codegen.plan import Plan
@@ -50,8 +51,7 @@ KINDS: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), diagonals(list(KINDS), ["fp32", "bf16"]))
 def test_a_compiled_layer_equals_the_unsharded_one(kind: str, dtype: str):
     plan = layer_plan(dtype=dtype, **KINDS[kind])
     report = verify(plan)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from faults import bypass, change_op, change_parameter, change_result, change_sums, op_giving
+from matrices import diagonals
 from models import moe_plan, moe_text
 
 import moec
@@ -81,8 +82,10 @@ def test_experts_become_fewer_only_where_memory_wants_it():
     assert verify(few.plan).ok
 
 
-@pytest.mark.parametrize("group", ["sequence", "batch", "rank"])
-@pytest.mark.parametrize("capacity", ["factor(0.5, eval = 1.5, min = 2)", "dynamic(max = 0.7)"])
+@pytest.mark.parametrize(
+    ("capacity", "group"),
+    diagonals(["factor(0.5, eval = 1.5, min = 2)", "dynamic(max = 0.7)"], ["sequence", "batch", "rank"]),
+)
 def test_capacities_of_fewer_experts_are_those_of_their_number(capacity: str, group: str):
     """An op says the factor, and how many experts there are is seen from its operands: no number depends on it."""
     plan = moe_plan(experts=64, ep=2, beside=f"capacity = {capacity}; group = {group}")

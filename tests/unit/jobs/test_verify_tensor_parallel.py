@@ -18,6 +18,7 @@ from faults import (
     insert_after,
     op_giving,
 )
+from matrices import diagonals
 from models import moe_plan
 
 from moec.codegen.plan import Plan
@@ -308,9 +309,9 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-@pytest.mark.parametrize("scale", [False, True])
-def test_a_plan_equals_the_unsharded_model(options: dict[str, object], scale: bool):
+@pytest.mark.parametrize(("name", "scale"), diagonals(list(PLANS), [False, True]))
+def test_a_plan_equals_the_unsharded_model(name: str, scale: bool):
+    options = PLANS[name]
     report = verify(moe_plan(**options, **({"dim": 64, "expert": "gelu(96)"} if scale else {})), scale=scale)
     assert report.ok, report
     assert report.scaled == scale

@@ -78,11 +78,23 @@ def test_micro_batches_divide_activations_and_leave_gradients_between_them() -> 
 
 def test_a_recomputed_layer_keeps_its_inputs_and_the_routers_choices() -> None:
     program, spec = placed()
-    kept = memory_of(changed(program, recompute="layer"), spec).layers["layers[1..2]"].run
+    layer = memory_of(changed(program, recompute="layer"), spec).layers["layers[1..2]"]
     tokens = 4 * 32
-    probabilities, choices = 4 * tokens * 8, (4 + 8) * tokens * 2
-    assert kept.kept.of == {"activations": probabilities + choices}
-    assert len(kept.inputs) == 1
+    probabilities, choices, residual = 4 * tokens * 8, (4 + 8) * tokens * 2, 4 * tokens * 32
+    assert layer.kept.of == {"activations": probabilities + choices + residual}
+    assert len(layer.run.inputs) == 1
+
+
+def test_layers_keep_all_activations_but_those_of_embedding_head_and_loss() -> None:
+    program, spec = placed()
+    memory = memory_of(program, spec)
+    of_layers = sum(len(layer.numbers) * layer.kept.total for layer in memory.layers.values())
+    tokens = 4 * 32
+    wide, inverse_rms, ids = 4 * tokens * 32, 4 * tokens, 8 * tokens
+    head = 3 * wide + inverse_rms  # the last norm's input, its normalized rows, and its result, which the product reads
+    loss = wide + ids  # log-probabilities and labels
+    others = ids + head + loss  # the embedding keeps its ids
+    assert of_layers == pytest.approx(tally(program, spec).activation_bytes - others, rel=1e-3)
 
 
 def test_recomputed_experts_keep_their_rows_and_no_pre_activations() -> None:

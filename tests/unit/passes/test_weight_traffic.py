@@ -22,6 +22,14 @@ def test_micro_batches_repeat_what_zero_sends_for_each(zero: int, gathers: int, 
         assert four[key] == pytest.approx(times * size), key
 
 
+def test_zero_3_gathers_all_weights_twice_but_the_embeddings_table() -> None:
+    key = ("all_gather of weights", "dp")
+    table = 32 * 16 * 4 * 3 / 4  # no backward reads it
+    assert sent(zero=3)[key] == pytest.approx(2 * sent(zero=1)[key] - table)
+    experts = ("all_gather of weights", "edp[1..2]")
+    assert sent(zero=3)[experts] == pytest.approx(2 * sent(zero=1)[experts])
+
+
 def test_a_recomputed_layer_sends_its_rows_again() -> None:
     once, again = sent(), sent(recompute="layer")
     key = ("all_to_all of rows", "ep[1..2]")

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from matrices import diagonals
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -27,8 +28,7 @@ COUNTS = {
     "two sources, no rows": [[0, 0], [0, 0]],
     "two sources, an expert that neither uses": [[2, 0, 1], [1, 0, 2]],
 }
-loads = pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-with_or_without = pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])
+AXES = list(COUNTS), list(ACTIVATIONS), ["plain", "biases"]
 activations = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
@@ -74,15 +74,13 @@ def naive_expert_mlp(
     return torch.stack(out) + given if out else rows + given
 
 
-@loads
-@activations
-@with_or_without
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("load", "activation", "beside", "dtype"), diagonals(*AXES, list(TOLERANCE), number=4))
 def test_expert_mlp_and_its_gradients_agree_with_a_loop_over_rows(
-    counts: list[list[int]], activation: str, bias: bool, dtype: torch.dtype
+    load: str, activation: str, beside: str, dtype: torch.dtype
 ) -> None:
+    counts = COUNTS[load]
     tensors = inputs(counts, activation, dtype)
-    tensors += biases_of(*tensors[1:]) if bias else []
+    tensors += biases_of(*tensors[1:]) if beside == "biases" else []
     exact = [t.detach().double().requires_grad_() for t in tensors]
     rows, up, down = tensors[:3]
     out, hidden = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(tensors[3:] or (None, None)), None, activation)
@@ -140,12 +138,11 @@ def test_layouts_that_are_not_contiguous_give_the_same_numbers() -> None:
     assert all(t.grad is not None for t in strided)
 
 
-@loads
-@activations
-@with_or_without
-def test_gradients(counts: list[list[int]], activation: str, bias: bool) -> None:
+@pytest.mark.parametrize(("load", "activation", "beside"), diagonals(*AXES, number=2))
+def test_gradients(load: str, activation: str, beside: str) -> None:
+    counts = COUNTS[load]
     tensors = inputs(counts, activation, torch.float64)
-    tensors += biases_of(*tensors[1:]) if bias else []
+    tensors += biases_of(*tensors[1:]) if beside == "biases" else []
 
     def run(rows: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), None, activation)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from matrices import diagonals
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -77,15 +78,15 @@ def naive(
     return mixed
 
 
-@pytest.mark.parametrize("activation", ACTIVE)
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@with_or_without
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "activation", "beside", "dtype"),
+    diagonals(list(SHAPES), list(ACTIVE), ["plain", "biases"], list(TOLERANCE), number=4),
+)
 def test_mixture_mlp_and_its_gradients_agree_with_a_loop(
-    shape: tuple[int, int, int, int, float], activation: str, bias: bool, dtype: torch.dtype
+    shape: str, activation: str, beside: str, dtype: torch.dtype
 ) -> None:
-    x, experts, weights, up, down = inputs(shape, activation, dtype)
-    biases = biases_of(up, down) if bias else ()
+    x, experts, weights, up, down = inputs(SHAPES[shape], activation, dtype)
+    biases = biases_of(up, down) if beside == "biases" else ()
     mixed, counts, _, _ = ops.mixture_mlp(x, experts, weights, up, down, *(biases or (None, None)), activation)
     ours = (x, weights, up, down, *biases)
     exact = [t.detach().double().requires_grad_() for t in ours]

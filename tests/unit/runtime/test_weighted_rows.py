@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_expert_mlp import TOLERANCE, activations, biases_of, inputs, loads, naive_expert_mlp, with_or_without
+from matrices import diagonals
+from test_expert_mlp import AXES, COUNTS, TOLERANCE, biases_of, inputs, naive_expert_mlp
 from torch import Tensor
 from torch.autograd import gradcheck
 
@@ -17,15 +18,13 @@ def weights_of(rows: Tensor) -> Tensor:
     return torch.randn(rows.shape[0], dtype=torch.promote_types(rows.dtype, torch.float32), requires_grad=True)
 
 
-@loads
-@activations
-@with_or_without
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize(("load", "activation", "beside", "dtype"), diagonals(*AXES, list(TOLERANCE), number=4))
 def test_weighted_experts_and_their_gradients_agree_with_a_loop_over_rows(
-    counts: list[list[int]], activation: str, bias: bool, dtype: torch.dtype
+    load: str, activation: str, beside: str, dtype: torch.dtype
 ) -> None:
+    counts = COUNTS[load]
     rows, up, down = inputs(counts, activation, dtype)
-    biases = biases_of(up, down) if bias else []
+    biases = biases_of(up, down) if beside == "biases" else []
     weights = weights_of(rows)
     out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)
     ours = (rows, up, down, *biases, weights)
@@ -43,12 +42,11 @@ def test_weighted_experts_and_their_gradients_agree_with_a_loop_over_rows(
         torch.testing.assert_close(one.grad.double(), other.grad, **tolerance)
 
 
-@loads
-@activations
-@with_or_without
-def test_gradients_of_weighted_experts(counts: list[list[int]], activation: str, bias: bool) -> None:
+@pytest.mark.parametrize(("load", "activation", "beside"), diagonals(*AXES, number=2))
+def test_gradients_of_weighted_experts(load: str, activation: str, beside: str) -> None:
+    counts = COUNTS[load]
     rows, up, down = inputs(counts, activation, torch.float64)
-    tensors = (rows, weights_of(rows), up, down, *(biases_of(up, down) if bias else []))
+    tensors = (rows, weights_of(rows), up, down, *(biases_of(up, down) if beside == "biases" else []))
 
     def run(rows: Tensor, weights: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)

@@ -1,0 +1,46 @@
+"""Rules of `train { … }`: options of an optimizer that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.spec import Adafactor, Muon, Optimizer, Sgd, Train
+
+SLOWEST = 2**-8
+"""bf16 has 8 significant bits: rounding to nearest drops a change below this part of some numbers."""
+
+
+def updates(train: Train | None) -> Iterator[Diagnostic]:
+    """Nesterov's momentum is a momentum; states in bf16 are of optimizers whose states bf16 can follow."""
+    optimizer = train.optimizer if train else None
+    if train and train.state == "bf16":
+        yield from _narrow_states(train, train.optimizer)
+    if isinstance(optimizer, Sgd) and optimizer.nesterov and not optimizer.momentum:
+        momentum = optimizer.span("momentum") if optimizer.given("momentum") else None
+        yield diagnose(
+            "MOE0336",
+            optimizer.span("nesterov"),
+            "it is one step ahead of the momentum, which is 0",
+            labels=[Label(span=momentum, message="no momentum")] if momentum else (),
+            help="set `momentum`, commonly 0.9, or leave `nesterov` out",
+        )
+
+
+def _narrow_states(train: Train, optimizer: Optimizer) -> Iterator[Diagnostic]:
+    state = train.span("state")
+    here = [Label(span=state, message="states are kept in bf16")] if state else ()
+    if isinstance(optimizer, Adafactor):
+        message = "its factors take a row and a column per matrix and change ever more slowly"
+        yield diagnose("MOE0337", optimizer.span(), message, labels=here, help="leave `state` out")
+        return
+    inner = [optimizer.adamw] if isinstance(optimizer, Muon) else []
+    for node in (optimizer, *inner):
+        for name in ("momentum", "beta1", "beta2"):
+            decay = getattr(node, name, None)
+            if decay is not None and 0 < 1 - decay < SLOWEST:
+                message = f"a step changes it by a part of {1 - decay:.2g}, and bf16 drops what is below {SLOWEST:.2g}"
+                help = "at most 0.996 here (DeepSeek-V3, whose states are bf16: 0.9 and 0.95), or leave `state` out"
+                at = node.span(name) if node.given(name) else train.span("state")
+                yield diagnose("MOE0338", at, message, labels=here, help=help, severity=Severity.WARNING)

@@ -1,0 +1,82 @@
+"""`moec checkpoint inspect` of a folder of checkpoints: what is in it, newest first. Needs no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from moec.commands.summary import amount_of_bytes, count
+from moec.runtime.checkpoint.folders import fault_of, newest_first
+from moec.runtime.checkpoint.index import HEAD
+from moec.runtime.checkpoint.reading import read_head
+from moec.runtime.errors import JobError
+
+COLUMNS = "checkpoint", "model", "step", "saved", "size", ""
+NUMBERS = "step", "size"
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A checkpoint of a folder. `saved`: local time; `fault`: why it is not complete; `model` and `step` if known."""
+
+    name: str
+    model: str | None
+    step: int | None
+    saved: str | None
+    bytes: int
+    fault: str | None
+    latest: bool
+
+
+def checkpoints_of(folder: Path) -> list[Listed]:
+    """The checkpoints in `folder`, newest first; none if `folder` is a checkpoint itself. Compares no digests."""
+    if os.path.lexists(folder / HEAD):
+        return []
+    found: list[Listed] = []
+    for path in newest_first(folder):
+        fault, model, step, saved = fault_of(path), None, None, None
+        with suppress(JobError):
+            head = read_head(path)
+            model, step = head.model, head.step
+        with suppress(OSError):
+            saved = datetime.fromtimestamp((path / HEAD).stat().st_mtime).isoformat(" ", "seconds")
+        latest = fault is None and not any(other.latest for other in found)
+        words = None if fault is None else f"{fault.diagnostics[0].code}: {fault.diagnostics[0].message}"
+        found.append(Listed(path.name, model, step, saved, _bytes_in(path), words, latest))
+    return found
+
+
+def _bytes_in(folder: Path) -> int:
+    try:
+        return sum(entry.stat(follow_symlinks=False).st_size for entry in os.scandir(folder))
+    except OSError:
+        return 0
+
+
+def as_json(found: Sequence[Listed]) -> dict[str, Any]:
+    """The list as JSON."""
+    return {"checkpoints": [asdict(each) for each in found]}
+
+
+def lines(folder: Path, found: Sequence[Listed]) -> Iterator[str]:
+    """The list as a table."""
+    yield f"{folder}: {count(len(found), 'checkpoint')}"
+    yield ""
+    rows = [COLUMNS, *map(_row, found)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    for row in rows:
+        cells = [
+            text.rjust(w) if i in (2, 4) else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def _row(each: Listed) -> tuple[str, ...]:
+    state = each.fault or ("complete, latest" if each.latest else "complete")
+    step = "?" if each.step is None else f"{each.step:,}"
+    return each.name, each.model or "?", step, each.saved or "?", amount_of_bytes(each.bytes), state

@@ -1,0 +1,65 @@
+"""What a model computes, as the text of its `.moe` file, and how two models of equal shapes differ. Needs no torch.
+
+A checkpoint stores the fields of `model` that are not at their defaults, in canonical text. Sizes are left out, which
+the tensors' shapes state, and everything outside of `model`: how a model is trained and on which ranks may change from
+run to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from moec.grammar.printer import selector, written_value
+from moec.grammar.schema import fields
+from moec.grammar.spec import Model
+from moec.grammar.spec.base import Node
+from moec.runtime.checkpoint.index import ModelFields
+
+WITHOUT = frozenset(("name", "vocab", "dim", "depth", "context", "layers"))
+"""Fields of a model that are shapes, or bounds of them, or are stored by layer."""
+
+
+def fields_of(model: Model) -> dict[str, Any]:
+    """A `ModelFields` as plain data: the text of every field, once for each distinct layer."""
+    distinct = dict[Node, int]()
+    kinds = [distinct.setdefault(layer, len(distinct)) for layer in model.layers]
+    layers = [dict(_texts(layer)) for layer in distinct]
+    return {"model": {k: text for k, text in _texts(model) if k not in WITHOUT}, "layers": layers, "kinds": kinds}
+
+
+def _texts(node: Node, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for known in fields(type(node)).values():
+        value = getattr(node, known.name)
+        if value is None or known.name in WITHOUT or (not known.required and value == known.default):
+            continue
+        if known.block:
+            yield from _texts(value, f"{prefix}{known.word}.")
+        else:
+            yield prefix + known.word, written_value(known, value)
+
+
+def differences(stored: ModelFields, model: Model) -> list[str]:
+    """A phrase for each field that differs between a checkpoint's model and `model`, with both values."""
+    here = ModelFields(**fields_of(model))
+    found = list(_between(stored.model, here.model))
+    layers = dict[str, list[int]]()
+    phrases = dict[tuple[int, int], list[str]]()
+    for number, pair in enumerate(zip(stored.kinds, here.kinds, strict=False)):
+        if pair not in phrases:
+            phrases[pair] = list(_between(stored.layers[pair[0]], here.layers[pair[1]]))
+        for phrase in phrases[pair]:
+            layers.setdefault(phrase, []).append(number)
+    depth = len(here.kinds)
+    for phrase, numbers in layers.items():
+        where = "" if len(numbers) == depth else f" of layers {selector(numbers)}"
+        name, _, rest = phrase.partition(" is ")
+        found.append(f"{name}{where} is {rest}")
+    return found
+
+
+def _between(stored: dict[str, str], here: dict[str, str]) -> Iterator[str]:
+    for name in [*stored, *(name for name in here if name not in stored)]:
+        there, now = stored.get(name, "not given"), here.get(name, "not given")
+        if there != now:
+            yield f"{name} is {there} in the checkpoint, {now} here"

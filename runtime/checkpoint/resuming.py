@@ -1,0 +1,124 @@
+"""The way back to the last checkpoint of a folder, past damaged ones."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from moec.runtime.checkpoint.folders import fault_of, newest_first, set_aside, shown
+from moec.runtime.checkpoint.loading import load
+from moec.runtime.errors import JobError
+from moec.runtime.job.checks import Complaint
+from moec.runtime.job.groups import HOST
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.watch import collective
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+
+NAME_BYTES = 256
+"""The longest name of a file on common file systems, and its end."""
+MISSING, DAMAGED = "MOE0800", "MOE0801"
+
+
+def resume(
+    job: Job, folder: str | Path, model: PlanModule, optimizer: Optimizer | None, extras: Mapping[str, Any]
+) -> int:
+    """Loads the last complete checkpoint without damage. `Job.resume` describes it."""
+    search, failure = _Search(Path(folder)), None
+    while name := _agree_on_next(job, search, failure):
+        try:
+            load(job, Path(folder) / name, model, optimizer, extras, resumes=True)
+        except JobError as error:
+            failure = error
+            if _code(error) not in (MISSING, DAMAGED):
+                raise
+        else:
+            if job.rank == 0:
+                search.set_damaged_aside(name)
+            break
+    return model.settings["step"]
+
+
+class _Search:
+    """Of rank 0: the checkpoints of `folder` that are still to be tried, and what is wrong with those before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._left: list[Path] | None = None
+        self._current: Path | None = None
+        self._damages: list[tuple[Path, JobError]] = []
+
+    def next(self, failure: JobError | None) -> str:
+        """The name of the next checkpoint, empty if there is none at all. `failure`: what loading the last one raised.
+
+        Raises `JobError` for anything but damage, and if every checkpoint is damaged.
+        """
+        if self._left is None:
+            self._left = newest_first(self._folder)
+        if failure is not None and self._current is not None:
+            # A file that cannot be opened is a damage only if rank 0 misses it too.
+            found = failure if _code(failure) == DAMAGED else fault_of(self._current)
+            if found is None or _code(found) != DAMAGED:
+                raise failure
+            self._damages.append((self._current, failure))
+        while self._left:
+            self._current = self._left.pop(0)
+            fault = fault_of(self._current)
+            if fault is None:
+                return self._current.name
+            if _code(fault) != DAMAGED:
+                raise fault
+            self._damages.append((self._current, fault))
+        if self._damages:
+            first = self._damages[0][1].diagnostics[0]
+            raise JobError(
+                first.code,
+                first.message,
+                f"no checkpoint in {shown(self._folder)} is without damage: restore one, or move them away to begin "
+                "anew",
+            )
+        return ""
+
+    def set_damaged_aside(self, name: str) -> None:
+        """Gives damaged checkpoints other names, so that a run can save under theirs, and warns of each."""
+        for path, error in self._damages:
+            aside = set_aside(path)
+            kept = f"is kept as {shown(aside)}" if aside else "cannot be renamed"
+            first = error.diagnostics[0]
+            # stacklevel: the script's line, past `resume` and `Job.resume`
+            warnings.warn(
+                f"{shown(path)} is damaged and {kept}; {shown(self._folder / name)} is resumed instead "
+                f"({first.code}: {first.message})",
+                stacklevel=4,
+            )
+
+
+def _agree_on_next(job: Job, search: _Search, failure: JobError | None) -> str:
+    """The name of the checkpoint that rank 0 chooses; other jobs may save or remove one meanwhile. Empty for none."""
+    name, complaint = "", None
+    if job.rank == 0:
+        try:
+            name = search.next(failure)
+        except JobError as error:
+            complaint = Complaint.of(error, of_all_ranks=True)
+    job.checks.require("job.resume", complaint)
+    if job.world_size == 1:
+        return name
+    buffer = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+    encoded = os.fsencode(name)
+    buffer[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    with collective("broadcast", job.number + HOST, "job.resume") as peers:
+        dist.broadcast(buffer, 0, group=peers)
+    return os.fsdecode(bytes(buffer.tolist()).rstrip(b"\0"))
+
+
+def _code(error: JobError) -> str:
+    return error.diagnostics[0].code

@@ -1,0 +1,73 @@
+"""Begins a save: ranks agree, and each copies what it writes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from moec.runtime.checkpoint.content import Content, content_of
+from moec.runtime.checkpoint.folders import refuse_existing, shown
+from moec.runtime.checkpoint.index import digest, unexpected
+from moec.runtime.checkpoint.parts import Part
+from moec.runtime.checkpoint.shards import Piece
+from moec.runtime.checkpoint.writing import Saving, Task
+from moec.runtime.errors import JobError
+from moec.runtime.job.checks import Complaint, MustMatch
+from moec.runtime.job.module import PlanModule
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+
+
+def save(
+    job: Job,
+    path: str | Path,
+    model: PlanModule,
+    optimizer: Optimizer | None,
+    keep: int | None,
+    extras: Mapping[str, Any],
+) -> Saving:
+    """Copies what this rank writes to host memory, and starts writing it. `Job.save` describes it."""
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is a number of checkpoints from 1, not {keep}")
+    saves, target, plan = job.saves, Path(path).absolute(), job.plan
+    complaint = saves.wait() or model.open_step_complaint()
+    content = None
+    try:
+        if job.rank == 0:
+            refuse_existing(target)
+        content = content_of(plan, model, optimizer, extras, job.rank, job.steps, job.total_tokens)
+        content = content.with_copied_extras()
+    except JobError as error:
+        complaint = complaint or Complaint.of(error)
+    job.checks.require("job.save", complaint, same_calls(str(path), keep, content))
+    assert content is not None
+    failure: Complaint | None = None
+    pieces, parts = list[Piece](), dict[str, Part]()
+    try:
+        pieces, parts = content.copies()
+    except (MemoryError, RuntimeError) as error:
+        failure = Complaint.of(unexpected(error, f"rank {job.rank}: {shown(target)}: a copy to host memory failed: "))
+    head = {
+        "moec": plan.moec,
+        "model": plan.name,
+        "spec": digest(plan.spec_text.encode()),
+        "step": content.settings["step"],
+        "world_size": plan.world_size,
+        "data_size": plan.data_size,
+        "degrees": {name: dict(mesh.axes) for name, mesh in plan.meshes.items()},
+        "optimizer": content.optimizer and content.optimizer["kind"],
+    }
+    data_ranks = [plan.data_rank(rank) for rank in range(plan.world_size)] if job.rank == 0 else ()
+    return saves.start(Task(saves.next_number(), plan, target, head, data_ranks, keep, content, pieces, parts, failure))
+
+
+def same_calls(path: str, keep: int | None, content: Content | None) -> MustMatch:
+    """What must match on all ranks: the path, `keep`, and the names of tensors and extras."""
+    names = "\0".join([*sorted(content.parts), *sorted(content.extras)]) if content else ""
+    words = "ranks give job.save other paths, `keep`, extras, or optimizers with other states"
+    return MustMatch("MOE0811", words, (zlib.crc32(path.encode()), keep or 0, zlib.crc32(names.encode())))

@@ -1,0 +1,123 @@
+"""Keeps losses and gradients that are NaN or infinite from the weights: `moec.launch(on_nonfinite=…)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from moec.runtime.errors import JobError
+from moec.runtime.job.checks import Complaint
+from moec.runtime.job.clipping import HandedOver
+from moec.runtime.job.masters import local_part
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+    from moec.runtime.job.module import PlanModule
+
+MODES = ("raise", "skip", "ignore")
+
+HELP = (
+    "weights and optimizer states are as before: go on from them with a lower learning rate or with clipped gradients; "
+    '`moec.launch(…, on_nonfinite="skip")` leaves such steps out, and "ignore" looks at nothing'
+)
+
+
+class Finite:
+    """What a job does with a step whose loss or gradients are not finite, and how many it has `skipped`.
+
+    "raise": `JobError` on every rank. "skip": all gradients of the model become None, so that the optimizer changes
+    nothing. "ignore": nothing is looked at. The loss and the norm of `clip_grad_norm_` are equal on every rank and need
+    no collective. An optimizer of the job looks at gradients that no norm was taken of, in one small all_reduce.
+    """
+
+    def __init__(self, job: Job, mode: str) -> None:
+        if mode not in MODES:
+            raise ValueError(f"on_nonfinite is one of {', '.join(map(repr, MODES))}, not {mode!r}")
+        self._job, self.mode, self.skipped = job, mode, 0
+        self._normed: WeakSet[PlanModule] = WeakSet()
+
+    @property
+    def skips(self) -> bool:
+        """Whether training goes on after such a step."""
+        return self.mode == "skip"
+
+    def stops_at_loss(self, model: PlanModule, loss: Tensor) -> bool:
+        """Whether to leave out the step of this global loss. Its backward pass gives the model new gradients."""
+        self._normed.discard(model)
+        if self.mode == "ignore" or bool(loss.isfinite()):
+            return False
+        if not self.skips:
+            raise JobError("MOE0723", f"{self._step()}the loss is {float(loss)}", HELP)
+        self._skip(model)
+        return True
+
+    def stops_at_norm(self, model: PlanModule, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+        """Whether to leave out the step of this global norm. `gradients`: this rank's parts, to name one of them."""
+        self._normed.add(model)
+        if self.mode == "ignore" or bool(norm.isfinite()):
+            return False
+        if not self.skips:
+            self._job.checks.require("gradient norm", self._complaint(gradients))
+            raise JobError("MOE0723", f"{self._step()}the gradient norm is {float(norm)}", HELP)
+        self._skip(model)
+        return True
+
+    def guard(self, optimizer: Optimizer, model: PlanModule) -> None:
+        """Makes each `step()` look at gradients that `clip_grad_norm_` has not seen; one with a closure looks at none.
+
+        Then `step()` is a collective.
+        """
+
+        def look(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            has_closure = any(argument is not None for argument in (*arguments[1:], *named.values()))
+            seen = model in self._normed
+            self._normed.discard(model)
+            owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if self.mode == "ignore" or seen or has_closure or any(isinstance(p.grad, HandedOver) for p in owned):
+                return
+            complaint = None if _have_finite_norms(owned) else self._complaint(_gradients(owned, model))
+            count = int(complaint is not None)
+            if self._job.checks.require("optimizer.step", None if self.skips else complaint, counts=(count,))[0]:
+                self._skip(model)
+
+        if self.mode != "ignore":
+            optimizer.register_step_pre_hook(look)
+
+    def _complaint(self, gradients: Mapping[str, Tensor]) -> Complaint | None:
+        """Names this rank's first gradient that is not finite."""
+        wrong = next((name for name, gradient in gradients.items() if not gradient.isfinite().all()), None)
+        words = f"{self._step()}the gradient of {wrong} is NaN or infinite"
+        return None if wrong is None else Complaint("MOE0723", words, HELP)
+
+    def _skip(self, model: PlanModule) -> None:
+        self.skipped += 1
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def _step(self) -> str:
+        return f"step {self._job.steps}: " if self._job.steps else ""
+
+
+def _gradients(parameters: Sequence[nn.Parameter], model: nn.Module) -> dict[str, Tensor]:
+    """This rank's parts of the gradients, by the parameters' names in `model`."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {
+        names.get(parameter, f"parameter {index} of the optimizer"): local_part(parameter.grad)
+        for index, parameter in enumerate(parameters)
+        if parameter.grad is not None
+    }
+
+
+def _have_finite_norms(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether this rank's gradients have finite norms: then all elements are. Waits for the device once."""
+    parts = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    if not parts:
+        return True
+    # The Euclidean norm: on CPU the maximum norm takes forty times as long.
+    norms = torch._foreach_norm(parts, 2)
+    return bool(torch.stack([each.to(parts[0].device, torch.float32) for each in norms]).isfinite().all())

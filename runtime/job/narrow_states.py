@@ -1,0 +1,124 @@
+"""Optimizers that keep their states in bf16 between steps (DeepSeek-AI 2024, arXiv 2412.19437, section 3.3.3).
+
+A step widens the states of a chunk of parameters to fp32, updates them and the masters, and rounds them to nearest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW
+from torch.optim.adamw import adamw
+from torch.optim.sgd import sgd
+
+from moec.runtime.job.masters import Master, chunks, local_part
+
+
+@contextmanager
+def widened(states: Sequence[dict[str, Any]], key: str, dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
+    """This rank's parts of `key` of several parameters, in fp32. What they are at the end is kept in `dtype`.
+
+    A state of another dtype becomes one of `dtype` first: `load_state_dict` gives every state its parameter's. Without
+    `dtype` the states themselves.
+    """
+    if dtype is None:
+        yield [local_part(state[key]) for state in states]
+        return
+    for state in states:
+        state[key] = state[key].to(dtype)
+    kept = [local_part(state[key]) for state in states]
+    wide = [part.float() for part in kept]
+    yield wide
+    for part, values in zip(kept, wide, strict=True):
+        part.copy_(values)
+
+
+def update_by_adamw(
+    parameters: Iterable[nn.Parameter],
+    states: Mapping[Tensor, dict[str, Any]],
+    dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Fused AdamW of the parameters that have gradients, chunk by chunk.
+
+    Moments are kept in `dtype`, by default the parameter's. `options` are the numbers of `torch.optim.adamw.adamw`.
+    """
+    for chunk in chunks(Master(parameter) for parameter in parameters if parameter.grad is not None):
+        found = [states[master.parameter] for master in chunk]
+        for master, state in zip(chunk, found, strict=True):
+            if not state:
+                state["step"] = torch.zeros((), device=master.parameter.device)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(master.parameter, dtype=dtype)
+        with widened(found, "exp_avg", dtype) as first, widened(found, "exp_avg_sq", dtype) as second:
+            adamw(
+                [master.local for master in chunk],
+                _gradients(master.parameter for master in chunk),
+                first,
+                second,
+                [],
+                [state["step"] for state in found],
+                fused=True,
+                amsgrad=False,
+                maximize=False,
+                **options,
+            )
+
+
+def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    return [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+class NarrowAdamW(AdamW):
+    """`torch.optim.AdamW`, fused, with moments in bf16 between steps. `grad_scale`, where set, divides gradients."""
+
+    grad_scale: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True), grad_scale=self.grad_scale)
+            update_by_adamw(group["params"], self.state, torch.bfloat16, options)
+        return loss
+
+
+class NarrowSgd(SGD):
+    """`torch.optim.SGD` with momentum, which is bf16 between steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One update."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for chunk in chunks(Master(p) for p in group["params"] if p.grad is not None):
+                self._update([master.parameter for master in chunk], group)
+        return loss
+
+    def _update(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:  # zeros before the first gradient give the first momentum: the gradient
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+        states = [self.state[parameter] for parameter in parameters]
+        names = ("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize")
+        with widened(states, "momentum_buffer", torch.bfloat16) as momentum:
+            buffers: list[Tensor | None] = [*momentum]
+            sgd(
+                [local_part(parameter) for parameter in parameters],
+                _gradients(parameters),
+                buffers,
+                foreach=True,
+                **{name: group[name] for name in names},
+            )

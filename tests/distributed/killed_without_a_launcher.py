@@ -1,0 +1,67 @@
+"""Two ranks without torchrun, one of which is killed while both save: test_peers.py runs it.
+
+`killed_without_a_launcher.py FOLDER`: in `FOLDER/RANK`, for each of both, rank `RANK` dies when it would write its
+shard. The other one prints what waiting for the save raises.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import plan_of
+
+import moec
+from moec.runtime.checkpoint import writing
+from moec.runtime.errors import RankError
+
+TIMEOUT = 4.0
+
+
+def save_with_a_dead_rank(folder: Path, dead: int) -> None:
+    torch.set_num_threads(1)
+    with moec.launch(plan_of({"ranks": 2, "ep": 2}), device="cpu", timeout=TIMEOUT) as job:
+        model = job.build(seed=1)
+        job.save(folder / "1", model).wait()
+
+        def deadly(*arguments: Any) -> Any:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if job.rank == dead:
+            writing.write_shard = deadly
+        job.save(folder / "2", model).wait()
+
+
+def run(folder: Path, dead: int) -> None:
+    """Both ranks, each in a process of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo")
+    children = {}
+    for rank in range(2):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            try:
+                save_with_a_dead_rank(folder, dead)
+            except RankError as error:
+                print(f"{dead} dies, rank {rank}: {error}", flush=True)
+            os._exit(1)
+        children[child] = rank
+    for child, rank in children.items():
+        _, status = os.waitpid(child, 0)
+        print(f"{dead} dies, rank {rank} ends with {os.waitstatus_to_exitcode(status)}", flush=True)
+
+
+def main() -> None:
+    for dead in range(2):
+        run(Path(sys.argv[1], str(dead)), dead)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Agreement in the background: it ends when a rank is gone, and leaves no messages behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import plan_of
+from gloo_pool import GlooPool
+from torch.distributed import distributed_c10d
+
+import moec
+from moec.runtime.checkpoint.peers import PIECE_BYTES
+from moec.runtime.errors import RankError
+
+TWO = {"ranks": 2, "ep": 2}
+
+
+def test_a_wait_for_a_dead_rank_ends_without_a_launcher(tmp_path: Path) -> None:
+    """Rank 1 dies, then rank 0, whose process holds the job's store."""
+    script = Path(__file__).with_name("killed_without_a_launcher.py")
+    paths = os.pathsep.join([str(script.parent), str(script.parents[1]), *sys.path])
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    for dead, words in ((1, "rank 1 no longer answers"), (0, "the process that holds the job's store is gone")):
+        assert f"{dead} dies, rank {dead} ends with -9" in done.stdout
+        assert f"{dead} dies, rank {1 - dead} ends with 1" in done.stdout
+        said = next(line for line in done.stdout.splitlines() if line.startswith(f"{dead} dies, rank {1 - dead}: "))
+        assert "MOE0705" in said
+        assert words in said
+        assert moec.latest(tmp_path / str(dead)) == tmp_path / str(dead) / "1"
+
+
+def slow_and_silent(timeout: float) -> list[str]:
+    """What rank 0 hears of a rank that takes longer than the timeout, and of one whose watch stands still."""
+    torch.set_num_threads(1)
+    said = []
+    with moec.launch(plan_of(TWO), device="cpu", timeout=timeout) as job:
+        peers = job.saves.peers
+        if job.rank == 1:
+            time.sleep(1.4 * timeout)
+        peers.send("slow", job.rank)
+        if job.rank == 0:
+            said.append(str(peers.collect("slow")))
+            peers.tell("heard", 0)
+        peers.hear("heard")
+    try:
+        with moec.launch(plan_of(TWO), device="cpu", timeout=timeout) as job:
+            if job.rank == 1:
+                assert job._watch is not None
+                job._watch.stop()
+                time.sleep(2 * timeout)
+            else:
+                job.saves.peers.collect("silent")
+    except RankError as error:
+        said.append(str(error))
+    return said
+
+
+def test_a_slow_rank_is_waited_for_and_a_silent_one_is_not(gloo: GlooPool) -> None:
+    slow, silent = gloo.run(2, slow_and_silent, 3.0, initialize=False)[0]
+    assert slow == "[0, 1]"
+    assert "rank 1 no longer answers" in silent
+
+
+def messages(folder: Path) -> list[int]:
+    """How many keys the store has after saves and loads, a failure and a long extra among them."""
+    torch.set_num_threads(1)
+    found = []
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        store = distributed_c10d._get_default_store()
+        for number in range(4):
+            job.save(folder / str(number), model, extra="x" * (2 * PIECE_BYTES)).wait()
+            with pytest.raises(moec.DiagnosticError):
+                job.save(folder / f"of rank {job.rank}", model).wait()
+            job.load(folder / str(number), model)
+            job.save(folder / f"{number} again", model).wait()
+            job.checks.require("test", None)
+            found.append(store.num_keys())
+            job.checks.require("test", None)
+    return found
+
+
+def test_messages_of_finished_saves_and_loads_do_not_stay_in_the_store(gloo: GlooPool, tmp_path: Path) -> None:
+    for found in gloo.run(2, messages, tmp_path, initialize=False):
+        assert found[1:] == [found[1]] * 3

@@ -1,0 +1,153 @@
+"""SIGKILL of a random rank at a random moment: torchrun's restarts go on by themselves, with the same losses."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import Options
+from killed_at_random import EVERY, GATE, KEEP, PLANS, RESTARTS, STEPS, Kill, Position, Run
+from models import moe_plan
+
+import moec
+from moec.runtime.checkpoint.reading import Checkpoint, damages
+
+SCRIPT = Path(__file__).with_name("killed_at_random.py")
+SECONDS = 90.0
+"""The most that a run may take: 20 s of a collective's timeout and a start, in each attempt, beside other work."""
+
+MOMENTS = {
+    "start": (0, 0.4),
+    "launched": (0, 0.1),
+    "resume": (0, 0.05),
+    "step": (6, 0.05),
+    "save": (2, 0.06),
+    "leave": (0, 0.05),
+}
+"""Where a rank is killed: the highest number of the place in an attempt, and the longest delay after it in seconds."""
+OFTEN = ("start", "launched", "resume", "step", "step", "save", "save", "save", "save", "leave")
+
+
+def drawn(generator: random.Random, folder: Path, start: float = 0.0) -> Run:
+    """A run with one kill, in a third of the runs two or three. `start`: seconds that imports take."""
+    plan = generator.choice(list(PLANS))
+    kills = list[Kill]()
+    for _ in range(generator.choice((1, 1, 1, 1, 2, RESTARTS))):
+        place = generator.choice(OFTEN)
+        number, delay = MOMENTS[place]
+        longest = start if place == "start" and start else delay
+        rank, times = generator.randrange(PLANS[plan]["ranks"]), generator.randint(0, number)
+        kills.append(Kill(rank, place, times, round(generator.uniform(0, longest), 4)))
+    return Run(str(folder), plan, tuple(kills))
+
+
+def under_the_agent(runs: list[Run], folder: Path) -> None:
+    """All runs, one after the other, each under torchrun's agent."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = folder / "runs.jsonl"
+    given.write_text("\n".join(run.to_json() for run in runs), encoding="utf-8")
+    finish([sys.executable, str(SCRIPT), str(given)], SECONDS * len(runs))
+
+
+def under_torchrun(run: Run, folder: Path) -> None:
+    """One run under the command itself."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = folder / "run.json"
+    given.write_text(run.to_json(), encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(run.ranks)]
+    command += ["--max-restarts", str(RESTARTS), str(SCRIPT), "--rank", str(given)]
+    finish(command, 2 * SECONDS)
+
+
+def finish(command: list[str], seconds: float) -> None:
+    paths = [str(SCRIPT.parent), str(SCRIPT.parents[1]), *sys.path]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def log_of(run: Run) -> list[dict[str, Any]]:
+    lines = (Path(run.folder) / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def losses_of(run: Run) -> list[float]:
+    """The loss of each step. A step that was computed again must have the same bits."""
+    found: dict[int, float] = {}
+    for record in log_of(run):
+        if "step" in record:
+            assert found.setdefault(record["step"], record["loss"]) == record["loss"], f"{run}: step {record['step']}"
+    assert sorted(found) == list(range(1, STEPS + 1)), f"{run}: steps are missing"
+    return [found[step] for step in sorted(found)]
+
+
+def require_survived(run: Run, expected: list[float]) -> Counter[str]:
+    """Checks a run that was killed; counts its kills, and those during which a save was being written."""
+    log, folder = log_of(run), Path(run.folder)
+    kills = [record for record in log if "killed" in record]
+    assert [record["killed"] for record in kills] == [kill.rank for kill in run.kills], f"{run}: other kills"
+    assert losses_of(run) == expected, f"{run}: other losses"
+    durable = 0
+    for record in log:
+        durable = max(durable, record.get("durable", 0))
+        first = record.get("first", durable)
+        assert first >= durable, f"{run}: began at {first} after {durable} was durable"
+        assert first % EVERY == 0
+    complete = sorted((int(name) for name in os.listdir(folder) if name.isdigit()), reverse=True)
+    assert complete[:KEEP] == [STEPS - EVERY * i for i in range(KEEP)], f"{run}: {os.listdir(folder)}"
+    for step in complete:
+        assert list(damages(Checkpoint(folder / str(step)))) == [], f"{run}: {step}"
+    save_once_more(folder, PLANS[run.plan])
+    others = {name for name in os.listdir(folder) if not name.isdigit()}
+    assert others == {"log.jsonl"}, f"{run}: left over {others}"
+    return Counter(kills=len(kills), while_saving=sum(bool(record["saves"]) for record in kills))
+
+
+def save_once_more(folder: Path, options: Options) -> None:
+    """On one rank, under another plan: loads the last checkpoint, and saves with `keep`."""
+    alone = {name: value for name, value in options.items() if name not in ("tp", "zero")}
+    with moec.launch(moe_plan(gate=GATE, **{**alone, "ranks": 1, "ep": 1}), device="cpu") as job:
+        model = job.build(seed=2)
+        optimizer = job.optimizer(model)
+        assert job.resume(folder, model, optimizer, data=Position()) == STEPS
+        model.set(step=STEPS + 1)
+        job.save(folder / str(STEPS + 1), model, optimizer, keep=KEEP)
+    assert sorted(int(name) for name in os.listdir(folder) if name.isdigit()) == [STEPS, STEPS + 1]
+
+
+def killed_and_resumed(folder: Path, runs: list[Run], commands: list[Run]) -> Counter[str]:
+    """Makes all runs, `commands` of them under the command torchrun; checks each against one that is not killed."""
+    whole = [Run(str(folder / "whole" / plan), plan, ()) for plan in PLANS if plan in {r.plan for r in runs + commands}]
+    under_the_agent(whole + runs, folder)
+    for run in commands:
+        under_torchrun(run, folder)
+    expected = {run.plan: losses_of(run) for run in whole}
+    total = Counter[str]()
+    for run in runs + commands:
+        total += require_survived(run, expected[run.plan])
+    return total
+
+
+def test_a_run_goes_on_by_itself_after_a_kill_at_any_moment(tmp_path: Path) -> None:
+    kills = Kill(1, "save", 1, 0.002), Kill(0, "step", 4, 0.005)
+    run = Run(str(tmp_path / "killed"), "2 ranks, ep 2", kills)
+    assert killed_and_resumed(tmp_path, [run], [])["kills"] == 2
+
+
+@pytest.mark.slow
+def test_fifty_runs_go_on_by_themselves_after_kills_at_random_moments(tmp_path: Path) -> None:
+    generator = random.Random(14)
+    commands = [drawn(generator, tmp_path / f"{number}", start=5.0) for number in range(10)]
+    runs = [drawn(generator, tmp_path / f"{number}") for number in range(10, 50)]
+    total = killed_and_resumed(tmp_path, runs, commands)
+    places = Counter(kill.place for run in runs + commands for kill in run.kills)
+    print(f"{total['kills']} kills in 50 runs, {total['while_saving']} while saving; {dict(places)}")
+    assert total["kills"] >= 50
+    assert total["while_saving"] >= 5, "too few kills fell into a save"

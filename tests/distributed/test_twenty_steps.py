@@ -1,0 +1,78 @@
+"""Twelve random plans on 2 to 8 gloo ranks train for twenty steps as the unsharded model does."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import assembled
+from gloo_pool import GlooPool
+from models import moe_plan
+from training import train_as_rank, train_unsharded
+
+STEPS = 20
+MODEL = {"batch": 16, "optimizer": "adamw(lr = 3e-3)"}
+LOSSES, NORMS, WEIGHTS = 2e-5, 2e-4, 2e-3
+"""Bounds in fp32: of losses, of gradient norms relative to them, of weights relative to the largest of their tensor."""
+
+RECOMPUTE = ("", "experts", "layer", "layers 1 { recompute = experts } layers 2 { recompute = layer }")
+
+
+def drawn(number: int) -> dict[str, Any]:
+    """Degrees on 2 to 8 ranks. Each stage of ZeRO comes three times, each way of recomputation too."""
+    generator = random.Random(number)
+    ranks = (2, 4, 8, 4, 2, 8)[number % 6]
+    tp = generator.choice([size for size in (1, 2, 4) if ranks % size == 0])
+    ep = generator.choice([size for size in (1, 2, 4, 8) if ranks % size == 0])
+    microbatches = generator.choice([size for size in (1, 2, 4) if MODEL["batch"] % (size * ranks // tp) == 0])
+    return {
+        "ranks": ranks, "tp": tp, "ep": ep, "zero": number % 4, "recompute": RECOMPUTE[number // 3],
+        "microbatches": microbatches,
+    }  # fmt: skip
+
+
+PLANS = [drawn(number) for number in range(12)]
+FAST = (1, 3)
+
+
+@cache
+def unsharded() -> dict[str, Any]:
+    return train_unsharded(dict(MODEL), STEPS)
+
+
+def names(degrees: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in degrees.items() if value)
+
+
+@pytest.mark.parametrize(
+    "degrees",
+    [pytest.param(p, id=names(p), marks=() if i in FAST else pytest.mark.slow) for i, p in enumerate(PLANS)],
+)
+def test_twenty_steps_under_any_degrees_are_those_of_the_unsharded_model(
+    gloo: GlooPool, degrees: dict[str, Any]
+) -> None:
+    options = {**MODEL, **degrees}
+    results = gloo.run(degrees["ranks"], train_as_rank, options, None, STEPS, timeout=240.0)
+    expected = unsharded()
+    assert expected["losses"][-2] < expected["losses"][1] - 0.1, "the run learns nothing, so it proves nothing"
+    worst = {"loss": 0.0, "norm": 0.0}
+    for result in results:
+        for kind, figures in (("loss", "losses"), ("norm", "norms")):
+            pairs = zip(result[figures], expected[figures], strict=True)
+            relative = 1.0 if kind == "loss" else min(expected["norms"])
+            worst[kind] = max(worst[kind], *(abs(found - wanted) / relative for found, wanted in pairs))
+    whole = assembled(moe_plan(**options), [result["parameters"] for result in results])
+    assert whole.keys() == expected["parameters"].keys()
+    off = {
+        name: float((value - expected["parameters"][name]).abs().max() / expected["parameters"][name].abs().max())
+        for name, value in whole.items()
+    }
+    farthest = max(off, key=lambda name: off[name])
+    print(f"{names(degrees)}: loss {worst['loss']:.1e}, norm {worst['norm']:.1e}, {farthest} {off[farthest]:.1e}")
+    assert worst["loss"] < LOSSES
+    assert worst["norm"] < NORMS
+    assert off[farthest] < WEIGHTS, farthest
+    assert all(torch.isfinite(value).all() for value in whole.values())

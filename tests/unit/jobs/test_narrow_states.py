@@ -1,0 +1,148 @@
+"""Optimizer states that are kept in bf16 between steps (`train { state = bf16 }`)."""
+
+import math
+
+import pytest
+import torch
+from models import moe_plan
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import moec
+from moec.passes.cost.memory import memory_of
+from moec.passes.cost.optimizer_state import CHUNK, state_bytes, widened_bytes
+from moec.runtime.job import masters
+
+TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+OPTIMIZERS = {
+    "adamw": "adamw(lr = 1e-2)",
+    "sgd": "sgd(lr = 0.1, momentum = 0.9)",
+    "muon": "muon(adamw = adamw(lr = 1e-2))",
+}
+
+
+def job_and_model(optimizer: str, state: str = "bf16"):
+    job = moec.launch(moe_plan(ranks=1, ep=1, optimizer=f"{optimizer}; state = {state}"), device="cpu")
+    return job, job.build(seed=1)
+
+
+def train(job, model, update, steps: int) -> None:
+    for _ in range(steps):
+        job.step(model, TOKENS, TOKENS)
+        update.step()
+        update.zero_grad()
+
+
+def adamw_by_hand(weights: Tensor, gradients: list[Tensor], decay: float, narrow: bool) -> Tensor:
+    """Loshchilov & Hutter 2019, algorithm 2, in float64; `narrow` rounds moments to bf16 between steps."""
+    value, first, second = weights.double(), torch.zeros_like(weights).double(), torch.zeros_like(weights).double()
+    for t, gradient in enumerate(gradients, 1):
+        g = gradient.double()
+        first, second = 0.9 * first + 0.1 * g, 0.95 * second + 0.05 * g**2
+        direction = first / (1 - 0.9**t) / ((second / (1 - 0.95**t)).sqrt() + 1e-8)
+        value = value - 1e-2 * (decay * value + direction)
+        if narrow:
+            first, second = first.bfloat16().double(), second.bfloat16().double()
+    return value
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 1000])
+def test_adamw_rounds_its_moments_between_steps_and_nothing_else(monkeypatch, chunk: int):
+    monkeypatch.setattr(masters, "CHUNK", chunk)
+    job, model = job_and_model(OPTIMIZERS["adamw"])
+    update = job.optimizer(model)
+    decays = {p: group["weight_decay"] for group in update.param_groups for p in group["params"]}
+    before = {p: p.detach().clone() for p in model.parameters()}
+    random = torch.Generator().manual_seed(2)
+    gradients = {p: [torch.randn(p.shape, generator=random) for _ in range(4)] for p in model.parameters()}
+    for step in range(4):
+        for parameter, of_steps in gradients.items():
+            parameter.grad = of_steps[step].clone()
+        update.step()
+    for parameter, value in before.items():
+        given = value, gradients[parameter], decays[parameter]
+        narrow, wide = (parameter.detach() - adamw_by_hand(*given, narrow=of) for of in (True, False))
+        # A moment between two numbers of bf16 may be rounded otherwise in float64: one in thousands.
+        assert narrow.abs().mean() < 3e-7 < 3e-6 < wide.abs().mean()
+        assert {update.state[parameter][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_narrow_run_is_near_the_wide_one_and_its_states_take_half(optimizer: str):
+    losses, sizes = {}, {}
+    for state in ("bf16", "fp32"):
+        job, model = job_and_model(OPTIMIZERS[optimizer], state)
+        with job:
+            update = job.optimizer(model)
+            train(job, model, update, 8)
+            losses[state] = job.step(model, TOKENS, TOKENS).item()
+        tensors = [v for s in update.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+        sizes[state] = sum(tensor.nbytes for tensor in tensors)
+        spec, datas = job.plan.spec.train, job.plan.parameters
+        assert sizes[state] == sum(
+            state_bytes(p.shape, spec, datas[name].matrices) for name, p in model.named_parameters()
+        )
+    assert sizes["fp32"] == 2 * sizes["bf16"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=0.02)
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] < 0.9 * math.log(32)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("helpers", [False, True], ids=["load_state_dict", "set_state_dict"])
+def test_states_that_torch_widens_on_loading_continue_bit_for_bit(optimizer: str, helpers: bool):
+    job, model = job_and_model(OPTIMIZERS[optimizer])
+    with job:
+        update = job.optimizer(model)
+        train(job, model, update, 2)
+        weights = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+        model_state = model.state_dict()
+        saved = get_state_dict(model, update)[1] if helpers else update.state_dict()
+        copied = {p: {k: v.clone() for k, v in s.items() if isinstance(v, Tensor)} for p, s in update.state.items()}
+        other = job.optimizer(model)
+        if helpers:
+            set_state_dict(model, other, model_state_dict=model_state, optim_state_dict=saved)
+        else:
+            other.load_state_dict(saved)
+        train(job, model, other, 2)
+        expected = [parameter.detach().clone() for parameter in model.parameters()]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(weights[name])
+        for parameter, state in copied.items():
+            update.state[parameter].update(state)
+        train(job, model, update, 2)
+    for parameter, wanted in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter, wanted)
+    kept = [v for s in other.state.values() for v in s.values() if isinstance(v, Tensor) and v.dim()]
+    assert {value.dtype for value in kept} == {torch.bfloat16}
+
+
+def test_clipping_inside_of_a_narrow_step_is_clipping_before_it():
+    after = []
+    for inside in (True, False):
+        job, model = job_and_model(OPTIMIZERS["adamw"])
+        with job:
+            update = job.optimizer(model)
+            for _ in range(2):
+                job.step(model, TOKENS, TOKENS)
+                assert job.clip_grad_norm_(model, 0.1, **({"optimizer": update} if inside else {})) > 0.1
+                update.step()
+                update.zero_grad()
+        after.append([parameter.detach().clone() for parameter in model.parameters()])
+    for inner, outer in zip(*after, strict=True):
+        torch.testing.assert_close(inner, outer, rtol=1e-5, atol=1e-7)
+
+
+def test_the_budget_counts_half_the_states_and_the_chunk_that_a_step_widens():
+    plans = {s: moe_plan(ranks=1, ep=1, optimizer=f"adamw(lr = 1e-2); state = {s}") for s in ("bf16", "fp32")}
+    peaks = {s: memory_of(plan.program, plan.spec) for s, plan in plans.items()}
+    steps = {s: next(m for m in memory.moments if m.event == "optimizer step") for s, memory in peaks.items()}
+    before = {s: memory.moments[0].bytes.of["optimizer"] for s, memory in peaks.items()}
+    assert before["fp32"] == 2 * before["bf16"]
+    # This model is one chunk: all states are widened at once.
+    assert steps["bf16"].bytes.of["optimizer"] == 3 * before["bf16"]
+    train = plans["bf16"].spec.train
+    assert widened_bytes(1e12, 1e6, train) == 2 * 4 * CHUNK
+    assert widened_bytes(1e12, 1e10, train) == 2e10
+    assert widened_bytes(1e12, 1e10, plans["fp32"].spec.train) == 0

@@ -1,0 +1,152 @@
+"""The change that a refusal proposes, against every combination of words, each compiled by itself."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from models import moe_text
+
+from moec.grammar import load_text
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.spec import Spec
+from moec.passes.cost.memory import memory_of
+from moec.passes.cost.step_time import step_seconds
+from moec.passes.cost.totals import costs_of
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import Program
+from moec.passes.pipeline import compile_program
+from moec.passes.remedies import first_that_fits
+
+Words = tuple[int | None, int, str, int]
+"""`ep`, `zero`, `recompute`, `microbatches`."""
+
+SKEWED = moe_text(ep=4, expert="swiglu(64)", batch=16, sequence=64, depth=2).replace(
+    "sequence = 64", "sequence = 64; routing = zipf(2)"
+)
+FILES = {
+    "a load so uneven that ep = 4 does not fit": (SKEWED, 4, "ep"),
+    "weights that micro-batches of zero 1 keep": (
+        moe_text(ranks=2, dim=64, expert="swiglu(128)", batch=8, dtype="bf16", zero=1, microbatches=4, depth=2),
+        2, "microbatches",
+    ),
+}  # fmt: skip
+LITTLE = 1.0005
+
+
+def placed(spec: Spec) -> Program:
+    return compile_program(spec, "partition").program
+
+
+def peak_of(spec: Spec) -> float:
+    return memory_of(placed(spec), spec).peak.bytes.total
+
+
+def seconds_of(spec: Spec) -> float:
+    program = placed(spec)
+    workload = Workload.of(spec, program)
+    part = replace(workload, batch=workload.batch // program.microbatches)
+    return step_seconds(costs_of(program, part), program, spec)
+
+
+@cache
+def peaks(text: str, ranks: int) -> dict[Words, float]:
+    """The peak of every combination."""
+    spec = load_text(text).unwrap()
+    assert spec.train is not None
+    sequences = spec.train.batch // ranks
+    parts = [m for m in range(1, sequences + 1) if sequences % m == 0]
+    degrees = [d for d in range(1, ranks + 1) if ranks % d == 0]
+    words = itertools.product(degrees, range(4), ("none", "experts", "layer"), parts)
+    return {each: peak_of(with_words(spec, each)) for each in words}
+
+
+def with_words(spec: Spec, words: Words) -> Spec:
+    ep, zero, recompute, microbatches = words
+    changed = {"ep": ep, "zero": zero, "recompute": recompute, "microbatches": microbatches}
+    return spec.replace(parallel=spec.parallel.replace(**changed))
+
+
+def on_device(text: str, memory: float) -> Spec:
+    spec = load_text(text).unwrap()
+    return spec.replace(cluster=spec.cluster.replace(device=spec.cluster.device.replace(memory=memory)))
+
+
+def stated(spec: Spec) -> Words:
+    parallel = spec.parallel
+    return parallel.ep, parallel.zero, parallel.recompute, parallel.microbatches or 1  # type: ignore[return-value]
+
+
+def proposed(change: str, spec: Spec) -> Words:
+    """The combination that a change gives, from the words as they are printed."""
+    written = dict(re.findall(r"`(\w+) = (\w+)`", change))
+    ep, zero, recompute, microbatches = stated(spec)
+    return (
+        int(written.get("ep", ep)), int(written.get("zero", zero)), written.get("recompute", recompute),
+        int(written.get("microbatches", microbatches)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "ranks", "word"), FILES.values(), ids=FILES)
+def test_the_only_combination_that_fits_is_found_though_another_word_than_the_files_is_in_it(
+    text: str, ranks: int, word: str
+) -> None:
+    every = peaks(text, ranks)
+    spec = on_device(text, LITTLE * min(every.values()))
+    before = stated(spec)
+    place = ("ep", "zero", "recompute", "microbatches").index(word)
+    fitting = [words for words, peak in every.items() if peak <= spec.cluster.device.memory]
+    assert all(words[place] < before[place] for words in fitting)  # less of a word that the file states
+    found = first_that_fits(spec, placed)
+    assert found is not None
+    assert proposed(found[0], spec) in fitting
+    assert found[1] == pytest.approx(every[proposed(found[0], spec)])
+
+
+def test_of_all_that_fit_none_takes_five_per_cent_less_time() -> None:
+    text, ranks, _ = FILES["weights that micro-batches of zero 1 keep"]
+    every, spec = peaks(text, ranks), load_text(text).unwrap()
+    seconds = {words: seconds_of(with_words(spec, words)) for words in every}
+    ordered = sorted(every.values())
+    for share in (0.1, 0.4, 0.7):
+        spec = on_device(text, ordered[int(share * len(ordered))])
+        change, _ = first_that_fits(spec, placed) or ("", 0.0)
+        least = min(seconds[words] for words, peak in every.items() if peak <= spec.cluster.device.memory)
+        assert seconds[proposed(change, spec)] < 1.06 * least
+
+
+def test_what_no_combination_fits_gets_more_ranks_or_nothing() -> None:
+    text, ranks, _ = FILES["a load so uneven that ep = 4 does not fit"]
+    least = min(peaks(text, ranks).values())
+    change, peak = first_that_fits(on_device(text, 0.97 * least), placed) or ("", 0.0)
+    assert not change or (re.fullmatch(r"use \d+ ranks", change) and peak <= 0.97 * least)
+    assert first_that_fits(on_device(text, 1000), placed) is None
+
+
+def test_each_ep_and_zero_is_compiled_once_and_the_answer_once_more() -> None:
+    text, ranks, _ = FILES["a load so uneven that ep = 4 does not fit"]
+    calls = []
+
+    def counted(spec: Spec) -> Program:
+        calls.append(spec)
+        return placed(spec)
+
+    assert first_that_fits(on_device(text, LITTLE * min(peaks(text, ranks).values())), counted)
+    assert len(calls) == 3 * 4 + 1
+
+
+def test_a_combination_that_another_rule_forbids_is_passed_over() -> None:
+    text, ranks, _ = FILES["weights that micro-batches of zero 1 keep"]
+
+    def only_zero_one(spec: Spec) -> Program:
+        if spec.parallel.zero != 1:
+            raise DiagnosticError([])
+        return placed(spec)
+
+    memory = LITTLE * min(peak for words, peak in peaks(text, ranks).items() if words[1] == 1)
+    change, _ = first_that_fits(on_device(text, memory), only_zero_one) or ("", 0.0)
+    assert change
+    assert "zero" not in change
