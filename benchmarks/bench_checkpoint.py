@@ -24,7 +24,7 @@ from moec.runtime.checkpoint.grid import Box, cell_box, cell_number
 from moec.runtime.checkpoint.index import HEAD, INDEX, MODEL, canonical, digest, head_bytes, shard_name
 from moec.runtime.checkpoint.loading import Loading
 from moec.runtime.checkpoint.optimizer_state import PREFIX
-from moec.runtime.checkpoint.parts import host_piece
+from moec.runtime.checkpoint.parts import host_pieces
 from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.checkpoint.shards import write_shard
 
@@ -171,7 +171,7 @@ def write_all(plan: Plan, path: Path) -> None:
                 if entry["files"][number] is None:  # type: ignore[index]
                     entry["files"][number] = rank  # type: ignore[index]
                     places[kind + name] = entry, number
-                    pieces.append(host_piece(kind + name, content_of(name, data, box)))
+                    pieces += host_pieces({kind + name: content_of(name, data, box)})
         written = write_shard(path / shard_name(rank), pieces)
         headers.append(written.header)
         sizes.append(written.num_bytes)

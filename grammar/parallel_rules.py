@@ -10,7 +10,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Spec
 
 
-def worked_through(spec: Spec) -> Iterator[Diagnostic]:
+def microbatches_and_recomputation(spec: Spec) -> Iterator[Diagnostic]:
     """`microbatches` in the file of one layer, and `recompute = experts` for layers without experts."""
     parallel = spec.parallel
     if not spec.has_model:

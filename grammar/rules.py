@@ -11,19 +11,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
-from moec.grammar.parallel_rules import worked_through
+from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice
-from moec.grammar.training_rules import updates
+from moec.grammar.training_rules import optimizer_options
 
 
 def check(spec: Spec) -> list[Diagnostic]:
     """Every rule, over a whole Spec."""
     model, train = spec.model, spec.train
-    found: list[Diagnostic] = [*modules(spec), *capacities(spec), *worked_through(spec), *updates(train)]
+    found: list[Diagnostic] = [
+        *modules(spec),
+        *capacities(spec),
+        *microbatches_and_recomputation(spec),
+        *optimizer_options(train),
+    ]
     if not spec.has_model:
         return found
     if len(model.layers) != model.depth:

@@ -12,8 +12,8 @@ SLOWEST = 2**-8
 """bf16 has 8 significant bits: rounding to nearest drops a change below this part of some numbers."""
 
 
-def updates(train: Train | None) -> Iterator[Diagnostic]:
-    """Nesterov's momentum is a momentum; states in bf16 are of optimizers whose states bf16 can follow."""
+def optimizer_options(train: Train | None) -> Iterator[Diagnostic]:
+    """Refuses `nesterov` without momentum and bf16 states of adafactor; warns of decays too slow for bf16."""
     optimizer = train.optimizer if train else None
     if train and train.state == "bf16":
         yield from _narrow_states(train, train.optimizer)
@@ -40,7 +40,8 @@ def _narrow_states(train: Train, optimizer: Optimizer) -> Iterator[Diagnostic]:
         for name in ("momentum", "beta1", "beta2"):
             decay = getattr(node, name, None)
             if decay is not None and 0 < 1 - decay < SLOWEST:
-                message = f"a step changes it by a part of {1 - decay:.2g}, and bf16 drops what is below {SLOWEST:.2g}"
+                part, dropped = f"{100 * (1 - decay):.2g} %", f"{100 * SLOWEST:.2g} %"
+                message = f"each step replaces {part} of it; bf16 rounds away changes below {dropped}"
                 help = "at most 0.996 here (DeepSeek-V3, whose states are bf16: 0.9 and 0.95), or leave `state` out"
                 at = node.span(name) if node.given(name) else train.span("state")
                 yield diagnose("MOE0338", at, message, labels=here, help=help, severity=Severity.WARNING)

@@ -62,16 +62,22 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     return plan
 
 
+DEPENDS_ON_RANKS = frozenset(("MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319", "MOE0330", "MOE0501"))
+"""Codes of files that compile for other numbers of ranks."""
+
+
 def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     """The first of `plans` for `world_size` ranks, for jobs that restart on more or fewer of them. Needs no torch.
 
     A plan or its folder is for as many ranks as it was compiled for. A `.moe` file, its text or a Spec is compiled for
-    `world_size`, if its degrees allow it. Raises `DiagnosticError` MOE0810, with a reason for each, if none fits.
+    `world_size`, if its degrees allow it. Raises `DiagnosticError` MOE0810, with a reason for each, if none fits; a
+    mistake that has nothing to do with the number of ranks is raised itself, and so is that of the only one.
     """
     from moec.codegen.plan import Plan as PlanClass
     from moec.grammar.diagnostics import diagnose
     from moec.runtime.errors import speak_once
 
+    speak_once(int(os.environ.get("RANK", "0")))  # there is no job yet that would
     reasons = []
     for source in plans:
         try:
@@ -81,14 +87,16 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
                 plan = compile(source, world_size=world_size)
         except DiagnosticError as error:
             first = error.diagnostics[0]
+            if len(plans) == 1 or first.code not in DEPENDS_ON_RANKS:
+                raise
             reasons.append(f"{_named(source)}: {first.code}, {first.title}")
             continue
         if plan.world_size == world_size:
             return plan
         reasons.append(f"{_named(source)} is for {plan.world_size}")
-    message = f"no plan is for {world_size} ranks ({'; '.join(reasons) or 'none was given'})"
+    reason = "; ".join(reasons) or "none was given"
+    message = f"no plan is for {world_size} {'rank' if world_size == 1 else 'ranks'} ({reason})"
     help = f"compile one for a cluster of {world_size}, or start as many processes as a plan has ranks"
-    speak_once(int(os.environ.get("RANK", "0")))  # there is no job yet that would
     raise DiagnosticError([diagnose("MOE0810", None, message, help=help)])
 
 

@@ -9,7 +9,7 @@ from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnos
 from moec.grammar.spec import Spec, Train
 from moec.passes.cost.memory import Moment, memory_of
 from moec.passes.ir import Program
-from moec.passes.remedies import first_that_fits
+from moec.passes.remedies import Change, first_that_fits
 
 LARGEST_TENANTS = 3
 """Tenants that the message names."""
@@ -51,14 +51,14 @@ class Budget:
             place,
             f"a step takes {gigabytes(peak.bytes.total, device.memory)}, most in the {peak.event}: {listed}",
             labels=[Label(span=span, message=message) for span, message in labels if span is not None],
-            help=_advice(*found, device.memory) if found else NOTHING_FITS,
+            help=_advice(found, device.memory) if found else NOTHING_FITS,
         )
 
 
-def _advice(change: str, peak: float, memory: float) -> str:
+def _advice(change: Change, memory: float) -> str:
     """`set … : it fits (61.3 of 80 GB)`."""
-    fits = "they fit" if "`, `" in change else "it fits"
-    return f"{change}: {fits} ({gigabytes(peak, memory)})"
+    fits = "it fits" if change.num_words == 1 else "they fit"
+    return f"{change.text}: {fits} ({gigabytes(change.peak, memory)})"
 
 
 def gigabytes(size: float, of: float | None = None) -> str:

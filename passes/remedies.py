@@ -27,7 +27,7 @@ STAGES = (0, 1, 2, 3)
 MORE_RANKS = (2, 4, 8, 16)
 
 SAME_TIME = 0.05
-"""Estimates of times that differ by less count as equal: fewer changed words come first."""
+"""Estimates of times fall into steps of 5 %. Within a step, fewer changed words come first."""
 
 Place = Callable[[Spec], Program]
 
@@ -68,18 +68,28 @@ class Words:
         return {word: mine for word, mine, theirs in pairs if mine != theirs}
 
 
-def first_that_fits(spec: Spec, place: Place) -> tuple[str, float] | None:
-    """The first change with which a step fits the device, in words, and its peak in bytes. None if none does.
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change as one tells a user, the number of words that it sets, and its peak in bytes."""
 
-    Changes of words come in the order of `step_seconds`; then more ranks. `place` compiles a Spec.
+    text: str
+    num_words: int
+    peak: float
+
+
+def first_that_fits(spec: Spec, place: Place) -> Change | None:
+    """The first change with which a step fits the device; None if none does.
+
+    Changes of words come in the order of `step_seconds`; then more ranks, with the file's own words. `place` compiles a
+    Spec.
     """
     stated = Words.of(spec)
     for words in _Search(spec, place, stated).fitting():
         if peak := _peak(words.spec(spec), place):
-            return f"set {words.written(stated)}", peak
+            return Change(f"set {words.written(stated)}", words.num_differing(stated), peak)
     for times in MORE_RANKS:
         if peak := _peak(_with_ranks(spec, times), place):
-            return f"use {spec.cluster.ranks * times} ranks", peak
+            return Change(f"use {spec.cluster.ranks * times} ranks", 1, peak)
     return None
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from moec.grammar import rules
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.diagnostic import Diagnostic
-from moec.grammar.parallel_rules import worked_through
+from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
 from moec.grammar.resolve.clusters import Machines, resolve_clusters
 from moec.grammar.resolve.files import library_names, read_library
@@ -25,7 +25,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import ClusterText, Device, Layer, LayerModule, Model, Parallel, Spec, TokenEmbedding, Train
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
-from moec.grammar.training_rules import updates
+from moec.grammar.training_rules import optimizer_options
 
 _DEFAULT_CLUSTER = "clusters/one_rank"
 
@@ -151,8 +151,8 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     scope.diagnostics += [
         *rules.modules(spec),
         *capacities(spec),
-        *worked_through(spec),
-        *updates(spec.train),
+        *microbatches_and_recomputation(spec),
+        *optimizer_options(spec.train),
     ]
     return spec
 

@@ -24,6 +24,8 @@ app = typer.Typer(
 )
 Folder = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a checkpoint.")]
 COLUMNS = "tensor", "dtype", "shape", "pieces", "bytes"
+NUMBERS = 3, 4
+"""Columns of numbers."""
 
 
 @app.command()
@@ -36,8 +38,10 @@ def inspect(
     """Show the tensors of a checkpoint, its step, optimizer, extras and ranks; or list a folder of checkpoints."""
     found = checkpoint_list.checkpoints_of(checkpoint)
     if found:
-        in_json = json.dumps(checkpoint_list.as_json(found)) if as_json else ""
-        print(in_json or "\n".join(checkpoint_list.lines(checkpoint, found)))
+        if as_json:
+            print(json.dumps(checkpoint_list.as_json(found)))
+        else:
+            print("\n".join(checkpoint_list.lines(checkpoint, found)))
         return
     opened = Checkpoint(checkpoint)
     if as_json:
@@ -116,10 +120,7 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"  in all     {totals}, {amount_of_bytes(sum(head.shard_bytes))} in {count(head.world_size, 'shard')}"
     yield ""
     rows = [COLUMNS, *(_row(name, entry) for name, entry in sorted(index.tensors.items()))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-    for row in rows:
-        cells = [text.rjust(w) if i > 2 else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))]
-        yield ("  " + "  ".join(cells)).rstrip()
+    yield from checkpoint_list.table(rows, NUMBERS)
 
 
 def _row(name: str, entry: Entry) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from moec.commands.summary import amount_of_bytes, count
-from moec.runtime.checkpoint.folders import fault_of, newest_first
+from moec.runtime.checkpoint.folders import fault_of, heads_in
 from moec.runtime.checkpoint.index import HEAD
-from moec.runtime.checkpoint.reading import read_head
-from moec.runtime.errors import JobError
 
 COLUMNS = "checkpoint", "model", "step", "saved", "size", ""
-NUMBERS = "step", "size"
+NUMBERS = 2, 4
+"""Columns of numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +37,9 @@ def checkpoints_of(folder: Path) -> list[Listed]:
     if os.path.lexists(folder / HEAD):
         return []
     found: list[Listed] = []
-    for path in newest_first(folder):
-        fault, model, step, saved = fault_of(path), None, None, None
-        with suppress(JobError):
-            head = read_head(path)
-            model, step = head.model, head.step
+    for path, head in heads_in(folder):
+        fault, saved = fault_of(path, head), None
+        model, step = (head.model, head.step) if head else (None, None)
         with suppress(OSError):
             saved = datetime.fromtimestamp((path / HEAD).stat().st_mtime).isoformat(" ", "seconds")
         latest = fault is None and not any(other.latest for other in found)
@@ -67,11 +64,16 @@ def lines(folder: Path, found: Sequence[Listed]) -> Iterator[str]:
     """The list as a table."""
     yield f"{folder}: {count(len(found), 'checkpoint')}"
     yield ""
-    rows = [COLUMNS, *map(_row, found)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    yield from table([COLUMNS, *map(_row, found)], NUMBERS)
+
+
+def table(rows: Sequence[Sequence[str]], numbers: Collection[int]) -> Iterator[str]:
+    """The lines of a table. `numbers`: the columns that are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
-            text.rjust(w) if i in (2, 4) else text.ljust(w) for i, (text, w) in enumerate(zip(row, widths, strict=True))
+            text.rjust(width) if column in numbers else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
         ]
         yield ("  " + "  ".join(cells)).rstrip()
 

@@ -77,7 +77,7 @@ def _degrees(degrees: Degrees) -> list[str]:
 
 
 def _zero(spec: Spec) -> list[str]:
-    """What ZeRO cuts, and that `offload` does nothing here: the words compile on CPUs only."""
+    """What ZeRO cuts, and that `offload`, which compiles on CPUs only, does nothing here."""
     zero, offload = zero_of(spec), spec.parallel.offload
     lines = [f"  zero      {zero}: cut over dp, of experts over edp, are {_CUT[zero]}"] if zero else []
     return lines + ([f"  offload   {offload}: changes nothing, the devices are CPUs"] if offload != "none" else [])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MASTER_BYTES = 4
-"""Bytes of an element of a parameter, of its summed gradient and of its optimizer states: fp32."""
+"""Bytes of an element of a parameter and of its summed gradient: fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

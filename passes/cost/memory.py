@@ -261,7 +261,8 @@ class _Timeline:
             self.alive.drop(f"lasting {number}")
         self.alive.drop("previous logits")
         reduced = sum(weights.reduced for weights in self.sums)
-        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced, "optimizer": self.widened}))
+        widened = Bytes({"work": self.widened} if self.widened else {})
+        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}) + widened)
 
 
 def _merged(moments: Iterable[Moment]) -> list[Moment]:

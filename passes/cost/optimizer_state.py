@@ -26,7 +26,7 @@ def widened_bytes(states: float, largest: float, train: Train | None) -> float:
     """
     if train is None or train.state == "fp32":
         return 0.0
-    per_element = 2 if isinstance(train.optimizer, AdamW) else 1
+    per_element = 1 if isinstance(train.optimizer, Sgd) else 2
     wider = DTYPE_BYTES["fp32"] / DTYPE_BYTES[train.state]
     return min(wider * states, max(wider * largest, per_element * CHUNK * DTYPE_BYTES["fp32"]))
 

@@ -42,11 +42,11 @@ def step_seconds(costs: Mapping[str, BlockCost], program: Program, spec: Spec) -
         cost = costs[name]
         computed = program.microbatches * sum(_op_seconds(of_op, cost, spec, again) for of_op, again in _ops(cost))
         sent = sum(
-            (sent.forward + sent.backward) / _bandwidth(cost, sent.axis, spec.cluster)
-            for sent in sendings(cost.block, cost.workload, program.microbatches, cost.saved_parameters())
+            (sending.forward + sending.backward) / _bandwidth(cost, sending.axis, spec.cluster)
+            for sending in sendings(cost.block, cost.workload, program.microbatches, cost.saved_parameters())
         )
-        read = sum(2 * (w.masters + w.optimizer) for w in weight_bytes(cost, spec, program.microbatches).values())
-        seconds += count * (computed + sent + read / spec.cluster.device.bandwidth)
+        updated = sum(2 * (w.masters + w.optimizer) for w in weight_bytes(cost, spec, program.microbatches).values())
+        seconds += count * (computed + sent + updated / spec.cluster.device.bandwidth)
     return seconds
 
 

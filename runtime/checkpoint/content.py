@@ -1,10 +1,10 @@
-"""What a checkpoint stores of a rank: its part of every tensor, and plain data. Nothing is copied yet."""
+"""What a checkpoint stores of a rank: its part of every tensor, and plain data. Only extras are copied already."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from moec.codegen.plan import Plan
 from moec.runtime.checkpoint.index import MODEL, RNG, canonical
 from moec.runtime.checkpoint.optimizer_state import OptimizerContent, collect
-from moec.runtime.checkpoint.parts import Part, UnevenError, host_piece, host_pieces, part_of
+from moec.runtime.checkpoint.parts import Part, UnevenError, host_pieces, part_of
 from moec.runtime.checkpoint.shards import Piece
 from moec.runtime.checkpoint.trees import encode
 from moec.runtime.errors import JobError
@@ -26,17 +26,19 @@ NAME_LENGTH = 100
 
 @dataclass(frozen=True, slots=True)
 class ExtraContent:
-    """An extra of this rank: `tree` with the numbers of its `tensors`. `loads`: it came from a `state_dict`."""
+    """An extra of this rank: `tree` with the numbers of its tensors. `loads`: it came from a `state_dict`.
+
+    `pieces` are copies of the tensors in host memory, named by their numbers: the script may change the tensors.
+    """
 
     loads: bool
     tree: Any
-    tensors: tuple[Tensor, ...]
+    pieces: tuple[Piece, ...]
 
     def digest(self) -> str:
         """Equal extras have equal digests, whatever the rank."""
         whole = hashlib.sha256(canonical([self.loads, self.tree]))
-        for tensor in self.tensors:
-            piece = host_piece("", tensor)
+        for piece in self.pieces:
             whole.update(canonical([piece.dtype, piece.shape]))
             whole.update(piece.content)
         return whole.hexdigest()
@@ -66,14 +68,6 @@ class Content:
         """The digest of every extra."""
         return {name: extra.digest() for name, extra in self.extras.items()}
 
-    def with_copied_extras(self) -> Content:
-        """The same with copies of the extras' tensors, which the script may change."""
-        copied = {
-            name: replace(extra, tensors=tuple(tensor.detach().cpu().clone() for tensor in extra.tensors))
-            for name, extra in self.extras.items()
-        }
-        return replace(self, extras=copied)
-
 
 def content_of(
     plan: Plan,
@@ -84,7 +78,7 @@ def content_of(
     job_steps: int,
     job_tokens: int,
 ) -> Content:
-    """Everything that a checkpoint stores. Raises `JobError` for what it cannot."""
+    """Everything that a checkpoint stores, with copies of the extras. Raises `JobError` for what it cannot."""
     named = parameters_by_name(model, plan)
     tensors: dict[str, Tensor] = {MODEL + name: tensor for name, tensor in named.items()}
     tensors |= {MODEL + name: tensor for name, tensor in states_by_name(model, plan).items()}
@@ -141,4 +135,5 @@ def _extra(name: str, value: Any) -> ExtraContent:
     elif loads:
         assert state_dict is not None
         value = state_dict()
-    return ExtraContent(loads, encode(value, name, tensors), tuple(tensors))
+    tree = encode(value, name, tensors)
+    return ExtraContent(loads, tree, tuple(host_pieces({str(number): each for number, each in enumerate(tensors)})))

@@ -11,20 +11,9 @@ from typing import Any
 import numpy as np
 
 from moec.codegen.plan import Plan
-from moec.runtime.checkpoint.folders import Temporary, exists, sync_folder, unwritable, write_file
-from moec.runtime.checkpoint.index import (
-    BLOCK_BYTES,
-    HEAD,
-    INDEX,
-    ITEM_BYTES,
-    MODEL,
-    Entry,
-    canonical,
-    digest,
-    head_bytes,
-    shard_name,
-)  # fmt: skip
-from moec.runtime.checkpoint.mathematics import fields_of
+from moec.runtime.checkpoint.description import write_description
+from moec.runtime.checkpoint.folders import Temporary, exists, sync_folder, unwritable
+from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, shard_name
 from moec.runtime.checkpoint.reading import Block, Checkpoint
 from moec.runtime.checkpoint.shards import ShardFile, Written, header_of
 from moec.runtime.errors import JobError
@@ -91,17 +80,11 @@ def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> in
     temporary = Temporary(target)
     try:
         written, tensors = _write_whole(file, temporary.path / shard_name(0))
-        index = canonical({
-            "model": fields_of(plan.spec.model), "headers": [written.header], "tensors": tensors,
-            "settings": {"seed": 0, "step": 0}, "job_steps": 0, "optimizer": None, "extras": {},
-        })  # fmt: skip
-        head = {
-            "moec": version, "model": plan.name, "spec": digest(plan.spec_text.encode()), "step": 0, "world_size": 1,
-            "data_size": 1, "degrees": {}, "optimizer": None, "shard_bytes": [written.num_bytes],
-            "index": digest(index),
+        head = {"moec": version, "step": 0, "data_size": 1, "degrees": {}, "optimizer": None}
+        index = {
+            "tensors": tensors, "settings": {"seed": 0, "step": 0}, "job_steps": 0, "optimizer": None, "extras": {},
         }  # fmt: skip
-        write_file(temporary.path / INDEX, index)
-        write_file(temporary.path / HEAD, head_bytes(head))
+        write_description(temporary.path, target, plan, [(written.num_bytes, written.header)], head, index)
         temporary.publish()
     except OSError as error:
         raise unwritable(target, error) from error

@@ -24,6 +24,7 @@ from moec.runtime.errors import JobError
 MARK = ".moec-save-"
 DAMAGED = ".damaged"
 """The end of the name under which `set_aside` keeps a damaged checkpoint."""
+SET_ASIDE = re.compile(re.escape(DAMAGED) + r"(-[0-9]+)?\Z")
 STALE_SECONDS = 24 * 3600.0
 """The age from which a temporary folder counts as left over on a file system without locks."""
 
@@ -34,7 +35,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     A checkpoint is complete if its shards have the sizes that `checkpoint.json` states; digests are not compared.
     Anything else in the folder is ignored, temporary folders of killed runs among it.
     """
-    return next((path for path in newest_first(Path(folder)) if fault_of(path) is None), None)
+    return next((path for path, head in heads_in(Path(folder)) if fault_of(path, head) is None), None)
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -42,28 +43,35 @@ def newest_first(folder: Path) -> list[Path]:
 
     A checkpoint without a valid `checkpoint.json` has the step that is its name; other names are ignored.
     """
-    found = []
+    return [path for path, _ in heads_in(folder)]
+
+
+def heads_in(folder: Path) -> list[tuple[Path, Head | None]]:
+    """`newest_first`, each with its head, or None if that is not valid."""
+    found = list[tuple[int, Path, Head | None]]()
     for path in _folders_in(folder):
         try:
-            found.append((read_head(path).step, path.name, path))
+            head = read_head(path)
+            found.append((head.step, path, head))
         except JobError:
             if re.fullmatch(r"[0-9]{1,18}", path.name) and any(
                 os.path.lexists(path / name) for name in (HEAD, INDEX, shard_name(0))
             ):
-                found.append((int(path.name), path.name, path))
-    return [path for _, _, path in sorted(found, reverse=True)]
+                found.append((int(path.name), path, None))
+    return [(path, head) for _, path, head in sorted(found, key=lambda each: each[:2], reverse=True)]
 
 
-def fault_of(path: Path) -> JobError | None:
+def fault_of(path: Path, head: Head | None = None) -> JobError | None:
     """Why the checkpoint at `path` is not complete: MOE0801, MOE0802, or MOE0800 for a file that cannot be read.
 
-    Compares names and sizes of files, but no digests of tensors.
+    `head`: its head if it has been read. Compares names and sizes of files, but no digests of tensors.
     """
     file = path / HEAD
     try:
-        if not os.path.lexists(file):
-            return damaged(file, "it is missing")
-        head = read_head(path)
+        if head is None:
+            if not os.path.lexists(file):
+                return damaged(file, "it is missing")
+            head = read_head(path)
         for rank, stated in enumerate(head.shard_bytes):
             file = path / shard_name(rank)
             size = os.stat(file).st_size
@@ -88,13 +96,38 @@ def checkpoints_in(folder: Path) -> Iterator[tuple[Path, Head]]:
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Folders that may be checkpoints: none that are hidden, links, or set aside."""
+    """Folders that may be checkpoints: none that are hidden, links, or set aside. Without `folder` none.
+
+    Raises `JobError` MOE0800 if `folder` is a file or cannot be read: there may be checkpoints.
+    """
     try:
         entries = [entry for entry in os.scandir(folder) if not entry.name.startswith(".")]
         names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except OSError:
+    except FileNotFoundError:
         return []
-    return [folder / name for name in names if DAMAGED not in name]
+    except OSError as error:
+        message = f"{shown(folder)}: {error.strerror}"
+        raise JobError("MOE0800", message, "give the folder that has the checkpoints") from error
+    return [folder / name for name in names if not SET_ASIDE.search(name)]
+
+
+def require_parent(folder: Path) -> None:
+    """Raises `JobError` MOE0800 for a checkpoint in place of the folder that has it."""
+    if os.path.lexists(folder / HEAD):
+        raise JobError(
+            "MOE0800",
+            f"{shown(folder)} is a checkpoint itself: job.resume looks for checkpoints inside of it",
+            f"use `job.resume({str(folder.parent)!r}, …)`, or `job.load({str(folder)!r}, …)` for this one",
+        )
+
+
+def left_out(folder: Path) -> list[str]:
+    """Names in `folder` that have a `checkpoint.json` and that `newest_first` does not give: links, for one."""
+    if not folder.is_dir():
+        return []
+    taken = {path.name for path in newest_first(folder)}
+    visible = (path.name for path in folder.iterdir() if not path.name.startswith("."))
+    return sorted(name for name in visible if name not in taken and os.path.lexists(folder / name / HEAD))
 
 
 def set_aside(path: Path) -> Path | None:
@@ -127,8 +160,11 @@ class Temporary:
     def _make(self) -> bool:
         """Makes and locks a folder; returns whether it is there."""
         self.path = Path(tempfile.mkdtemp(prefix=f".{self.target.name}{MARK}", dir=self.target.parent))
-        self.path.chmod(0o755)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.path.chmod(0o755)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._lock, fcntl.LOCK_EX)
         if self.path.exists():
@@ -202,16 +238,16 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def remove_old(newest: Path, keep: int) -> None:
-    """Leaves the `keep` checkpoints with the highest steps beside `newest`, of its model; removes left-over folders.
+    """Leaves `keep` complete checkpoints of its model: `newest`, and those with the highest steps.
 
-    `newest` itself stays. Raises `JobError` MOE0804.
+    Removes left-over folders. Raises `JobError` MOE0804.
     """
     folder, model = newest.parent, read_head(newest).model
     for entry in list(os.scandir(folder)):
-        if entry.name.startswith(".") and MARK in entry.name and _is_left_over(Path(entry.path)):
-            shutil.rmtree(entry.path, ignore_errors=True)
+        if entry.name.startswith(".") and MARK in entry.name:
+            _remove_left_over(Path(entry.path))
     found = [item for item in checkpoints_in(folder) if item[1].model == model and item[0] != newest]
-    complete = sorted(((head.step, path) for path, head in found if fault_of(path) is None), reverse=True)
+    complete = sorted(((head.step, path) for path, head in found if fault_of(path, head) is None), reverse=True)
     for _, path in complete[max(0, keep - 1) :]:
         try:
             # Renamed first: a folder that is half removed must not be found.
@@ -224,17 +260,25 @@ def remove_old(newest: Path, keep: int) -> None:
             ) from error
 
 
-def _is_left_over(path: Path) -> bool:
+def _remove_left_over(path: Path) -> None:
+    """Removes a temporary folder unless a job has its lock. A job that waits for the lock then finds no folder."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return False
+        return
+    try:
+        if _is_left_over(file):
+            shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(file)
+
+
+def _is_left_over(file: int) -> bool:
+    """Locks an open folder, if it can; returns whether no job writes to it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
         return time.time() - os.fstat(file).st_mtime > STALE_SECONDS
-    finally:
-        os.close(file)
     return True

@@ -183,10 +183,14 @@ def damaged(path: Path, message: str) -> JobError:
 
 
 def missing(path: Path, error: OSError) -> JobError:
-    """The error for a file that cannot be read."""
-    return JobError(
-        "MOE0800", f"{path}: {error.strerror}", "`moec.latest(folder)` finds the last complete checkpoint of a folder"
-    )
+    """The error for a file that cannot be read. Its help names the checkpoints that the folder has, if any."""
+    inside = sorted(head.parent.name for head in path.parent.glob(f"*/{HEAD}"))
+    if inside:
+        more = ", …" if len(inside) > 5 else ""
+        help = f"this folder has the checkpoints {', '.join(inside[:5])}{more}: give one of them"
+    else:
+        help = "`moec.latest(folder)` finds the last complete checkpoint of a folder"
+    return JobError("MOE0800", f"{path}: {error.strerror}", help)
 
 
 def unexpected(error: Exception, place: str = "") -> JobError:

@@ -66,8 +66,8 @@ class Loading:
         found = [block for name, box in self.boxes.items() for block in self.checkpoint.blocks(name, box)]
         return sorted(found, key=lambda block: block.rank)
 
-    def read(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies into `targets`, each a part that `boxes` says."""
+    def read(self, targets: Mapping[str, Tensor], *, check: bool) -> None:
+        """Copies into `targets`, each a part that `boxes` says. `check` compares digests."""
         dtypes = {name: DTYPES[self.checkpoint.index.tensors[name].dtype] for name in targets}
 
         def copy(block: Block, content: memoryview) -> None:
@@ -77,7 +77,7 @@ class Loading:
                 target[part.target].copy_(flat[part.first : part.first + size].view(part.shape)[part.source])
 
         blocks = [block for name in targets for block in self.checkpoint.blocks(name, self.boxes[name])]
-        self.checkpoint.read(sorted(blocks, key=lambda block: block.rank), copy, check=False)
+        self.checkpoint.read(sorted(blocks, key=lambda block: block.rank), copy, check=check)
 
     def read_small(self, name: str, box: Box | None = None) -> Tensor:
         """A small tensor, or a part of it, read and checked once."""
@@ -85,8 +85,7 @@ class Loading:
         box = tuple((0, dim) for dim in entry.shape) if box is None else box
         tensor = torch.empty([stop - start for start, stop in box], dtype=DTYPES[entry.dtype])
         self.boxes[name] = box
-        self.checkpoint.read(self.checkpoint.blocks(name, box), check=True)
-        self.read({name: tensor})
+        self.read({name: tensor}, check=True)
         del self.boxes[name]
         return tensor
 
@@ -123,7 +122,7 @@ def load(
             complaint = Complaint.of(error)
         except (RuntimeError, MemoryError) as error:  # out of memory on this rank: the others wait for it
             complaint = Complaint.of(unexpected(error))
-        saves.peers.meet(f"{number}/{stage}")
+        saves.peers.barrier(f"{number}/{stage}")
         job.checks.require("job.load", complaint)
         return result  # type: ignore[return-value]
 
@@ -246,7 +245,7 @@ def _fill(job: Job, loading: Loading, model: PlanModule, optimizer: Optimizer | 
         targets[full] = part_of(tensor).local
         states.setdefault(full.split("/", 2)[2], {})[target.key] = tensor
     try:
-        loading.read(targets)
+        loading.read(targets, check=False)
     except JobError as error:  # a file has changed since it was checked
         first = error.diagnostics[0]
         raise JobError(first.code, f"{first.message}; a part of the model is loaded already", first.help) from error

@@ -7,7 +7,7 @@ rank, or is a DTensor, which has its layout.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,12 +25,13 @@ from moec.runtime.errors import JobError
 PREFIX, OPTIONS = "optimizer/", "options/"
 IMPLEMENTATION = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
 """Entries of a group that are of the running optimizer: its parameters, and how a step is computed."""
-MAX_NAMED = 3
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """The name of an optimizer's class, as a script imports it."""
+    """The optimizer's own name of its kind (`kind`), or its class as a script imports it."""
     kind = type(optimizer)
+    if isinstance(name := getattr(kind, "kind", None), str):
+        return name
     module = "torch.optim" if getattr(torch.optim, kind.__qualname__, None) is kind else kind.__module__
     return f"{module}.{kind.__qualname__}"
 
@@ -65,7 +66,9 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
                     _require_mapped(key, value, name, parameter)
                     tensors[f"{PREFIX}{key}/{name}"] = value
                 else:
-                    tree = encode(value, f"optimizer.state[{name}][{key!r}]", [])
+                    inside: list[Tensor] = []
+                    tree = encode(value, f"optimizer.state[{name}][{key!r}]", inside)
+                    _require_no_tensors(key, name, inside)
                     numbers.setdefault(name, {})[key] = tree
     return OptimizerContent({"kind": kind_of(optimizer), "groups": groups, "numbers": numbers}, tensors)
 
@@ -84,6 +87,15 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
 def _require_key(key: object, name: str) -> None:
     if not isinstance(key, str) or not re.fullmatch(r"[\w.-]{1,100}", key):
         raise JobError("MOE0807", f"the optimizer's state of {name} has an entry {key!r:.100}, which is no name")
+
+
+def _require_no_tensors(key: str, name: str, inside: Sequence[Tensor]) -> None:
+    if inside:
+        raise JobError(
+            "MOE0807",
+            f"the optimizer's {key} of {name} has {len(inside)} tensors inside: nothing says how these lie on ranks",
+            "use an optimizer whose states are tensors and numbers, such as SGD, Adam or AdamW",
+        )
 
 
 def _require_mapped(key: str, value: Tensor, name: str, parameter: Tensor) -> None:
@@ -133,8 +145,21 @@ def targets_of(
             raise _other(f"the checkpoint has {key} of {name}, which is in none of its groups")
         parameter = named[name]
         state = optimizer.state.get(parameter, {})
+        _require_dtype(optimizer, key, name, parameter, stored)
         found[full] = _target(key, name, parameter, state.get(key), stored, flags[id(parameter)])
     return found
+
+
+def _require_dtype(optimizer: Optimizer, key: str, name: str, parameter: nn.Parameter, stored: Entry) -> None:
+    """Raises `JobError` for a state of another dtype than the optimizer keeps, if it says so (`state_dtype`)."""
+    if not stored.shape or not hasattr(optimizer, "state_dtype"):
+        return
+    wanted = DTYPE_NAMES[optimizer.state_dtype or parameter.dtype]
+    if stored.dtype != wanted:
+        raise _other(
+            f"{key} of {name} is {stored.dtype} in the checkpoint, but this optimizer keeps {wanted}",
+            "compile with the `state` of `train` as the run that saved did, or load without the optimizer",
+        )
 
 
 def _require_groups(optimizer: Optimizer, entry: OptimizerEntry, names: Mapping[int, str]) -> None:

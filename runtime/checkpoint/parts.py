@@ -22,7 +22,7 @@ DTYPES = {
     "U32": torch.uint32, "U64": torch.uint64,
 }  # fmt: skip
 ALIGNMENT = 64
-"""Bytes: copies begin at multiples of a cache line."""
+"""Bytes: each copy begins at a multiple of this from the first, so that elements of every dtype are aligned."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -96,11 +96,6 @@ def part_of(tensor: Tensor, rank: int = 0, world_size: int = 1) -> Part:
     if any(dim % cut for dim, cut in zip(shape, cuts, strict=True)):
         raise UnevenError(f"{list(shape)} is cut into {cuts} parts of different sizes")
     return Part(shape, tuple(cuts), tuple(cell), replica, replicas, tensor.to_local().detach())
-
-
-def host_piece(name: str, tensor: Tensor) -> Piece:
-    """A copy of `tensor` in host memory."""
-    return host_pieces({name: tensor})[0]
 
 
 def host_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:

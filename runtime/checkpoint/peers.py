@@ -42,7 +42,7 @@ class Peers:
         self._watch = watch
         self.rank, self.world_size = rank, world_size
         self._abandoned = threading.Event()
-        self._told: list[str] = []
+        self._broadcast_keys: list[str] = []
 
     def abandon(self) -> None:
         """Ends every wait with `RankError`: another rank is gone."""
@@ -53,32 +53,32 @@ class Peers:
         self._put(f"{key}/{self.rank}", content)
 
     def collect(self, key: str) -> list[Any]:
-        """What every rank sent, by rank. Every rank has then heard all that was told before."""
+        """What every rank sent, by rank. Every rank has then received all earlier broadcasts."""
         found = []
         for rank in range(self.world_size):
             found.append(self._wait(f"{key}/{rank}"))
             self._forget(f"{key}/{rank}")
-        while self._told:
-            self._forget(self._told.pop())
+        while self._broadcast_keys:
+            self._forget(self._broadcast_keys.pop())
         return found
 
-    def tell(self, key: str, content: Any) -> None:
-        """Of rank 0: tells all ranks, which call `hear`."""
-        self._told.append(key)
+    def broadcast(self, key: str, content: Any) -> None:
+        """Of rank 0: sends `content`, plain JSON, to all ranks, which call `receive`."""
+        self._broadcast_keys.append(key)
         self._put(key, content)
 
-    def hear(self, key: str) -> Any:
-        """What rank 0 tells."""
+    def receive(self, key: str) -> Any:
+        """What rank 0 broadcasts."""
         return self._wait(key)
 
-    def meet(self, key: str) -> None:
+    def barrier(self, key: str) -> None:
         """Waits until every rank has come here. Unlike a collective it may take any time."""
         with _lost_store():
-            if self._store.add(f"{key}/met", 1) == self.world_size:
+            if self._store.add(f"{key}/arrived", 1) == self.world_size:
                 self._put(key, 0)
             self._wait(key)
             if self._store.add(f"{key}/left", 1) == self.world_size:
-                for each in (key, f"{key}/met", f"{key}/left"):
+                for each in (key, f"{key}/arrived", f"{key}/left"):
                     self._store.delete_key(each)
 
     def _put(self, key: str, content: Any) -> None:

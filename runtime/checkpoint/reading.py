@@ -206,7 +206,7 @@ def damages(checkpoint: Checkpoint, progress: Callable[[int], None] = lambda _: 
             check=True,
             complain=found.add,
         )
-        yield from found.by_name.values()
+        yield from (found.by_name[name] for name in sorted(found.by_name))  # threads find them in any order
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from moec.runtime.checkpoint.folders import fault_of, newest_first, set_aside, shown
+from moec.runtime.checkpoint.folders import (
+    SET_ASIDE,
+    fault_of,
+    left_out,
+    newest_first,
+    require_parent,
+    set_aside,
+    shown,
+)
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint
@@ -62,6 +70,7 @@ class _Search:
         Raises `JobError` for anything but damage, and if every checkpoint is damaged.
         """
         if self._left is None:
+            require_parent(self._folder)
             self._left = newest_first(self._folder)
         if failure is not None and self._current is not None:
             # A file that cannot be opened is a damage only if rank 0 misses it too.
@@ -85,10 +94,22 @@ class _Search:
                 f"no checkpoint in {shown(self._folder)} is without damage: restore one, or move them away to begin "
                 "anew",
             )
+        if others := left_out(self._folder):
+            raise JobError(
+                "MOE0800",
+                f"{shown(self._folder)} has no checkpoint to resume, but {', '.join(others[:3])}: a link, without a "
+                "valid checkpoint.json, or set aside as damaged",
+                "load it with `job.load`, give it a name and content of its own, or move it away to begin anew",
+            )
         return ""
 
     def set_damaged_aside(self, name: str) -> None:
         """Gives damaged checkpoints other names, so that a run can save under theirs, and warns of each."""
+        for other in left_out(self._folder):
+            if not SET_ASIDE.search(other) and not (self._folder / other).is_symlink():
+                warnings.warn(
+                    f"{shown(self._folder / other)} is left out: it has no valid checkpoint.json", stacklevel=4
+                )
         for path, error in self._damages:
             aside = set_aside(path)
             kept = f"is kept as {shown(aside)}" if aside else "cannot be renamed"

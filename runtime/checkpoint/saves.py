@@ -37,11 +37,15 @@ class Saves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.signals.restore()
-        if self._last is None:
-            return
         if isinstance(error, SystemExit) and error.code in (None, 0):
             error = None  # a script that ends as it should
+        with self.signals.leaving(error):
+            self._wait_for_the_last(error)
+
+    def _wait_for_the_last(self, error: BaseException | None) -> None:
+        """Waits for the last save when the job ends, with `error` or without; raises what it has failed with."""
+        if self._last is None:
+            return
         if isinstance(error, RankError):
             self.peers.abandon()
         failure = self._last.error(None if error is None else LEAVING_SECONDS)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from moec.runtime.checkpoint.content import Content, content_of
 from moec.runtime.checkpoint.folders import refuse_existing, shown
-from moec.runtime.checkpoint.index import digest, unexpected
+from moec.runtime.checkpoint.index import unexpected
 from moec.runtime.checkpoint.parts import Part
 from moec.runtime.checkpoint.shards import Piece
 from moec.runtime.checkpoint.writing import Saving, Task
@@ -32,8 +32,7 @@ def save(
     extras: Mapping[str, Any],
 ) -> Saving:
     """Copies what this rank writes to host memory, and starts writing it. `Job.save` describes it."""
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is a number of checkpoints from 1, not {keep}")
+    require_keep(keep)
     saves, target, plan = job.saves, Path(path).absolute(), job.plan
     complaint = saves.wait() or model.open_step_complaint()
     content = None
@@ -41,9 +40,10 @@ def save(
         if job.rank == 0:
             refuse_existing(target)
         content = content_of(plan, model, optimizer, extras, job.rank, job.steps, job.total_tokens)
-        content = content.with_copied_extras()
     except JobError as error:
         complaint = complaint or Complaint.of(error)
+    except (MemoryError, RuntimeError) as error:  # out of memory on this rank: the others wait for it
+        complaint = complaint or Complaint.of(unexpected(error, f"{shown(target)}: "))
     job.checks.require("job.save", complaint, same_calls(str(path), keep, content))
     assert content is not None
     failure: Complaint | None = None
@@ -54,16 +54,19 @@ def save(
         failure = Complaint.of(unexpected(error, f"rank {job.rank}: {shown(target)}: a copy to host memory failed: "))
     head = {
         "moec": plan.moec,
-        "model": plan.name,
-        "spec": digest(plan.spec_text.encode()),
         "step": content.settings["step"],
-        "world_size": plan.world_size,
         "data_size": plan.data_size,
         "degrees": {name: dict(mesh.axes) for name, mesh in plan.meshes.items()},
         "optimizer": content.optimizer and content.optimizer["kind"],
     }
     data_ranks = [plan.data_rank(rank) for rank in range(plan.world_size)] if job.rank == 0 else ()
     return saves.start(Task(saves.next_number(), plan, target, head, data_ranks, keep, content, pieces, parts, failure))
+
+
+def require_keep(keep: int | None) -> None:
+    """Raises `ValueError` for a number of checkpoints that nobody can keep."""
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep is a number of checkpoints from 1, not {keep}")
 
 
 def same_calls(path: str, keep: int | None, content: Content | None) -> MustMatch:

@@ -1,15 +1,15 @@
-"""A checkpoint every few steps or seconds."""
+"""A checkpoint at steps that a number divides, every few seconds, or when a signal comes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.optim import Optimizer
 
-from moec.runtime.checkpoint.saving import save
+from moec.runtime.checkpoint.saving import require_keep, save
 from moec.runtime.checkpoint.writing import Saving
 from moec.runtime.job.module import PlanModule
 
@@ -31,11 +31,12 @@ def save_if_due(
 ) -> Saving | None:
     """Saves to `folder/STEP` if it is time. `Job.checkpoint` describes it."""
     if every is None and seconds is None and on_signal is None:
-        raise ValueError("say how often: every=N steps, seconds=S, or both")
+        raise ValueError("say when: every=N steps, seconds=S, on_signal=NUMBER, or several of them")
     if every is not None and every < 1:
         raise ValueError(f"every is a number of steps from 1, not {every}")
     if seconds is not None and not seconds > 0:
         raise ValueError(f"seconds is a number above 0, not {seconds}")
+    require_keep(keep)
     saves, step = job.saves, model.settings["step"]
     last_step, last_time = saves.last_in(Path(folder))
     last_step = last_step if last_step <= step else 0  # `model.set(step=…)` has gone back
@@ -47,6 +48,8 @@ def save_if_due(
         told = on_signal is not None and saves.signals.has_arrived(on_signal)
         lates, tells = job.checks.require("job.checkpoint", None, counts=(int(late), int(told)))
         is_told = bool(tells)
+        if is_told:
+            saves.signals.hold()
         due = due or (bool(lates) and step > last_step) or (is_told and step > last_step)
     if not due:
         saving = None
@@ -58,8 +61,8 @@ def save_if_due(
     return saving
 
 
-def _end(job: Job, saving: Saving | None, number: int) -> None:
-    """Waits until the last save is durable on every rank, then lets the signal end the process."""
+def _end(job: Job, saving: Saving | None, number: int) -> NoReturn:
+    """Waits until the last save is durable on every rank, then ends the process by the signal."""
     if saving is not None:
         saving.wait()
     job.checks.require("job.checkpoint", job.saves.wait())

@@ -4,36 +4,79 @@ from __future__ import annotations
 
 import os
 import signal
-from types import FrameType
-from typing import Any
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NoReturn
+
+from moec.runtime.job.wakeup import Handler, is_of_wakeup
+
+REPEAT_SECONDS = 10.0
+"""A launcher and a scheduler may both send the signal: a second one that comes as soon as this says nothing new."""
 
 
 class SignalNotice:
-    """Notes a signal instead of ending the process. A second signal has the effect that the first would have had."""
+    """Notes signals instead of ending the process. A much later second one ends it, unless the last save has begun."""
 
     def __init__(self) -> None:
+        self._handler = Handler(self._note)
         self._before: dict[int, Any] = {}
-        self._noted: set[int] = set()
+        self._came: dict[int, float] = {}
+        self._holds = False
 
     def has_arrived(self, number: int) -> bool:
         """Whether the signal has arrived since the first call, which begins to note it. Of the main thread."""
         if number not in self._before:
-            self._before[number] = signal.signal(number, self._note)
-        return number in self._noted
+            self._before[number] = self._handler.install(number)
+        return number in self._came
 
-    def end(self, number: int) -> None:
-        """Gives the signal the effect that it had before the first `has_arrived`: by default it ends the process."""
-        self.restore()
-        os.kill(os.getpid(), number)
+    def hold(self) -> None:
+        """From now on a second signal has no effect: the last save is under way."""
+        self._holds = True
 
-    def restore(self) -> None:
-        """Puts the handlers before back."""
-        for number, before in self._before.items():
-            signal.signal(number, signal.SIG_DFL if before is None else before)
-        self._before.clear()
-        self._noted.clear()
+    def end(self, number: int) -> NoReturn:
+        """Ends the process by the signal's default effect, whatever handled it before."""
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        _end(number)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if number in self._noted:
-            self.end(number)
-        self._noted.add(number)
+    @contextmanager
+    def leaving(self, error: BaseException | None) -> Iterator[None]:
+        """Around the last wait of a job, which may end with `error`: then the signals have their effect.
+
+        Puts the handlers before back, and sends them the signals that have come. Where the handler was the watch's, or
+        there was none, the signal ends the process, after the error, if any, is printed.
+        """
+        self.hold()
+        try:
+            yield
+        except BaseException as failure:
+            error = failure
+            raise
+        finally:
+            for number, before in self._before.items():
+                if signal.getsignal(number) is self._handler:
+                    gone = before is None or (is_of_wakeup(before) and before.ended)  # of a job that has ended earlier
+                    signal.signal(number, signal.SIG_DFL if gone else before)
+            # Only now: `signal.signal` runs the handlers of signals that are pending.
+            for number in list(self._came):
+                before = self._before[number]
+                if before in (None, signal.SIG_DFL) or is_of_wakeup(before):
+                    if isinstance(error, Exception):
+                        sys.excepthook(type(error), error, error.__traceback__)
+                    self.end(number)
+                os.kill(os.getpid(), number)
+
+    def _note(self, number: int) -> None:
+        now = time.monotonic()
+        first = self._came.setdefault(number, now)
+        if now - first > REPEAT_SECONDS and not self._holds:
+            _end(number)
+
+
+def _end(number: int) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+    os._exit(128 + number)  # some signals end nothing by default

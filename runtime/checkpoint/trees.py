@@ -57,7 +57,11 @@ def encode(value: Any, place: str, tensors: list[Tensor], depth: int = 0) -> Any
 
 def _number_tensor(tensor: Tensor, place: str, tensors: list[Tensor]) -> int:
     if isinstance(tensor, DTensor) or tensor.is_meta or tensor.is_sparse or tensor.is_quantized:
-        raise _refusal(f"{place} is a tensor that is not plain")
+        raise JobError(
+            "MOE0808",
+            f"{place} is a part of a sharded tensor, or another tensor that is not plain",
+            "a module of the plan, such as an average of the model, is a model: `job.save(other_path, average.module)`",
+        )
     if tensor.dtype not in DTYPE_NAMES:
         raise _refusal(f"{place} is a tensor of {tensor.dtype}")
     tensors.append(tensor.detach())

@@ -12,20 +12,10 @@ from typing import Any
 
 from moec.codegen.plan import Plan
 from moec.runtime.checkpoint.content import Content
-from moec.runtime.checkpoint.folders import Temporary, remove_old, shown, unwritable, write_file
-from moec.runtime.checkpoint.index import (
-    EXTRAS,
-    HEAD,
-    INDEX,
-    canonical,
-    digest,
-    head_bytes,
-    refuse_unreadable,
-    shard_name,
-    unexpected,
-)
-from moec.runtime.checkpoint.mathematics import fields_of
-from moec.runtime.checkpoint.parts import Part, host_piece
+from moec.runtime.checkpoint.description import write_description
+from moec.runtime.checkpoint.folders import Temporary, remove_old, shown, unwritable
+from moec.runtime.checkpoint.index import EXTRAS, shard_name, unexpected
+from moec.runtime.checkpoint.parts import Part
 from moec.runtime.checkpoint.peers import Peers
 from moec.runtime.checkpoint.shards import Piece, write_shard
 from moec.runtime.errors import JobError, RankError
@@ -73,7 +63,7 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One save of one rank. `head`: fields of `checkpoint.json` known before; `failure`: why there are no pieces."""
+    """One save of one rank. `head`: fields of `checkpoint.json`; `failure`: why there are no pieces."""
 
     number: int
     plan: Plan
@@ -89,11 +79,11 @@ class Task:
 
 def write(task: Task, peers: Peers) -> None:
     """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank."""
-    begin, told, written, outcome = (f"{task.number}/{word}" for word in ("begin", "told", "written", "outcome"))
+    begin, opened, written, outcome = (f"{task.number}/{word}" for word in ("begin", "opened", "written", "outcome"))
 
     causes: list[Exception] = []
 
-    def told_of(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def or_failure(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """`act()`, or its failure as a message: the other ranks wait for one."""
         try:
             return act()
@@ -103,22 +93,24 @@ def write(task: Task, peers: Peers) -> None:
             causes.append(error)
             return {"failure": Complaint.of(unexpected(error, f"rank {peers.rank}: {shown(task.target)}: "))}
 
-    peers.send(begin, told_of(lambda: {"failure": task.failure, "extras": task.content.digests_of_extras()}))
+    peers.send(begin, or_failure(lambda: {"failure": task.failure, "extras": task.content.digests_of_extras()}))
     leader = _Leader(task, peers) if peers.rank == 0 else None
     try:
         if leader is not None:
-            peers.tell(told, told_of(partial(leader.open, begin)))
-        said = peers.hear(told)
-        if said["failure"] is None:
-            peers.send(written, told_of(lambda: _write_shard(task, peers.rank, Path(said["folder"]), said["writers"])))
+            peers.broadcast(opened, or_failure(partial(leader.open, begin)))
+        message = peers.receive(opened)
+        if message["failure"] is None:
+            peers.send(
+                written, or_failure(lambda: _write_shard(task, peers.rank, Path(message["folder"]), message["writers"]))
+            )
             if leader is not None:
-                peers.tell(outcome, told_of(partial(leader.close, written)))
-            said = peers.hear(outcome)
+                peers.broadcast(outcome, or_failure(partial(leader.close, written)))
+            message = peers.receive(outcome)
     finally:
         if leader is not None:
             leader.clean()
-    if said["failure"] is not None:
-        raise Complaint(*said["failure"]).error() from (causes[0] if causes else None)
+    if message["failure"] is not None:
+        raise Complaint(*message["failure"]).error() from (causes[0] if causes else None)
 
 
 def _write_shard(task: Task, rank: int, folder: Path, writers: Mapping[str, list[int]]) -> dict[str, Any]:
@@ -130,8 +122,8 @@ def _write_shard(task: Task, rank: int, folder: Path, writers: Mapping[str, list
             continue
         extra, copy = task.content.extras[name], ranks.index(rank)
         trees[name] = copy, extra.tree
-        for number, tensor in enumerate(extra.tensors):
-            piece = host_piece(f"{EXTRAS}{name}/{copy}/{number}", tensor)
+        for numbered in extra.pieces:
+            piece = numbered._replace(name=f"{EXTRAS}{name}/{copy}/{numbered.name}")
             pieces.append(piece)
             cells[piece.name] = 0, piece.dtype, piece.shape, (1,) * len(piece.shape)
     path = folder / shard_name(rank)
@@ -176,13 +168,8 @@ class _Leader:
         assert self._temporary is not None
         folder, task = self._temporary.path, self._task
         try:
-            index = self._index(reports)
-            head = head_bytes(
-                {**task.head, "shard_bytes": [report["bytes"] for report in reports], "index": digest(index)}
-            )
-            refuse_unreadable(task.target, head, index)
-            write_file(folder / INDEX, index)
-            write_file(folder / HEAD, head)
+            shards = [(report["bytes"], report["header"]) for report in reports]
+            write_description(folder, task.target, task.plan, shards, task.head, self._index(reports))
             self._temporary.publish()
             self._temporary = None
             if task.keep is not None:
@@ -198,7 +185,7 @@ class _Leader:
         if self._temporary is not None:
             self._temporary.discard()
 
-    def _index(self, reports: Sequence[Any]) -> bytes:
+    def _index(self, reports: Sequence[Any]) -> dict[str, Any]:
         tensors: dict[str, dict[str, Any]] = {}
         for rank, report in enumerate(reports):
             for name, (number, dtype, shape, cuts, digests) in report["cells"].items():
@@ -216,11 +203,10 @@ class _Leader:
             name: {"loads": content.extras[name].loads, "copies": [reports[r]["trees"][name][1] for r in ranks]}
             for name, ranks in self._writers.items()
         }
-        return canonical({
-            "model": fields_of(self._task.plan.spec.model), "headers": [report["header"] for report in reports],
+        return {
             "tensors": tensors, "settings": content.settings, "job_steps": content.job_steps,
             "job_tokens": content.job_tokens, "optimizer": content.optimizer, "extras": extras,
-        })  # fmt: skip
+        }  # fmt: skip
 
 
 def writers_of(name: str, digests: Sequence[Mapping[str, str]], data_ranks: Sequence[int]) -> list[int]:

@@ -99,7 +99,7 @@ class Adafactor(MatrixOptimizer):
     def _state(self, master: Master) -> dict[str, Any]:
         state: dict[str, Any] = self.state[master.parameter]
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), dtype=torch.float32)
             if master.rows:
                 state["row_var"], state["col_var"] = map(master.zeros_without, (master.columns, master.rows))
             else:

@@ -26,13 +26,14 @@ from moec.runtime.job.groups import HOST
 from moec.runtime.job.watch import collective
 
 MODES = ("all", "first", "none")
-MOST_COUNTS = 3
+MOST_COUNTS = 4
 MAX_WORDS = 1000
 """Characters of a complaint that other ranks receive."""
 MAX_BYTES = 8192
 """Bytes of JSON that one rank sends about an error."""
 
 SITES = "ranks make different calls: one is at `{least}`, another at `{most}`"
+SAME_CALLS = "every rank makes the same calls of a job in the same order, also those that only rank 0 seems to need"
 OTHER_TOKENS = "ranks {one} and {other} have the same `job.data_rank`, but different tokens, labels or inputs"
 
 
@@ -196,7 +197,7 @@ def _difference(reports: Sequence[_Report]) -> Complaint:
     """Describes the first difference between ranks: the site, a number that must match, or a tp group's inputs."""
     sites = sorted({report.site for report in reports})
     if len(sites) > 1:
-        return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]))
+        return Complaint("MOE0702", SITES.format(least=sites[0], most=sites[-1]), SAME_CALLS)
     for claims in zip(*(report.matching for report in reports), strict=True):
         columns = list(zip(*(claim.numbers for claim in claims), strict=True))
         least, most = [min(column) for column in columns], [max(column) for column in columns]

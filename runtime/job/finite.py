@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,27 @@ HELP = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """A gradient and the count of its changes: of a DTensor, and of this rank's part."""
+
+    gradient: ReferenceType[Tensor]
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> Stamp:
+        """The stamp of a gradient as it is now."""
+        return cls(ref(gradient), _versions(gradient))
+
+    def is_of(self, gradient: Tensor | None) -> bool:
+        """Whether this is the same gradient, unchanged."""
+        return gradient is not None and self.gradient() is gradient and self.versions == _versions(gradient)
+
+
+def _versions(gradient: Tensor) -> tuple[int, int]:
+    return gradient._version, local_part(gradient)._version
+
+
 class Finite:
     """What a job does with a step whose loss or gradients are not finite, and how many it has `skipped`.
 
@@ -39,7 +61,10 @@ class Finite:
         if mode not in MODES:
             raise ValueError(f"on_nonfinite is one of {', '.join(map(repr, MODES))}, not {mode!r}")
         self._job, self.mode, self.skipped = job, mode, 0
-        self._normed: WeakSet[PlanModule] = WeakSet()
+        self._normed: WeakKeyDictionary[PlanModule, dict[nn.Parameter, Stamp]] = WeakKeyDictionary()
+        """The gradients whose norm was finite."""
+        self._left_out: WeakSet[PlanModule] = WeakSet()
+        """Models whose step was skipped, and whose optimizer has not been called since."""
 
     @property
     def skips(self) -> bool:
@@ -47,8 +72,8 @@ class Finite:
         return self.mode == "skip"
 
     def stops_at_loss(self, model: PlanModule, loss: Tensor) -> bool:
-        """Whether to leave out the step of this global loss. Its backward pass gives the model new gradients."""
-        self._normed.discard(model)
+        """Whether to leave out the step of this global loss."""
+        self._left_out.discard(model)
         if self.mode == "ignore" or bool(loss.isfinite()):
             return False
         if not self.skips:
@@ -58,7 +83,6 @@ class Finite:
 
     def stops_at_norm(self, model: PlanModule, norm: Tensor, gradients: Mapping[str, Tensor]) -> bool:
         """Whether to leave out the step of this global norm. `gradients`: this rank's parts, to name one of them."""
-        self._normed.add(model)
         if self.mode == "ignore" or bool(norm.isfinite()):
             return False
         if not self.skips:
@@ -66,6 +90,16 @@ class Finite:
             raise JobError("MOE0723", f"{self._step()}the gradient norm is {float(norm)}", HELP)
         self._skip(model)
         return True
+
+    def saw(self, model: PlanModule) -> None:
+        """Remembers the model's gradients, whose norm is finite: the optimizer need not look at these."""
+        self._normed[model] = {p: Stamp.of(p.grad) for p in model.parameters() if p.grad is not None}
+
+    def _has_seen(self, model: PlanModule, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these parameters' gradients are those of the last `saw`, unchanged."""
+        stamps = self._normed.pop(model, None)
+        graded = [p for p in parameters if p.grad is not None]
+        return stamps is not None and all(p in stamps and stamps[p].is_of(p.grad) for p in graded)
 
     def guard(self, optimizer: Optimizer, model: PlanModule) -> None:
         """Makes each `step()` look at gradients that `clip_grad_norm_` has not seen; one with a closure looks at none.
@@ -75,15 +109,20 @@ class Finite:
 
         def look(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
             has_closure = any(argument is not None for argument in (*arguments[1:], *named.values()))
-            seen = model in self._normed
-            self._normed.discard(model)
             owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if self.mode == "ignore" or seen or has_closure or any(isinstance(p.grad, HandedOver) for p in owned):
+            if model in self._left_out:  # also parameters of the script's own, which `_skip` did not know
+                self._left_out.discard(model)
+                _drop(owned)
+                return
+            handed_over = any(isinstance(parameter.grad, HandedOver) for parameter in owned)
+            if has_closure or handed_over or self._has_seen(model, owned):
                 return
             complaint = None if _have_finite_norms(owned) else self._complaint(_gradients(owned, model))
             count = int(complaint is not None)
             if self._job.checks.require("optimizer.step", None if self.skips else complaint, counts=(count,))[0]:
                 self._skip(model)
+                self._left_out.discard(model)
+                _drop(owned)
 
         if self.mode != "ignore":
             optimizer.register_step_pre_hook(look)
@@ -96,11 +135,16 @@ class Finite:
 
     def _skip(self, model: PlanModule) -> None:
         self.skipped += 1
-        for parameter in model.parameters():
-            parameter.grad = None
+        self._left_out.add(model)
+        _drop(model.parameters())
 
     def _step(self) -> str:
         return f"step {self._job.steps}: " if self._job.steps else ""
+
+
+def _drop(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
 
 
 def _gradients(parameters: Sequence[nn.Parameter], model: nn.Module) -> dict[str, Tensor]:

@@ -163,9 +163,9 @@ def gradient_norm(
     for name, groups in sharded_over.items():
         # Every rank calls the collectives of all groups, even without a gradient: else the others would wait for it.
         by_shards.setdefault(groups, []).extend([gradients[name]] if name in gradients else [])
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     for groups, parts in sorted(by_shards.items()):
-        squares = torch.zeros((), device=device)
+        squares = torch.zeros((), dtype=torch.float32, device=device)
         if parts:
             squares = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).square().sum()
         for group in groups:
@@ -173,20 +173,6 @@ def gradient_norm(
                 dist.all_reduce(squares, group=peers)
         total = total + squares
     return total.sqrt()
-
-
-def clip_gradient_norm(
-    gradients: Mapping[str, Tensor], sharded_over: Mapping[str, tuple[str, ...]], max_norm: float, device: torch.device
-) -> Tensor:
-    """Scales every gradient so that their global norm is at most `max_norm`; returns the norm before, a scalar.
-
-    A norm that is not finite raises nothing and scales the gradients, as in `torch.nn.utils.clip_grad_norm_`. Raises
-    `ValueError` for a negative `max_norm`.
-    """
-    require_max_norm(max_norm)
-    norm = gradient_norm(gradients, sharded_over, device)
-    scale_to(max_norm, norm, gradients.values())
-    return norm
 
 
 def scale_to(max_norm: float, norm: Tensor, gradients: Collection[Tensor]) -> None:

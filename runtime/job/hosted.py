@@ -76,7 +76,7 @@ def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
         uncounted = [p for p in layer.expert_parameters() if p.grad is not None and id(p) not in counted]
         counted.update(map(id, uncounted))
         by_group.setdefault(name, []).extend(p.grad for p in uncounted if p.grad is not None)
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     for name, gradients in by_group.items():
         squares = _squares(gradients, device)
         if name:
@@ -88,7 +88,7 @@ def _squares_of_experts(model: nn.Module, device: torch.device) -> Tensor:
 
 def _squares(gradients: list[Tensor], device: torch.device) -> Tensor:
     if not gradients:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)).square().sum()
 
 

@@ -90,7 +90,11 @@ class Job:
         """Calls of `step` so far, with those before the checkpoint that was loaded."""
         self.tokens = 0
         """Tokens of this rank that `step` and `accumulate` have trained on."""
-        self._earlier_tokens = 0
+        self.total_tokens = 0
+        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded.
+
+        `accumulate` counts this rank's, times the parts of the batch.
+        """
         self._watch: Watch | None = None
         self._scale_is_pending = False
         self._number, self._meshes = groups.new_job(), dict[str, DeviceMesh]()
@@ -199,7 +203,6 @@ class Job:
             self.check_replicas(model)
         if self._scale_is_pending:
             take_back(model.parameters())
-        self.tokens += labels.numel() if isinstance(labels, Tensor) else 0
         step = Step(
             tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=dict(inputs or {}),
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
@@ -216,12 +219,13 @@ class Job:
 
         `labels`: the labels of every micro-batch of the block; each loss is divided by all their valid labels.
         `tokens`: their tokens, which count padding; only for a model with a padding id and balance terms.
-        Each backward pass sums gradients over the ranks; `job.step(…, microbatches=n)` sums them once.
+        Each backward pass sums gradients over the ranks; `job.step(…, microbatches=n)` sums them once, at ZeRO 0 and 1.
         """
         self._require_own(model)
         if self._scale_is_pending:
             take_back(model.parameters())
-        self.tokens += sum(part.numel() for part in labels)
+        given = sum(part.numel() for part in labels)
+        self.count_tokens(given, given * self.data_size)
         with accumulating(self, model, labels, tokens):
             yield
 
@@ -270,6 +274,7 @@ class Job:
             return norm
         if optimizer is None or not takes_scale(optimizer, named.values()):
             scale_to(max_norm, norm, gradients.values())
+            self.finite.saw(model)
             return norm
         self._scale_is_pending = True
         hand_over(named.values(), ((norm + EPS) / max_norm).clamp(min=1.0), optimizer)
@@ -310,7 +315,7 @@ class Job:
 
         Returns when tensors are copied to host memory; a thread writes them. The handle's `wait()` returns when the
         checkpoint is durable, and raises if it failed; so do the next save and leaving the job. `keep=N` then leaves
-        the N checkpoints of this model with the highest steps in the folder of `path`.
+        the new one, and of the others of this model in the folder of `path` the N - 1 with the highest steps.
 
         Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
         MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
@@ -342,11 +347,12 @@ class Job:
         keep: int | None = None,
         **extras: Any,
     ) -> Saving | None:
-        """Saves to `folder/STEP` if `every` steps or `seconds` have passed since the last; call it after each step.
+        """Saves to `folder/STEP` at steps that `every` divides, or at the first call after one.
 
-        STEP is the model's setting `step`. Rank 0's clock counts the seconds. With `on_signal=signal.SIGTERM`, the call
-        after a SIGTERM to any rank saves, waits until the checkpoint is durable, and ends every rank by that signal.
-        With `seconds` or `on_signal` ranks agree in each call.
+        Call it after each step. STEP is the model's setting `step`. With `seconds`, it also saves when rank 0's clock
+        says that they have passed since the last. With `on_signal=signal.SIGTERM`, the call after a SIGTERM to any
+        rank, from the first call on, saves, waits until the checkpoint is durable, and ends every rank by the signal's
+        default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call.
         """
         self._require_own(model)
         return save_if_due(
@@ -379,16 +385,12 @@ class Job:
         """Seconds that this rank's host has spent in collectives, on CUDA those to start them and to wait for them."""
         return 0.0 if self._watch is None else self._watch.seconds
 
-    @property
-    def total_tokens(self) -> int:
-        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
-        return self._earlier_tokens + self.tokens * self.data_size
-
-    @total_tokens.setter
-    def total_tokens(self, tokens: int) -> None:
-        self._earlier_tokens = tokens - self.tokens * self.data_size
-
     # ---- internal ------------------------------------------------------------------------------------
+
+    def count_tokens(self, of_rank: int, of_all: int) -> None:
+        """Counts the tokens of a step that begins."""
+        self.tokens += of_rank
+        self.total_tokens += of_all
 
     @property
     def checks(self) -> Checks:

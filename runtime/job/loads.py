@@ -44,8 +44,8 @@ def of_last_pass(job: Job, model: PlanModule, site: str) -> Loads:
     """
     layers = sorted(model.expert_counts)
     sizes = [model.expert_counts[layer].numel() for layer in layers]
-    alike = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
-    (tokens,) = job.checks.require(site, None, alike, counts=(int(model.num_tokens),))
+    same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
+    (tokens,) = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens),))
     tokens //= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
     if not layers:
         return Loads({}, tokens)

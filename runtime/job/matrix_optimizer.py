@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 
 from moec.runtime.job.masters import Master, require_known
 
+KEPT = ("_masters", "state_dtype")
+
 
 class MatrixOptimizer(Optimizer):
     """Updates the parameters of `masters` and no others. `grad_scale`, where set, divides gradients.
@@ -25,6 +27,10 @@ class MatrixOptimizer(Optimizer):
     def __init__(self, masters: Sequence[Master], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
         self._masters = {master.parameter: master for master in masters}
         super().__init__(groups, defaults)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Also what torch's own leaves out, for `copy.deepcopy`."""
+        return {**super().__getstate__(), **{name: value for name, value in vars(self).items() if name in KEPT}}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only its own groups: nothing says which matrices another parameter has."""

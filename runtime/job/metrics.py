@@ -21,8 +21,7 @@ from moec.grammar.diagnostics import diagnose, render
 from moec.grammar.diagnostics.diagnostic import Severity
 from moec.grammar.spec import Dropless
 from moec.passes.cost.totals import tally
-from moec.runtime.errors import JobError
-from moec.runtime.job.checks import MustMatch
+from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.loads import of_last_pass
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
 from moec.runtime.job.module import PlanModule
@@ -40,6 +39,12 @@ Record = dict[str, Any]
 OTHER_METRICS = (
     "ranks differ in whether job.metrics has outputs, or in `every` or `start`: give every rank the same; the first "
     "rank alone writes"
+)
+
+NO_TENSORBOARD = Complaint(
+    "MOE0717",
+    "TensorBoard's writer is in the package tensorboard, which is not installed",
+    "pip install 'moec[tensorboard]', or leave `tensorboard=` out",
 )
 
 
@@ -63,21 +68,17 @@ class Metrics:
     ) -> None:
         if every < 1:
             raise ValueError(f"every is a number of steps from 1 on, not {every}")
-        if tensorboard is not None and importlib.util.find_spec("tensorboard") is None:
-            raise JobError(
-                "MOE0717",
-                "TensorBoard's writer is in the package tensorboard, which is not installed",
-                "pip install 'moec[tensorboard]', or leave `tensorboard=` out",
-            )
         self._job, self._every, self._steps = job, every, job.steps if start is None else start
         self._wanted = path is not None or tensorboard is not None or progress
         measured = (int(self._wanted), every, self._steps)
-        job.checks.require("job.metrics", None, MustMatch("MOE0713", OTHER_METRICS, measured))
+        lacks = tensorboard is not None and importlib.util.find_spec("tensorboard") is None
+        complaint = NO_TENSORBOARD if lacks else None
+        job.checks.require("job.metrics", complaint, MustMatch("MOE0713", OTHER_METRICS, measured))
         self._may_drop = self._wanted and _may_drop(job.plan)
         self._outputs: list[Output] = []
         self._tokens = self._since_tokens = 0
         self._since = self._started = time.monotonic()
-        self._since_collectives, self._since_job_tokens = job.collective_seconds, job.tokens
+        self._since_collectives, self._since_job_tokens = job.collective_seconds, job.total_tokens
         if job.rank or not self._wanted:
             return
         self._flops_per_token, self._peak = _flops_per_token(job.plan), _peak(job.plan)
@@ -122,7 +123,7 @@ class Metrics:
         training, for the display. `others` are figures of your own, written as they are.
         """
         self._steps += 1
-        self._since_tokens += tokens or 0
+        self._count(tokens)
         if not self._wanted or self._steps % self._every:
             return None
         last = of_last_pass(self._job, model, "metrics.step")
@@ -133,7 +134,7 @@ class Metrics:
         record |= {} if grad_norm is None else {"grad_norm": _number(grad_norm)}
         record |= {} if optimizer is None else {"lr": _number(optimizer.param_groups[0]["lr"])}
         record |= {"skipped": self._job.finite.skipped} if self._job.finite.skips else {}
-        record |= self._rates(tokens is not None)
+        record |= self._rates()
         record |= {name: _number(value) for name, value in others.items()}
         record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
         record |= {"drop_rate": drops} if drops else {}
@@ -141,22 +142,26 @@ class Metrics:
             self._try(output, lambda output=output: output.write(record, loads, done))
         return record
 
-    def _rates(self, counted: bool) -> Record:
+    def _count(self, tokens: int | None) -> None:
+        """Counts a step's tokens, on every rank: the job's, or `tokens` in their place."""
+        by_job = self._job.total_tokens - self._since_job_tokens
+        counted = by_job if tokens is None else tokens
+        self._job.total_tokens += counted - by_job
+        self._since_job_tokens = self._job.total_tokens
+        self._since_tokens += counted
+        self._tokens += counted
+
+    def _rates(self) -> Record:
         """Figures of the time since the last record."""
         now, collectives = time.monotonic(), self._job.collective_seconds
-        by_job = (self._job.tokens - self._since_job_tokens) * self._job.data_size
-        tokens = self._since_tokens if counted else by_job
-        self._job.total_tokens += tokens - by_job
         seconds = max(now - self._since, 1e-9)
-        self._tokens += tokens
-        rate = tokens / seconds
+        rate = self._since_tokens / seconds
         found: Record = {"tokens": self._tokens, "total_tokens": self._job.total_tokens}
         found |= {"tokens_per_second": rate, "seconds": now - self._started}
         if self._peak is not None:
             found["mfu"] = rate * self._flops_per_token / self._peak
         found |= {"memory": _memory(self._job.device_type), "collective_seconds": collectives - self._since_collectives}
         self._since, self._since_collectives, self._since_tokens = now, collectives, 0
-        self._since_job_tokens = self._job.tokens
         return found
 
     def _open(self, make: Any) -> None:

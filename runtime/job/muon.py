@@ -27,7 +27,7 @@ class Muon(MatrixOptimizer):
     """
 
     def __init__(self, masters: Sequence[Master], spec: MuonSpec, state_dtype: torch.dtype | None = None) -> None:
-        self._state_dtype = state_dtype
+        self.state_dtype = state_dtype
         hidden = [master for master in masters if master.matrices.hidden]
         others = [master for master in masters if not master.matrices.hidden]
         second = spec.adamw
@@ -52,7 +52,7 @@ class Muon(MatrixOptimizer):
     def update(self) -> None:
         """Updates hidden matrices by Muon, all others by AdamW."""
         hidden, *others = self.param_groups
-        for masters in _alike(self.taking_part(hidden["params"])):
+        for masters in _of_one_shape(self.taking_part(hidden["params"])):
             self._update_hidden(masters, hidden)
         for group in others:
             self._update_others(group)
@@ -80,17 +80,17 @@ class Muon(MatrixOptimizer):
         if gradient is None:
             return local_part(state["momentum_buffer"]) if state else torch.zeros_like(master.local)
         if not state:
-            state["momentum_buffer"] = torch.zeros_like(master.parameter, dtype=self._state_dtype)
-        with widened([state], "momentum_buffer", self._state_dtype) as (momentum,):
+            state["momentum_buffer"] = torch.zeros_like(master.parameter, dtype=self.state_dtype)
+        with widened([state], "momentum_buffer", self.state_dtype) as (momentum,):
             momentum.lerp_(gradient, 1 - group["momentum"])
             return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _update_others(self, group: dict[str, Any]) -> None:
         options = {name: group[name] for name in ("beta1", "beta2", "lr", "weight_decay", "eps")}
-        update_by_adamw(group["params"], self.state, self._state_dtype, {**options, "grad_scale": self.grad_scale})
+        update_by_adamw(group["params"], self.state, self.state_dtype, {**options, "grad_scale": self.grad_scale})
 
 
-def _alike(masters: Sequence[Master]) -> Iterator[list[Master]]:
+def _of_one_shape(masters: Sequence[Master]) -> Iterator[list[Master]]:
     """Masters with matrices of one shape, cut in the same way, a chunk at a time; equal on every rank."""
     by_kind: dict[tuple[object, ...], list[Master]] = {}
     for master in masters:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
@@ -22,19 +22,24 @@ from moec.runtime.job.masters import Master, chunks, local_part
 def widened(states: Sequence[dict[str, Any]], key: str, dtype: torch.dtype | None) -> Iterator[list[Tensor]]:
     """This rank's parts of `key` of several parameters, in fp32. What they are at the end is kept in `dtype`.
 
-    A state of another dtype becomes one of `dtype` first: `load_state_dict` gives every state its parameter's. Without
-    `dtype` the states themselves.
+    Without `dtype` the states themselves.
     """
     if dtype is None:
         yield [local_part(state[key]) for state in states]
         return
-    for state in states:
-        state[key] = state[key].to(dtype)
     kept = [local_part(state[key]) for state in states]
     wide = [part.float() for part in kept]
     yield wide
     for part, values in zip(kept, wide, strict=True):
         part.copy_(values)
+
+
+def narrow(optimizer: Optimizer) -> None:
+    """Gives every state the optimizer's `state_dtype`: `load_state_dict` gives it its parameter's."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                state[key] = value.to(optimizer.state_dtype)  # type: ignore[attr-defined]
 
 
 def update_by_adamw(
@@ -51,7 +56,7 @@ def update_by_adamw(
         found = [states[master.parameter] for master in chunk]
         for master, state in zip(chunk, found, strict=True):
             if not state:
-                state["step"] = torch.zeros((), device=master.parameter.device)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=master.parameter.device)
                 for key in ("exp_avg", "exp_avg_sq"):
                     state[key] = torch.zeros_like(master.parameter, dtype=dtype)
         with widened(found, "exp_avg", dtype) as first, widened(found, "exp_avg_sq", dtype) as second:
@@ -76,6 +81,8 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 class NarrowAdamW(AdamW):
     """`torch.optim.AdamW`, fused, with moments in bf16 between steps. `grad_scale`, where set, divides gradients."""
 
+    kind = "torch.optim.AdamW with states in bf16"
+    state_dtype = torch.bfloat16
     grad_scale: Tensor | None = None
 
     @torch.no_grad()
@@ -94,6 +101,9 @@ class NarrowAdamW(AdamW):
 
 class NarrowSgd(SGD):
     """`torch.optim.SGD` with momentum, which is bf16 between steps."""
+
+    kind = "torch.optim.SGD with states in bf16"
+    state_dtype = torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -21,7 +21,7 @@ from moec.runtime.job.adafactor import Adafactor
 from moec.runtime.job.home import home_of
 from moec.runtime.job.masters import Master
 from moec.runtime.job.muon import Muon
-from moec.runtime.job.narrow_states import NarrowAdamW, NarrowSgd
+from moec.runtime.job.narrow_states import NarrowAdamW, NarrowSgd, narrow
 from moec.runtime.job.state_dict_signing import KEY, require_own
 
 OTHER_STATE = (
@@ -42,20 +42,22 @@ def make_optimizer(
         for decays, decay in ((True, spec.weight_decay), (False, 0.0))
     ]
     optimizer: Optimizer
-    narrow = state == "bf16"
+    in_bf16 = state == "bf16"
     match spec:
         case AdamWSpec():
-            kind = NarrowAdamW if narrow else AdamW
+            kind = NarrowAdamW if in_bf16 else AdamW
             optimizer = kind(groups, lr=spec.lr, betas=(spec.beta1, spec.beta2), eps=spec.eps, fused=True)
         case SgdSpec():
-            optimizer = (NarrowSgd if narrow and spec.momentum else SGD)(
+            optimizer = (NarrowSgd if in_bf16 and spec.momentum else SGD)(
                 groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov, foreach=True
             )
         case AdafactorSpec():
             optimizer = Adafactor(masters, spec)
         case MuonSpec():
-            optimizer = Muon(masters, spec, torch.bfloat16 if narrow else None)
+            optimizer = Muon(masters, spec, torch.bfloat16 if in_bf16 else None)
     optimizer.register_step_post_hook(_count_change)
+    if getattr(optimizer, "state_dtype", None) is not None:
+        optimizer.register_load_state_dict_post_hook(narrow)
     if model is not None:
         _sign(optimizer, model)
     return optimizer

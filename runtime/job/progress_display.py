@@ -22,6 +22,7 @@ Loads = Mapping[int, Tensor]
 NOT_SHOWN = {
     "step",
     "tokens",
+    "total_tokens",
     "seconds",
     "tokens_per_second",
     "mfu",

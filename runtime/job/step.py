@@ -118,7 +118,7 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
         total = _count(job, step, None, step.inputs)
     elif step.count is None and look and int(num_labels) == 0:
         raise JobError("MOE0713", "no label of the batch is valid, on any rank: there is nothing to learn from")
-    sum_of_losses, graded = torch.zeros((), device=step.tokens.device), False
+    sum_of_losses, graded = torch.zeros((), dtype=torch.float32, device=step.tokens.device), False
     with (
         model.one_step() as microbatches,
         model.counting(
@@ -179,13 +179,18 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     if step.microbatches > 1 and complaint is None:
         matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
     users_code = step.has_custom_loss or model.is_hooked
+    given = step.tokens.numel() if complaint is None else 0
     totals = job.checks.require(
-        "start of a step", complaint, *matching, inputs=inputs, counts=(int(users_code), *counts)
+        "start of a step",
+        complaint,
+        *matching,
+        inputs=inputs,
+        counts=(int(users_code), given, *counts),
     )
-    agreed = totals[0] == 0
+    agreed, tp = totals[0] == 0, job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same sequences
+    job.count_tokens(given, totals[1] // tp)
     if on_host:
-        # The ranks of a tp group count the same sequences.
-        num_labels, num_tokens = torch.tensor(totals[1:]) // job.plan.meshes["dense"].size("tp")
+        num_labels, num_tokens = torch.tensor(totals[2:]) // tp
         return agreed, look, num_labels, num_tokens
     return agreed, look, model.count_labels(step.labels), model.count_tokens(step.tokens)
 

@@ -90,7 +90,7 @@ def watch(store: Store, rank: int, world_size: int, timeout: float) -> Iterator[
     """Watches the collectives of a job until the block ends. `timeout`: seconds that one may take.
 
     `store`: a store of all ranks, over a connection that no other thread waits on. Handles SIGTERM in the main thread,
-    if SIGTERM has no handler yet.
+    if SIGTERM has no handler yet, and until it gets another one.
     """
     global _launches
     _launches += 1

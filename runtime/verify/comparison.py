@@ -13,6 +13,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
 from moec.passes.ir import TRAINING, local_slices
+from moec.passes.ir.interface import layer_calls
 from moec.runtime.backends import plain_torch
 from moec.runtime.job.reference import reference_program
 from moec.runtime.verify.blame import first_difference
@@ -40,11 +41,15 @@ class _Errors:
     """What rounding alone may change in each parameter's gradient; asked for only where a gradient differs by more
     than the bound."""
     largest: dict[str, tuple[float, str]] = field(default_factory=dict)
+    wrong: dict[str, float] = field(default_factory=dict)
+    """The largest error of each parameter's gradient that is above the bound."""
 
     def add(self, kind: str, name: str, got: object, expected: Tensor, whole: Tensor, parameter: str = "") -> None:
         error = relative_error(got, expected, whole, self.scales[kind])
         if parameter and error > BOUND and isinstance(got, Tensor) and got.shape == expected.shape:
             error = 0.0 if largest(got - expected) <= self.noise().get(parameter, -1.0) else error
+        if parameter and error > BOUND:
+            self.wrong[parameter] = max(error, self.wrong.get(parameter, 0.0))
         if not error <= self.largest.get(kind, (-1.0, ""))[0]:
             self.largest[kind] = (error, name)
 
@@ -86,10 +91,11 @@ def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, b
     first = None
     if blamed and not ok and dtype == torch.float64:
         # If every value is right, the graph returns the wrong one.
-        given = Difference(
-            layer="forward", op="output", value=worst[1][1], span=None, error=worst[1][0], gradient=False
-        )
-        first = first_difference(plan, model, global_batch(plan, seed)) or given
+        kind, (error, name) = worst
+        of_gradient = kind == "gradient"
+        given = Difference(layer="forward", op="output", value=name, span=None, error=error, gradient=of_gradient)
+        first = first_difference(plan, model, global_batch(plan, seed))
+        first = first or _wrong_recomputation(plan, model, seed, errors.wrong) or given
     return Report(
         ok=ok,
         world_size=plan.world_size,
@@ -99,6 +105,36 @@ def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, b
         first_difference=first,
         worst=f"{worst[0]} of {worst[1][1]}",
         subject="model" if plan.spec.has_model else "layer",
+    )
+
+
+def _wrong_recomputation(plan: Plan, model: Unsharded, seed: int, wrong: Mapping[str, float]) -> Difference | None:
+    """The first layer, in the order of backward, with a `wrong` gradient that is right if the layer keeps its values.
+
+    None if gradients are wrong without `recompute = layer` too.
+    """
+    calls = {call.layer: call for call in layer_calls(plan.program)}
+    again = {n: call for n, call in calls.items() if plan.program.block(call.block).recompute == "layer"}
+    found = [(n, name) for n in again for name in wrong if name.startswith(f"layers.{n}.")]
+    if not found:
+        return None
+    blocks = (replace(b, recompute="none") if b.recompute == "layer" else b for b in plan.program.blocks)
+    kept = replace(plan, program=replace(plan.program, blocks=tuple(blocks)))
+    cluster = VirtualCluster(kept, dict(model.named_parameters()), states_of(model), training=model.training)
+    model.zero_grad()
+    inputs = global_batch(plan, seed, microbatches_of(plan)).to(torch.float64)
+    if _measure(kept, model, cluster, inputs).of("gradient") > BOUND:
+        return None
+    number = max(n for n, _ in found)
+    name = max((name for n, name in found if n == number), key=lambda name: wrong[name])
+    span = again[number].span
+    return Difference(
+        layer=f"layers.{number}",
+        op="recompute",
+        value="@" + name.removeprefix(f"layers.{number}."),
+        span=str(span) if span else None,
+        error=wrong[name],
+        gradient=True,
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from checkpoints import plan_of, train
 
 import moec
-from moec.runtime.checkpoint import writing
+from moec.runtime.checkpoint import description
 
 torch.set_num_threads(1)
 folder = Path(sys.argv[1])
@@ -27,6 +27,6 @@ with moec.launch(plan_of({"ranks": 1, "ep": 1}), device="cpu") as job:
         """The shard is written, the index is not."""
         os.kill(os.getpid(), signal.SIGKILL)
 
-    writing.write_file = deadly
+    description.write_file = deadly
     job.save(folder / "2", model, optimizer).wait()
 sys.exit("a rank that was killed went on")

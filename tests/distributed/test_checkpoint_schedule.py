@@ -100,58 +100,10 @@ def test_seconds_are_those_of_rank_0(gloo: GlooPool, tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["2", "4"]
 
 
-class EndedError(Exception):
-    """What the script's handler of a signal raises."""
-
-
-def told_on_rank_1(folder: Path) -> tuple[list[int], bool]:
-    """Rank 1 gets a signal in step 2. The signal's effect before is an exception, so that the worker lives on."""
-    torch.set_num_threads(1)
-
-    def end(number: int, frame: object) -> None:
-        raise EndedError
-
-    before, steps = signal.signal(signal.SIGUSR1, end), []
-    try:
-        with moec.launch(plan_of(TWO), device="cpu") as job:
-            model = job.build(seed=1)
-            optimizer = job.optimizer(model)
-            try:
-                for step in range(4):
-                    train(job, model, optimizer, step, 1)
-                    if step == 1 and job.rank == 1:
-                        os.kill(os.getpid(), signal.SIGUSR1)
-                    job.checkpoint(folder, model, optimizer, on_signal=signal.SIGUSR1)
-                    steps.append(step)
-            except EndedError:
-                return steps, moec.latest(folder) == folder / "2"
-        return steps, False
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_signal_to_one_rank_saves_and_then_ends_all(gloo: GlooPool, tmp_path: Path) -> None:
-    # The first call begins to note the signal, so that it is sent after it.
-    assert gloo.run(2, told_on_rank_1, tmp_path) == [([0], True)] * 2
-    assert names_in(tmp_path) == ["2"]
-
-
-def test_a_second_signal_ends_the_process() -> None:
-    script = (
-        "import os, signal\nfrom moec.runtime.checkpoint.signals import SignalNotice\nnotice = SignalNotice()\n"
-        "assert not notice.has_arrived(signal.SIGTERM)\nos.kill(os.getpid(), signal.SIGTERM)\n"
-        "assert notice.has_arrived(signal.SIGTERM)\nprint('on', flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGTERM)\nprint('over')"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (-signal.SIGTERM, "on\n")
-
-
 @pytest.mark.parametrize(
     ("often", "message"),
     [
-        ({}, "say how often"),
+        ({}, "say when: every=N steps, seconds=S, on_signal=NUMBER"),
         ({"every": 0}, "every is a number of steps from 1, not 0"),
         ({"seconds": 0.0}, "seconds is a number above 0"),
         ({"every": 1, "keep": 0}, "keep is a number of checkpoints from 1, not 0"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from checkpoints import STEPS, Options, assembled, load, part_of_rank, plan_of, save
 from gloo_pool import GlooPool
+from matrices import some
 
 SECONDS = 150.0
 """How long a run may take: on a busy machine workers take a minute to import torch."""
@@ -27,10 +28,10 @@ PLANS: dict[str, Options] = {
     "zero 3": {"ranks": 4, "ep": 1, "tp": 2, "zero": 3, "microbatches": 2, "recompute": "layer"},
 }
 SAVED = [
-    ("tp 2, ep 2", ["one rank", "dp 2", "tp 2, ep 2", "zero 3"]),
+    ("tp 2, ep 2", ["tp 2, ep 2", "zero 3"]),
     ("one rank", ["ep per layer"]),
     ("ep per layer", ["dp 2"]),
-    ("zero 3", ["one rank", "zero 1"]),
+    ("zero 3", ["one rank"]),
 ]
 """`make test-slow` loads every plan's checkpoint under every plan."""
 
@@ -80,7 +81,7 @@ def test_other_optimizers_of_torch_load_too(gloo: GlooPool, kind: str, tmp_path:
     check(gloo, kind, "ep 2", ["tp 2"], tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["muon", "adafactor", "narrow muon"])
+@pytest.mark.parametrize("kind", some(["muon", "adafactor", "narrow muon"], ["adafactor", "narrow muon"]))
 def test_the_files_optimizers_load_under_another_zero(gloo: GlooPool, kind: str, tmp_path: Path) -> None:
     check(gloo, kind, "zero 1", ["zero 3", "one rank"], tmp_path)
 

@@ -41,7 +41,7 @@ def require_the_curve_of_torch(gloo: GlooPool, optimizer: str, **options: Any) -
     assert expected["losses"][-2] < expected["losses"][1] - 0.1, "the run learns nothing, so it proves nothing"
 
 
-@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
+@pytest.mark.parametrize("optimizer", some(["sgd", "adafactor", "muon"], ["muon", "adafactor"]))
 def test_twenty_steps_over_tp_ep_and_edp_are_those_of_torch_unsharded(gloo: GlooPool, optimizer: str):
     require_the_curve_of_torch(gloo, optimizer, tp=2, ep=2)
 
@@ -55,14 +55,14 @@ def test_twenty_steps_over_other_degrees_are_those_of_torch_unsharded(
     require_the_curve_of_torch(gloo, optimizer, **degrees)
 
 
-def test_muon_in_bf16_at_every_stage_of_zero_learns_as_unsharded(gloo: GlooPool):
+@pytest.mark.parametrize("zero", some([1, 2, 3], [3]))
+def test_muon_in_bf16_at_every_stage_of_zero_learns_as_unsharded(gloo: GlooPool, zero: int):
     given: dict[str, Any] = {"batch": 8, "dtype": "bf16", "optimizer": OPTIMIZERS["muon"]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_muon, "_zeropower_via_newtonschulz", torch_optimizers.newton_schulz)
         expected = train_unsharded(given, 9)["losses"]
-    for zero in (1, 2, 3):
-        for result in gloo.run(4, train_as_rank, {**given, "ranks": 4, "ep": 2, "zero": zero}, None, 9):
-            assert result["losses"] == pytest.approx(expected, abs=0.02), zero
+    for result in gloo.run(4, train_as_rank, {**given, "ranks": 4, "ep": 2, "zero": zero}, None, 9):
+        assert result["losses"] == pytest.approx(expected, abs=0.02)
     assert expected[-2] < expected[1] - 0.1, "the run learns nothing, so it proves nothing"
 
 

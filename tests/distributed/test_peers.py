@@ -39,7 +39,7 @@ def test_a_wait_for_a_dead_rank_ends_without_a_launcher(tmp_path: Path) -> None:
 
 
 def slow_and_silent(timeout: float) -> list[str]:
-    """What rank 0 hears of a rank that takes longer than the timeout, and of one whose watch stands still."""
+    """What rank 0 finds out about a rank that takes longer than the timeout, and of one whose watch stands still."""
     torch.set_num_threads(1)
     said = []
     with moec.launch(plan_of(TWO), device="cpu", timeout=timeout) as job:
@@ -49,8 +49,8 @@ def slow_and_silent(timeout: float) -> list[str]:
         peers.send("slow", job.rank)
         if job.rank == 0:
             said.append(str(peers.collect("slow")))
-            peers.tell("heard", 0)
-        peers.hear("heard")
+            peers.broadcast("received", 0)
+        peers.receive("received")
     try:
         with moec.launch(plan_of(TWO), device="cpu", timeout=timeout) as job:
             if job.rank == 1:

@@ -48,7 +48,7 @@ def drawn(generator: random.Random, folder: Path, start: float = 0.0) -> Run:
     return Run(str(folder), plan, tuple(kills))
 
 
-def under_the_agent(runs: list[Run], folder: Path) -> None:
+def all_under_the_agent(runs: list[Run], folder: Path) -> None:
     """All runs, one after the other, each under torchrun's agent."""
     folder.mkdir(parents=True, exist_ok=True)
     given = folder / "runs.jsonl"
@@ -125,7 +125,7 @@ def save_once_more(folder: Path, options: Options) -> None:
 def killed_and_resumed(folder: Path, runs: list[Run], commands: list[Run]) -> Counter[str]:
     """Makes all runs, `commands` of them under the command torchrun; checks each against one that is not killed."""
     whole = [Run(str(folder / "whole" / plan), plan, ()) for plan in PLANS if plan in {r.plan for r in runs + commands}]
-    under_the_agent(whole + runs, folder)
+    all_under_the_agent(whole + runs, folder)
     for run in commands:
         under_torchrun(run, folder)
     expected = {run.plan: losses_of(run) for run in whole}

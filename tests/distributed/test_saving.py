@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import resource
 import signal
 import warnings
@@ -74,6 +75,7 @@ def refused_on_every_rank(folder: Path) -> list[str]:
         refuse(folder / f"of rank {job.rank}")
         refuse(folder / "b", only=object() if job.rank == 1 else 1)
         refuse(folder / "c", **({"more": 1} if job.rank == 1 else {}))
+        refuse(folder / "e", state=Large() if job.rank == 1 else Position(1))
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         parameter = model.get_parameter("norm.weight")
         plain.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)
@@ -86,12 +88,14 @@ def refused_on_every_rank(folder: Path) -> list[str]:
 def test_ranks_agree_on_what_is_refused(gloo: GlooPool, tmp_path: Path) -> None:
     first, second = gloo.run(2, refused_on_every_rank, tmp_path)
     assert first == second
-    exists, paths, kind, names, state = first
+    exists, paths, kind, names, memory, state = first
     assert "MOE0803" in exists
     assert "MOE0811" in paths
     assert "MOE0808" in kind
     assert "rank 1" in kind
     assert "MOE0811" in names
+    assert "MOE0812" in memory
+    assert re.search("rank 1.*OutOfMemoryError: a copy of the state needs 1 TB", memory)
     assert "MOE0807" in state
     assert "momentum_buffer of norm.weight is a plain tensor [16], but the parameter is a DTensor [16] over 2" in state
     assert os.listdir(tmp_path) == ["a"]
@@ -109,6 +113,16 @@ class Position:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         assert state["state"].tolist() == [state["position"]] * 3
         self.position = state["position"]
+
+
+class Large(Position):
+    """Its state does not fit into memory."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise torch.OutOfMemoryError("a copy of the state needs 1 TB")
 
 
 def save_extras(folder: Path) -> None:
@@ -232,3 +246,27 @@ def test_a_flipped_byte_of_one_ranks_experts_is_raised_on_every_rank_and_all_res
     assert "MOE0801: rank 1: " in warning
     assert "layers.1.moe.experts.up.weight: a digest does not match" in warning
     assert sorted(os.listdir(tmp_path)) == ["1", "2.damaged"]
+
+
+def average_saved_and_loaded(folder: Path) -> tuple[str, bool]:
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(TWO | {"zero": 2}), device="cpu") as job:
+        model = job.build(seed=1)
+        average = torch.optim.swa_utils.AveragedModel(model)
+        average.update_parameters(model)  # the first is a copy
+        train(job, model, job.optimizer(model), 0, 2)
+        average.update_parameters(model)
+        with pytest.raises(JobError) as error:
+            job.save(folder / "as an extra", model, average=average)
+        job.save(folder / "average", average.module).wait()
+        other = job.build(seed=2)
+        job.load(folder / "average", other)
+        pairs = zip(other.parameters(), average.module.parameters(), model.parameters(), strict=True)
+        same = [(torch.equal(o.to_local(), a.to_local()), torch.equal(o.to_local(), m.to_local())) for o, a, m in pairs]
+        return error.value.diagnostics[0].help, all(s for s, _ in same) and not all(s for _, s in same)
+
+
+def test_an_average_of_the_model_is_saved_as_a_model_of_its_own(gloo: GlooPool, tmp_path: Path) -> None:
+    for help, is_the_average in gloo.run(2, average_saved_and_loaded, tmp_path):
+        assert "job.save(other_path, average.module)" in help
+        assert is_the_average

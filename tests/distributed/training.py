@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch_optimizers import torch_optimizers
 
 import moec
-from moec.runtime.job.gradients import clip_gradient_norm
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.reference import reference
 
@@ -93,8 +92,7 @@ def train_unsharded(options: dict[str, Any], steps: int = STEPS) -> dict[str, An
         loss = model(tokens, labels).loss
         loss.backward()
         losses.append(loss.item())
-        gradients = {name: p.grad for name, p in named.items() if p.grad is not None}
-        norms.append(clip_gradient_norm(gradients, dict.fromkeys(named, ()), MAX_NORM, torch.device("cpu")).item())
+        norms.append(torch.nn.utils.clip_grad_norm_(named.values(), MAX_NORM).item())
         for optimizer in optimizers:
             optimizer.step()
         model.zero_grad()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from interpreted import TINY
+from matrices import some
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -116,7 +117,7 @@ def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     assert again.entries[0].measured is not None
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", some([1, 2], [2]))
 def test_experts_with_biases_are_tuned_with_them(ep: int) -> None:
     plan = moec.compile(ON_TOY.replace("swiglu(8)", "swiglu(8, bias = true)").replace("ep = 2", f"ep = {ep}"))
     (products,) = products_of(plan)

@@ -142,14 +142,14 @@ def test_every_plan_of_many_ranks_equals_the_unsharded_model(spec: Spec):
     assert report.ok, report
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(specs())
 def test_every_plan_equals_the_unsharded_model_at_toy_widths(spec: Spec):
     report = verify(compile_source(spec), scale=True)
     assert report.ok, report
 
 
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(specs())
 def test_nothing_is_blamed_in_a_right_plan(spec: Spec):
     plan = compile_source(spec)
@@ -167,7 +167,7 @@ def test_every_plan_equals_the_unsharded_model_at_length(spec: Spec):
     assert report.ok, report
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(specs(max_ranks=64))
 def test_text_and_bytes_are_functions_of_the_spec(spec: Spec):
     program = compile_program(spec).program

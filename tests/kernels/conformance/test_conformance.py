@@ -20,8 +20,14 @@ ROUNDINGS = {"mixture": 5, "experts with weights": 6, "experts": 4}
 experts the gradient behind down and its products with what was activated."""
 
 
-RARE = re.compile(r"(?<!swiglu) \((6, 5|64, 32)\)|(?<!swiglu) \(70, 40\) 1|(?<!uneven), [01]\.0 padding|random [2-9]")
-"""Cases that the interpreter runs with `-m slow` alone: small widths of all activations but one, more random loads."""
+RARE = re.compile(
+    r"(?<!swiglu) \((6, 5|64, 32)\)|(?<!swiglu) \(70, 40\) 1|(?<!uneven), [01]\.0 padding|random [1-9]"
+    r"|^(experts|mixture), (?!swiglu|gelu)\w+ \(70|^route \w+ (before False|after True)"
+)
+"""Cases that the interpreter runs with `-m slow` alone: small widths of all activations but one, more random loads.
+
+Each activation has its case with weights, and each way to route its case with biases.
+"""
 
 
 def _all() -> Iterator[object]:

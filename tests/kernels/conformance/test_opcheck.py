@@ -6,7 +6,7 @@ Its schema is true, its fake gives what it gives, its autograd rule is registere
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,10 +22,9 @@ from moec.runtime import ops
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.ops.elementwise import GATED
 
-# What is checked depends on the number of parts alone; the slow interpreter gets one activation of each.
-OF_EXPERTS = (
-    {ACTIVATIONS[name].parts: name for name in (*ACTIVATIONS, "swiglu")}.values() if INTERPRETED else ACTIVATIONS
-)
+# What is checked depends on the number of parts alone: the other activations are for the slow part.
+OF_EXPERTS = list({ACTIVATIONS[name].parts: name for name in (*ACTIVATIONS, "swiglu")}.values())
+OTHERS = [name for name in ACTIVATIONS if name not in OF_EXPERTS]
 
 Call = tuple[str, tuple[Any, ...]]
 """An operator's name and arguments."""
@@ -82,8 +81,8 @@ def weighted(x: Tensor, rows: Tensor, positions: Tensor, weights: Tensor, counts
     yield "sum_rows_backward", (x, positions, counts, list(rows.shape[:-1]))
 
 
-def experts(numbers: Numbers) -> Iterator[Call]:
-    for activation in OF_EXPERTS:
+def experts(numbers: Numbers, activations: Sequence[str] = OF_EXPERTS) -> Iterator[Call]:
+    for activation in activations:
         for name in ("uneven", "four sources", "no rows") if activation == "swiglu" else ("four sources",):
             counts = numbers.whole(torch.tensor(COUNTS[name]))
             parts, num_experts = ACTIVATIONS[activation].parts, counts.shape[1]
@@ -112,8 +111,8 @@ def recomputed(numbers: Numbers) -> Iterator[Call]:
     yield "mixture_mlp_recomputed", (given, choices, weights, up, down, None, None, "gelu")
 
 
-def mixture(numbers: Numbers) -> Iterator[Call]:
-    for activation in OF_EXPERTS:
+def mixture(numbers: Numbers, activations: Sequence[str] = OF_EXPERTS) -> Iterator[Call]:
+    for activation in activations:
         for dropped in (False, True) if activation == "swiglu" else (True,):
             choices, x = numbers.choices(2, 3, 5, 2), numbers.normal(2, 3, 4)
             if dropped:
@@ -125,6 +124,11 @@ def mixture(numbers: Numbers) -> Iterator[Call]:
                 yield "mixture_mlp", (leaf(x), choices, *map(leaf, matrices), activation)
                 mixed, counts, hidden, positions = ops.mixture_mlp(x, choices, *matrices, activation)
                 yield "mixture_mlp_backward", (mixed, x, hidden, counts, positions, *matrices, activation)
+
+
+def other_experts(numbers: Numbers) -> Iterator[Call]:
+    yield from experts(numbers, OTHERS)
+    yield from mixture(numbers, OTHERS)
 
 
 def elementwise(numbers: Numbers) -> Iterator[Call]:
@@ -193,6 +197,7 @@ TABLE = {
         experts,
         recomputed,
         mixture,
+        other_experts,
         elementwise,
         random_numbers,
         embedding,
@@ -210,11 +215,11 @@ UTILITIES = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 WHICH = ["first", pytest.param("last", marks=pytest.mark.slow)]
 
 
-FAMILIES = some(list(TABLE), ["rows", "recomputed"]) if INTERPRETED else list(TABLE)
+FAST = ["rows", "recomputed"] if INTERPRETED else [family for family in TABLE if family != "other_experts"]
 
 
 @pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some(list(TABLE), FAST))
 def test_operators_are_well_formed(place: Place, family: str, which: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Dtype number `which`; in the slow interpreter always the first."""
     monkeypatch.setenv("MOEC_BACKEND", "torch" if place.backend is torch_backend else "triton")

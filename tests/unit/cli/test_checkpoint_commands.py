@@ -17,6 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import moec
 from moec import entry
+from moec.commands import checkpoint_list
+from moec.runtime.checkpoint import folders, index
+from moec.runtime.checkpoint.index import Head
 
 Outcome = tuple[int, str, str]
 
@@ -86,6 +89,20 @@ def test_inspect_lists_the_checkpoints_of_a_folder(run: Callable[..., Outcome]) 
     code, _, err = run("inspect", "empty")
     assert code == 1
     assert "MOE0800" in err
+
+
+def test_a_list_of_checkpoints_reads_each_head_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        Draft(tmp_path / str(step)).write()
+    read, reads = folders.read_head, list[str]()
+
+    def note(path: Path) -> Head:
+        reads.append(path.name)
+        return read(path)
+
+    monkeypatch.setattr(folders, "read_head", note)
+    assert [each.latest for each in checkpoint_list.checkpoints_of(tmp_path)] == [True, False]
+    assert sorted(reads) == ["1", "2"]
 
 
 def test_verify_names_every_damaged_tensor(run: Callable[..., Outcome]) -> None:
@@ -161,6 +178,20 @@ def test_a_file_of_another_model_is_refused(
     assert "MOE0805" in err
     assert re.search(message, err)
     assert not Path("1").exists()
+
+
+def test_a_file_that_makes_an_index_beyond_the_limit_is_refused(
+    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = moe_plan(ranks=1, ep=1)
+    plan.save(Path("tiny.plan"))
+    save_file({name: torch.zeros(data.shape) for name, data in plan.parameters.items()}, "m.safetensors")
+    monkeypatch.setattr(index, "MAX_INDEX_BYTES", 1000)
+    code, _, err = run("convert", "m.safetensors", "-o", "1", "--plan", "tiny.plan")
+    assert code == 1
+    assert "MOE0804" in err
+    assert "limit is 1000" in err
+    assert not list(Path().glob("*1*"))
 
 
 def test_usage_errors(run: Callable[..., Outcome]) -> None:

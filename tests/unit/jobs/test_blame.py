@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from models import moe_plan
 from sliced_experts import sliced_plan
 from torch import fx
 
-from moec.codegen.emit import info_of
+from moec.codegen.emit import info_of, recomputed
+from moec.runtime.ops import recomputed_experts
+from moec.runtime.verify import lockstep
 from moec.runtime.verify.lockstep import Lockstep
 from moec.runtime.verify.verification import verify
 from moec.runtime.verify.verify_report import BOUND
@@ -195,3 +198,62 @@ def test_an_op_of_rows_over_two_axes_is_blamed(
     assert found is not None
     assert found.gradient == (not forward)
     assert (found.op, found.span) == (mnemonic, str(op.span))
+
+
+# ---- recomputation -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("operator", "position", "degrees", "mnemonic"),
+    [("expert_mlp", 1, {"ep": 4}, "expert_mlp"), ("mixture_mlp", 2, {"ranks": 1, "ep": 1}, "mixture_mlp")],
+)
+def test_experts_that_recompute_other_pre_activations_are_blamed(
+    operator: str, position: int, degrees: dict[str, int], mnemonic: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice the pre-activations, which only backward reads."""
+    right = getattr(recomputed_experts, operator)
+
+    def wrong(*arguments: Any) -> tuple[Any, ...]:
+        return tuple(2 * r if i == position else r for i, r in enumerate(right(*arguments)))
+
+    monkeypatch.setattr(recomputed_experts, operator, wrong)
+    report = verify(moe_plan(**degrees, recompute="experts"), float32=False)
+    assert report.max_output_error < BOUND < report.max_gradient_error
+    found = report.first_difference
+    assert found is not None
+    assert found.gradient
+    assert (found.layer, found.op) == ("layers.2", mnemonic)
+
+
+def test_a_layer_that_is_recomputed_wrongly_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients of layer 1 are doubled only where backward computes it again."""
+    plan, calls = moe_plan(ep=4, recompute="layer"), count()
+
+    def wrong(*arguments: Any) -> Any:
+        results = recomputed(*arguments)
+        return doubled(results) if next(calls) % plan.spec.subject.depth == 1 else results
+
+    monkeypatch.setattr(lockstep, "recomputed", wrong)
+    report = verify(plan, float32=False)
+    assert report.max_output_error < BOUND < report.max_gradient_error
+    found = report.first_difference
+    assert found is not None
+    assert found.gradient
+    assert (found.layer, found.op) == ("layers.1", "recompute")
+    assert found.value.startswith("@")
+
+
+def test_recomputation_is_not_blamed_for_what_is_wrong_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong gradient that shows only while no value is recorded."""
+    call = Lockstep._call
+
+    def wrong(self: Lockstep, node: fx.Node, values: Any) -> list[Any]:
+        results = call(self, node, values)
+        is_wrong = self.steps is None and len(self.ranks) > 1 and info_of(node).key == "rows#1"
+        return list(map(doubled, results)) if is_wrong else results
+
+    monkeypatch.setattr(Lockstep, "_call", wrong)
+    report = verify(moe_plan(ep=4, recompute="layer"), float32=False)
+    assert report.max_gradient_error > BOUND
+    assert report.first_difference is not None
+    assert (report.first_difference.op, report.first_difference.gradient) == ("output", True)

@@ -169,6 +169,25 @@ def test_schedulers_and_plain_extras_come_back(job: Job, tmp_path: Path) -> None
     assert own["epoch"] == 3
 
 
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).T.bfloat16(),
+        torch.arange(10)[::3],
+        torch.tensor(True),
+        torch.zeros(0, 3),
+        torch.ones(2, 1, requires_grad=True).expand(2, 3),
+    ],
+    ids=["transposed", "strided", "0-d", "empty", "expanded"],
+)
+def test_extras_in_any_memory_layout_come_back(job: Job, tmp_path: Path, tensor: torch.Tensor) -> None:
+    job.save(tmp_path / "a", job.build(), odd=torch.ones(3, dtype=torch.uint8), pair=[tensor, tensor])
+    found = job.load(tmp_path / "a", job.build())["pair"]
+    for copy in found:
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy, tensor)
+
+
 class Loader:
     """A data loader with `StatefulDataLoader`'s protocol."""
 
@@ -324,3 +343,20 @@ def test_plain_data_that_moec_does_not_write_is_refused_and_nothing_changes(
         job.load(tmp_path / "a", other, fresh)
     assert same(values_of(other, fresh), before)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_optimizer_with_tensors_in_lists_is_refused_when_it_saves(tmp_path: Path) -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build(seed=1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            return job.step(model, tokens, tokens)
+
+        tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
+        for _ in range(2):
+            optimizer.step(closure)
+        with pytest.raises(JobError, match=r"MOE0807.*old_dirs of .* tensors inside"):
+            job.save(tmp_path / "1", model, optimizer)
+        assert not (tmp_path / "1").exists()

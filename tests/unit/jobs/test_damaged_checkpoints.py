@@ -129,3 +129,49 @@ def test_a_newer_format_another_model_and_another_optimizer_are_raised(folder: P
         with pytest.raises(JobError, match="MOE0802"):
             job.resume(folder, model)
     assert sorted(os.listdir(folder)) == ["1", "2", "3"]
+
+
+def refusal(folder: Path) -> str:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build(seed=2)
+        with pytest.raises(JobError) as error:
+            job.resume(folder, model)
+    return f"{error.value} {error.value.diagnostics[0].help}"
+
+
+def test_a_checkpoint_or_a_file_in_place_of_the_folder_is_no_new_run(folder: Path) -> None:
+    assert "is a checkpoint itself" in refusal(folder / "3")
+    assert f"job.resume('{folder}'" in refusal(folder / "3")
+    (folder / "file").write_text("", encoding="utf-8")
+    assert "MOE0800" in refusal(folder / "file")
+    loop = folder / "loop"
+    loop.symlink_to(loop)
+    assert "MOE0800" in refusal(loop)
+
+
+@pytest.mark.parametrize("name", ["link", "best", "3.damaged"])
+def test_a_folder_with_nothing_that_can_be_resumed_is_no_new_run(folder: Path, tmp_path: Path, name: str) -> None:
+    parent = tmp_path / "of its own"
+    parent.mkdir()
+    if name == "link":
+        (parent / name).symlink_to(folder / "3")
+    else:
+        (folder / "3").rename(parent / name)
+    if name == "best":
+        truncate(parent / name / HEAD)
+    assert f"but {name}: " in refusal(parent)
+
+
+def test_a_folder_without_a_valid_head_is_named_when_another_is_resumed(folder: Path) -> None:
+    (folder / "3").rename(folder / "best")
+    truncate(folder / "best" / HEAD)
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        step, weight, said = resumed(folder, job)
+    assert (step, weight) == (2, 2.0)
+    assert len(said) == 1
+    assert "best is left out" in said[0]
+
+
+def test_names_that_contain_damaged_are_checkpoints(folder: Path) -> None:
+    (folder / "3").rename(folder / "before.damaged.disk")
+    assert moec.latest(folder) == folder / "before.damaged.disk"

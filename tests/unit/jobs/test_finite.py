@@ -10,6 +10,7 @@ from models import moe_plan
 
 import moec
 from moec.runtime.errors import JobError
+from moec.runtime.job import finite
 from moec.runtime.job.job import Job
 from moec.runtime.job.module import PlanModule
 
@@ -89,6 +90,32 @@ def test_a_second_pass_after_the_norm_is_looked_at():
             update.step()
 
 
+def test_a_backward_by_hand_after_the_norm_is_looked_at():
+    with launched() as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        job.step(model, TOKENS, TOKENS)
+        job.clip_grad_norm_(model, 1.0)
+        (model(TOKENS).logits.sum() * torch.nan).backward()
+        with pytest.raises(JobError, match=r"MOE0723.*the gradient of .* is NaN or infinite"):
+            optimizer.step()
+
+
+def test_gradients_whose_norm_was_taken_are_looked_at_once(monkeypatch: pytest.MonkeyPatch):
+    with launched() as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        looks = []
+        monkeypatch.setattr(finite, "_have_finite_norms", lambda parameters: bool(looks.append(1)) or True)
+        for clipped in (True, False, True):
+            job.step(model, TOKENS, TOKENS)
+            if clipped:
+                job.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(looks) == 1
+
+
 @pytest.mark.parametrize("where", ["loss", "router", "norm", "update", "accumulate"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_skipped_step_changes_nothing_and_training_goes_on_as_without_it(where: str, optimizer: str):
@@ -143,3 +170,18 @@ def test_ignored_numbers_go_through():
 def test_another_word_is_refused():
     with pytest.raises(ValueError, match="on_nonfinite is one of 'raise', 'skip', 'ignore', not 'warn'"):
         launched(on_nonfinite="warn")
+
+
+def test_a_skipped_step_leaves_parameters_of_the_script_alone_and_counts_once():
+    with launched(on_nonfinite="skip") as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        own = torch.nn.Parameter(torch.ones(3))
+        optimizer.add_param_group({"params": [own]})
+        for loss in (infinite_loss, None):
+            job.step(model, TOKENS, TOKENS, loss=loss)
+            own.grad = torch.full((3,), math.nan)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(own.detach(), torch.ones(3))
+        assert job.finite.skipped == 2

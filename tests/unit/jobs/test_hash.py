@@ -115,7 +115,7 @@ def test_half_of_the_ids_change_their_expert_with_the_seed_of_two() -> None:
 # ---- plans -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "capacity", "degrees"), diagonals(["", PADDED], CAPACITIES, DEGREES, number=2))
+@pytest.mark.parametrize(("model", "capacity", "degrees"), diagonals(["", PADDED], CAPACITIES, DEGREES))
 def test_plans_equal_the_unsharded_model(model: str, capacity: str, degrees: dict[str, int]) -> None:
     report = verify(moe_plan(model=model, beside=capacity, **HASH, **degrees), float32=False)
     assert report.ok, report

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import moec
 from moec.passes.cost.totals import tally
+from moec.runtime.errors import JobError
 from moec.runtime.job import progress_display
 
 TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -207,3 +208,16 @@ def test_a_terminal_shows_a_bar_and_a_row_per_layer():
     display.close()
     assert "50%  step     3   loss 1.25        10 tokens/s   MFU 40.0%" in shown.getvalue()
     assert "experts of layer 1  ▂▆  0.5–1.5× of the mean" in shown.getvalue()
+
+
+def test_tokens_are_counted_in_every_step_whatever_is_measured_and_none_of_a_refused_one(tmp_path: Path):
+    for outputs in ({"path": tmp_path / "run.jsonl", "every": 2}, {}):
+        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(**outputs) as metrics:
+            model = job.build(seed=1)
+            loss = job.step(model, TOKENS, TOKENS)
+            metrics.step(model, loss)
+            for _ in range(2):
+                metrics.step(model, loss, tokens=100)
+            with pytest.raises(JobError, match="MOE0702"):
+                job.step(model, TOKENS + 1000, TOKENS)
+            assert (job.tokens, job.total_tokens) == (64, 264)

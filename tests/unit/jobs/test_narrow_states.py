@@ -1,5 +1,6 @@
 """Optimizer states that are kept in bf16 between steps (`train { state = bf16 }`)."""
 
+import copy
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import moec
 from moec.passes.cost.memory import memory_of
 from moec.passes.cost.optimizer_state import CHUNK, state_bytes, widened_bytes
+from moec.runtime.errors import JobError
 from moec.runtime.job import masters
 
 TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
@@ -141,8 +143,57 @@ def test_the_budget_counts_half_the_states_and_the_chunk_that_a_step_widens():
     before = {s: memory.moments[0].bytes.of["optimizer"] for s, memory in peaks.items()}
     assert before["fp32"] == 2 * before["bf16"]
     # This model is one chunk: all states are widened at once.
-    assert steps["bf16"].bytes.of["optimizer"] == 3 * before["bf16"]
+    assert steps["bf16"].bytes.of["work"] - steps["fp32"].bytes.of.get("work", 0.0) == 2 * before["bf16"]
     train = plans["bf16"].spec.train
     assert widened_bytes(1e12, 1e6, train) == 2 * 4 * CHUNK
     assert widened_bytes(1e12, 1e10, train) == 2e10
     assert widened_bytes(1e12, 1e10, plans["fp32"].spec.train) == 0
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("saved", ["bf16", "fp32"])
+def test_a_checkpoint_of_states_in_another_dtype_is_refused_and_nothing_loaded(tmp_path, optimizer: str, saved: str):
+    job, model = job_and_model(OPTIMIZERS[optimizer], saved)
+    with job:
+        update = job.optimizer(model)
+        train(job, model, update, 1)
+        job.save(tmp_path / "1", model, update).wait()
+    job, model = job_and_model(OPTIMIZERS[optimizer], {"bf16": "fp32", "fp32": "bf16"}[saved])
+    with job:
+        update = job.optimizer(model)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        with pytest.raises(JobError, match=r"MOE0806.*(bf16|BF16).*"):
+            job.load(tmp_path / "1", model, update)
+        assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+        assert not update.state
+
+
+def test_copied_optimizers_update_copied_models():
+    for optimizer in OPTIMIZERS.values():
+        job, model = job_and_model(optimizer)
+        with job:
+            update = job.optimizer(model)
+            train(job, model, update, 1)
+            other, other_update = copy.deepcopy((model, update))
+            train(job, model, update, 2)
+            train(job, other, other_update, 2)
+        for parameter, copied in zip(model.parameters(), other.parameters(), strict=True):
+            assert torch.equal(parameter, copied)
+
+
+def test_a_default_dtype_changes_no_state_and_no_loss():
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        job, model = job_and_model(OPTIMIZERS["muon"])
+        with job:
+            update = job.optimizer(model)
+            torch.set_default_dtype(dtype)
+            try:
+                found.append(job.step(model, TOKENS, TOKENS))
+                job.clip_grad_norm_(model, 0.5, optimizer=update)
+                update.step()
+            finally:
+                torch.set_default_dtype(torch.float32)
+        assert {s["step"].dtype for s in update.state.values() if "step" in s} == {torch.float32}
+    assert found[0].dtype == found[1].dtype
+    assert torch.equal(*found)

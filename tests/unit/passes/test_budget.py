@@ -42,7 +42,9 @@ def test_the_proposed_words_fit_and_save_what_they_say(words: str) -> None:
     memory = round(1.001 * peak_of(words))
     assert memory < peak_of()
     proposed = refusal(text_of(memory)).help
-    written = "; ".join(word.strip("`") for word in proposed.partition(": ")[0].removeprefix("set ").split(", "))
+    change, _, fits = proposed.partition(": ")
+    assert fits.startswith("they fit (" if change.count(" = ") > 1 else "it fits (")
+    written = "; ".join(word.strip("`") for word in change.removeprefix("set ").split(", "))
     compile_source(text_of(memory, written + ";", **{"ep": None} if "ep = " in written else {}))
 
 

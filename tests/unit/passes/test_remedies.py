@@ -19,7 +19,7 @@ from moec.passes.cost.totals import costs_of
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import Program
 from moec.passes.pipeline import compile_program
-from moec.passes.remedies import first_that_fits
+from moec.passes.remedies import Change, first_that_fits
 
 Words = tuple[int | None, int, str, int]
 """`ep`, `zero`, `recompute`, `microbatches`."""
@@ -102,8 +102,9 @@ def test_the_only_combination_that_fits_is_found_though_another_word_than_the_fi
     assert all(words[place] < before[place] for words in fitting)  # less of a word that the file states
     found = first_that_fits(spec, placed)
     assert found is not None
-    assert proposed(found[0], spec) in fitting
-    assert found[1] == pytest.approx(every[proposed(found[0], spec)])
+    assert proposed(found.text, spec) in fitting
+    assert found.peak == pytest.approx(every[proposed(found.text, spec)])
+    assert found.num_words == found.text.count("`") // 2
 
 
 def test_of_all_that_fit_none_takes_five_per_cent_less_time() -> None:
@@ -113,17 +114,29 @@ def test_of_all_that_fit_none_takes_five_per_cent_less_time() -> None:
     ordered = sorted(every.values())
     for share in (0.1, 0.4, 0.7):
         spec = on_device(text, ordered[int(share * len(ordered))])
-        change, _ = first_that_fits(spec, placed) or ("", 0.0)
+        found = first_that_fits(spec, placed)
+        assert found is not None
         least = min(seconds[words] for words, peak in every.items() if peak <= spec.cluster.device.memory)
-        assert seconds[proposed(change, spec)] < 1.06 * least
+        assert seconds[proposed(found.text, spec)] < 1.06 * least
 
 
-def test_what_no_combination_fits_gets_more_ranks_or_nothing() -> None:
-    text, ranks, _ = FILES["a load so uneven that ep = 4 does not fit"]
-    least = min(peaks(text, ranks).values())
-    change, peak = first_that_fits(on_device(text, 0.97 * least), placed) or ("", 0.0)
-    assert not change or (re.fullmatch(r"use \d+ ranks", change) and peak <= 0.97 * least)
-    assert first_that_fits(on_device(text, 1000), placed) is None
+def of_mostly_weights(ranks: int) -> str:
+    return moe_text(ranks=ranks, dim=64, expert="swiglu(128)", batch=8, zero=3, depth=2, recompute="layer")
+
+
+def test_what_no_combination_fits_gets_the_fewest_ranks_that_fit_with_the_files_own_words() -> None:
+    peak = {ranks: peak_of(load_text(of_mostly_weights(ranks)).unwrap()) for ranks in (4, 8)}
+    memory = LITTLE * peak[8]
+    assert memory < peak[4]
+    found = first_that_fits(on_device(of_mostly_weights(2), memory), placed)
+    assert found == Change("use 8 ranks", 1, peak[8])
+
+
+def test_what_more_ranks_do_not_fit_either_gets_nothing() -> None:
+    """The batch does not divide over 16 ranks."""
+    smallest = peak_of(load_text(of_mostly_weights(8)).unwrap())
+    for memory in (0.99 * smallest, 1000):
+        assert first_that_fits(on_device(of_mostly_weights(2), memory), placed) is None
 
 
 def test_each_ep_and_zero_is_compiled_once_and_the_answer_once_more() -> None:
@@ -147,6 +160,6 @@ def test_a_combination_that_another_rule_forbids_is_passed_over() -> None:
         return placed(spec)
 
     memory = LITTLE * min(peak for words, peak in peaks(text, ranks).items() if words[1] == 1)
-    change, _ = first_that_fits(on_device(text, memory), only_zero_one) or ("", 0.0)
-    assert change
-    assert "zero" not in change
+    found = first_that_fits(on_device(text, memory), only_zero_one)
+    assert found is not None
+    assert "zero" not in found.text

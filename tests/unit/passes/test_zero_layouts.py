@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from faults import bypass, change_block, change_kind, change_sums
+from matrices import diagonals
 from models import layer_text, moe_plan, moe_text
 
 import moec
@@ -43,8 +44,7 @@ def cuts(data: PlanParameter) -> tuple[bool, bool, bool]:
     return tuple(isinstance(each.get(cut_axis(data.name)), Shard) for each in layouts)  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("degrees", DEGREES, ids=str)
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize(("zero", "degrees"), diagonals([3, 1, 2], DEGREES))
 def test_each_stage_cuts_one_layout_more_and_the_plan_is_right(zero: int, degrees: dict[str, Any], tmp_path: Path):
     plan, whole = moe_plan(zero=zero, **degrees), moe_plan(**degrees)
     number_cut = 0

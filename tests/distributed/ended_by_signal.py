@@ -1,0 +1,140 @@
+"""Jobs in processes of their own that get SIGTERM: test_checkpoint_signals.py runs it.
+
+`ended_by_signal.py FOLDER`: for each of `CASES` a job that trains three steps, of which step 2 is long. Prints a line
+of JSON for each: the case, and of each rank its exit status and the steps that it has trained. Checkpoints go to
+FOLDER/CASE.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import plan_of, train
+
+import moec
+from moec.runtime.checkpoint import writing
+
+CASES = {
+    "one rank": 2,  # the last rank gets it in step 2
+    "all ranks, twice": 2,  # every rank gets it in step 2, and again before the save ends
+    "in the wait": 2,  # it comes while leaving the job waits for the save of step 3
+    "after the last call": 1,  # nothing is left to save
+    "failure": 1,  # it comes, and then the script raises
+    "full disk": 1,  # it comes, and the save fails
+}
+"""The number of ranks of each case."""
+TIMEOUT = 10.0  # a watch that looks every 0.2 s
+LONG = 0.8
+
+
+def be_told(after: float = 0.0) -> None:
+    """Sends SIGTERM to this process, in `after` seconds."""
+    threading.Timer(after, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    if not after:
+        time.sleep(0.1)
+
+
+def slow_shard(*arguments: Any) -> Any:
+    time.sleep(LONG)
+    return plain_shard(*arguments)
+
+
+def told_before_shard(*arguments: Any) -> Any:
+    """By then the script is leaving the job."""
+    time.sleep(LONG)
+    be_told()
+    return plain_shard(*arguments)
+
+
+def no_shard(*arguments: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+plain_shard, writing.write_shard = writing.write_shard, slow_shard
+
+
+def run_rank(folder: Path, case: str, trained: Told) -> None:
+    torch.set_num_threads(1)
+    ranks = int(os.environ["WORLD_SIZE"])
+    with moec.launch(plan_of({"ranks": ranks, "ep": ranks}), device="cpu", timeout=TIMEOUT) as job:
+        model = job.build(seed=1)
+        optimizer = job.optimizer(model)
+        for step in range(3):
+            train(job, model, optimizer, step, 1)
+            trained.append(step)
+            if step == 1 and case in ("failure", "full disk", "all ranks, twice"):
+                be_told()
+            if step == 1 and case == "all ranks, twice":
+                be_told(LONG + 0.3)
+            if step == 1 and case == "one rank" and job.rank == ranks - 1:
+                be_told()
+            if step == 1:
+                time.sleep(LONG)
+            if step == 1 and case == "failure":
+                raise LookupError("no more data")
+            if case == "full disk":
+                writing.write_shard = no_shard
+            if case == "in the wait":
+                writing.write_shard = told_before_shard
+            saves = step == 2 and case == "in the wait"
+            job.checkpoint(folder, model, optimizer, every=3 if saves else None, on_signal=signal.SIGTERM)
+        if case == "after the last call":
+            be_told()
+    trained.append(-1)  # the process lives on
+
+
+class Told:
+    """A list in another process: numbers that are appended go into a pipe."""
+
+    def __init__(self, pipe: int) -> None:
+        self._pipe = pipe
+
+    def append(self, step: int) -> None:
+        os.write(self._pipe, b"%d " % step)
+
+
+def main(folder: Path) -> None:
+    for case, ranks in CASES.items():
+        found = endings(folder / case, ranks, case)
+        print(json.dumps([case, found]), flush=True)
+
+
+def endings(folder: Path, ranks: int, case: str) -> list[tuple[int, list[int]]]:
+    """Of each rank: its exit status, and the steps that it has trained."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE=str(ranks), GLOO_SOCKET_IFNAME="lo")
+    children = []
+    for rank in range(ranks):
+        reading, writing_end = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+            try:
+                run_rank(folder, case, Told(writing_end))
+            except BaseException:  # noqa: BLE001
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)
+            os._exit(0)
+        os.close(writing_end)
+        children.append((child, reading))
+    found = []
+    for child, reading in children:
+        _, status = os.waitpid(child, 0)
+        steps = [int(step) for step in os.read(reading, 1024).split()]
+        os.close(reading)
+        found.append((os.waitstatus_to_exitcode(status), steps))
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
