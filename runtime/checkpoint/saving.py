@@ -35,16 +35,19 @@ def save(
     require_keep(keep)
     saves, target, plan = job.saves, Path(path).absolute(), job.plan
     complaint = saves.wait() or model.open_step_complaint()
-    content = None
+    content, cause = None, None
     try:
         if job.rank == 0:
             refuse_existing(target)
         content = content_of(plan, model, optimizer, extras, job.rank, job.steps, job.total_tokens)
     except JobError as error:
         complaint = complaint or Complaint.of(error)
-    except (MemoryError, RuntimeError) as error:  # out of memory on this rank: the others wait for it
-        complaint = complaint or Complaint.of(unexpected(error, f"{shown(target)}: "))
-    job.checks.require("job.save", complaint, same_calls(str(path), keep, content))
+    except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever a `state_dict` raises
+        complaint, cause = complaint or Complaint.of(unexpected(error, f"{shown(target)}: ")), error
+    try:
+        job.checks.require("job.save", complaint, same_calls(str(path), keep, content))
+    except JobError as error:
+        raise error from cause
     assert content is not None
     failure: Complaint | None = None
     pieces, parts = list[Piece](), dict[str, Part]()

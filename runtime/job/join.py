@@ -31,9 +31,10 @@ _joined: Counter[tuple[str, str]] = Counter()
 
 @dataclass(slots=True)
 class _Made:
-    """The process group of all ranks that a job made, and the jobs that use it now."""
+    """The process group of all ranks that a job made, the jobs that use it now, and the longest of their timeouts."""
 
     group: ProcessGroup
+    timeout: timedelta
     jobs: int = 0
 
 
@@ -49,12 +50,15 @@ def joined(rank: int, world_size: int, device_type: str, timeout: timedelta) -> 
     if not dist.is_initialized():
         _join(rank, world_size, device_type, timeout)
         assert dist.group.WORLD is not None
-        _made[:] = [_Made(dist.group.WORLD)]
+        _made[:] = [_Made(dist.group.WORLD, timeout)]
     mine = next((made for made in _made if made.group is dist.group.WORLD), None)
     if mine is None:  # the script's own group
         yield
         return
     mine.jobs += 1
+    if timeout > mine.timeout:  # each job's watch keeps the job's own
+        mine.timeout = timeout
+        distributed_c10d._set_pg_timeout(timeout, mine.group)
     try:
         yield
     finally:
@@ -146,7 +150,7 @@ def process_groups(meshes: Mapping[str, DeviceMesh], device_type: str, timeout: 
         by_name[ALL_RANKS] = world
         by_name[HOST] = world if device_type == "cpu" or _takes_cpu_tensors() else dist.new_group(backend="gloo")
     for group in by_name.values():
-        # New groups have torch's default timeout of 30 minutes. The default group keeps its own.
+        # New groups have torch's default timeout of 30 minutes. The group of all ranks has its jobs' longest.
         if group is not dist.group.WORLD:
             distributed_c10d._set_pg_timeout(timeout, group)
     return by_name

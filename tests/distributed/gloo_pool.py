@@ -250,6 +250,8 @@ def _enter(task: Task) -> None:
     if sys.platform == "linux":
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.manual_seed(0)
+    if joining := sys.modules.get("moec.runtime.job.join"):
+        joining._joined.clear()  # this task's store is new, even at the port of an earlier one that other ranks missed
     if task.store:
         dist.init_process_group(
             "gloo",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,22 @@ def test_the_last_job_of_a_process_group_ends_it(gloo: GlooPool, first_leaves_fi
     for (before, after), groups in gloo.run(2, jobs_side_by_side, first_leaves_first, initialize=False):
         assert before == after
         assert groups == [True, False]
+
+
+def late_in_the_job_with_the_longer_timeout() -> float:
+    """Rank 1 is late by more than the timeout of a job that made the group of all ranks and has ended."""
+    first = moec.launch(moe_plan(ranks=2, ep=2), device="cpu", timeout=3)
+    second = moec.launch(moe_plan(ranks=2, ep=2), device="cpu", timeout=60)
+    first.__enter__()
+    with second:
+        model = second.build(seed=0)
+        first.__exit__(None, None, None)
+        mine = torch.arange(32).view(4, 8).chunk(2)[second.data_rank]
+        if second.rank:
+            time.sleep(5)
+        return second.step(model, mine, mine).item()
+
+
+def test_a_job_has_its_own_timeout_in_a_process_group_that_another_job_made(gloo: GlooPool) -> None:
+    first, second = gloo.run(2, late_in_the_job_with_the_longer_timeout, initialize=False)
+    assert first == second

@@ -41,7 +41,7 @@ def require_the_curve_of_torch(gloo: GlooPool, optimizer: str, **options: Any) -
     assert expected["losses"][-2] < expected["losses"][1] - 0.1, "the run learns nothing, so it proves nothing"
 
 
-@pytest.mark.parametrize("optimizer", some(["sgd", "adafactor", "muon"], ["muon", "adafactor"]))
+@pytest.mark.parametrize("optimizer", ["sgd", "adafactor", "muon"])
 def test_twenty_steps_over_tp_ep_and_edp_are_those_of_torch_unsharded(gloo: GlooPool, optimizer: str):
     require_the_curve_of_torch(gloo, optimizer, tp=2, ep=2)
 

@@ -25,7 +25,7 @@ FOUR = {"ranks": 4, "ep": 2, "tp": 2}
 
 
 def fail_on_rank_one(folder: Path) -> list[str]:
-    """Rank 1 may write no file above 4 kB, as on a full disk, until the second save."""
+    """Rank 1 may write no file above 32 kB, as on a full disk, until the second save. The ranks' store is smaller."""
     torch.set_num_threads(1)
     said = []
     with moec.launch(plan_of(TWO), device="cpu") as job:
@@ -36,7 +36,7 @@ def fail_on_rank_one(folder: Path) -> list[str]:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if job.rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (32768, limits[1]))
         try:
             job.save(folder / "1", model, optimizer).wait()
         except JobError as error:
@@ -76,6 +76,7 @@ def refused_on_every_rank(folder: Path) -> list[str]:
         refuse(folder / "b", only=object() if job.rank == 1 else 1)
         refuse(folder / "c", **({"more": 1} if job.rank == 1 else {}))
         refuse(folder / "e", state=Large() if job.rank == 1 else Position(1))
+        refuse(folder / "f", state=Broken() if job.rank == 1 else Position(1))
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         parameter = model.get_parameter("norm.weight")
         plain.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)
@@ -88,7 +89,7 @@ def refused_on_every_rank(folder: Path) -> list[str]:
 def test_ranks_agree_on_what_is_refused(gloo: GlooPool, tmp_path: Path) -> None:
     first, second = gloo.run(2, refused_on_every_rank, tmp_path)
     assert first == second
-    exists, paths, kind, names, memory, state = first
+    exists, paths, kind, names, memory, broken, state = first
     assert "MOE0803" in exists
     assert "MOE0811" in paths
     assert "MOE0808" in kind
@@ -96,6 +97,7 @@ def test_ranks_agree_on_what_is_refused(gloo: GlooPool, tmp_path: Path) -> None:
     assert "MOE0811" in names
     assert "MOE0812" in memory
     assert re.search("rank 1.*OutOfMemoryError: a copy of the state needs 1 TB", memory)
+    assert re.search("MOE0812.*rank 1.*KeyError: 'cursor'", broken)
     assert "MOE0807" in state
     assert "momentum_buffer of norm.weight is a plain tensor [16], but the parameter is a DTensor [16] over 2" in state
     assert os.listdir(tmp_path) == ["a"]
@@ -123,6 +125,16 @@ class Large(Position):
 
     def state_dict(self) -> dict[str, Any]:
         raise torch.OutOfMemoryError("a copy of the state needs 1 TB")
+
+
+class Broken(Position):
+    """Its state cannot be had."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        raise KeyError("cursor")
 
 
 def save_extras(folder: Path) -> None:
