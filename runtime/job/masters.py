@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -108,6 +109,14 @@ def local_part(tensor: Tensor) -> Tensor:
         local: Tensor = tensor.to_local()
         return local.detach()
     return tensor.detach()
+
+
+def loss_of(closure: Callable[[], Any] | None) -> Any:
+    """What the closure of an optimizer's `step` returns, which computes gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def require_known(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:

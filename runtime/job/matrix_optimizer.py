@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moec.runtime.job.masters import Master, require_known
+from moec.runtime.job.masters import Master, loss_of, require_known
 
 KEPT = ("_masters", "state_dtype")
 
@@ -40,10 +40,7 @@ class MatrixOptimizer(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update. A collective: every rank must call it, or none."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         self.update()
         return loss
 

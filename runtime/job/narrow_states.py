@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from moec.runtime.job.masters import Master, chunks, local_part
+from moec.runtime.job.masters import Master, chunks, local_part, loss_of
 
 
 @contextmanager
@@ -69,8 +69,7 @@ def update_by_adamw(
                 [state["step"] for state in found],
                 fused=True,
                 amsgrad=False,
-                maximize=False,
-                **options,
+                **{"maximize": False, **options},
             )
 
 
@@ -88,12 +87,9 @@ class NarrowAdamW(AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
-            options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
             options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True), grad_scale=self.grad_scale)
             update_by_adamw(group["params"], self.state, torch.bfloat16, options)
         return loss
@@ -108,10 +104,7 @@ class NarrowSgd(SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = loss_of(closure)
         for group in self.param_groups:
             for chunk in chunks(Master(p) for p in group["params"] if p.grad is not None):
                 self._update([master.parameter for master in chunk], group)

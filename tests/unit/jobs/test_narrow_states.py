@@ -197,3 +197,33 @@ def test_a_default_dtype_changes_no_state_and_no_loss():
         assert {s["step"].dtype for s in update.state.values() if "step" in s} == {torch.float32}
     assert found[0].dtype == found[1].dtype
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_closure_gives_the_step_its_gradients(optimizer: str):
+    weights = []
+    for in_closure in (True, False):
+        job, model = job_and_model(OPTIMIZERS[optimizer])
+        with job:
+            update = job.optimizer(model)
+
+            def gradients(job=job, model=model) -> Tensor:
+                return job.step(model, TOKENS, TOKENS)
+
+            loss = gradients() if not in_closure else None
+            returned = update.step(gradients if in_closure else None)
+        assert (returned is None) == (loss is not None)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_maximize_of_a_group_is_followed():
+    job, model = job_and_model(OPTIMIZERS["adamw"])
+    update = job.optimizer(model)
+    parameter = model.get_parameter("norm.weight")
+    before = parameter.detach().clone()
+    for group in update.param_groups:
+        group["maximize"] = True
+    parameter.grad = torch.ones_like(parameter)
+    update.step()
+    assert (parameter.detach() > before).all()
