@@ -105,15 +105,14 @@ def run_rank(result: Path) -> None:
         contenders = {zero: Contender(job) for zero, job in jobs.items()}
         job = jobs[0]
         worst, (tokens, labels) = _train(list(contenders.values()), job, WARM_UP + STEPS)
+        seconds = {zero: list(each.seconds) for zero, each in contenders.items()}
         peaks = {}
         for zero, each in contenders.items():
             peaks[zero] = peak_bytes(partial(each.step, tokens, labels))
         local = sum(map(_bytes, large.build().parameters()))
         drawn = {"3": peak_bytes(partial(_build_and_touch, large)) / local}
         found = {
-            "ratios": mean_over_ranks(
-                {str(z): _ratio(each.seconds, contenders[0].seconds) for z, each in contenders.items()}
-            ),
+            "ratios": mean_over_ranks({str(zero): _ratio(of_stage, seconds[0]) for zero, of_stage in seconds.items()}),
             "held": mean_over_ranks({str(z): each.held / contenders[0].held for z, each in contenders.items()}),
             "peaks": mean_over_ranks({str(z): peaks[z] / peaks[0] for z in STAGES}),
             "drawn": mean_over_ranks(drawn),
@@ -156,7 +155,7 @@ def _train(contenders: Sequence[Contender | Peer], job: moec.Job, steps: int) ->
 
 
 def _ratio(seconds: list[float], others: list[float]) -> float:
-    return median([a / b for a, b in zip(seconds[WARM_UP:-1], others[WARM_UP:-1], strict=True)])
+    return median([a / b for a, b in zip(seconds[WARM_UP:], others[WARM_UP:], strict=True)])
 
 
 def main() -> None:

@@ -31,7 +31,8 @@ model "saved" {{
     moe {{ experts = {experts} * swiglu({hidden}); gate = topk(2, normalize = true) }}
   }}
 }}
-cluster "laptop" {{ device = cpu; level "process" {{ size = 1; }} }}
+device "roomy" {{ kind = cpu; memory = 64GB; bandwidth = 10GB/s }}
+cluster "laptop" {{ device = roomy; level "process" {{ size = 1 }} }}
 train {{ batch = 2; sequence = 32; optimizer = adamw(lr = 1e-4) }}
 """
 SIZES = {

@@ -28,7 +28,7 @@ model "measured" {{
   layers 0 {{ ffn = swiglu({ffn}) }}
 }}
 cluster "laptop" {{ device = cpu; level "process" {{ size = {ranks} }} }}
-train {{ batch = {batch}; sequence = {sequence}; optimizer = adamw(lr = 1e-4); state = {state} }}
+train {{ batch = {batch}; sequence = {sequence}; optimizer = {optimizer}; state = {state} }}
 parallel {{ tp = {tp}; ep = {ep}{parallel} }}
 """
 
@@ -56,6 +56,7 @@ def random_text(number: int) -> str:
         ranks=ranks,
         batch=ranks * draw.choice((2, 4) if heavy else (8, 12)),
         sequence=draw.choice((64, 96)) if heavy else draw.choice((128, 192)),
+        optimizer="adamw(lr = 1e-4)",
         state="fp32",
         tp=tp,
         ep=ep,

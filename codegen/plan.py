@@ -141,12 +141,6 @@ class Plan:
         """The layout of the logits `[batch, sequence, vocab]` of a forward pass, or of a layer's y."""
         return self.program.block(FORWARD).output_values()[0].layout or REPLICATED
 
-    def mesh_of_group(self, name: str) -> tuple[Mesh, str]:
-        """The mesh and axis that a group's name stands for."""
-        axis = name.split("[")[0]
-        mesh = "experts" + name.removeprefix(axis) if axis in EXPERT_AXES else "dense"
-        return self.meshes[mesh], axis
-
     def save(self, path: str | Path) -> Path:
         """Writes the plan folder, to a temporary name first. Replaces a plan, never anything else."""
         from moec.codegen.folder import write_plan

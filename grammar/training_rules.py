@@ -32,7 +32,7 @@ def _narrow_states(train: Train, optimizer: Optimizer) -> Iterator[Diagnostic]:
     state = train.span("state")
     here = [Label(span=state, message="states are kept in bf16")] if state else ()
     if isinstance(optimizer, Adafactor):
-        message = "its factors take a row and a column per matrix and change ever more slowly"
+        message = "its factors are small, and decay ever more slowly: bf16 would round their changes away"
         yield diagnose("MOE0337", optimizer.span(), message, labels=here, help="leave `state` out")
         return
     inner = [optimizer.adamw] if isinstance(optimizer, Muon) else []

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from moec.grammar.diagnostics import Diagnostic, DiagnosticError
     from moec.grammar.spec import Spec
     from moec.runtime.checkpoint.folders import latest
+    from moec.runtime.errors import JobError
     from moec.runtime.job.hosted import clip_grad_norm_, expert_parameters
     from moec.runtime.job.job import Job
     from moec.runtime.job.layer import MoeLayer
@@ -31,6 +32,7 @@ _HOMES = {
     "Diagnostic": "moec.grammar.diagnostics",
     "DiagnosticError": "moec.grammar.diagnostics",
     "Job": "moec.runtime.job.job",
+    "JobError": "moec.runtime.errors",
     "MoeLayer": "moec.runtime.job.layer",
     "Plan": "moec.codegen.plan",
     "Report": "moec.runtime.verify.verify_report",
@@ -51,6 +53,7 @@ __all__ = [
     "Diagnostic",
     "DiagnosticError",
     "Job",
+    "JobError",
     "MoeLayer",
     "Plan",
     "Report",

@@ -9,12 +9,12 @@ from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, diagnos
 from moec.grammar.spec import Spec, Train
 from moec.passes.cost.memory import Moment, memory_of
 from moec.passes.ir import Program
-from moec.passes.remedies import Change, first_that_fits
+from moec.passes.remedies import Change, first_that_fits, what_could_help
 
 LARGEST_TENANTS = 3
 """Tenants that the message names."""
 
-NOTHING_FITS = "none of the changes tried fits: use a device with more memory, a smaller batch, or a smaller model"
+NOTHING_FITS = "none of the changes tried fits: use a device with more memory, {helps}or a smaller model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,13 @@ class Budget:
             place,
             f"a step takes {gigabytes(peak.bytes.total, device.memory)}, most in the {peak.event}: {listed}",
             labels=[Label(span=span, message=message) for span, message in labels if span is not None],
-            help=_advice(found, device.memory) if found else NOTHING_FITS,
+            help=_advice(found, device.memory) if found else self._other_advice(),
         )
+
+    def _other_advice(self) -> str:
+        """What to do where no change that was tried fits."""
+        helps = "".join(f"{change}, " for change in what_could_help(self.spec, self.place))
+        return NOTHING_FITS.format(helps=helps)
 
 
 def _advice(change: Change, memory: float) -> str:

@@ -1,15 +1,18 @@
 """Changes to a file with which a step fits its device, found in the order of the estimated time of a step.
 
 The changes are every combination of `zero`, `recompute`, the numbers of micro-batches that divide a rank's sequences,
-and the `ep` that divide ranks and experts. A change that is given was compiled, and its peak fits.
+and the `ep` that divide ranks and experts; and more ranks, with the file's own words or with such a combination. What
+is given was compiled, and its peak fits.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
@@ -80,16 +83,49 @@ class Change:
 def first_that_fits(spec: Spec, place: Place) -> Change | None:
     """The first change with which a step fits the device; None if none does.
 
-    Changes of words come in the order of `step_seconds`; then more ranks, with the file's own words. `place` compiles a
-    Spec.
+    Changes of words come in the order of `step_seconds`; then more ranks, with the file's own words; then the fewest
+    ranks that fit with a change of words. `place` compiles a Spec.
     """
-    stated = Words.of(spec)
-    for words in _Search(spec, place, stated).fitting():
-        if peak := _peak(words.spec(spec), place):
-            return Change(f"set {words.written(stated)}", words.num_differing(stated), peak)
+    if found := _words_that_fit(_Search(spec, place)):
+        return Change(f"set {found.text}", found.num_words, found.peak)
+    larger = [more for times in MORE_RANKS if _has_degrees(more := _with_ranks(spec, times))]
+    for more in larger:
+        if peak := _peak(more, place):
+            return Change(f"use {more.cluster.ranks} ranks", 1, peak)
+    for more in larger:
+        search = _Search(more, place)
+        if search.is_promising() and (found := _words_that_fit(search)):
+            return Change(f"use {more.cluster.ranks} ranks and set {found.text}", 1 + found.num_words, found.peak)
+    return None
+
+
+def what_could_help(spec: Spec, place: Place) -> list[str]:
+    """Changes of `train` that may make a step fit where `first_that_fits` gives None.
+
+    More ranks with as many times the batch are named if some words fit there, and the file's batch does not divide over
+    them; a smaller batch if one sequence for each rank fits; shorter sequences if parameters, gradients and optimizer
+    states fit. A part of a step has a single sequence already with the most micro-batches, so that a smaller batch only
+    saves what micro-batches keep.
+    """
+    assert spec.train is not None
+    helps = []
     for times in MORE_RANKS:
-        if peak := _peak(_with_ranks(spec, times), place):
-            return Change(f"use {spec.cluster.ranks * times} ranks", 1, peak)
+        more, batch = _with_ranks(spec, times), spec.train.batch * times
+        larger = more.replace(train=spec.train.replace(batch=batch))
+        if not _has_degrees(more) and _has_degrees(larger) and _Search(larger, place).is_promising():
+            helps.append(f"{more.cluster.ranks} ranks with `batch = {batch}`")
+            break
+    smallest = spec.replace(train=spec.train.replace(batch=choose_degrees(spec).dp))
+    if smallest.train != spec.train and _Search(smallest, place).is_promising():
+        helps.append("a smaller batch")
+    return [*helps, "shorter sequences"] if _Search(spec, place).holds_states() else helps
+
+
+def _words_that_fit(search: _Search) -> Change | None:
+    """The combination of words that fits in the least time, as one writes it."""
+    for words in search.fitting():
+        if peak := _peak(words.spec(search.spec), search.place):
+            return Change(words.written(search.stated), words.num_differing(search.stated), peak)
     return None
 
 
@@ -103,19 +139,23 @@ class _Search:
 
     spec: Spec
     place: Place
-    stated: Words
-    programs: dict[tuple[int | None, int], Program] = field(default_factory=dict)
+    programs: dict[tuple[int | None, int], Program | None] = field(default_factory=dict)
+    """None: another rule forbids it."""
     costs: dict[tuple[int | None, int, int], dict[str, BlockCost]] = field(default_factory=dict)
     too_small: set[tuple[int | None, int]] = field(default_factory=set)
     """The `ep` and `zero` whose parameters and optimizer states alone do not fit."""
 
+    @cached_property
+    def stated(self) -> Words:
+        """The words of the file."""
+        return Words.of(self.spec)
+
     def fitting(self) -> Iterator[Words]:
         """The words that fit, the least time first."""
-        assert self.spec.train is not None
-        parts = divisors(max(1, self.spec.train.batch // choose_degrees(self.spec).dp))
+        parts = self._parts()
         queue: list[tuple[tuple[float, ...], tuple[int, int], Words, bool]] = []
-        self._compile_all()
-        for order, (ep, zero) in enumerate(self.programs):
+        combinations = itertools.product(_degrees(self.spec, self.stated), STAGES)
+        for order, (ep, zero) in enumerate(c for c in combinations if self._compiled(*c)):
             for more, recompute in enumerate(RECOMPUTED):
                 words = Words(ep, zero, recompute, parts[0])
                 queue.append((self._time(words), (order, more), words, False))
@@ -127,18 +167,47 @@ class _Search:
             elif found := self._with_more_parts(words, parts[1:]):
                 heapq.heappush(queue, (self._time(found), place, found, True))
 
-    def _compile_all(self) -> None:
+    def is_promising(self) -> bool:
+        """Whether a combination fits that saves most: ZeRO 1 to 3, `recompute = layer`, one micro-batch or the most."""
+        parts = self._parts()
         for ep in _degrees(self.spec, self.stated):
-            for zero in STAGES:
-                try:
-                    words = replace(self.stated, ep=ep, zero=zero)
-                    self.programs[ep, zero] = self.place(words.spec(self.spec))
-                except DiagnosticError:  # another rule forbids it
-                    continue
+            for zero in reversed(STAGES[1:]):
+                if self._compiled(ep, zero):
+                    words = Words(ep, zero, "layer", parts[0])
+                    if self._fits(words) or self._fits(replace(words, microbatches=parts[-1])):
+                        return True
+                if (ep, STAGES[-1]) in self.too_small:  # as for every stage
+                    break
+        return False
+
+    def holds_states(self) -> bool:
+        """Whether parameters, gradients and optimizer states fit under ZeRO 3, with some `ep`."""
+        for ep in _degrees(self.spec, self.stated):
+            if program := self._compiled(ep, STAGES[-1]):
+                words = replace(self.stated, ep=ep, zero=STAGES[-1])
+                last = memory_of(program, words.spec(self.spec)).moments[-1].bytes.of
+                if sum(last.get(t, 0.0) for t in (*ALWAYS, "gradients")) <= self.spec.cluster.device.memory:
+                    return True
+        return False
+
+    def _parts(self) -> list[int]:
+        """The numbers of micro-batches that divide a rank's sequences."""
+        assert self.spec.train is not None
+        return divisors(max(1, self.spec.train.batch // choose_degrees(self.spec).dp))
+
+    def _compiled(self, ep: int | None, zero: int) -> Program | None:
+        if (ep, zero) not in self.programs:
+            try:
+                words = replace(self.stated, ep=ep, zero=zero)
+                self.programs[ep, zero] = self.place(words.spec(self.spec))
+            except DiagnosticError:
+                self.programs[ep, zero] = None
+        return self.programs[ep, zero]
 
     def _program(self, words: Words) -> Program:
         """The Program of these words. Layers of one block recompute the same, unless `layers` says otherwise."""
-        program, recomputed = self.programs[words.ep, words.zero], recomputed_of(words.spec(self.spec))
+        program, recomputed = self._compiled(words.ep, words.zero), recomputed_of(words.spec(self.spec))
+        assert program is not None
         found: dict[str, set[Recompute]] = {
             name: {recomputed[number] for number in numbers}
             for name, numbers in layers_by_block(program).items()
@@ -199,6 +268,15 @@ def _with_ranks(spec: Spec, times: int) -> Spec:
     levels = (*inner, outermost.replace(size=outermost.size * times))
     parallel = spec.parallel.replace(dp=None)
     return spec.replace(cluster=spec.cluster.replace(levels=levels), parallel=parallel)
+
+
+def _has_degrees(spec: Spec) -> bool:
+    """Whether its ranks divide the batch, and its degrees the ranks."""
+    try:
+        choose_degrees(spec)
+    except DiagnosticError:
+        return False
+    return True
 
 
 def _peak(spec: Spec, place: Place) -> float | None:

@@ -41,6 +41,8 @@ class Draft:
             },
             "settings": {"seed": 0, "step": 1},
             "job_steps": 1,
+            "job_tokens": 8,
+            "model": {"model": {}, "layers": [], "kinds": []},
             "optimizer": None,
             "extras": {},
         }  # fmt: skip

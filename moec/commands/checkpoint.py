@@ -14,6 +14,7 @@ import typer
 from moec import __version__
 from moec.commands import checkpoint_list
 from moec.commands.summary import amount_of_bytes, count
+from moec.commands.table import table
 from moec.runtime.checkpoint.index import Entry
 from moec.runtime.checkpoint.reading import Checkpoint, damages
 
@@ -82,10 +83,10 @@ def convert(
     from moec.runtime.checkpoint.convert import from_safetensors, to_safetensors
 
     opened = None
-    if source.is_dir():
+    if not source.is_file():
+        opened = Checkpoint(source)
         if plan is not None:
             raise typer.BadParameter("--plan is for a safetensors file; a checkpoint needs none")
-        opened = Checkpoint(source)
         num_bytes = to_safetensors(opened, output)
     elif plan is None:
         raise typer.BadParameter("a safetensors file needs --plan, which names the tensors of its model")
@@ -100,7 +101,11 @@ def convert(
 
 def _left_out(checkpoint: Checkpoint) -> Iterator[str]:
     """What `convert` does not write."""
+    from moec.passes.ir import SEED
+
     yield f"step {checkpoint.head.step}"
+    if (seed := checkpoint.index.settings.get(SEED.name)) is not None:
+        yield f"seed {seed}"
     yield "random states"
     if checkpoint.head.optimizer:
         yield f"optimizer ({checkpoint.head.optimizer})"
@@ -120,7 +125,7 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"  in all     {totals}, {amount_of_bytes(sum(head.shard_bytes))} in {count(head.world_size, 'shard')}"
     yield ""
     rows = [COLUMNS, *(_row(name, entry) for name, entry in sorted(index.tensors.items()))]
-    yield from checkpoint_list.table(rows, NUMBERS)
+    yield from table(rows, NUMBERS)
 
 
 def _row(name: str, entry: Entry) -> tuple[str, ...]:
@@ -156,7 +161,7 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if someone looks at it."""
+    """A progress bar on stderr, if that is a terminal."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

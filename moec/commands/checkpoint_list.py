@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.commands.summary import amount_of_bytes, count
+from moec.commands.table import table
 from moec.runtime.checkpoint.folders import fault_of, heads_in
 from moec.runtime.checkpoint.index import HEAD
 
@@ -65,17 +66,6 @@ def lines(folder: Path, found: Sequence[Listed]) -> Iterator[str]:
     yield f"{folder}: {count(len(found), 'checkpoint')}"
     yield ""
     yield from table([COLUMNS, *map(_row, found)], NUMBERS)
-
-
-def table(rows: Sequence[Sequence[str]], numbers: Collection[int]) -> Iterator[str]:
-    """The lines of a table. `numbers`: the columns that are aligned on the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [
-            text.rjust(width) if column in numbers else text.ljust(width)
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield ("  " + "  ".join(cells)).rstrip()
 
 
 def _row(each: Listed) -> tuple[str, ...]:

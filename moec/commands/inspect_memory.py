@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from moec.codegen.plan import Plan
 from moec.commands.memory_plot import svg
 from moec.commands.summary import amount_of_bytes, count, peak_line, skew_lines
+from moec.commands.table import amount_or_dash, table
 from moec.driver import load
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.rules import numbered
@@ -76,15 +77,15 @@ def _text(plan: Plan, memory: Memory) -> Iterator[str]:
     for tenant in shown:
         most = max(memory.moments, key=lambda moment: moment.bytes.of.get(tenant, 0.0))
         sizes = [bytes.of.get(tenant, 0.0) for bytes in (peak.bytes, most.bytes)]
-        rows.append((tenant, *map(_amount, sizes), "always" if tenant in ALWAYS else most.event))
-    yield from _table(rows)
+        rows.append((tenant, *map(amount_or_dash, sizes), "always" if tenant in ALWAYS else most.event))
+    yield from table(rows, range(1, len(rows[0])))
     yield ""
     rows = [("layers", "parameters", "copies", "gradients", "optimizer", "kept for backward")]
     for layer in memory.layers.values():
         weights = layer.weights
         sizes = [weights.masters, weights.copies, weights.after, weights.optimizer, layer.kept.total]
-        rows.append((f"{numbered(layer.numbers)}", *map(_amount, sizes)))
-    yield from _table(rows)
+        rows.append((f"{numbered(layer.numbers)}", *map(amount_or_dash, sizes)))
+    yield from table(rows, range(1, len(rows[0])))
     yield ""
     yield from _bars(memory)
 
@@ -116,14 +117,3 @@ def _block(memory: Memory, moment: Moment) -> tuple[str, str] | None:
     """The direction and the block of a layer's event."""
     blocks = (name for name, layer in memory.layers.items() if moment.layer in layer.numbers)
     return None if moment.layer is None else (moment.event.partition(" ")[0], next(blocks))
-
-
-def _amount(size: float) -> str:
-    return amount_of_bytes(size) if size else "-"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        first, *others = (text.rjust(width) for text, width in zip(row, widths, strict=True))
-        yield "  ".join(["", first.strip().ljust(widths[0]), *others])

@@ -11,7 +11,8 @@ import typer
 
 from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.inspect_work import work_table
-from moec.commands.summary import amount_of_bytes, count
+from moec.commands.summary import count
+from moec.commands.table import amount_or_dash, table
 from moec.driver import load
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
@@ -22,6 +23,8 @@ from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.ir.ops import Conversion
 from moec.passes.place.shard_zero import is_zero_gather
+
+HEAD = ("forward", "group", "ranks", "sent per rank", "backward", "sent per rank", "serves")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,7 @@ def _plan(plan: Plan) -> Iterator[str]:
         yield ""
         yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"
         cost = BlockCost.of(plan.program, block, workload)
-        yield from _table([*_collectives(cost), *_parameters(cost, plan.program.microbatches)])
+        yield from _communication([*_collectives(cost), *_parameters(cost, plan.program.microbatches)])
         yield from work_table(cost)
 
 
@@ -100,21 +103,15 @@ def _parameters(cost: BlockCost, microbatches: int) -> Iterator[Row]:
         yield Row(what, group, ranks, forward, collective if backward else "", backward, "")
 
 
-def _table(rows: list[Row]) -> Iterator[str]:
+def _communication(rows: list[Row]) -> Iterator[str]:
     if not rows:
         yield "  no communication"
         return
     cells = [
-        (r.what, r.group, f"{r.ranks}", _amount(r.forward), r.backward, _amount(r.backward_bytes), r.span) for r in rows
+        (r.what, r.group, f"{r.ranks}", amount_or_dash(r.forward), r.backward, amount_or_dash(r.backward_bytes), r.span)
+        for r in rows
     ]
-    head = ("forward", "group", "ranks", "sent per rank", "backward", "sent per rank", "serves")
-    widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
-    for row in (head, *cells):
-        yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
-
-
-def _amount(number: float) -> str:
-    return amount_of_bytes(number) if number else "-"
+    yield from table([HEAD, *cells])
 
 
 # ---- one rank --------------------------------------------------------------------------------------

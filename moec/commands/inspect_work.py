@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moec.commands.summary import amount_of_bytes, si
+from moec.commands.summary import si
+from moec.commands.table import amount_or_dash, table
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir import Op
@@ -31,11 +32,8 @@ def work_table(cost: BlockCost) -> Iterator[str]:
     if others:
         rows.append(_sum(f"{len(others)} others", others))
     rows.append(_sum("all", lines))
-    cells = [HEAD, *map(_cells, rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(HEAD))]
     yield ""
-    for row in cells:
-        yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
+    yield from table([HEAD, *map(_cells, rows)])
 
 
 def _line(op: Op, cost: Cost, saved: dict[str, float]) -> Line:
@@ -61,5 +59,4 @@ def _sum(name: str, lines: list[Line]) -> Line:
 def _cells(line: Line) -> tuple[str, ...]:
     name, forward, backward, saved, sent, serves = line
     flops = (si(number, "G") if number else "-" for number in (forward, backward))
-    sizes = (amount_of_bytes(number) if number else "-" for number in (saved, sent))
-    return name, *flops, *sizes, serves
+    return name, *flops, amount_or_dash(saved), amount_or_dash(sent), serves

@@ -73,7 +73,7 @@ class Buffers:
         for tenant, size in sizes.of.items():
             self.add(f"{name} {tenant}", tenant, size)
 
-    def share(self, name: str, other: str) -> None:
+    def alias(self, name: str, other: str) -> None:
         """Gives the tensor of `other` one more name."""
         self.drop(name)
         number = self._numbers[other]
@@ -88,12 +88,12 @@ class Buffers:
         if name not in self:
             self.add(saved, tenant, size)
             return
-        self.share(saved, name)
+        self.alias(saved, name)
         number = self._numbers[name]
-        before, held = self._tensors[number]
-        self._totals[before] -= held
-        self._totals[tenant] += held
-        self._tensors[number] = tenant, held
+        before, of_value = self._tensors[number]
+        self._totals[before] -= of_value
+        self._totals[tenant] += of_value
+        self._tensors[number] = tenant, of_value
 
     def is_shared(self, name: str) -> bool:
         """Whether the tensor has other names too."""

@@ -138,20 +138,20 @@ class Run:
 def _forward(cost: BlockCost, steps: Sequence[Step]) -> tuple[Bytes, Buffers]:
     """The worst moment of forward, and what is saved after it."""
     alive, given = Buffers(), [output.name for output in cost.block.outputs]
-    held = {*given, *(value.name for value in cost.block.inputs)}
-    worst = largest(*(moment for _, moment in run_forward(steps, alive, held)))
+    kept = {*given, *(value.name for value in cost.block.inputs)}
+    worst = largest(*(moment for _, moment in run_forward(steps, alive, kept)))
     for name in given:
         alive.drop(name)
     return worst, alive
 
 
-def run_forward(steps: Sequence[Step], alive: Buffers, held: Iterable[str]) -> Iterator[tuple[Step, Bytes]]:
-    """Runs ops forward on `alive`; gives the bytes during each. `held` names are not dropped, and inputs not saved."""
-    outside, last = frozenset(held), last_uses(steps)
+def run_forward(steps: Sequence[Step], alive: Buffers, kept: Iterable[str]) -> Iterator[tuple[Step, Bytes]]:
+    """Runs ops forward on `alive`; gives the bytes during each. `kept` names are not dropped, and inputs not saved."""
+    outside, last = frozenset(kept), last_uses(steps)
     for index, step in enumerate(steps):
         for name, size in step.results.items():
             if step.is_view and step.operands[0] in alive:
-                alive.share(name, step.operands[0])
+                alive.alias(name, step.operands[0])
             elif not step.is_view:
                 alive.add(name, "communication" if isinstance(step.op, Conversion) else "work", size)
         for name, size in step.saved.items():
@@ -187,7 +187,7 @@ def add_gradients(alive: Buffers, step: Step) -> float:
             if alive.is_shared(gradient):
                 alive.add(gradient, "work", size)
         elif step.passes_gradient and not is_parameter:
-            alive.share(gradient, f"d {result}")
+            alive.alias(gradient, f"d {result}")
         else:
             alive.add(gradient, "gradients" if is_parameter else "work", size)
     return extra

@@ -10,6 +10,7 @@ from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Buffers, Bytes, Tenant
 from moec.passes.cost.liveness import Run, Step, last_uses, run_backward, run_forward, steps_of
 from moec.passes.cost.optimizer_state import widened_bytes
+from moec.passes.cost.optimizer_work import work_bytes
 from moec.passes.cost.totals import BlockCost, costs_of
 from moec.passes.cost.weights import WeightBytes, weight_bytes
 from moec.passes.cost.workload import Workload
@@ -86,6 +87,14 @@ def memory_of(program: Program, spec: Spec, workload: Workload | None = None) ->
     return Memory(tuple(_Timeline(program, spec, costs, layers).moments()), layers)
 
 
+@dataclass(frozen=True, slots=True)
+class _Micro:
+    """The place of a micro-batch in its step."""
+
+    is_first: bool
+    is_last: bool
+
+
 class _Timeline:
     """Runs one step and notes the bytes at its events."""
 
@@ -94,7 +103,7 @@ class _Timeline:
     ) -> None:
         self.block, self.layers = costs[FORWARD].block, layers
         self.steps = [self._with_inputs(step) for step in steps_of(costs[FORWARD])]
-        self.own = weight_bytes(costs[FORWARD], spec, program.microbatches)
+        self.top_level = weight_bytes(costs[FORWARD], spec, program.microbatches)
         self.loss = steps_of(costs["loss"]) if result_role(program) == "logits" else ()
         self.loss_block = costs["loss"].block if self.loss else None
         self.micros = min(program.microbatches, 2)
@@ -102,12 +111,15 @@ class _Timeline:
         self.first = {name: i for i in reversed(range(len(self.steps))) for name in self.steps[i].operands}
         self.calls = [i for i, step in enumerate(self.steps) if isinstance(step.op, Call)]
         called = [self._layer(op).weights for op in self.block.ops if isinstance(op, Call)]
-        self.sums = [*self.own.values(), *called]
+        self.sums = [*self.top_level.values(), *called]
         whole = sum(self.sums, WeightBytes())
         largest = max(
-            [weights.optimizer for weights in self.own.values()] + [of.largest_state for of in layers.values()]
+            [weights.optimizer for weights in self.top_level.values()] + [of.largest_state for of in layers.values()]
         )
-        self.widened = widened_bytes(whole.optimizer, largest, spec.train)
+        called_blocks = [costs[op.block] for op in self.block.ops if isinstance(op, Call)]
+        widened = widened_bytes(whole.optimizer, largest, spec.train)
+        # Muon and Adafactor give narrow states back before the moment of their most bytes.
+        self.work = max(widened, work_bytes([costs[FORWARD], *called_blocks], spec.train))
         self.alive = Buffers()
         self.alive.add("masters", "parameters", whole.masters)
         self.alive.add("states", "optimizer", whole.optimizer)
@@ -126,16 +138,16 @@ class _Timeline:
 
     def moments(self) -> Iterator[Moment]:
         """Every event of the step in order."""
-        for micro in range(self.micros):
-            self.again, self.final = micro > 0, micro == self.micros - 1
-            yield from _merged([*self._forward(), *self._loss_and_backward()])
+        for number in range(self.micros):
+            micro = _Micro(is_first=number == 0, is_last=number == self.micros - 1)
+            yield from _merged([*self._forward(), *self._loss_and_backward(micro)])
         yield from self._end()
 
     # ---- forward -----------------------------------------------------------------------------------
 
     def _forward(self) -> Iterator[Moment]:
-        held = {output.name for output in self.block.outputs} | {value.name for value in self.block.inputs}
-        for index, (step, moment) in enumerate(run_forward(self.steps, self.alive, held)):
+        kept = {output.name for output in self.block.outputs} | {value.name for value in self.block.inputs}
+        for index, (step, moment) in enumerate(run_forward(self.steps, self.alive, kept)):
             if not isinstance(step.op, Call):
                 yield Moment(self._place("forward", index), moment + self._copies(step, index))
                 continue
@@ -151,7 +163,7 @@ class _Timeline:
         """The bytes of the compute copies that an op makes; leaves only those that last."""
         more = 0.0
         for name in self._parameters(step):
-            weights = self.own[name]
+            weights = self.top_level[name]
             if self.first[name] == index:
                 more += weights.copies
                 self.alive.add(f"lasting {name}", "compute copies", weights.lasting)
@@ -168,7 +180,7 @@ class _Timeline:
         return Bytes({"communication": self._layer(step.op).weights.gathering})
 
     def _parameters(self, step: Step) -> list[str]:
-        return [name for name in step.operands if name in self.own]
+        return [name for name in step.operands if name in self.top_level]
 
     def _place(self, direction: str, index: int) -> str:
         """`forward of the embedding` before the first layer, `forward of the head` after the last."""
@@ -178,7 +190,7 @@ class _Timeline:
 
     # ---- loss and backward -------------------------------------------------------------------------
 
-    def _loss_and_backward(self) -> Iterator[Moment]:
+    def _loss_and_backward(self, micro: _Micro) -> Iterator[Moment]:
         result = self.block.output_values()[0]
         size = self.steps[-1].results.get(result.name, 0.0)
         self.alive.save(result.name, size, "logits and loss")  # a step refers to its logits until the next ones
@@ -194,25 +206,26 @@ class _Timeline:
         for value in self.block.output_values()[1:]:
             if value.dtype != "int64":
                 self.alive.add(f"d {value.name}", "work", 0.0)
-        yield from self._backward()
-        self.alive.share("previous logits", result.name)
+        yield from self._backward(micro)
+        self.alive.alias("previous logits", result.name)
         for output in self.block.outputs:
             self.alive.drop(output.name)
             self.alive.drop(f"saved {output.name}")
 
-    def _backward(self) -> Iterator[Moment]:
+    def _backward(self, micro: _Micro) -> Iterator[Moment]:
         for number, (step, moment) in enumerate(run_backward(self.steps, self.alive)):
             index = len(self.steps) - 1 - number
             if isinstance(step.op, Call):
-                yield from self._backward_of(step, step.op, index)
+                yield from self._backward_of(step, step.op, index, micro)
                 continue
             yield Moment(self._place("backward", index), moment)
             for name in self._parameters(step):
                 if self.first[name] == index:
-                    yield Moment(self._place("backward", index), self._sums_begin(name, self.own[name]))
+                    sums = self._sums_begin(name, self.top_level[name], micro)
+                    yield Moment(self._place("backward", index), sums)
                     self.alive.drop(f"copy {name}")
 
-    def _backward_of(self, step: Step, op: Call, index: int) -> Iterator[Moment]:
+    def _backward_of(self, step: Step, op: Call, index: int, micro: _Micro) -> Iterator[Moment]:
         layer, event = self._layer(op), f"backward of layer {op.layer}"
         for name in step.results:
             self.alive.drop(f"d {name}")
@@ -226,15 +239,15 @@ class _Timeline:
         for name, size in gradients.items():
             self.alive.add(f"d {name}", "work", size)
         self.alive.add(f"d layer {op.layer}", "gradients", layer.weights.narrow)
-        yield Moment(event, self._sums_begin(f"layer {op.layer}", layer.weights) + ahead, op.layer)
+        yield Moment(event, self._sums_begin(f"layer {op.layer}", layer.weights, micro) + ahead, op.layer)
 
-    def _sums_begin(self, name: str, weights: WeightBytes) -> Bytes:
+    def _sums_begin(self, name: str, weights: WeightBytes, micro: _Micro) -> Bytes:
         """The bytes while the gradients of a layer are widened and their sums begin. Leaves only what sums need."""
         per_pass = weights.collected == weights.after
-        sends = self.final or (weights.sent and per_pass)
+        sends = micro.is_last or (weights.sent and per_pass)
         scattered = weights.sent and per_pass  # gradients of earlier micro-batches are the parameters' already
         # Wide copies of narrow gradients take the next ones in place.
-        added = weights.collected if self.again and not scattered and not weights.wide else 0.0
+        added = weights.collected if not (micro.is_first or scattered or weights.wide) else 0.0
         self.alive.drop("sent")  # ZeRO waits for the layer before
         # The sum with earlier micro-batches is new memory, and frees these before it is sent.
         buffers = weights.buckets + weights.sent if sends else 0.0
@@ -242,7 +255,7 @@ class _Timeline:
         more |= {"gradients": weights.wide + added} if added > buffers else {"communication": buffers}
         moment = self.alive.bytes() + Bytes(more)
         self.alive.drop(f"d {name}")
-        earlier = weights.collected if self.again and scattered else 0.0
+        earlier = weights.collected if scattered and not micro.is_first else 0.0
         self.alive.add(f"sum {name}", "gradients", earlier + (weights.after if sends else weights.collected))
         self.alive.add("sent", "communication", weights.sent if sends else 0.0)
         return moment
@@ -251,18 +264,18 @@ class _Timeline:
 
     def _end(self) -> Iterator[Moment]:
         """Sums end layer by layer, each with a copy of its part; then the optimizer reads what remains."""
-        names = [*self.own, *(f"layer {op.layer}" for op in self.block.ops if isinstance(op, Call))]
         self.alive.drop("sent")
         most = max(weights.cloned for weights in self.sums)
         yield Moment("gradient sums", self.alive.bytes() + Bytes({"communication": most}))
-        numbers = [*self.own, *(op.layer for op in self.block.ops if isinstance(op, Call))]
-        for name, number in zip(names, numbers, strict=True):
-            self.alive.drop(f"sum {name}")
-            self.alive.drop(f"lasting {number}")
+        layers = [op.layer for op in self.block.ops if isinstance(op, Call)]
+        names = [(name, name) for name in self.top_level] + [(f"layer {number}", str(number)) for number in layers]
+        for of_sum, of_copies in names:
+            self.alive.drop(f"sum {of_sum}")
+            self.alive.drop(f"lasting {of_copies}")
         self.alive.drop("previous logits")
         reduced = sum(weights.reduced for weights in self.sums)
-        widened = Bytes({"work": self.widened} if self.widened else {})
-        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}) + widened)
+        work = Bytes({"work": self.work} if self.work else {})
+        yield Moment("optimizer step", self.alive.bytes() + Bytes({"gradients": reduced}) + work)
 
 
 def _merged(moments: Iterable[Moment]) -> list[Moment]:

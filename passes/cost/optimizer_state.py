@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from moec.grammar.spec import Adafactor, AdamW, Muon, Optimizer, Sgd, Train
 from moec.passes.ir.value import DTYPE_BYTES, Matrices
 
-CHUNK = 1 << 26
+UPDATE_CHUNK = 1 << 26
 """Elements of a rank's parts that are updated together, unless one parameter has more: a bound on temporary memory."""
 
 
@@ -20,15 +20,15 @@ def state_bytes(shape: Sequence[int], train: Train | None, matrices: Matrices | 
 
 
 def widened_bytes(states: float, largest: float, train: Train | None) -> float:
-    """Bytes of the fp32 copies of states while a step updates a chunk: of all `states` bytes, or the `largest` of one.
+    """Bytes of the fp32 copies of states while a step updates a chunk; 0 where states are fp32.
 
-    0 where states are fp32.
+    `states`: bytes of all states; `largest`: of one parameter's.
     """
     if train is None or train.state == "fp32":
         return 0.0
     per_element = 1 if isinstance(train.optimizer, Sgd) else 2
     wider = DTYPE_BYTES["fp32"] / DTYPE_BYTES[train.state]
-    return min(wider * states, max(wider * largest, per_element * CHUNK * DTYPE_BYTES["fp32"]))
+    return min(wider * states, max(wider * largest, per_element * UPDATE_CHUNK * DTYPE_BYTES["fp32"]))
 
 
 def state_elements(shape: Sequence[int], optimizer: Optimizer, matrices: Matrices | None = None) -> float:

@@ -64,17 +64,16 @@ def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int) -> dict[str, We
 
 
 def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, lasts: bool) -> WeightBytes:
-    own = p.optimizer_state or REPLICATED
-    shape = cost.workload.shape(replace(p, layout=own))
+    shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
     used = math.prod(cost.workload.shape(as_used(p)))
-    held = math.prod(shape) * MASTER_BYTES
+    local = math.prod(shape) * MASTER_BYTES
     weight, gradient, narrow = used * DTYPE_BYTES[p.dtype], used * MASTER_BYTES, DTYPE_BYTES[p.dtype] < MASTER_BYTES
     of_all = WeightBytes(
-        masters=held,
+        masters=local,
         optimizer=state_bytes(shape, spec.train, p.matrices),
         narrow=weight,
         wide=gradient if narrow else 0,
-        reduced=held,
+        reduced=local,
     )
     stage = zero_stage(p)
     if not stage:
@@ -98,7 +97,7 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
         per_use=weight if per_use else 0,
         gathering=times * weight,
         sent=times * gradient,
-        after=held,
-        collected=held if per_pass else gradient,
-        cloned=held,
+        after=local,
+        collected=local if per_pass else gradient,
+        cloned=local,
     )

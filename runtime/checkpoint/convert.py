@@ -11,15 +11,19 @@ from typing import Any
 import numpy as np
 
 from moec.codegen.plan import Plan
+from moec.passes.ir import STEP
 from moec.runtime.checkpoint.description import write_description
-from moec.runtime.checkpoint.folders import Temporary, exists, sync_folder, unwritable
-from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, shard_name
+from moec.runtime.checkpoint.files import give_name, refuse_existing, sync_name, unwritable
+from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, empty_entry, shard_name
 from moec.runtime.checkpoint.reading import Block, Checkpoint
-from moec.runtime.checkpoint.shards import ShardFile, Written, header_of
+from moec.runtime.checkpoint.shards import LENGTH_BYTES, ShardFile, Written, header_of
+from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError
 
 MASTER = "F32"
 """The dtype of a job's parameters and states."""
+NARROW = "BF16", "F16"
+"""Dtypes whose every value is one of `MASTER`."""
 
 
 def to_safetensors(checkpoint: Checkpoint, target: Path) -> int:
@@ -27,8 +31,7 @@ def to_safetensors(checkpoint: Checkpoint, target: Path) -> int:
 
     Reads block by block, each block checked. Raises `JobError` MOE0801, MOE0803, MOE0804.
     """
-    if os.path.lexists(target):
-        raise exists(target)
+    refuse_existing(target)
     entries = {n.removeprefix(MODEL): e for n, e in checkpoint.index.tensors.items() if n.startswith(MODEL)}
     ordered = sorted(entries, key=lambda name: (-entries[name].item_bytes, name))
     header = header_of((name, entries[name].dtype, entries[name].shape, entries[name].num_bytes) for name in ordered)
@@ -42,12 +45,12 @@ def to_safetensors(checkpoint: Checkpoint, target: Path) -> int:
                 offset += entries[name].num_bytes
             stream.flush()
             os.fsync(stream.fileno())
-        fresh.rename(target)
-        sync_folder(target.parent)
+        give_name(fresh, target)
     except OSError as error:
         raise unwritable(target, error) from error
     finally:
         fresh.unlink(missing_ok=True)
+    sync_name(target)
     return offset
 
 
@@ -72,17 +75,19 @@ def _copy(checkpoint: Checkpoint, name: str, entry: Entry, path: Path, file: int
 def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> int:
     """Writes a checkpoint of step 0 at `target` with the tensors of a safetensors file; returns the shard's bytes.
 
-    It has the model's tensors alone and loads under any plan of the model. The file must have every parameter and state
-    of `plan` in fp32, by its name. Raises `JobError` MOE0800, MOE0801, MOE0803, MOE0804, and MOE0805 for other tensors.
+    It has the model's tensors alone and loads under any plan of the model; a model that loads it keeps its seed. The
+    file must have every parameter and state of `plan` by its name, in fp32, bf16 or fp16; the latter two become fp32,
+    which is exact. Raises `JobError` MOE0800, MOE0801, MOE0803, MOE0804, and MOE0805 for other tensors.
     """
-    file = ShardFile(source)
+    file = _opened(source)
     _require_tensors(source, file, plan)
     temporary = Temporary(target)
     try:
         written, tensors = _write_whole(file, temporary.path / shard_name(0))
         head = {"moec": version, "step": 0, "data_size": 1, "degrees": {}, "optimizer": None}
         index = {
-            "tensors": tensors, "settings": {"seed": 0, "step": 0}, "job_steps": 0, "optimizer": None, "extras": {},
+            "tensors": tensors, "settings": {STEP.name: 0}, "job_steps": 0, "job_tokens": 0, "optimizer": None,
+            "extras": {},
         }  # fmt: skip
         write_description(temporary.path, target, plan, [(written.num_bytes, written.header)], head, index)
         temporary.publish()
@@ -96,30 +101,56 @@ def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> in
 
 def _write_whole(file: ShardFile, path: Path) -> tuple[Written, dict[str, Any]]:
     """Writes the one shard of a checkpoint, block by block; returns what it is, and the entries of its index."""
-    ordered = sorted(file.places, key=lambda name: (-ITEM_BYTES[file.places[name].dtype], name))
-    places = {MODEL + name: file.places[name] for name in ordered}
-    header = header_of((name, place.dtype, place.shape, place.num_bytes) for name, place in places.items())
-    digests = dict[str, str]()
+    places = {MODEL + name: file.places[name] for name in sorted(file.places)}
+    sizes = {name: math.prod(place.shape) * ITEM_BYTES[MASTER] for name, place in places.items()}
+    header = header_of((name, MASTER, place.shape, sizes[name]) for name, place in places.items())
+    digests, tensors = dict[str, str](), dict[str, Any]()
     with path.open("xb") as stream:
         stream.write(header)
         for name, place in places.items():
             found = []
-            for first, last in pairwise([*range(0, place.num_bytes, BLOCK_BYTES), place.num_bytes]):
-                block = file.read(place.offset + first, memoryview(bytearray(last - first)))
+            ratio = ITEM_BYTES[MASTER] // ITEM_BYTES[place.dtype]
+            for first, last in pairwise([*range(0, sizes[name], BLOCK_BYTES), sizes[name]]):
+                narrow = file.read(place.offset + first // ratio, memoryview(bytearray((last - first) // ratio)))
+                block = _widened(narrow, place.dtype)
                 found.append(digest(block))
                 stream.write(block)
             digests[name] = "".join(found)
+            tensors[name] = empty_entry(MASTER, place.shape, (1,) * len(place.shape))
+            tensors[name].update(files=[0], digests=[digests[name]])
         stream.flush()
         os.fsync(stream.fileno())
-    tensors = {
-        name: {
-            "dtype": place.dtype, "shape": place.shape, "cuts": [1] * len(place.shape), "files": [0],
-            "digests": [digests[name]],
-        }
-        for name, place in places.items()
-    }  # fmt: skip
-    num_bytes = len(header) + sum(place.num_bytes for place in places.values())
+    num_bytes = len(header) + sum(sizes.values())
     return Written(num_bytes, digest(header), digests), tensors
+
+
+def _widened(block: memoryview, dtype: str) -> memoryview:
+    """The bytes of the same numbers in fp32: bf16 is the upper half of fp32, and fp16 has fewer bits in every part."""
+    if dtype == MASTER:
+        return block
+    if dtype == "BF16":
+        return (np.frombuffer(block, "<u2").astype("<u4") << 16).data.cast("B")
+    return np.frombuffer(block, "<f2").astype("<f4").data.cast("B")
+
+
+def _opened(source: Path) -> ShardFile:
+    """Opens a safetensors file. Raises `JobError` MOE0800 for one of another format, MOE0801 for a damaged one."""
+    try:
+        return ShardFile(source)
+    except JobError as error:
+        first = error.diagnostics[0]
+        if first.code != "MOE0801" or source.is_symlink() or not source.is_file():
+            raise
+        with source.open("rb") as stream:
+            begins = stream.read(LENGTH_BYTES + 1)[LENGTH_BYTES:]
+        if begins == b"{":  # so begins every header
+            raise JobError(first.code, first.message, "write or copy this file again") from error
+        raise JobError(
+            "MOE0800",
+            f"{source} is no safetensors file",
+            "`safetensors.torch.save_file` writes one, from a dict of tensors such as "
+            "`torch.load(PATH, weights_only=True)`",
+        ) from error
 
 
 def _require_tensors(source: Path, shard: ShardFile, plan: Plan) -> None:
@@ -129,10 +160,12 @@ def _require_tensors(source: Path, shard: ShardFile, plan: Plan) -> None:
     for name in sorted(wanted.keys() | shard.places.keys()):
         here = shard.places.get(name)
         there = "missing" if here is None else f"{here.dtype} {list(here.shape)}"
+        if here is not None and name in wanted and here.dtype in NARROW and here.shape == wanted[name][1]:
+            continue
         plans = f"{wanted[name][0]} {list(wanted[name][1])}" if name in wanted else "missing"
         if there != plans:
             raise JobError(
                 "MOE0805",
                 f"{source} is not {plan.name}: {name} is {there} in the file, {plans} in the plan",
-                "give a file that `moec checkpoint convert` wrote, or one with the plan's names, in fp32",
+                "give a file that `moec checkpoint convert` wrote, or one with the plan's names, in fp32, bf16 or fp16",
             )

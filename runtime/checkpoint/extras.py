@@ -56,25 +56,25 @@ def _unfit(message: str, help: str) -> JobError:
     return JobError("MOE0809", message, help)
 
 
-def left_out(loading: Loading, *, returned: bool) -> list[str]:
+def unread(loading: Loading, *, returned: bool) -> list[str]:
     """The extras that were not read, and, unless values are `returned` to the script, those of plain data."""
     stored = loading.checkpoint.index.extras
     return [name for name, extra in stored.items() if name not in loading.values or not (extra.loads or returned)]
 
 
 def give(loading: Loading, extras: Mapping[str, Any]) -> None:
-    """Gives the extras their values."""
+    """Gives the extras their values. Raises `JobError` MOE0809 for one whose own methods raise."""
     for name, receiver in extras.items():
-        value = loading.values[name]
-        if not loading.checkpoint.index.extras[name].loads:
-            receiver.clear()
-            receiver.update(value)
-            continue
+        value, loads = loading.values[name], loading.checkpoint.index.extras[name].loads
         try:
-            receiver.load_state_dict(value)
+            if loads:
+                receiver.load_state_dict(value)
+            else:
+                receiver.clear()
+                receiver.update(value)
         except Exception as error:
+            call = f"{name}.load_state_dict" if loads else f"{name}.clear or {name}.update"
             raise _unfit(
-                f"{name}.load_state_dict raised {type(error).__name__}: {str(error)[:300]}; model and optimizer are "
-                "loaded already",
+                f"{call} raised {type(error).__name__}: {str(error)[:300]}; model and optimizer are loaded already",
                 "give the object that the checkpoint's state is of",
             ) from error

@@ -1,32 +1,23 @@
-"""Folders of checkpoints: temporary ones, the last complete one, old ones. Needs no torch.
-
-A checkpoint is written to a temporary folder beside it, which is locked, and renamed. A temporary folder whose lock is
-free is left over from a run that was killed.
-"""
+"""What a folder of checkpoints has: the last complete one, damaged ones, old ones that are removed. Needs no torch."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import os
 import re
 import shutil
-import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from moec.runtime.checkpoint.files import shown, written_but
 from moec.runtime.checkpoint.index import HEAD, INDEX, Head, damaged, missing, shard_name
 from moec.runtime.checkpoint.reading import read_head
+from moec.runtime.checkpoint.temporary import MARK, remove_left_over
 from moec.runtime.errors import JobError
 
-MARK = ".moec-save-"
-DAMAGED = ".damaged"
+ASIDE = ".damaged"
 """The end of the name under which `set_aside` keeps a damaged checkpoint."""
-SET_ASIDE = re.compile(re.escape(DAMAGED) + r"(-[0-9]+)?\Z")
-STALE_SECONDS = 24 * 3600.0
-"""The age from which a temporary folder counts as left over on a file system without locks."""
+SET_ASIDE = re.compile(re.escape(ASIDE) + r"(-[0-9]+)?\Z")
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
@@ -88,13 +79,6 @@ def fault_of(path: Path, head: Head | None = None) -> JobError | None:
     return None
 
 
-def checkpoints_in(folder: Path) -> Iterator[tuple[Path, Head]]:
-    """The folders in `folder` that have a valid `checkpoint.json`."""
-    for path in _folders_in(folder):
-        with suppress(JobError):
-            yield path, read_head(path)
-
-
 def _folders_in(folder: Path) -> list[Path]:
     """Folders that may be checkpoints: none that are hidden, links, or set aside. Without `folder` none.
 
@@ -121,7 +105,7 @@ def require_parent(folder: Path) -> None:
         )
 
 
-def left_out(folder: Path) -> list[str]:
+def unlisted(folder: Path) -> list[str]:
     """Names in `folder` that have a `checkpoint.json` and that `newest_first` does not give: links, for one."""
     if not folder.is_dir():
         return []
@@ -133,7 +117,7 @@ def left_out(folder: Path) -> list[str]:
 def set_aside(path: Path) -> Path | None:
     """Renames a damaged checkpoint to a new name beside it; returns the name, or None where it cannot be renamed."""
     for number in range(1, 100):
-        target = path.with_name(f"{path.name}{DAMAGED}" + (f"-{number}" if number > 1 else ""))
+        target = path.with_name(f"{path.name}{ASIDE}" + (f"-{number}" if number > 1 else ""))
         if not os.path.lexists(target):
             with suppress(OSError):
                 return path.rename(target)
@@ -141,144 +125,40 @@ def set_aside(path: Path) -> Path | None:
     return None
 
 
-class Temporary:
-    """A new, locked folder beside `target`. `publish` gives it `target`'s name, `discard` removes it.
-
-    Raises `JobError` MOE0803 if `target` exists, MOE0804 if it cannot be written.
-    """
-
-    def __init__(self, target: Path) -> None:
-        self.target = target
-        refuse_existing(target)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            while not self._make():
-                pass  # another job took the folder for a left-over one before it was locked
-        except OSError as error:
-            raise unwritable(target, error) from error
-
-    def _make(self) -> bool:
-        """Makes and locks a folder; returns whether it is there."""
-        self.path = Path(tempfile.mkdtemp(prefix=f".{self.target.name}{MARK}", dir=self.target.parent))
-        try:
-            self.path.chmod(0o755)
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-        if self.path.exists():
-            return True
-        os.close(self._lock)
-        return False
-
-    def publish(self) -> None:
-        """Syncs the folder, renames it, and syncs its parent. Of several jobs that do so one succeeds."""
-        try:
-            os.fsync(self._lock)
-            os.rename(self.path, self.target)
-        except OSError as error:
-            # A folder is not renamed onto one with files in it.
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-                raise exists(self.target) from error
-            raise unwritable(self.target, error) from error
-        os.close(self._lock)
-        self._lock = -1
-        sync_folder(self.target.parent)
-
-    def discard(self) -> None:
-        """Removes the folder."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock >= 0:
-            os.close(self._lock)
-            self._lock = -1
-
-
-def refuse_existing(target: Path) -> None:
-    """Raises `JobError` MOE0803 if there is something at `target`: no checkpoint is overwritten."""
-    if os.path.lexists(target):
-        raise exists(target)
-
-
-def shown(path: Path) -> str:
-    """`path` as a script would write it: relative to the working folder if it is inside."""
-    inside = path.is_absolute() and path.is_relative_to(Path.cwd())
-    return str(path.relative_to(Path.cwd()) if inside else path)
-
-
-def exists(target: Path) -> JobError:
-    """The error for a checkpoint whose name is in use."""
-    return JobError("MOE0803", f"{shown(target)}: exists", "save under another name, or remove it first")
-
-
-def unwritable(path: Path, error: OSError, rank: str = "") -> JobError:
-    """The error for a checkpoint that cannot be written. `rank`: a prefix that names the rank."""
-    return JobError(
-        "MOE0804",
-        f"{rank}{shown(path)}: {error.strerror}",
-        "free space, or save to a folder with write permission",
-    )
-
-
-def sync_folder(path: Path) -> None:
-    """Makes new names in a folder durable."""
-    file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Writes and syncs a new file."""
-    with path.open("xb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
 def remove_old(newest: Path, keep: int) -> None:
-    """Leaves `keep` complete checkpoints of its model: `newest`, and those with the highest steps.
+    """Leaves `keep` complete checkpoints of its series: `newest`, and those with the highest steps.
 
-    Removes left-over folders. Raises `JobError` MOE0804.
+    Of a series are those of its model whose names equal its own but for digits: `step-6` and `step-20`, but not `best`.
+    Removes left-over folders. Raises `JobError` MOE0804, which says that `newest` is written.
     """
-    folder, model = newest.parent, read_head(newest).model
-    for entry in list(os.scandir(folder)):
-        if entry.name.startswith(".") and MARK in entry.name:
-            _remove_left_over(Path(entry.path))
-    found = [item for item in checkpoints_in(folder) if item[1].model == model and item[0] != newest]
-    complete = sorted(((head.step, path) for path, head in found if fault_of(path, head) is None), reverse=True)
-    for _, path in complete[max(0, keep - 1) :]:
+    folder = newest.parent
+    try:
+        names, model, found = os.listdir(folder), read_head(newest).model, heads_in(folder)
+    except OSError as error:
+        raise _not_removed(newest, f"old ones cannot be removed: {shown(folder)}: {error.strerror}") from error
+    except JobError as error:
+        raise _not_removed(newest, f"old ones cannot be removed: {error.diagnostics[0].message}") from error
+    for name in names:
+        if name.startswith(".") and MARK in name:
+            remove_left_over(folder / name)
+    series = _without_digits(newest.name)
+    complete = [
+        path
+        for path, head in found
+        if head is not None and head.model == model and path != newest
+        and _without_digits(path.name) == series and fault_of(path, head) is None
+    ]  # fmt: skip
+    for path in complete[keep - 1 :]:
         try:
             # Renamed first: a folder that is half removed must not be found.
             shutil.rmtree(path.rename(path.parent / f".{path.name}{MARK}old-{time.time_ns()}"))
         except OSError as error:
-            raise JobError(
-                "MOE0804",
-                f"{shown(newest)} is written, but {shown(path)} cannot be removed: {error.strerror}",
-                "remove it yourself, or save without `keep`",
-            ) from error
+            raise _not_removed(newest, f"{shown(path)} cannot be removed: {error.strerror}") from error
 
 
-def _remove_left_over(path: Path) -> None:
-    """Removes a temporary folder unless a job has its lock. A job that waits for the lock then finds no folder."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:
-        return
-    try:
-        if _is_left_over(file):
-            shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(file)
+def _without_digits(name: str) -> str:
+    return re.sub(r"[0-9]+", "#", name)
 
 
-def _is_left_over(file: int) -> bool:
-    """Locks an open folder, if it can; returns whether no job writes to it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return time.time() - os.fstat(file).st_mtime > STALE_SECONDS
-    return True
+def _not_removed(newest: Path, words: str) -> JobError:
+    return written_but(newest, words, "remove old checkpoints yourself, or save without `keep`")

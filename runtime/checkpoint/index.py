@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -23,6 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from moec.runtime.errors import JobError
 
 HEAD, INDEX = "checkpoint.json", "index.json"
+TORCH_METADATA = ".metadata"
+"""The file that `torch.distributed.checkpoint` writes."""
 MODEL, EXTRAS, RNG = "model/", "extras/", "rng/"
 """How names of tensors begin. Those of the optimizer are in `optimizer_state.py`."""
 FORMAT = 1
@@ -140,19 +143,22 @@ class Extra(Data):
 
 
 class Index(Data):
-    """The content of `index.json`. `headers`: the digest of each shard's header. `job_tokens`: of all ranks.
+    """The content of `index.json`. `headers`: the digest of each shard's header. `job_tokens`: of all ranks."""
 
-    `model` is None in a checkpoint of an older moec.
-    """
-
-    model: ModelFields | None = None
+    model: ModelFields
     headers: tuple[Digest, ...]
     tensors: dict[Name, Entry]
     settings: dict[Text, int]
     job_steps: Count
-    job_tokens: Count = 0
+    job_tokens: Count
     optimizer: OptimizerEntry | None
     extras: dict[Text, Extra]
+
+
+def empty_entry(dtype: str, shape: Sequence[int], cuts: Sequence[int]) -> dict[str, Any]:
+    """An `Entry` as plain data, none of whose cells has a shard and a digest so far."""
+    cells = math.prod(cuts)
+    return {"dtype": dtype, "shape": shape, "cuts": cuts, "files": [None] * cells, "digests": [""] * cells}
 
 
 def shard_name(rank: int) -> str:
@@ -183,7 +189,19 @@ def damaged(path: Path, message: str) -> JobError:
 
 
 def missing(path: Path, error: OSError) -> JobError:
-    """The error for a file that cannot be read. Its help names the checkpoints that the folder has, if any."""
+    """The error for a file that cannot be read. Its help names the checkpoints that the folder has, if any.
+
+    Says what `path` is in if it is `checkpoint.json` of what is no checkpoint.
+    """
+    if path.name == HEAD and path.parent.is_file():
+        return JobError(
+            "MOE0800",
+            f"{path.parent} is a file, and a checkpoint is a folder",
+            "give the folder that has `checkpoint.json`; `moec checkpoint convert FILE -o FOLDER --plan PLAN` makes "
+            "one from a safetensors file",
+        )
+    if path.name == HEAD and is_of_torch(path.parent):
+        return of_torch(path.parent)
     inside = sorted(head.parent.name for head in path.parent.glob(f"*/{HEAD}"))
     if inside:
         more = ", …" if len(inside) > 5 else ""
@@ -191,6 +209,21 @@ def missing(path: Path, error: OSError) -> JobError:
     else:
         help = "`moec.latest(folder)` finds the last complete checkpoint of a folder"
     return JobError("MOE0800", f"{path}: {error.strerror}", help)
+
+
+def is_of_torch(folder: Path) -> bool:
+    """Whether `folder` is one that `torch.distributed.checkpoint` wrote."""
+    return os.path.lexists(folder / TORCH_METADATA) and not os.path.lexists(folder / HEAD)
+
+
+def of_torch(folder: Path) -> JobError:
+    """The error for such a folder in place of a checkpoint."""
+    return JobError(
+        "MOE0800",
+        f"{folder} is a folder of torch.distributed.checkpoint, which moec does not read: its metadata is a pickle",
+        "read it into `state = model.state_dict()` with `torch.distributed.checkpoint.load`, and give that to "
+        "`model.load_state_dict`; then `job.save` writes a checkpoint",
+    )
 
 
 def unexpected(error: Exception, place: str = "") -> JobError:
@@ -227,7 +260,7 @@ def parse_head(path: Path, content: bytes) -> Head:
 
 
 def refuse_unreadable(target: Path, head: bytes, index: bytes) -> None:
-    """Raises `JobError` MOE0804 for files beyond the limits of a reader: nobody could load the checkpoint."""
+    """Raises `JobError` MOE0804 for files beyond the limits of a reader, which would refuse the checkpoint."""
     try:
         if len(head) > MAX_HEAD_BYTES or len(index) > MAX_INDEX_BYTES:
             raise damaged(target, f"its index has {len(index)} bytes; the limit is {MAX_INDEX_BYTES}")
@@ -247,7 +280,7 @@ def parse_index(path: Path, content: bytes, head: Head) -> Index:
     index = _validated(Index, path, content)
     if len(index.headers) != head.world_size:
         raise damaged(path, f"it has {len(index.headers)} headers, but {head.world_size} ranks")
-    if index.model and any(kind >= len(index.model.layers) for kind in index.model.kinds):
+    if any(kind >= len(index.model.layers) for kind in index.model.kinds):
         raise damaged(path, "model: a layer has a kind that is not there")
     pieces = sum(len(entry.files) for entry in index.tensors.values())
     if pieces > MAX_PIECES:

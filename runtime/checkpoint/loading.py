@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 import warnings
-import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,14 +19,23 @@ from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
 from moec.runtime.checkpoint.content import random_states, require_optimizer
-from moec.runtime.checkpoint.extras import give, left_out, read_extras
-from moec.runtime.checkpoint.folders import shown
+from moec.runtime.checkpoint.extras import give, read_extras, unread
+from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.grid import Box
 from moec.runtime.checkpoint.index import MODEL, RNG, Entry, unexpected
 from moec.runtime.checkpoint.mathematics import differences
-from moec.runtime.checkpoint.optimizer_state import OPTIONS, Plain, Target, plain_of, put_back, targets_of
+from moec.runtime.checkpoint.optimizer_state import (
+    OPTIONS,
+    Plain,
+    Target,
+    plain_of,
+    put_back,
+    require_members,
+    targets_of,
+)
 from moec.runtime.checkpoint.parts import DTYPES, UnevenError, part_of
 from moec.runtime.checkpoint.reading import Block, Checkpoint
+from moec.runtime.checkpoint.saving import of_words
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.module import PlanModule
@@ -39,7 +47,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 MAX_NAMED = 5
-OTHER_CALLS = "ranks give job.load other paths or extras, or an optimizer on some ranks only"
 
 
 @dataclass(slots=True)
@@ -109,21 +116,23 @@ def load(
     """Loads a checkpoint. `Job.load` describes it. `resumes`: for `Job.resume`, which returns no values."""
     saves = job.saves
     complaint = saves.wait() or model.open_step_complaint()
-    given = (zlib.crc32(str(path).encode()), int(optimizer is not None), zlib.crc32("\0".join(sorted(extras)).encode()))
-    job.checks.require("job.load", complaint, MustMatch("MOE0811", OTHER_CALLS, given))
+    job.checks.require("job.load", complaint, *_same_calls(str(path), optimizer, extras))
     number = saves.next_number()
 
     def together(act: Callable[[], T], stage: str) -> T:
         """`act()` on every rank, or its first error on every rank. Ranks may take any time."""
-        result, complaint = None, None
+        result, complaint, cause = None, None, None
         try:
             result = act()
         except JobError as error:
-            complaint = Complaint.of(error)
-        except (RuntimeError, MemoryError) as error:  # out of memory on this rank: the others wait for it
-            complaint = Complaint.of(unexpected(error))
+            complaint, cause = Complaint.of(error), error.__cause__
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever an object of the script raises
+            complaint, cause = Complaint.of(unexpected(error)), error
         saves.peers.barrier(f"{number}/{stage}")
-        job.checks.require("job.load", complaint)
+        try:
+            job.checks.require("job.load", complaint)
+        except JobError as error:
+            raise error from cause or error.__cause__
         return result  # type: ignore[return-value]
 
     loading = together(lambda: _prepared(job, Path(path), model, optimizer, extras), "prepared")
@@ -138,6 +147,16 @@ def load(
         for words in _remarks(loading, job.plan, optimizer, extras, resumes=resumes):
             warnings.warn(f"{shown(Path(path).absolute())}: {words}", stacklevel=4 if resumes else 3)
     return {name: value for name, value in loading.values.items() if not index.extras[name].loads}
+
+
+def _same_calls(path: str, optimizer: Optimizer | None, extras: Mapping[str, Any]) -> tuple[MustMatch, ...]:
+    """What must match on all ranks: the path, whether there is an optimizer, and the names of extras."""
+    claims = {
+        "ranks give job.load different paths": of_words(path),
+        "some ranks give job.load an optimizer, and others none": int(optimizer is not None),
+        "ranks give job.load extras of different names": of_words(*sorted(extras)),
+    }
+    return tuple(MustMatch("MOE0811", words, (number,)) for words, number in claims.items())
 
 
 def _prepared(
@@ -156,7 +175,8 @@ def _prepared(
         raise unfit.error()
     if optimizer is not None:
         named = parameters_by_name(model, plan)
-        loading.states = targets_of(require_optimizer(optimizer), index.optimizer, index.tensors, named)
+        require_members(require_optimizer(optimizer), named)
+        loading.states = targets_of(optimizer, index.optimizer, index.tensors, named)
         for name, target in loading.states.items():
             try:
                 loading.want(name, target.place)
@@ -164,7 +184,9 @@ def _prepared(
                 raise JobError("MOE0806", f"{name} cannot be loaded: {error}") from error
         assert index.optimizer is not None
         try:
-            loading.plain = plain_of(index.optimizer, lambda group, i: loading.read_plain(f"{OPTIONS}{group}/", i))
+            loading.plain = plain_of(
+                optimizer, index.optimizer, named, lambda group, i: loading.read_plain(f"{OPTIONS}{group}/", i)
+            )
         except (ValueError, TypeError) as error:
             raise JobError("MOE0801", f"{path}: optimizer: {error}") from error
     if head.world_size == plan.world_size:
@@ -178,17 +200,39 @@ def _remarks(
 ) -> Iterator[str]:
     """What a script should know of a checkpoint that was loaded: another model of the same shapes, parts not loaded."""
     index = loading.checkpoint.index
-    others = differences(index.model, plan.spec.model) if index.model else []
+    others = differences(index.model, plan.spec.model)
     if others:
         more = f"; and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
         yield f"the model has the same shapes, but computes something else: {'; '.join(others[:MAX_NAMED])}{more}"
     if resumes and index.optimizer is not None and optimizer is None:
         yield f"its optimizer, a {index.optimizer.kind}, was not loaded: give job.resume one"
-    if resumes or optimizer is not None or extras:  # else the script wants weights alone
-        left = [name for name in left_out(loading, returned=not resumes) if name not in extras]
+    if loading.plain is not None and loading.plain.is_reordered:
+        yield from _remarks_of_order(loading, loading.plain.groups, extras)
+    if resumes or optimizer is not None or extras:  # else the script wants the model alone
+        left = [name for name in unread(loading, returned=not resumes) if name not in extras]
         if left:
             call = "job.resume" if resumes else "job.load"
             yield f"not loaded: {', '.join(left)}; give {call} an object for each, such as `{left[0]}={left[0]}`"
+
+
+def _remarks_of_order(loading: Loading, order: Sequence[int], extras: Mapping[str, Any]) -> Iterator[str]:
+    """What happened to groups of an optimizer in another order, if an object was loaded that may count them."""
+    index = loading.checkpoint.index
+    assert index.optimizer is not None
+    objects = [name for name in extras if index.extras[name].loads]
+    if not objects:
+        return
+    groups = index.optimizer.groups
+    moved = [f"group {there} is group {here} here" for here, there in enumerate(order) if here != there]
+    first = next(there for here, there in enumerate(order) if here != there)
+    such = f", that of {groups[first].parameters[0]}" if groups[first].parameters else ""
+    more = f"; and {len(moved) - MAX_NAMED} more" if len(moved) > MAX_NAMED else ""
+    yield (
+        f"the optimizer's groups are in another order than in the checkpoint, whose {moved[0]}{such}"
+        f"{''.join(f'; {each}' for each in moved[1:MAX_NAMED])}{more}. Options went to the groups with the same "
+        f"parameters, but a scheduler counts groups by number ({', '.join(objects)}): make the groups in the "
+        "checkpoint's order"
+    )
 
 
 def _read_random_states(loading: Loading, job: Job, device: torch.device) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+from torch.distributed.tensor import DTensor, empty
 from torch.optim import Optimizer
 
 from moec.runtime.checkpoint.index import Entry, OptimizerEntry
 from moec.runtime.checkpoint.parts import DTYPE_NAMES, DTYPES
 from moec.runtime.checkpoint.trees import decode, encode
 from moec.runtime.errors import JobError
+from moec.runtime.job.masters import placements_without
 
 PREFIX, OPTIONS = "optimizer/", "options/"
 IMPLEMENTATION = frozenset(("params", "param_names", "fused", "foreach", "capturable", "differentiable"))
@@ -73,13 +74,22 @@ def collect(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> Optimize
     return OptimizerContent({"kind": kind_of(optimizer), "groups": groups, "numbers": numbers}, tensors)
 
 
+def require_members(optimizer: Optimizer, named: Mapping[str, nn.Parameter]) -> None:
+    """Raises `JobError` MOE0807 for a parameter of `optimizer` that is not among `named`, the model's."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            _name(parameter, names)
+
+
 def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     name = names.get(id(parameter))
     if name is None:
         raise JobError(
             "MOE0807",
             f"the optimizer has a parameter {list(parameter.shape)} that is not the model's",
-            "give an optimizer over `model.parameters()` alone, and save those of other modules as an extra",
+            "give an optimizer over `model.parameters()` alone, and other modules a second one; these are extras: "
+            "`job.save(path, model, optimizer, adapter=adapter, second=second)`",
         )
     return name
 
@@ -129,7 +139,11 @@ def targets_of(
     with a state that fits no tensor of this rank.
     """
     if entry is None:
-        raise _other("the checkpoint has no optimizer", "load it without one")
+        raise _other(
+            "the checkpoint has no optimizer",
+            "load the model alone, `job.load(path, model)`; if job.resume found it, move it to another folder, and "
+            "load it from there before job.resume",
+        )
     if entry.kind != kind_of(optimizer):
         raise _other(f"the checkpoint has the state of a {entry.kind}, but the optimizer is a {kind_of(optimizer)}")
     names = {id(parameter): name for name, parameter in named.items()}
@@ -212,7 +226,7 @@ def _is_factor(shape: tuple[int, ...], parameter: DTensor) -> bool:
 
 def _empty_factor(shape: tuple[int, ...], parameter: DTensor, dtype: torch.dtype) -> Tensor:
     """A DTensor that lies as the parameter does, whole in dims of size 1."""
-    placements = [Replicate() if isinstance(p, Shard) and shape[p.dim] == 1 else p for p in parameter.placements]
+    placements = placements_without(parameter, [dim for dim, size in enumerate(shape) if size == 1])
     return empty(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
 
 
@@ -222,26 +236,50 @@ def _other(message: str, help: str = "make the optimizer as the run that saved d
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """The plain data of a checkpoint's optimizer: `options` of each group by its parameters, `numbers` by parameter."""
+    """The plain data of a checkpoint's optimizer: `options` of each of its groups, `numbers` by parameter.
 
-    options: Mapping[frozenset[str], Mapping[str, Any]]
+    `groups`: for each group of the optimizer here, the number of the checkpoint's group with the same parameters.
+    """
+
+    options: Sequence[Mapping[str, Any]]
     numbers: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[int]
+
+    @property
+    def is_reordered(self) -> bool:
+        """Whether the groups here are in another order than in the checkpoint."""
+        return list(self.groups) != sorted(self.groups)
 
 
-def plain_of(entry: OptimizerEntry, tensor_of: Callable[[int, int], Tensor]) -> Plain:
+def plain_of(
+    optimizer: Optimizer,
+    entry: OptimizerEntry,
+    named: Mapping[str, nn.Parameter],
+    tensor_of: Callable[[int, int], Tensor],
+) -> Plain:
     """Decodes it; `tensor_of(group, number)` gives the tensors among the options. Changes nothing.
 
-    Raises `ValueError` or `TypeError` for what `collect` does not write.
+    `optimizer` has the groups of `entry` in any order. Raises `ValueError` or `TypeError` for what `collect` does not
+    write.
     """
-    options, numbers = {}, {}
+    options, numbers = [], {}
     for number, group in enumerate(entry.groups):
         found = decode(group.options, partial(tensor_of, number))
         if not isinstance(found, dict) or not IMPLEMENTATION.isdisjoint(found):
             raise ValueError(f"the options of group {number} are not those of an optimizer")
-        options[frozenset(group.parameters)] = found
+        options.append(found)
     for name, trees in entry.numbers.items():
         numbers[name] = {key: decode(tree, _no_tensor) for key, tree in trees.items()}
-    return Plain(options, numbers)
+    return Plain(options, numbers, _numbers_of_groups(optimizer, entry, named))
+
+
+def _numbers_of_groups(optimizer: Optimizer, entry: OptimizerEntry, named: Mapping[str, nn.Parameter]) -> list[int]:
+    """`Plain.groups`; groups with equal parameters, which have none, are taken in their order."""
+    names = {id(parameter): name for name, parameter in named.items()}
+    left: dict[frozenset[str], list[int]] = {}
+    for number in reversed(range(len(entry.groups))):
+        left.setdefault(frozenset(entry.groups[number].parameters), []).append(number)
+    return [left[frozenset(names[id(p)] for p in group["params"])].pop() for group in optimizer.param_groups]
 
 
 def _no_tensor(_: int) -> Tensor:
@@ -259,9 +297,9 @@ def put_back(
     `states`: by parameter and key, filled already.
     """
     names = {id(parameter): name for name, parameter in named.items()}
-    for group in optimizer.param_groups:
+    for group, number in zip(optimizer.param_groups, plain.groups, strict=True):
         members = [names[id(parameter)] for parameter in group["params"]]
-        group.update(plain.options[frozenset(members)])
+        group.update(plain.options[number])
         for name, parameter in zip(members, group["params"], strict=True):
             found = {**states.get(name, {}), **plain.numbers.get(name, {})}
             if found:

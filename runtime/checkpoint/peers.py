@@ -119,7 +119,7 @@ class _Watched:
     def __init__(self, watch: Watch, rank: int) -> None:
         self._watch, self._rank = watch, rank
         self._beats, self._since = -1, time.monotonic()
-        # Most waits end sooner, and nobody need beat.
+        # Beats are asked for only after a quarter of the timeout.
         self._next = self._since + watch.timeout / 4
 
     def require_alive(self) -> None:

@@ -12,20 +12,18 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from moec.runtime.checkpoint.folders import (
-    SET_ASIDE,
-    fault_of,
-    left_out,
-    newest_first,
-    require_parent,
-    set_aside,
-    shown,
-)
+from moec.codegen.plan import Plan
+from moec.runtime.checkpoint.content import require_optimizer
+from moec.runtime.checkpoint.files import shown
+from moec.runtime.checkpoint.folders import SET_ASIDE, fault_of, newest_first, require_parent, set_aside, unlisted
+from moec.runtime.checkpoint.index import is_of_torch, of_torch
 from moec.runtime.checkpoint.loading import load
+from moec.runtime.checkpoint.optimizer_state import require_members
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.module import PlanModule
+from moec.runtime.job.plan_names import parameters_by_name
 from moec.runtime.job.watch import collective
 
 if TYPE_CHECKING:
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 NAME_BYTES = 256
 """The longest name of a file on common file systems, and its end."""
-MISSING, DAMAGED = "MOE0800", "MOE0801"
+CODE_OF_MISSING, CODE_OF_DAMAGE = "MOE0800", "MOE0801"
 
 
 def resume(
@@ -41,18 +39,38 @@ def resume(
 ) -> int:
     """Loads the last complete checkpoint without damage. `Job.resume` describes it."""
     search, failure = _Search(Path(folder)), None
+    job.checks.require("job.resume", _complaint_about(job.plan, model, optimizer))
     while name := _agree_on_next(job, search, failure):
         try:
             load(job, Path(folder) / name, model, optimizer, extras, resumes=True)
         except JobError as error:
             failure = error
-            if _code(error) not in (MISSING, DAMAGED):
+            if _code(error) not in (CODE_OF_MISSING, CODE_OF_DAMAGE):
                 raise
         else:
             if job.rank == 0:
                 search.set_damaged_aside(name)
             break
-    return model.settings["step"]
+    step = model.settings["step"]
+    if not name and step and job.rank == 0:
+        # stacklevel: the script's line, past `resume` and `Job.resume`
+        warnings.warn(
+            f"there is no checkpoint in {shown(Path(folder).absolute())}: training goes on from step {step}, that of "
+            "the weights that were loaded; `model.set(step=0)` before job.resume begins a new count",
+            stacklevel=3,
+        )
+    return step
+
+
+def _complaint_about(plan: Plan, model: PlanModule, optimizer: Optimizer | None) -> Complaint | None:
+    """Why no checkpoint of the run could be saved: now, and not after a thousand steps."""
+    try:
+        named = parameters_by_name(model, plan)
+        if optimizer is not None:
+            require_members(require_optimizer(optimizer), named)
+    except JobError as error:
+        return Complaint.of(error)
+    return None
 
 
 class _Search:
@@ -74,8 +92,8 @@ class _Search:
             self._left = newest_first(self._folder)
         if failure is not None and self._current is not None:
             # A file that cannot be opened is a damage only if rank 0 misses it too.
-            found = failure if _code(failure) == DAMAGED else fault_of(self._current)
-            if found is None or _code(found) != DAMAGED:
+            found = failure if _code(failure) == CODE_OF_DAMAGE else fault_of(self._current)
+            if found is None or _code(found) != CODE_OF_DAMAGE:
                 raise failure
             self._damages.append((self._current, failure))
         while self._left:
@@ -83,7 +101,7 @@ class _Search:
             fault = fault_of(self._current)
             if fault is None:
                 return self._current.name
-            if _code(fault) != DAMAGED:
+            if _code(fault) != CODE_OF_DAMAGE:
                 raise fault
             self._damages.append((self._current, fault))
         if self._damages:
@@ -94,18 +112,20 @@ class _Search:
                 f"no checkpoint in {shown(self._folder)} is without damage: restore one, or move them away to begin "
                 "anew",
             )
-        if others := left_out(self._folder):
+        if others := unlisted(self._folder):
             raise JobError(
                 "MOE0800",
                 f"{shown(self._folder)} has no checkpoint to resume, but {', '.join(others[:3])}: a link, without a "
                 "valid checkpoint.json, or set aside as damaged",
                 "load it with `job.load`, give it a name and content of its own, or move it away to begin anew",
             )
+        if is_of_torch(self._folder):
+            raise of_torch(self._folder)
         return ""
 
     def set_damaged_aside(self, name: str) -> None:
         """Gives damaged checkpoints other names, so that a run can save under theirs, and warns of each."""
-        for other in left_out(self._folder):
+        for other in unlisted(self._folder):
             if not SET_ASIDE.search(other) and not (self._folder / other).is_symlink():
                 warnings.warn(
                     f"{shown(self._folder / other)} is left out: it has no valid checkpoint.json", stacklevel=4

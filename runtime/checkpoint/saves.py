@@ -1,4 +1,4 @@
-"""The saves of a job, as the training thread sees them: one at a time, each written by another thread."""
+"""All saves of a job: the last one, for which the next waits, their numbers, and when each folder got one."""
 
 from __future__ import annotations
 

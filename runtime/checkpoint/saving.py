@@ -1,4 +1,4 @@
-"""Begins a save: ranks agree, and each copies what it writes."""
+"""The function `save`, which begins one save: ranks agree, each copies what it writes, and the thread starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from moec.runtime.checkpoint.content import Content, content_of
-from moec.runtime.checkpoint.folders import refuse_existing, shown
+from moec.runtime.checkpoint.files import refuse_existing, shown
 from moec.runtime.checkpoint.index import unexpected
 from moec.runtime.checkpoint.parts import Part
 from moec.runtime.checkpoint.shards import Piece
@@ -45,16 +45,17 @@ def save(
     except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever a `state_dict` raises
         complaint, cause = complaint or Complaint.of(unexpected(error, f"{shown(target)}: ")), error
     try:
-        job.checks.require("job.save", complaint, same_calls(str(path), keep, content))
+        job.checks.require("job.save", complaint, *same_calls(str(path), keep, content))
     except JobError as error:
         raise error from cause
     assert content is not None
     failure: Complaint | None = None
-    pieces, parts = list[Piece](), dict[str, Part]()
+    pieces, parts, cause = list[Piece](), dict[str, Part](), None
     try:
         pieces, parts = content.copies()
-    except (MemoryError, RuntimeError) as error:
-        failure = Complaint.of(unexpected(error, f"rank {job.rank}: {shown(target)}: a copy to host memory failed: "))
+    except Exception as error:  # noqa: BLE001 - the other ranks wait for this one's message
+        words = f"rank {job.rank}: {shown(target)}: a copy to host memory failed: "
+        failure, cause = Complaint.of(unexpected(error, words)), error
     head = {
         "moec": plan.moec,
         "step": content.settings["step"],
@@ -63,17 +64,28 @@ def save(
         "optimizer": content.optimizer and content.optimizer["kind"],
     }
     data_ranks = [plan.data_rank(rank) for rank in range(plan.world_size)] if job.rank == 0 else ()
-    return saves.start(Task(saves.next_number(), plan, target, head, data_ranks, keep, content, pieces, parts, failure))
+    number = saves.next_number()
+    return saves.start(Task(number, plan, target, head, data_ranks, keep, content, pieces, parts, failure, cause))
 
 
 def require_keep(keep: int | None) -> None:
-    """Raises `ValueError` for a number of checkpoints that nobody can keep."""
-    if keep is not None and keep < 1:
-        raise ValueError(f"keep is a number of checkpoints from 1, not {keep}")
+    """Raises `ValueError` unless `keep` is a whole number from 1, or None."""
+    if keep is not None and not (isinstance(keep, int) and keep >= 1):
+        raise ValueError(f"keep is a number of checkpoints from 1, not {keep!r}")
 
 
-def same_calls(path: str, keep: int | None, content: Content | None) -> MustMatch:
-    """What must match on all ranks: the path, `keep`, and the names of tensors and extras."""
-    names = "\0".join([*sorted(content.parts), *sorted(content.extras)]) if content else ""
-    words = "ranks give job.save other paths, `keep`, extras, or optimizers with other states"
-    return MustMatch("MOE0811", words, (zlib.crc32(path.encode()), keep or 0, zlib.crc32(names.encode())))
+def same_calls(path: str, keep: int | None, content: Content | None) -> tuple[MustMatch, ...]:
+    """What must match on all ranks: the path, `keep`, and the names of extras and of tensors."""
+    extras, tensors = (sorted(content.extras), sorted(content.parts)) if content else ((), ())
+    claims = {
+        "different paths": of_words(path),
+        "different values of `keep`": keep or 0,
+        "extras of different names": of_words(*extras),
+        "different optimizers: some have states that others lack": of_words(*tensors),
+    }
+    return tuple(MustMatch("MOE0811", f"ranks give job.save {words}", (number,)) for words, number in claims.items())
+
+
+def of_words(*words: str) -> int:
+    """A number that is equal on all ranks if the words are."""
+    return zlib.crc32("\0".join(words).encode())

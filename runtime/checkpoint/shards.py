@@ -10,9 +10,10 @@ import json
 import math
 import os
 import stat
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,21 +60,42 @@ def in_order(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def write_shard(path: Path, pieces: Iterable[Piece]) -> Written:
-    """Writes and syncs a shard while a thread hashes its blocks. Raises `OSError`."""
+    """Writes and syncs a shard while a thread hashes its blocks. Raises `OSError`.
+
+    The interpreter's exit waits for no thread of it: a job that ends with an error need not wait for a long shard.
+    """
     ordered = in_order(pieces)
     header = header_of((p.name, p.dtype, p.shape, len(p.content)) for p in ordered)
-    with path.open("xb", buffering=0) as stream, ThreadPoolExecutor(1) as hashing:
-        hashes = {piece.name: [hashing.submit(digest, block) for block in _blocks(piece.content)] for piece in ordered}
+    hashes, is_unwanted = Future[dict[str, str]](), threading.Event()
+    with path.open("xb", buffering=0) as stream:
+        # No executor: at exit the interpreter waits for its threads, which first do all that is queued.
+        threading.Thread(target=_hash, args=(ordered, hashes, is_unwanted), daemon=True).start()
         try:
             for content in (memoryview(header), *(piece.content for piece in ordered)):
                 _write_all(stream, content)
             os.fsync(stream.fileno())
-        except OSError:
-            hashing.shutdown(wait=False, cancel_futures=True)
+        except BaseException:
+            is_unwanted.set()
             raise
-        digests = {name: "".join(each.result() for each in found) for name, found in hashes.items()}
     size = len(header) + sum(len(piece.content) for piece in ordered)
-    return Written(size, digest(header), digests)
+    return Written(size, digest(header), hashes.result())
+
+
+def _hash(pieces: Iterable[Piece], hashes: Future[dict[str, str]], is_unwanted: threading.Event) -> None:
+    """Gives `hashes` the digests of every piece's blocks, end to end; gives up when they `is_unwanted`."""
+    digests = {}
+    try:
+        for piece in pieces:
+            found = []
+            for block in _blocks(piece.content):
+                if is_unwanted.is_set():
+                    return
+                found.append(digest(block))
+            digests[piece.name] = "".join(found)
+    except Exception as error:  # noqa: BLE001 - raised by `hashes.result`
+        hashes.set_exception(error)
+    else:
+        hashes.set_result(digests)
 
 
 def _blocks(content: memoryview) -> Iterator[memoryview]:

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from moec.runtime.job.wakeup import Handler, is_of_wakeup
 
 REPEAT_SECONDS = 10.0
-"""A launcher and a scheduler may both send the signal: a second one that comes as soon as this says nothing new."""
+"""A launcher and a scheduler may both send the signal: a second one within this time is ignored."""
 
 
 class SignalNotice:

@@ -1,4 +1,4 @@
-"""Writes a checkpoint: every rank its shard, rank 0 the index, in a thread beside the steps."""
+"""The thread that writes one checkpoint beside the steps, and `Saving`, the script's handle of it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from typing import Any
 from moec.codegen.plan import Plan
 from moec.runtime.checkpoint.content import Content
 from moec.runtime.checkpoint.description import write_description
-from moec.runtime.checkpoint.folders import Temporary, remove_old, shown, unwritable
-from moec.runtime.checkpoint.index import EXTRAS, shard_name, unexpected
+from moec.runtime.checkpoint.files import shown, unwritable
+from moec.runtime.checkpoint.folders import remove_old
+from moec.runtime.checkpoint.index import EXTRAS, empty_entry, shard_name, unexpected
 from moec.runtime.checkpoint.parts import Part
 from moec.runtime.checkpoint.peers import Peers
 from moec.runtime.checkpoint.shards import Piece, write_shard
+from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError, RankError
 from moec.runtime.job.checks import Complaint
 
@@ -63,7 +65,10 @@ class Saving:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One save of one rank. `head`: fields of `checkpoint.json`; `failure`: why there are no pieces."""
+    """One save of one rank. `head`: fields of `checkpoint.json`.
+
+    `failure`: why there are no pieces; `cause`: the exception behind it.
+    """
 
     number: int
     plan: Plan
@@ -75,13 +80,14 @@ class Task:
     pieces: Sequence[Piece]
     parts: Mapping[str, Part]
     failure: Complaint | None = None
+    cause: Exception | None = None
 
 
 def write(task: Task, peers: Peers) -> None:
     """Writes the checkpoint together with the other ranks. Raises the same `JobError` on every rank."""
-    begin, opened, written, outcome = (f"{task.number}/{word}" for word in ("begin", "opened", "written", "outcome"))
-
-    causes: list[Exception] = []
+    words = "begin", "opened", "written", "outcome", "read"
+    begin, opened, written, outcome, read = (f"{task.number}/{word}" for word in words)
+    causes: list[Exception] = [task.cause] if task.cause is not None else []
 
     def or_failure(act: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """`act()`, or its failure as a message: the other ranks wait for one."""
@@ -106,6 +112,9 @@ def write(task: Task, peers: Peers) -> None:
             if leader is not None:
                 peers.broadcast(outcome, or_failure(partial(leader.close, written)))
             message = peers.receive(outcome)
+        peers.send(read, None)
+        if leader is not None:
+            peers.collect(read)  # the process of rank 0 may hold the store, and may end next
     finally:
         if leader is not None:
             leader.clean()
@@ -189,11 +198,7 @@ class _Leader:
         tensors: dict[str, dict[str, Any]] = {}
         for rank, report in enumerate(reports):
             for name, (number, dtype, shape, cuts, digests) in report["cells"].items():
-                cells = 1
-                for cut in cuts:
-                    cells *= cut
-                empty = {"dtype": dtype, "shape": shape, "cuts": cuts, "files": [None] * cells, "digests": [""] * cells}
-                entry = tensors.setdefault(name, empty)
+                entry = tensors.setdefault(name, empty_entry(dtype, shape, cuts))
                 assert entry["files"][number] is None, f"{name}: two ranks wrote cell {number}"
                 entry["files"][number], entry["digests"][number] = rank, digests
         for name, entry in tensors.items():

@@ -21,6 +21,8 @@ def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens
     """The block of `Job.accumulate`, which describes it."""
     if not labels:
         raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch of the block")
+    _require_tensors("labels", labels, "unpack them: `job.accumulate(model, *labels)`")
+    _require_tensors("tokens", tokens, "pass a tuple with the tokens of each micro-batch: `tokens=(…, …)`")
     if not tokens and model.counts_padding:
         raise JobError(
             "MOE0713",
@@ -42,5 +44,18 @@ def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)
         used.require_whole(flat, look=look, numbered=model.draws)
+        tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
+        job.count_tokens(used.given, used.given_of_all // tp)
         if not job.finite.stops_at_loss(model, torch.as_tensor(used.loss)):
             model.update_states()
+
+
+def _require_tensors(name: str, parts: object, help: str) -> None:
+    """Raises `JobError` unless `parts` is a sequence with a tensor for each micro-batch."""
+    if not isinstance(parts, tuple | list):
+        raise JobError("MOE0713", f"job.accumulate got {name} of class {type(parts).__name__}, not a tuple", help)
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise JobError(
+                "MOE0713", f"job.accumulate got a {type(part).__name__} in place of a tensor of {name}", help
+            )

@@ -58,7 +58,7 @@ class Adafactor(MatrixOptimizer):
                 self._update(masters, group)
 
     def _update(self, masters: Sequence[Master], group: dict[str, Any]) -> None:
-        gradients = [master.gradient(self.grad_scale) for master in masters]
+        gradients = [master.take_gradient(self.grad_scale) for master in masters]
         directions, squares = [], []
         for master, gradient, sums in zip(masters, gradients, self._sums(masters, gradients), strict=True):
             direction = None

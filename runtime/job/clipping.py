@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from moec.runtime.errors import JobError
-from moec.runtime.job.masters import local_part
+from moec.runtime.job.masters import has_closure, local_part
 from moec.runtime.job.matrix_optimizer import MatrixOptimizer
 from moec.runtime.job.narrow_states import NarrowAdamW
 
@@ -88,25 +88,34 @@ def _refused() -> JobError:
     )
 
 
-def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether the optimizer can divide the gradients of all these parameters itself.
+def watch_steps(optimizer: Optimizer) -> bool:
+    """Makes the optimizer's steps take what is handed over. Returns whether they did so before."""
+    if optimizer in _watched:
+        return True
+    _watched.add(optimizer)
+    optimizer.register_step_pre_hook(_take)
+    optimizer.register_step_post_hook(_release)
+    return False
 
-    The fused kernels of Adam and AdamW can, on one device; Muon and Adafactor too.
+
+def takes_scale(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether the optimizer's next step can divide the gradients of all these parameters itself.
+
+    The fused kernels of Adam and AdamW can, on one device; Muon and Adafactor too. Not while a step runs, whose closure
+    calls this: a first call makes steps watched, and does not know whether one runs.
     """
     fused = type(optimizer) in (Adam, AdamW, NarrowAdamW) and all(group["fused"] for group in optimizer.param_groups)
     if not fused and not isinstance(optimizer, MatrixOptimizer):
         return False
     own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     graded = [parameter for parameter in parameters if parameter.grad is not None]
-    return own.issuperset(graded) and len({parameter.device for parameter in graded}) == 1
+    if not own.issuperset(graded) or len({parameter.device for parameter in graded}) != 1:
+        return False
+    return watch_steps(optimizer) and not getattr(optimizer, _IN_CLOSURE, False)
 
 
-def hand_over(parameters: Iterable[nn.Parameter], scale: Tensor, optimizer: Optimizer) -> None:
-    """Makes the optimizer's next step divide these gradients by `scale`, a 0-d fp32 tensor on their device."""
-    if optimizer not in _hooked:
-        _hooked.add(optimizer)
-        optimizer.register_step_pre_hook(_take)
-        optimizer.register_step_post_hook(_release)
+def hand_over(parameters: Iterable[nn.Parameter], scale: Tensor) -> None:
+    """Makes the next step divide these gradients by `scale`, a 0-d fp32 tensor on their device."""
     for parameter in parameters:
         if parameter.grad is not None:
             parameter.grad = HandedOver(parameter.grad, scale)
@@ -119,33 +128,40 @@ def take_back(parameters: Iterable[nn.Parameter]) -> None:
             parameter.grad = parameter.grad.scaled()
 
 
-_hooked: WeakSet[Optimizer] = WeakSet()
-_OWN_SCALE = "_moec_grad_scale"
+_watched: WeakSet[Optimizer] = WeakSet()
+_HAD_SCALE = "_moec_had_grad_scale"
+"""While a step uses a scale of ours: whether the optimizer had the attribute `grad_scale` before, with None in it."""
+_IN_CLOSURE = "_moec_in_closure"
+"""Whether the step that runs has a closure; stays True after an exception, until the next step."""
 
 
 def _take(optimizer: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Before a step: gives the optimizer its gradients and their scale, or clips them where it cannot take both."""
     _release(optimizer)
+    closure = has_closure(arguments, named)
+    setattr(optimizer, _IN_CLOSURE, closure)
     owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     handed = [parameter for parameter in owned if isinstance(parameter.grad, HandedOver)]
     scales = {id(parameter.grad.scale): parameter.grad.scale for parameter in handed}
     # A closure computes other gradients, `GradScaler` has a scale of its own, and others are not scaled.
-    has_closure = any(argument is not None for argument in (*arguments[1:], *named.values()))
     foreign = getattr(optimizer, "grad_scale", None) is not None
     partly = len(handed) < sum(parameter.grad is not None for parameter in owned)
     zeroed = any(parameter.grad.is_zero for parameter in handed)
-    if not handed or has_closure or foreign or partly or zeroed or len(scales) > 1:
+    if not handed or closure or foreign or partly or zeroed or len(scales) > 1:
         take_back(handed)
         return
     for parameter in handed:
         parameter.grad = parameter.grad.taken()
     (scale,) = scales.values()
+    setattr(optimizer, _HAD_SCALE, "grad_scale" in vars(optimizer))
     setattr(optimizer, "grad_scale", scale)  # noqa: B010 - torch declares no such attribute
-    setattr(optimizer, _OWN_SCALE, scale)
 
 
 def _release(optimizer: Optimizer, *_: Any) -> None:
     """After a step, or before the next if one raised: the scale is for one step."""
-    if getattr(optimizer, _OWN_SCALE, None) is not None:
-        setattr(optimizer, "grad_scale", None)  # noqa: B010
-        setattr(optimizer, _OWN_SCALE, None)
+    setattr(optimizer, _IN_CLOSURE, False)
+    if _HAD_SCALE in vars(optimizer):
+        had = vars(optimizer).pop(_HAD_SCALE)
+        vars(optimizer).pop("grad_scale", None)  # `GradScaler` wants it absent, but deletes its own after the step
+        if had:
+            setattr(optimizer, "grad_scale", None)  # noqa: B010

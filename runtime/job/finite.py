@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from moec.runtime.errors import JobError
 from moec.runtime.job.checks import Complaint
 from moec.runtime.job.clipping import HandedOver
-from moec.runtime.job.masters import local_part
+from moec.runtime.job.masters import has_closure, local_part
 
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
@@ -29,14 +29,14 @@ HELP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
+class GradientStamp:
     """A gradient and the count of its changes: of a DTensor, and of this rank's part."""
 
     gradient: ReferenceType[Tensor]
     versions: tuple[int, int]
 
     @classmethod
-    def of(cls, gradient: Tensor) -> Stamp:
+    def of(cls, gradient: Tensor) -> GradientStamp:
         """The stamp of a gradient as it is now."""
         return cls(ref(gradient), _versions(gradient))
 
@@ -61,7 +61,7 @@ class Finite:
         if mode not in MODES:
             raise ValueError(f"on_nonfinite is one of {', '.join(map(repr, MODES))}, not {mode!r}")
         self._job, self.mode, self.skipped = job, mode, 0
-        self._normed: WeakKeyDictionary[PlanModule, dict[nn.Parameter, Stamp]] = WeakKeyDictionary()
+        self._normed: WeakKeyDictionary[PlanModule, dict[nn.Parameter, GradientStamp]] = WeakKeyDictionary()
         """The gradients whose norm was finite."""
         self._left_out: WeakSet[PlanModule] = WeakSet()
         """Models whose step was skipped, and whose optimizer has not been called since."""
@@ -93,7 +93,7 @@ class Finite:
 
     def saw(self, model: PlanModule) -> None:
         """Remembers the model's gradients, whose norm is finite: the optimizer need not look at these."""
-        self._normed[model] = {p: Stamp.of(p.grad) for p in model.parameters() if p.grad is not None}
+        self._normed[model] = {p: GradientStamp.of(p.grad) for p in model.parameters() if p.grad is not None}
 
     def _has_seen(self, model: PlanModule, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these parameters' gradients are those of the last `saw`, unchanged."""
@@ -108,14 +108,13 @@ class Finite:
         """
 
         def look(_: Optimizer, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            has_closure = any(argument is not None for argument in (*arguments[1:], *named.values()))
             owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             if model in self._left_out:  # also parameters of the script's own, which `_skip` did not know
                 self._left_out.discard(model)
                 _drop(owned)
                 return
             handed_over = any(isinstance(parameter.grad, HandedOver) for parameter in owned)
-            if has_closure or handed_over or self._has_seen(model, owned):
+            if has_closure(arguments, named) or handed_over or self._has_seen(model, owned):
                 return
             complaint = None if _have_finite_norms(owned) else self._complaint(_gradients(owned, model))
             count = int(complaint is not None)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.watch import collective
 from moec.runtime.job.weight_spec import WeightSpec, ZeroPart
 
@@ -29,14 +29,9 @@ change of its part, as by `job.load`, the part alone. `.data` gives none, nor do
 def stamp_of(parameters: Sequence[Tensor]) -> Stamp:
     """The stamp of parameters."""
     return tuple(
-        (held.data_ptr(), version_of(held), version_of(parameter))
-        for parameter, held in ((p, held_part(p)) for p in parameters)
+        (local.data_ptr(), version_of(local), version_of(parameter))
+        for parameter, local in ((p, local_part(p)) for p in parameters)
     )
-
-
-def held_part(parameter: Tensor) -> Tensor:
-    """The tensor that has this rank's part, for its address and its version."""
-    return parameter._local_tensor.detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def version_of(tensor: Tensor) -> int:
@@ -72,10 +67,10 @@ class Gathering:
         assert first.zero is not None
         more = f" and {len(members) - 1} more" if len(members) > 1 else ""
         site = f"weight {first.name}{more}, {first.site}"
-        own = torch.cat([self._parts[index].reshape(-1) for index in members])
-        flat = own.new_empty((first.zero.ranks, own.numel()))
+        sent = torch.cat([self._parts[index].reshape(-1) for index in members])
+        flat = sent.new_empty((first.zero.ranks, sent.numel()))
         with collective("all_gather", group, site) as peers:
-            work = all_gather_single(flat.view(-1), own, group=peers, async_op=True)
+            work = all_gather_single(flat.view(-1), sent, group=peers, async_op=True)
         return _Bucket(members, flat, work, group, site)
 
     def finish(self) -> list[Tensor]:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from moec.runtime.job import groups, loads
 from moec.runtime.job.accumulate import accumulating
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.checks import Checks, JobChecks
-from moec.runtime.job.clipping import hand_over, take_back, takes_scale
+from moec.runtime.job.clipping import hand_over, take_back, takes_scale, watch_steps
 from moec.runtime.job.finite import Finite
 from moec.runtime.job.gradients import EPS, gradient_norm, require_max_norm, scale_to
 from moec.runtime.job.groups import ALL_RANKS
@@ -46,7 +47,7 @@ from moec.runtime.job.join import (
     require_world_size,
 )
 from moec.runtime.job.masters import groups_of_shards, local_part, master_of
-from moec.runtime.job.metrics import Metrics, Place
+from moec.runtime.job.metrics import Metrics, OutputPath
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.optimizer import make_optimizer
 from moec.runtime.job.plan_names import parameters_by_name, require_model, require_own, states_by_name
@@ -87,16 +88,19 @@ class Job:
         self._timeout = timedelta(seconds=timeout)
         self._check_every, self._in_step = check_replicas, False
         self.steps = 0
-        """Calls of `step` so far, with those before the checkpoint that was loaded."""
+        """Calls of `step` and blocks of `accumulate` so far that raised no error, with those before the checkpoint that
+        was loaded."""
+        self.new_steps = 0
+        """Of these, the ones since the job began: loading a checkpoint leaves them."""
         self.tokens = 0
         """Tokens of this rank that `step` and `accumulate` have trained on."""
         self.total_tokens = 0
-        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded.
-
-        `accumulate` counts this rank's, times the parts of the batch.
-        """
+        """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
+        self.new_tokens = 0
+        """Tokens of all ranks that `step` and `accumulate` have trained on since the job began."""
         self._watch: Watch | None = None
-        self._scale_is_pending = False
+        self._scaled_later = WeakSet[PlanModule]()
+        """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
         self._number, self._meshes = groups.new_job(), dict[str, DeviceMesh]()
         self._checks = Checks(checks, self._place)
         self.finite = Finite(self, on_nonfinite)
@@ -151,7 +155,8 @@ class Job:
         target = torch.device(device or self.device_type)
         home = RankHome(self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed)
         limits = limits_of(self.plan.spec, self.plan.meshes["dense"].size("tp"), self.data_size)
-        return PlanModule(self.plan.program, limits, home)
+        with torch.inference_mode(False):  # the parameters are to be trained
+            return PlanModule(self.plan.program, limits, home)
 
     def optimizer(self, model: PlanModule) -> Optimizer:
         """The optimizer of the file's `train` block, else AdamW with its defaults.
@@ -163,8 +168,10 @@ class Job:
         named, datas = parameters_by_name(model, self.plan), self.plan.parameters
         masters = [master_of(parameter, datas[name], self._number) for name, parameter in named.items()]
         spec, state = (train.optimizer, train.state) if train else (AdamWSpec(), "fp32")
-        optimizer = make_optimizer(spec, masters, model, state)
+        with torch.inference_mode(False):
+            optimizer = make_optimizer(spec, masters, model, state)
         self.finite.guard(optimizer, model)
+        watch_steps(optimizer)
         return optimizer
 
     def step(
@@ -183,7 +190,7 @@ class Job:
 
         tokens and labels int64 `[batch, sequence]`. The gradient is that of all ranks' whole batch, for any number of
         `microbatches` (default: the plan's) and any masked labels. With `check_replicas=N` replicas are compared before
-        every N-th step.
+        every N-th step or block of `accumulate`.
 
         A custom loss is one of:
         - `loss(logits, labels, **inputs)`: a sum over tokens, a scalar; logits `[batch, sequence, vocab]` are whole;
@@ -197,21 +204,16 @@ class Job:
         Raises `JobError` on every rank for a loss that is no scalar or not finite, a count that is 0 on all ranks, and
         inputs of other shapes.
         """
-        self._require_own(model)
-        self.steps += 1
-        if self._check_every and self.steps % self._check_every == 0:
-            self.check_replicas(model)
-        if self._scale_is_pending:
-            take_back(model.parameters())
         step = Step(
             tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=dict(inputs or {}),
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
         )  # fmt: skip
-        self._in_step = True
-        try:
-            return run_step(self, model, step)
-        finally:
-            self._in_step = False
+        with self._one_step(model):
+            self._in_step = True
+            try:
+                return run_step(self, model, step)
+            finally:
+                self._in_step = False
 
     @contextmanager
     def accumulate(self, model: PlanModule, *labels: Tensor, tokens: tuple[Tensor, ...] = ()) -> Iterator[None]:
@@ -220,13 +222,13 @@ class Job:
         `labels`: the labels of every micro-batch of the block; each loss is divided by all their valid labels.
         `tokens`: their tokens, which count padding; only for a model with a padding id and balance terms.
         Each backward pass sums gradients over the ranks; `job.step(…, microbatches=n)` sums them once, at ZeRO 0 and 1.
+        `.aux_loss` is each micro-batch's share of the step's balance terms: add it to a loss of your own as it is, and
+        give `model` the labels all the same; `.loss` may stay unused. The block counts as a step; its tokens count at
+        its end. A block that raises an error counts neither.
+
+        Raises `JobError` if the labels are not those of its forward passes.
         """
-        self._require_own(model)
-        if self._scale_is_pending:
-            take_back(model.parameters())
-        given = sum(part.numel() for part in labels)
-        self.count_tokens(given, given * self.data_size)
-        with accumulating(self, model, labels, tokens):
+        with self._one_step(model), accumulating(self, model, labels, tokens):
             yield
 
     def update_states(self, model: PlanModule) -> None:
@@ -258,14 +260,13 @@ class Job:
 
         With `optimizer`, its next `step()` scales them while it reads them, with results that are equal up to rounding.
         Until then reading or changing them raises `JobError`; `zero_grad()` drops them. An optimizer that cannot, such
-        as SGD, or that lacks some of the parameters, finds them scaled. Raises `JobError` on every rank for a norm that
-        is not finite, unless the job's `on_nonfinite` says otherwise.
+        as SGD, or that lacks some of the parameters, finds them scaled, as does a `step` whose closure clips. Raises
+        `JobError` on every rank for a norm that is not finite, unless the job's `on_nonfinite` says otherwise.
         """
         self._require_own(model)
         require_max_norm(max_norm)
         named = parameters_by_name(model, self.plan)
-        if self._scale_is_pending:
-            take_back(named.values())
+        self._take_back(model)
         sharded = {name: groups_of_shards(self.plan.parameters[name], self._number) for name in named}
         gradients = {name: local_part(p.grad) for name, p in named.items() if p.grad is not None}
         device = next(model.parameters()).device
@@ -276,8 +277,8 @@ class Job:
             scale_to(max_norm, norm, gradients.values())
             self.finite.saw(model)
             return norm
-        self._scale_is_pending = True
-        hand_over(named.values(), ((norm + EPS) / max_norm).clamp(min=1.0), optimizer)
+        self._scaled_later.add(model)
+        hand_over(named.values(), ((norm + EPS) / max_norm).clamp(min=1.0))
         return norm
 
     def whole_logits(self, output: ModelOutput) -> Tensor:
@@ -315,7 +316,8 @@ class Job:
 
         Returns when tensors are copied to host memory; a thread writes them. The handle's `wait()` returns when the
         checkpoint is durable, and raises if it failed; so do the next save and leaving the job. `keep=N` then leaves
-        the new one, and of the others of this model in the folder of `path` the N - 1 with the highest steps.
+        the new one and the N - 1 with the highest steps of the others: of this model, in the folder of `path`, with
+        names that equal its own but for digits. Others, such as `best` beside `step-20`, are never removed.
 
         Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
         MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
@@ -328,12 +330,18 @@ class Job:
     ) -> dict[str, Any]:  # fmt: skip
         """Loads a checkpoint into the model's parameters, the optimizer and the extras; each rank reads its part.
 
+        With and without optimizer, it restores the model's settings (`seed`, `step`), `job.steps` and
+        `job.total_tokens`, and on as many ranks torch's random state. For a new run with the weights call
+        `model.set(step=0, seed=…)` after it. A converted file has step 0 and no seed (docs/checkpoints.md).
+
         Returns the extras that are plain data. Raises `JobError` on every rank, and changes nothing, for a checkpoint
-        that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809); but if an
-        extra's own `load_state_dict` raises, model and optimizer are loaded by then. A collective.
+        that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809), and for an
+        optimizer over other parameters than the model's (MOE0807); but if a method
+        of an extra raises (MOE0809), model and optimizer are loaded by then. A collective.
         """
         self._require_own(model)
-        return load(self, path, model, optimizer, extras)
+        with torch.inference_mode(False):
+            return load(self, path, model, optimizer, extras)
 
     def checkpoint(
         self,
@@ -352,7 +360,8 @@ class Job:
         Call it after each step. STEP is the model's setting `step`. With `seconds`, it also saves when rank 0's clock
         says that they have passed since the last. With `on_signal=signal.SIGTERM`, the call after a SIGTERM to any
         rank, from the first call on, saves, waits until the checkpoint is durable, and ends every rank by the signal's
-        default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call.
+        default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call. `keep` is that of
+        `save`: it removes checkpoints of this model with numbers as names, and no others.
         """
         self._require_own(model)
         return save_if_due(
@@ -363,15 +372,18 @@ class Job:
     def resume(
         self, folder: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
     ) -> int:  # fmt: skip
-        """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step`, 0 without.
+        """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step` afterwards.
 
-        A damaged one is renamed to `NAME.damaged`, with a warning, and the one before it is loaded. If all are damaged,
-        the newest's MOE0801 is raised. Other errors are those of `load`.
+        Where there is none, nothing changes: the step is 0 in a new model, and that of the weights in one that has
+        loaded some, of which rank 0 warns. A damaged one is renamed to `NAME.damaged`, with a warning, and the one
+        before it is loaded. If all are damaged, the newest's MOE0801 is raised. A model or an optimizer with parameters
+        that the plan does not have is MOE0710 or MOE0807, also where nothing is found. Other errors are `load`'s.
         """
         self._require_own(model)
-        return resume(self, folder, model, optimizer, extras)
+        with torch.inference_mode(False):
+            return resume(self, folder, model, optimizer, extras)
 
-    def metrics(self, path: Place = None, *, tensorboard: Place = None, **options: Any) -> Metrics:
+    def metrics(self, path: OutputPath = None, *, tensorboard: OutputPath = None, **options: Any) -> Metrics:
         """`with job.metrics("run.jsonl") as metrics:` and `metrics.step(…)` after every step write figures of training.
 
         `path`: a file of JSON lines, appended to. `tensorboard`: a folder. `progress=True`: a display on stdout.
@@ -388,8 +400,9 @@ class Job:
     # ---- internal ------------------------------------------------------------------------------------
 
     def count_tokens(self, of_rank: int, of_all: int) -> None:
-        """Counts the tokens of a step that begins."""
+        """Counts the tokens of a step: this rank's, and those of all ranks."""
         self.tokens += of_rank
+        self.new_tokens += of_all
         self.total_tokens += of_all
 
     @property
@@ -408,6 +421,31 @@ class Job:
     def number(self) -> str:
         """The prefix of its groups' names (`moec.runtime.job.groups`)."""
         return self._number
+
+    @contextmanager
+    def _one_step(self, model: PlanModule) -> Iterator[None]:
+        """Counts a step, which the block computes; neither it nor its tokens count if it raises.
+
+        Before, compares replicas if it is the step for that, and scales gradients that wait for an optimizer.
+        """
+        self._require_own(model)
+        before = self.steps, self.new_steps, self.tokens, self.new_tokens, self.total_tokens
+        self.steps += 1
+        self.new_steps += 1
+        try:
+            if self._check_every and self.steps % self._check_every == 0:
+                self.check_replicas(model)
+            self._take_back(model)
+            yield
+        except BaseException:
+            self.steps, self.new_steps, self.tokens, self.new_tokens, self.total_tokens = before
+            raise
+
+    def _take_back(self, model: PlanModule) -> None:
+        """Scales the gradients that were handed to an optimizer whose step did not come."""
+        if model in self._scaled_later:
+            self._scaled_later.discard(model)
+            take_back(model.parameters())
 
     def _require_own(self, model: PlanModule) -> None:
         """Raises `JobError` for a model that this job did not build."""

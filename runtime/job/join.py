@@ -31,7 +31,7 @@ _joined: Counter[tuple[str, str]] = Counter()
 
 @dataclass(slots=True)
 class _Made:
-    """The process group of all ranks that a job made, the jobs that use it now, and the longest of their timeouts."""
+    """The process group of all ranks that a job made, the jobs that use it now, and the longest timeout of any."""
 
     group: ProcessGroup
     timeout: timedelta

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from moec.codegen.plan import PlanParameter
-from moec.passes.cost.optimizer_state import CHUNK
+from moec.passes.cost.optimizer_state import UPDATE_CHUNK
 from moec.passes.ir import VECTOR, Matrices
-from moec.passes.ir import Shard as Cut
+from moec.passes.ir import Shard as Sharded
 from moec.passes.ir.mesh import group_name
 from moec.runtime.errors import JobError
 
@@ -33,8 +33,8 @@ class Master:
         """This rank's part; writing to it changes the parameter."""
         return local_part(self.parameter)
 
-    def gradient(self, scale: Tensor | None) -> Tensor | None:
-        """This rank's part of the gradient, divided by `scale` in place."""
+    def take_gradient(self, scale: Tensor | None) -> Tensor | None:
+        """Divides this rank's part of the gradient by `scale`, in place, and returns it. Call it once per step."""
         if self.parameter.grad is None:
             return None
         gradient = local_part(self.parameter.grad)
@@ -65,16 +65,12 @@ class Master:
         parameter: Tensor = self.parameter
         if not isinstance(parameter, DTensor):
             return zeros
-        kept = [
-            Replicate() if isinstance(placement, Shard) and placement.dim in dims else placement
-            for placement in parameter.placements
-        ]
-        return DTensor.from_local(zeros, parameter.device_mesh, kept, run_check=False)
+        return DTensor.from_local(zeros, parameter.device_mesh, placements_without(parameter, dims), run_check=False)
 
 
 def master_of(parameter: nn.Parameter, data: PlanParameter, job: str) -> Master:
     """The master that `data` describes; `job` is the prefix of the job's groups."""
-    cuts = ((group_of(data, axis, job), p.dim) for axis, p in data.master.placements if isinstance(p, Cut))
+    cuts = ((group_of(data, axis, job), p.dim) for axis, p in data.master.placements if isinstance(p, Sharded))
     return Master(parameter, data.decays, data.matrices, tuple(cuts))
 
 
@@ -88,27 +84,32 @@ def groups_of_shards(data: PlanParameter, job: str) -> tuple[str, ...]:
     return tuple(group_of(data, axis, job) for axis in data.master.sharded_axes())
 
 
-def chunks(masters: Iterable[Master]) -> Iterator[list[Master]]:
-    """Masters in their order, up to `CHUNK` elements of this rank's parts together."""
-    chunk: list[Master] = []
+def placements_without(parameter: DTensor, dims: Container[int]) -> list[Placement]:
+    """The placements of a tensor that has size 1 in `dims`, and lies as `parameter` does in the others."""
+    return [Replicate() if isinstance(p, Shard) and p.dim in dims else p for p in parameter.placements]
+
+
+Updated = TypeVar("Updated", Master, nn.Parameter)
+
+
+def chunks(updated: Iterable[Updated]) -> Iterator[list[Updated]]:
+    """Masters or parameters in their order, up to `UPDATE_CHUNK` elements of this rank's parts together."""
+    chunk: list[Updated] = []
     elements = 0
-    for master in masters:
-        size = master.local.numel()
-        if chunk and elements + size > CHUNK:
+    for each in updated:
+        size = local_part(each.parameter if isinstance(each, Master) else each).numel()
+        if chunk and elements + size > UPDATE_CHUNK:
             yield chunk
             chunk, elements = [], 0
-        chunk.append(master)
+        chunk.append(each)
         elements += size
     if chunk:
         yield chunk
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, which shares its memory; a plain tensor as it is."""
-    if isinstance(tensor, DTensor):
-        local: Tensor = tensor.to_local()
-        return local.detach()
-    return tensor.detach()
+    """This rank's part of a DTensor, or a plain tensor: detached, with the same memory and version counter."""
+    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def loss_of(closure: Callable[[], Any] | None) -> Any:
@@ -117,6 +118,11 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def has_closure(arguments: Sequence[Any], named: Mapping[str, Any]) -> bool:
+    """Whether these arguments of a step hook, the optimizer first, have a closure."""
+    return any(argument is not None for argument in (*arguments[1:], *named.values()))
 
 
 def require_known(groups: list[dict[str, Any]], known: Container[nn.Parameter]) -> None:

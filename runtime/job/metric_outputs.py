@@ -16,6 +16,9 @@ from torch import Tensor
 class Output(Protocol):
     """Takes the records of measured steps. Methods may raise `OSError` and `ValueError`."""
 
+    def go_on(self, steps: int) -> None:
+        """The run goes on after this step, of a checkpoint that was loaded."""
+
     def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
         """`loads`: layer → rows per expert; `done`: the fraction of the training, if known."""
 
@@ -26,12 +29,16 @@ class Output(Protocol):
 class JsonLines:
     """One JSON object per line, appended by one write; numbers that are not finite are null.
 
-    The first line in a file that has lines says `resumed`: its run goes on after this step, `steps`. Earlier lines of
-    later steps are of a run that was lost.
+    The first line in a file that has lines, and the first after a checkpoint was loaded, say `resumed`: the run goes on
+    after this step, `steps`. Earlier lines of later steps are of a run that was lost.
     """
 
     def __init__(self, path: str | PathLike[str], steps: int = 0) -> None:
         self._file = Path(path).open("ab", buffering=0)  # noqa: SIM115 - `close` closes it
+        self._first: dict[str, int] = {}
+        self.go_on(steps)
+
+    def go_on(self, steps: int) -> None:
         self._first = {"resumed": steps} if self._file.seekable() and self._file.tell() else {}
 
     def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
@@ -47,15 +54,23 @@ class JsonLines:
 class TensorBoard:
     """Scalars by name; those of layers as `load/3`. The package's writer writes them in a thread of its own.
 
-    A run that goes on after `steps` hides the scalars of later steps, which a lost run has written.
+    A run that goes on after `steps` hides the scalars of later steps, which a lost run has written. The first record
+    opens a file: a checkpoint may be loaded before.
     """
 
     def __init__(self, folder: str | PathLike[str], steps: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        self._folder, self._steps = str(folder), steps
+        self._writer: Any = None
 
-        self._writer: Any = SummaryWriter(str(folder), purge_step=steps + 1)
+    def go_on(self, steps: int) -> None:
+        self.close()
+        self._steps, self._writer = steps, None
 
     def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=self._steps + 1)
         for name, value in record.items():
             layers = value.items() if isinstance(value, Mapping) else [(None, value)]
             for layer, number in layers:
@@ -63,7 +78,8 @@ class TensorBoard:
                     self._writer.add_scalar(name if layer is None else f"{name}/{layer}", number, record["step"])
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def _finite(value: Any) -> Any:

@@ -6,11 +6,11 @@ import importlib.util
 import resource
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsFloat
 
 import torch
 from torch import Tensor
@@ -29,12 +29,27 @@ from moec.runtime.job.module import PlanModule
 if TYPE_CHECKING:
     from moec.runtime.job.job import Job
 
-Place = str | PathLike[str] | None
+OutputPath = str | PathLike[str] | None
 """Where an output goes; None leaves it out."""
 
 Record = dict[str, Any]
 """The figures of one step: numbers, and numbers by layer (`load` and `drop_rate`)."""
 
+OWN_FIGURES = {
+    "step",
+    "skipped",
+    "tokens",
+    "total_tokens",
+    "tokens_per_second",
+    "seconds",
+    "mfu",
+    "memory",
+    "collective_seconds",
+    "load",
+    "drop_rate",
+    "resumed",
+}
+"""Names that the job gives; besides `loss`, `grad_norm` and, with an optimizer, `lr`."""
 
 OTHER_METRICS = (
     "ranks differ in whether job.metrics has outputs, or in `every` or `start`: give every rank the same; the first "
@@ -49,26 +64,29 @@ NO_TENSORBOARD = Complaint(
 
 
 class Metrics:
-    """Measures every `every`-th training step; other steps cost two additions.
+    """Measures every `every`-th training step; other steps cost a few additions.
 
     Made by `job.metrics`. A measured step waits for the device and takes two small all_reduces, so that every rank must
-    call `step`; the first finds ranks that make another call. The first rank writes. An output that cannot be written
+    call `step`; the first raises if a rank makes another call. The first rank writes. An output that cannot be written
     is named once on stderr, and left out from then on. Without outputs nothing is measured.
     """
 
     def __init__(
         self,
         job: Job,
-        path: Place,
-        tensorboard: Place,
+        path: OutputPath,
+        tensorboard: OutputPath,
         *,
         progress: bool = False,
         every: int = 1,
         start: int | None = None,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"every is a number of steps from 1 on, not {every}")
+        if not isinstance(every, int) or every < 1:
+            raise ValueError(f"every is a number of steps from 1 on, not {every!r}")
+        if start is not None and (not isinstance(start, int) or start < 0):
+            raise ValueError(f"start is the number of steps taken before, from 0 on, not {start!r}")
         self._job, self._every, self._steps = job, every, job.steps if start is None else start
+        self._follows_job, self._loaded_steps = start is None, job.steps - job.new_steps
         self._wanted = path is not None or tensorboard is not None or progress
         measured = (int(self._wanted), every, self._steps)
         lacks = tensorboard is not None and importlib.util.find_spec("tensorboard") is None
@@ -78,7 +96,7 @@ class Metrics:
         self._outputs: list[Output] = []
         self._tokens = self._since_tokens = 0
         self._since = self._started = time.monotonic()
-        self._since_collectives, self._since_job_tokens = job.collective_seconds, job.total_tokens
+        self._since_collectives, self._since_job_tokens = job.collective_seconds, job.new_tokens
         if job.rank or not self._wanted:
             return
         self._flops_per_token, self._peak = _flops_per_token(job.plan), _peak(job.plan)
@@ -118,10 +136,18 @@ class Metrics:
     ) -> Record | None:
         """Call it after every optimizer step, on every rank. Returns the record on the first rank, if there is one.
 
-        `optimizer` gives the learning rate of its first group. `tokens`: of this step, over all ranks; by default this
-        rank's tokens of `job.step` and `job.accumulate`, times the parts of the batch. `done`: the fraction of the
-        training, for the display. `others` are figures of your own, written as they are.
+        `optimizer` gives the learning rate of its first group. `tokens`: of this step, over all ranks; by default those
+        of `job.step` and `job.accumulate`. `done`: the fraction of the training, 0 to 1, for the display. `others` are
+        figures of your own, written as they are.
+
+        Raises `TypeError` for a figure that is not one number, `ValueError` for one with a name of the job's own and
+        for another `done`.
         """
+        _require_figures(others | {"loss": loss} | ({} if grad_norm is None else {"grad_norm": grad_norm}))
+        _require_names(others, has_lr=optimizer is not None)
+        if done is not None and not 0 <= done <= 1:
+            raise ValueError(f"done is the fraction of the training, 0 to 1, not {done!r}")
+        self._go_on()
         self._steps += 1
         self._count(tokens)
         if not self._wanted or self._steps % self._every:
@@ -142,12 +168,22 @@ class Metrics:
             self._try(output, lambda output=output: output.write(record, loads, done))
         return record
 
+    def _go_on(self) -> None:
+        """If the job has loaded a checkpoint, goes on after the checkpoint's steps, unless `start` was given."""
+        loaded = self._job.steps - self._job.new_steps
+        if not self._follows_job or loaded == self._loaded_steps:
+            return
+        self._steps += loaded - self._loaded_steps
+        self._loaded_steps = loaded
+        for output in tuple(self._outputs):
+            self._try(output, lambda output=output: output.go_on(self._steps))
+
     def _count(self, tokens: int | None) -> None:
         """Counts a step's tokens, on every rank: the job's, or `tokens` in their place."""
-        by_job = self._job.total_tokens - self._since_job_tokens
+        by_job = self._job.new_tokens - self._since_job_tokens
         counted = by_job if tokens is None else tokens
         self._job.total_tokens += counted - by_job
-        self._since_job_tokens = self._job.total_tokens
+        self._since_job_tokens = self._job.new_tokens
         self._since_tokens += counted
         self._tokens += counted
 
@@ -190,6 +226,24 @@ def _say(error: Exception) -> None:
         severity=Severity.WARNING,
     )
     print(render([warning], "full").rstrip("\n"), file=sys.stderr, flush=True)
+
+
+def _require_figures(figures: Mapping[str, object]) -> None:
+    """Raises `TypeError` for the first that is not one number. Reads no tensor's values."""
+    for name, value in figures.items():
+        if isinstance(value, Tensor):
+            is_number, found = value.numel() == 1 and not value.is_complex(), f"{value.dtype} {list(value.shape)}"
+        else:
+            is_number, found = isinstance(value, SupportsFloat), repr(value)
+        if not is_number:
+            raise TypeError(f"the figure {name} is {found}, and must be one number")
+
+
+def _require_names(names: Iterable[str], *, has_lr: bool) -> None:
+    """Raises `ValueError` for a name that a record has already."""
+    taken = OWN_FIGURES | ({"lr"} if has_lr else set())
+    if name := next((name for name in names if name in taken), None):
+        raise ValueError(f"the job writes a figure {name} itself: give yours another name")
 
 
 def _number(value: Tensor | float) -> float:

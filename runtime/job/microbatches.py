@@ -62,23 +62,23 @@ class Microbatches:
 class Collected:
     """Summed gradients of earlier micro-batches, and which parameters needed one in any of them.
 
-    `own`: of each gradient, whether nothing else refers to it, so that the next one is added in place. Autograd may
-    refer to a gradient that it gave; the wide copy of a narrow one and a sum are this object's own.
+    `fresh`: of each gradient, whether nothing else refers to it, so that the next one is added in place. Autograd may
+    refer to a gradient that it gave, but not to the wide copy of a narrow one, nor to a sum.
     """
 
     gradients: list[Tensor | None]
     needed: tuple[bool, ...]
     device: torch.device
-    own: Sequence[bool]
+    fresh: Sequence[bool]
 
     def plus(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds another micro-batch's gradients, in place where that is safe. Call it once."""
-        return [_added(*each) for each in zip(self.gradients, gradients, self.own, strict=True)]
+        return [_added(*each) for each in zip(self.gradients, gradients, self.fresh, strict=True)]
 
-    def owns_sums(self, gradients: Sequence[Tensor | None], own: Sequence[bool]) -> list[bool]:
-        """Of each result of `plus`, whether nothing else refers to it; `own`: of each of `gradients`."""
-        pairs = zip(self.gradients, gradients, self.own, own, strict=True)
-        return [mine if b is None else its if a is None else True for a, b, mine, its in pairs]
+    def fresh_sums(self, gradients: Sequence[Tensor | None], fresh: Sequence[bool]) -> list[bool]:
+        """Of each result of `plus`, whether nothing else refers to it; `fresh`: of each of `gradients`."""
+        pairs = zip(self.gradients, gradients, self.fresh, fresh, strict=True)
+        return [one if b is None else other if a is None else True for a, b, one, other in pairs]
 
 
 def _added(one: Tensor | None, other: Tensor | None, in_place: bool) -> Tensor | None:

@@ -40,7 +40,8 @@ class ModelOutput:
     With tensor parallelism a rank has the logits of `vocab / tp` ids, or of `sequence / tp` tokens if `tp` does not
     divide `vocab`; `Job.whole_logits` gathers them. `loss` is the loss of the global batch, the same on every rank:
     cross-entropy over the global number of valid labels, and in training plus `aux_loss`. `aux_loss` is the sum of the
-    weighted balance terms, a scalar, None if the model has none.
+    weighted balance terms, a scalar, None if the model has none. In `Job.step` and `Job.accumulate` both are a
+    micro-batch's share: those of all micro-batches add up to the step's.
     """
 
     logits: Tensor
@@ -258,8 +259,8 @@ class PlanModule(nn.Module):
         """Inside the block, losses are divided by these counts instead of each forward pass's counts.
 
         The block is one step of `sequences` sequences on this rank, in about `passes` forward passes, for which
-        ZeRO 1 and 2 gather weights once; it adds 1 to `step` unless it raises. `skips`: router logits that are not
-        finite make the loss NaN, and raise nothing.
+        ZeRO 1 and 2 gather weights once if no parameter has hooks; it adds 1 to `step` unless it raises. `skips`:
+        router logits that are not finite make the loss NaN, and raise nothing.
         """
         if self._counts.sequences is not None:
             raise JobError(
@@ -267,9 +268,11 @@ class PlanModule(nn.Module):
                 "job.step or job.accumulate was called inside job.accumulate of the same model: one step at a time",
                 "end the block of job.accumulate first",
             )
+        # A parameter's hook may step, and fused and foreach steps on DTensors leave no count of changes.
+        keeps = passes > 1 and not any(weights.is_hooked for weights in self.all_weights(wrapped=True))
         self._counts = StepCounts(labels, tokens, sequences, skips=skips)
         self._updates.loads.clear()
-        self._microbatches.keeps = passes > 1
+        self._microbatches.keeps = keeps
         try:
             yield self._counts
         finally:
@@ -326,7 +329,12 @@ class PlanModule(nn.Module):
         checks = self._home.checks
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), device_of(tokens))
         complaint, matching = self.claims(tokens, labels, look=look)
-        checks.require("start of a forward pass", complaint, *matching, inputs=TpInputs((tokens, labels), look))
+        # The tokens that `job.accumulate` counts: those of `StepCounts.add`.
+        counts = self._counts.labels is not None and labels is not None and not in_backward()
+        given = tokens.numel() if counts and complaint is None else 0
+        inputs = TpInputs((tokens, labels), look)
+        (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
+        self._counts.given_of_all += of_all
         return look
 
     def claims(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> Claims:

@@ -22,8 +22,8 @@ class Muon(MatrixOptimizer):
     """Updates hidden matrices by Muon, each expert's by itself, and all other parameters by fused AdamW.
 
     The first parameter group has the hidden matrices. A sharded matrix is orthogonalised whole, by one of the ranks
-    that share it; the others take part in no collective. State: `momentum_buffer`; of AdamW `step`, `exp_avg` and
-    `exp_avg_sq`; all but `step` are kept in `state_dtype` between steps, by default the parameter's.
+    that share it. Matrices that are whole on their rank need no collective. State: `momentum_buffer`; of AdamW `step`,
+    `exp_avg` and `exp_avg_sq`; all but `step` are kept in `state_dtype` between steps, by default the parameter's.
     """
 
     def __init__(self, masters: Sequence[Master], spec: MuonSpec, state_dtype: torch.dtype | None = None) -> None:
@@ -66,9 +66,11 @@ class Muon(MatrixOptimizer):
                 return
         dtype = compute_dtype(masters[0].local.device)
         stacks = [_stacked(master, self._direction(master, group).to(dtype)) for master in masters]
-        first = f"the matrices of {len(masters)} parameters"
-        updates = of_whole(torch.cat(stacks), cuts, partial(orthogonalized, steps=group["ns_steps"]), f"Muon, {first}")
-        for master, update in zip(masters, torch.split(updates, [len(stack) for stack in stacks]), strict=True):
+        lengths, directions = [len(stack) for stack in stacks], torch.cat(stacks)
+        del stacks
+        site = f"Muon, the matrices of {len(masters)} parameters"
+        updates = of_whole(directions, cuts, partial(orthogonalized, steps=group["ns_steps"]), site)
+        for master, update in zip(masters, torch.split(updates, lengths), strict=True):
             if master.parameter.grad is not None:
                 master.local.mul_(1 - group["lr"] * group["weight_decay"])
                 size = -group["lr"] * _factor(master, group["adamw_size"])
@@ -76,7 +78,7 @@ class Muon(MatrixOptimizer):
 
     def _direction(self, master: Master, group: dict[str, Any]) -> Tensor:
         """The momentum after this step's gradient, or one step ahead; zeros before the first gradient."""
-        gradient, state = master.gradient(self.grad_scale), self.state[master.parameter]
+        gradient, state = master.take_gradient(self.grad_scale), self.state[master.parameter]
         if gradient is None:
             return local_part(state["momentum_buffer"]) if state else torch.zeros_like(master.local)
         if not state:

@@ -15,7 +15,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from moec.runtime.job.masters import Master, chunks, local_part, loss_of
+from moec.runtime.job.masters import chunks, local_part, loss_of
 
 
 @contextmanager
@@ -52,17 +52,17 @@ def update_by_adamw(
 
     Moments are kept in `dtype`, by default the parameter's. `options` are the numbers of `torch.optim.adamw.adamw`.
     """
-    for chunk in chunks(Master(parameter) for parameter in parameters if parameter.grad is not None):
-        found = [states[master.parameter] for master in chunk]
-        for master, state in zip(chunk, found, strict=True):
+    for chunk in chunks(parameter for parameter in parameters if parameter.grad is not None):
+        found = [states[parameter] for parameter in chunk]
+        for parameter, state in zip(chunk, found, strict=True):
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32, device=master.parameter.device)
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
                 for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = torch.zeros_like(master.parameter, dtype=dtype)
+                    state[key] = torch.zeros_like(parameter, dtype=dtype)
         with widened(found, "exp_avg", dtype) as first, widened(found, "exp_avg_sq", dtype) as second:
             adamw(
-                [master.local for master in chunk],
-                _gradients(master.parameter for master in chunk),
+                [local_part(parameter) for parameter in chunk],
+                _gradients(chunk),
                 first,
                 second,
                 [],
@@ -78,11 +78,13 @@ def _gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 class NarrowAdamW(AdamW):
-    """`torch.optim.AdamW`, fused, with moments in bf16 between steps. `grad_scale`, where set, divides gradients."""
+    """`torch.optim.AdamW`, fused, with moments in bf16 between steps.
+
+    As in torch's, `grad_scale` divides gradients and a `found_inf` of 1 leaves all as it is: `GradScaler` sets both.
+    """
 
     kind = "torch.optim.AdamW with states in bf16"
     state_dtype = torch.bfloat16
-    grad_scale: Tensor | None = None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -90,7 +92,8 @@ class NarrowAdamW(AdamW):
         loss = loss_of(closure)
         for group in self.param_groups:
             options = {name: group[name] for name in ("lr", "weight_decay", "eps", "maximize")}
-            options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True), grad_scale=self.grad_scale)
+            options |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
+            options |= {name: getattr(self, name, None) for name in ("grad_scale", "found_inf")}
             update_by_adamw(group["params"], self.state, torch.bfloat16, options)
         return loss
 
@@ -106,8 +109,8 @@ class NarrowSgd(SGD):
         """One update."""
         loss = loss_of(closure)
         for group in self.param_groups:
-            for chunk in chunks(Master(p) for p in group["params"] if p.grad is not None):
-                self._update([master.parameter for master in chunk], group)
+            for chunk in chunks(p for p in group["params"] if p.grad is not None):
+                self._update(chunk, group)
         return loss
 
     def _update(self, parameters: Sequence[nn.Parameter], group: Mapping[str, Any]) -> None:

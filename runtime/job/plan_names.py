@@ -50,7 +50,8 @@ def parameters_by_name(model: PlanModule, plan: Plan) -> dict[str, nn.Parameter]
             "MOE0710",
             f"the plan has no parameter {foreign[0]}{more}, so that nothing says which ranks have it",
             "use an optimizer of torch over `model.parameters()`, and clip and compare gradients and parameters of "
-            "your own modules yourself; a wrapper without parameters of its own may be around any layer",
+            "your own modules yourself; save and resume while no parametrization is registered, with its parameters as "
+            "an extra (docs/checkpoints.md); a wrapper without parameters of its own may be around any layer",
         )
     return found
 

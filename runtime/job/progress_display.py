@@ -40,22 +40,31 @@ def make_display() -> PlainDisplay | LiveDisplay:
 
 
 class PlainDisplay:
-    """A line every few seconds."""
+    """A line every few seconds, and one for the last record."""
 
     def __init__(self) -> None:
         self._due = time.monotonic()
+        self._last: tuple[Mapping[str, Any], Loads, float | None] | None = None
+        """The last record, if it was not printed."""
 
     def write(self, record: Mapping[str, Any], loads: Loads, done: float | None) -> None:
-        if time.monotonic() < self._due:
+        self._last = record, loads, done
+        if time.monotonic() >= self._due:
+            self._due = time.monotonic() + SECONDS_BETWEEN_LINES
+            self.close()
+
+    def go_on(self, steps: int) -> None:
+        """The next record says its step."""
+
+    def close(self) -> None:
+        """Prints the last record if it was not."""
+        if self._last is None:
             return
-        self._due = time.monotonic() + SECONDS_BETWEEN_LINES
+        (record, loads, done), self._last = self._last, None
         busiest = "  ".join(f"{layer}: {spread(counts)}" for layer, counts in loads.items())
         experts = f"   experts by layer  {busiest}" if busiest else ""
         fraction = "" if done is None else f"{done:4.0%}   "
         print(f"{fraction}{summary(record)}{experts}", flush=True)
-
-    def close(self) -> None:
-        """Nothing is left to write."""
 
 
 class LiveDisplay:
@@ -75,6 +84,9 @@ class LiveDisplay:
         for layer, counts in loads.items():
             rows.add_row(f"experts of layer {layer}", f"[cyan]{bars(counts)}[/]", f"{spread(counts)} of the mean")
         self._live.update(Group(head, rows))
+
+    def go_on(self, steps: int) -> None:
+        """The next record says its step."""
 
     def close(self) -> None:
         self._live.stop()

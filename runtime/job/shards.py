@@ -18,7 +18,7 @@ from moec.passes.ir.ops import AllGather
 from moec.runtime import philox
 from moec.runtime.errors import JobError
 
-CHUNK = 1 << 16
+DRAW_CHUNK = 1 << 16
 """Elements drawn at a time: their int64 temporaries stay in the cache."""
 
 
@@ -108,10 +108,10 @@ def initial_shard(
     run = math.prod(local[cut:])
     runs, key = shard.view(-1, run), philox.key_of(seed, name)
     starts = _starts(index[: cut + 1], data.shape, shard.device)
-    together = max(1, CHUNK // run)
+    together = max(1, DRAW_CHUNK // run)
     for row in range(0, len(runs), together):
-        for column in range(0, run, CHUNK):
-            length = min(CHUNK, run - column)
+        for column in range(0, run, DRAW_CHUNK):
+            length = min(DRAW_CHUNK, run - column)
             drawn = _drawn(starts[row : row + together] + column, length, key)
             runs[row : row + together, column : column + length] = drawn * data.init.std
     return shard

@@ -176,7 +176,7 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     on_host = device.type == "cpu"
     counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else (0, 0)
     matching = (*matching, step.must_match())
-    if step.microbatches > 1 and complaint is None:
+    if complaint is None and step.microbatches > 1:
         matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
     users_code = step.has_custom_loss or model.is_hooked
     given = step.tokens.numel() if complaint is None else 0

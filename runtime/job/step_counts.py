@@ -11,6 +11,12 @@ from torch import Tensor
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime.errors import JobError
 
+WITHOUT_LABELS = (
+    "zero the gradients, and call `model(tokens, labels)` for every micro-batch of the block; with a loss of your own "
+    "its `.loss` may stay unused. Or use `job.step(…, loss=…)`, or no `job.accumulate` and `job.update_states(model)`"
+)
+"""The way out for forward passes that lack labels, or are missing."""
+
 
 @dataclass(slots=True)
 class StepCounts:
@@ -26,6 +32,8 @@ class StepCounts:
     numbered: int = 0
     given: int = 0
     """Labels, ignored ones included, of the forward passes on this rank whose losses were divided by `labels`."""
+    given_of_all: int = 0
+    """`given` summed over all ranks."""
     valid: int | Tensor = 0
     """Valid labels of those passes, on this rank."""
     loss: float | Tensor = 0.0
@@ -58,7 +66,9 @@ class StepCounts:
             raise JobError(
                 "MOE0713",
                 f"job.accumulate got {labels.numel()} labels, its forward passes {self.given}, or other ignored ones",
-                "zero the gradients, and pass it the labels of exactly the micro-batches of the block",
+                WITHOUT_LABELS
+                if self.given < labels.numel()
+                else "zero the gradients, and pass it the labels of exactly the micro-batches of the block",
             )
 
     def number_sequences(self, tokens: Tensor, data_rank: int, *, advance: bool) -> Tensor:

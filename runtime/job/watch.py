@@ -43,6 +43,10 @@ Layer = torch.Tensor | None
 """The number of a layer, 0-d int64 on CPU; None outside of layers."""
 
 
+_yield_core = getattr(os, "sched_yield", lambda: None)
+"""Lets gloo's thread run, which keeps the tensors of a collective until it does: the next op can reuse their memory."""
+
+
 class collective:  # noqa: N801 - used as a statement
     """`with collective("all_reduce", group, site) as peers:` around a collective over `peers`, or the wait for one.
 
@@ -73,6 +77,7 @@ class collective:  # noqa: N801 - used as a statement
             if verdict.text:
                 raise RankError(verdict.text) from error
         self._watch.leave()
+        _yield_core()
 
 
 def located(site: str, layer: Layer) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from moec.runtime.job.gathered_again import Again, changed
 from moec.runtime.job.gathering import version_of
 from moec.runtime.job.gradients import Bucket
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class Unwrap(torch.autograd.Function):
     def forward(ctx: Any, one_pass: Pass, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.one_pass = one_pass
         ctx.set_materialize_grads(False)
-        local = tuple(local_part_of(parameter).detach() for parameter in parameters)
+        local = tuple(local_part(parameter) for parameter in parameters)
         ctx.mark_non_differentiable(*(p for p, needed in zip(local, one_pass.needed, strict=True) if not needed))
         return local
 
@@ -116,13 +117,6 @@ class Narrow(torch.autograd.Function):
 def has_hooks(parameter: Tensor) -> bool:
     """Whether backward calls a user's function with the parameter's gradient."""
     return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
-
-
-def local_part_of(parameter: Tensor) -> Tensor:
-    if isinstance(parameter, DTensor):
-        local: Tensor = parameter.to_local()
-        return local
-    return parameter
 
 
 def wrapped(gradient: Tensor | None, spec: WeightSpec, mesh: tuple[Any, Any] | None) -> Tensor | None:

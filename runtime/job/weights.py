@@ -23,11 +23,12 @@ from torch.distributed.tensor import DTensor
 from moec.runtime.errors import JobError
 from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.gathered_again import Again, Handles
-from moec.runtime.job.gathering import Gathering, Stamp, held_part, stamp_of
+from moec.runtime.job.gathering import Gathering, Stamp, stamp_of
 from moec.runtime.job.gradients import Bucket, Summed, by_groups
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.microbatches import Collected, Microbatches
 from moec.runtime.job.names import read_parameter, registered_parameter, split_name
-from moec.runtime.job.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, has_hooks, local_part_of, wrapped
+from moec.runtime.job.weight_nodes import Narrow, Pass, Taken, Unwrap, finish, has_hooks, wrapped
 from moec.runtime.job.weight_spec import WeightSpec
 
 
@@ -85,7 +86,7 @@ class Weights:
             parameters = self._begun.parameters if self._begun is not None else self._parameters()
             stamp = stamp_of(parameters)
             if self._kept is None or self._kept.stamp != stamp:
-                self._ahead = self._gathering(list(map(local_part_of, parameters)), stamp)
+                self._ahead = self._gathering(list(map(local_part, parameters)), stamp)
 
     def drop_begun(self) -> None:
         """Drops the node of `begin` and the gather, if an exception prevented the call that uses them."""
@@ -147,11 +148,11 @@ class Weights:
 
     def _again(self, taken: Taken) -> Again:
         """What backward gathers again for this use."""
-        held = list(map(held_part, taken.parameters))
+        local = list(map(local_part, taken.parameters))
         # In a recomputed pass the use before it is not the one that backward comes to next.
         before = None if in_backward() else self._microbatches.last_use
         again = Again(
-            lambda: self._gathering(held, ()),
+            lambda: self._gathering(local, ()),
             partial(_stamp_now, [ref(parameter) for parameter in taken.parameters]),
             self.specs[0].site,
             before,
@@ -172,7 +173,7 @@ class Weights:
         if all(map(_is_ready, parameters, self.specs)):
             return Taken(parameters, parameters, is_ready=True)
         if not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in parameters):
-            return Taken(parameters, [local_part_of(parameter).detach() for parameter in parameters])
+            return Taken(parameters, [local_part(parameter) for parameter in parameters])
         one_pass = Pass(self, parameters)
         return Taken(parameters, Unwrap.apply(one_pass, *parameters), one_pass)  # type: ignore[no-untyped-call]
 
@@ -215,14 +216,14 @@ class Weights:
         return self._start(now, [n and not wait for n, wait in zip(one_pass.needed, later, strict=True)], device)
 
     def _collect(self, gradients: list[Tensor | None], needed: tuple[bool, ...], device: torch.device) -> None:
-        own = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
+        fresh = [g is not None and g.dtype != spec.dtype for g, spec in zip(gradients, self.specs, strict=True)]
         earlier = self._collected
         if earlier is None:
-            self._collected = Collected(gradients, needed, device, own)
+            self._collected = Collected(gradients, needed, device, fresh)
         else:
             both = tuple(one or other for one, other in zip(earlier.needed, needed, strict=True))
-            own = earlier.owns_sums(gradients, own)
-            self._collected = Collected(earlier.plus(gradients), both, device, own)
+            fresh = earlier.fresh_sums(gradients, fresh)
+            self._collected = Collected(earlier.plus(gradients), both, device, fresh)
         self._microbatches.pending[self] = None
 
     @property

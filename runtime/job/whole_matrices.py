@@ -36,13 +36,14 @@ def of_whole(x: Tensor, cuts: Sequence[Cut], function: Callable[[Tensor], Tensor
     with collective("all_to_all", cut.group, site) as peers:
         ranks, rank = peers.size(), peers.rank()
         counts = [part.numel() for part in torch.arange(len(x)).tensor_split(ranks)]
-        own, (rows, columns) = counts[rank], x.shape[1:]
-        received = x.new_empty(ranks * own, rows, columns)
-        dist.all_to_all_single(received, x.contiguous(), [own] * ranks, counts, group=peers)
-    whole = torch.cat(received.view(ranks, own, rows, columns).unbind(), dim=cut.dim)
+        local, (rows, columns) = counts[rank], x.shape[1:]
+        received = x.new_empty(ranks * local, rows, columns)
+        dist.all_to_all_single(received, x.contiguous(), [local] * ranks, counts, group=peers)
+    whole = torch.cat(received.view(ranks, local, rows, columns).unbind(), dim=cut.dim)
+    del received
     results = of_whole(whole, others, function, site)
     with collective("all_to_all", cut.group, site) as peers:
         returned = torch.empty_like(x, memory_format=torch.contiguous_format)
         parts = torch.cat(results.tensor_split(ranks, dim=cut.dim))
-        dist.all_to_all_single(returned, parts, counts, [own] * ranks, group=peers)
+        dist.all_to_all_single(returned, parts, counts, [local] * ranks, group=peers)
     return returned

@@ -1,7 +1,8 @@
-"""Two ranks without torchrun, one of which is killed while both save: test_peers.py runs it.
+"""Two ranks without torchrun, of which one is killed while both save, or none: test_peers.py runs it.
 
 `killed_without_a_launcher.py FOLDER`: in `FOLDER/RANK`, for each of both, rank `RANK` dies when it would write its
-shard. The other one prints what waiting for the save raises.
+shard. The other one prints what waiting for the save raises. In `FOLDER/-1` none dies: each process ends as soon as its
+job has waited for the last save, and rank 1 asks the store of rank 0 only twice per second.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 from checkpoints import plan_of
 
 import moec
-from moec.runtime.checkpoint import writing
+from moec.runtime.checkpoint import peers, writing
 from moec.runtime.errors import RankError
 
 TIMEOUT = 4.0
+NONE = -1
 
 
 def save_with_a_dead_rank(folder: Path, dead: int) -> None:
@@ -37,6 +39,14 @@ def save_with_a_dead_rank(folder: Path, dead: int) -> None:
         job.save(folder / "2", model).wait()
 
 
+def save_and_end(folder: Path) -> None:
+    torch.set_num_threads(1)
+    with moec.launch(plan_of({"ranks": 2, "ep": 2}), device="cpu", timeout=TIMEOUT) as job:
+        if job.rank == 1:
+            peers.FIRST_PAUSE = peers.LONGEST_PAUSE = 0.5
+        job.save(folder / "1", job.build(seed=1))
+
+
 def run(folder: Path, dead: int) -> None:
     """Both ranks, each in a process of its own."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -48,6 +58,9 @@ def run(folder: Path, dead: int) -> None:
         if child == 0:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
             try:
+                if dead == NONE:
+                    save_and_end(folder)
+                    os._exit(0)
                 save_with_a_dead_rank(folder, dead)
             except RankError as error:
                 print(f"{dead} dies, rank {rank}: {error}", flush=True)
@@ -59,7 +72,7 @@ def run(folder: Path, dead: int) -> None:
 
 
 def main() -> None:
-    for dead in range(2):
+    for dead in (0, 1, NONE):
         run(Path(sys.argv[1], str(dead)), dead)
 
 

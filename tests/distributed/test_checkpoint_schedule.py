@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from checkpoints import plan_of, train
 from gloo_pool import GlooPool
 
 import moec
-from moec.runtime.checkpoint import folders, schedule
-from moec.runtime.checkpoint.folders import MARK, Temporary
+from moec.runtime.checkpoint import schedule, temporary
+from moec.runtime.checkpoint.temporary import MARK, Temporary
 from moec.runtime.errors import JobError
 
 ALONE = {"ranks": 1, "ep": 1}
@@ -105,11 +106,13 @@ def test_seconds_are_those_of_rank_0(gloo: GlooPool, tmp_path: Path) -> None:
     [
         ({}, "say when: every=N steps, seconds=S, on_signal=NUMBER"),
         ({"every": 0}, "every is a number of steps from 1, not 0"),
+        ({"every": "2"}, "every is a number of steps from 1, not '2'"),
         ({"seconds": 0.0}, "seconds is a number above 0"),
         ({"every": 1, "keep": 0}, "keep is a number of checkpoints from 1, not 0"),
+        ({"every": 1, "keep": "all"}, "keep is a number of checkpoints from 1, not 'all'"),
     ],
 )
-def test_schedules_that_make_no_sense_are_refused(often: dict[str, int], message: str, tmp_path: Path) -> None:
+def test_schedules_that_make_no_sense_are_refused(often: dict[str, Any], message: str, tmp_path: Path) -> None:
     with moec.launch(plan_of(ALONE), device="cpu") as job:
         model = job.build(seed=1)
         train(job, model, job.optimizer(model), 0, 1)
@@ -122,9 +125,9 @@ def test_of_two_jobs_that_save_to_one_name_one_wins(tmp_path: Path, monkeypatch:
     both = threading.Barrier(2)
     publish = Temporary.publish
 
-    def together(temporary: Temporary) -> None:
+    def together(folder: Temporary) -> None:
         both.wait(30)
-        publish(temporary)
+        publish(folder)
 
     monkeypatch.setattr(Temporary, "publish", together)
     plan = plan_of(ALONE)
@@ -179,9 +182,9 @@ def test_a_folder_without_locks_is_left_over_after_a_day(tmp_path: Path, monkeyp
     def no_locks(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(folders.fcntl, "flock", no_locks)
+    monkeypatch.setattr(temporary.fcntl, "flock", no_locks)
     young, old = tmp_path / f".1{MARK}y", tmp_path / f".1{MARK}o"
-    for path, age in ((young, 0.0), (old, 2 * folders.STALE_SECONDS)):
+    for path, age in ((young, 0.0), (old, 2 * temporary.STALE_SECONDS)):
         path.mkdir()
         os.utime(path, (time.time() - age,) * 2)
     with moec.launch(plan_of(ALONE), device="cpu") as job:

@@ -44,6 +44,21 @@ def test_the_first_rank_alone_writes_loads_and_tokens_of_all(gloo: GlooPool, tmp
     assert 0 < sum(line["collective_seconds"] for line in lines) <= results[0]["seconds"]
 
 
+def tokens_of_uneven_parts() -> tuple[int, int]:
+    """This rank's tokens and all ranks', after a block whose parts are 1 and 3 sequences."""
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(ranks=4, tp=2, ep=2), device="cpu") as job:
+        model = job.build(seed=1)
+        mine = torch.arange(32).view(4, 8).split([1, 3])[job.data_rank]
+        with job.accumulate(model, mine):
+            model(mine, mine).loss.backward()
+        return job.tokens, job.total_tokens
+
+
+def test_accumulated_tokens_of_uneven_parts_are_counted_over_all_ranks(gloo: GlooPool):
+    assert gloo.run(4, tokens_of_uneven_parts) == [(8, 32), (8, 32), (24, 32), (24, 32)]
+
+
 def metrics_on_rank_0() -> str:
     torch.set_num_threads(1)
     with moec.launch(moe_plan(ranks=2, ep=2), device="cpu") as job:

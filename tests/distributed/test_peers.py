@@ -21,21 +21,39 @@ from moec.runtime.errors import RankError
 TWO = {"ranks": 2, "ep": 2}
 
 
-def test_a_wait_for_a_dead_rank_ends_without_a_launcher(tmp_path: Path) -> None:
-    """Rank 1 dies, then rank 0, whose process holds the job's store."""
+@pytest.fixture(scope="module")
+def without_a_launcher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """What two ranks print that share the store of rank 0, and their folder."""
+    folder = tmp_path_factory.mktemp("killed")
     script = Path(__file__).with_name("killed_without_a_launcher.py")
     paths = os.pathsep.join([str(script.parent), str(script.parents[1]), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), str(tmp_path)]
+    command = [sys.executable, str(script), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert done.returncode == 0, done.stderr
+    return folder, done.stdout
+
+
+def test_a_wait_for_a_dead_rank_ends_without_a_launcher(without_a_launcher: tuple[Path, str]) -> None:
+    """Rank 1 dies, then rank 0, whose process holds the job's store."""
+    folder, printed = without_a_launcher
     for dead, words in ((1, "rank 1 no longer answers"), (0, "the process that holds the job's store is gone")):
-        assert f"{dead} dies, rank {dead} ends with -9" in done.stdout
-        assert f"{dead} dies, rank {1 - dead} ends with 1" in done.stdout
-        said = next(line for line in done.stdout.splitlines() if line.startswith(f"{dead} dies, rank {1 - dead}: "))
+        assert f"{dead} dies, rank {dead} ends with -9" in printed
+        assert f"{dead} dies, rank {1 - dead} ends with 1" in printed
+        said = next(line for line in printed.splitlines() if line.startswith(f"{dead} dies, rank {1 - dead}: "))
         assert "MOE0705" in said
         assert words in said
-        assert moec.latest(tmp_path / str(dead)) == tmp_path / str(dead) / "1"
+        assert moec.latest(folder / str(dead)) == folder / str(dead) / "1"
+
+
+def test_rank_0_ends_its_process_only_when_the_others_know_that_the_last_save_is_whole(
+    without_a_launcher: tuple[Path, str],
+) -> None:
+    """Its process holds the store, which they ask."""
+    folder, printed = without_a_launcher
+    said = [line for line in printed.splitlines() if line.startswith("-1 dies")]
+    assert said == [f"-1 dies, rank {rank} ends with 0" for rank in range(2)]
+    assert moec.latest(folder / "-1") == folder / "-1" / "1"
 
 
 def slow_and_silent(timeout: float) -> list[str]:

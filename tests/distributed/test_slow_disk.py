@@ -18,7 +18,7 @@ from gloo_pool import GlooPool
 from killed_on_a_slow_disk import SYNCS
 
 import moec
-from moec.runtime.checkpoint.folders import MARK
+from moec.runtime.checkpoint.temporary import MARK
 from moec.runtime.errors import JobError
 
 ALONE = {"ranks": 1, "ep": 1}
@@ -118,8 +118,9 @@ def test_a_full_disk_is_raised_wherever_it_is_noticed(
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(JobError, match=r"MOE0804.*No space left on device"):
+        with pytest.raises(JobError, match=r"MOE0804.*No space left on device") as error:
             job.save(tmp_path / "1", model, optimizer).wait()
+        assert ("1 is written, but" in str(error.value)) == (SYNCS[number] == "folder of the folder")
         train(job, model, optimizer, 0, 1)
         job.save(tmp_path / "2", model, optimizer).wait()
     # The last sync comes after the rename: the checkpoint is whole, but might not outlive a power cut.

@@ -12,11 +12,28 @@ from moec.passes.cost.memory import memory_of
 SIZES = {
     "vocab": 512, "dim": 128, "depth": 3, "dtype": "fp32", "model": "", "kv_heads": 4, "experts": 4,
     "k": 2, "expert": "swiglu(256)", "beside": "", "ffn": 256, "sequence": 64, "state": "fp32",
+    "optimizer": "adamw(lr = 1e-4)",
     "tp": 1, "ep": 1, "parallel": "",
 }  # fmt: skip
 PLANS = {
     "bf16 on one rank": {"ranks": 1, "batch": 8, "dtype": "bf16"},
     "states in bf16": {"ranks": 1, "batch": 4, "sequence": 16, "state": "bf16"},
+    "adafactor": {"ranks": 1, "batch": 4, "sequence": 16, "optimizer": "adafactor(lr = 1e-3)"},
+    "muon with states in bf16": {
+        "ranks": 1,
+        "batch": 4,
+        "sequence": 16,
+        "optimizer": "muon(lr = 1e-3)",
+        "state": "bf16",
+    },
+    "muon on two ranks that share matrices": {
+        "ranks": 2,
+        "tp": 2,
+        "ep": 2,
+        "batch": 4,
+        "sequence": 16,
+        "optimizer": "muon(lr = 1e-3)",
+    },
     "experts on two ranks": {"ranks": 2, "ep": 2, "batch": 4},
     "tensors and experts on two ranks": {"ranks": 2, "tp": 2, "ep": 2, "batch": 8, "dtype": "bf16"},
 }

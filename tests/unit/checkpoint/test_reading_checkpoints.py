@@ -154,6 +154,12 @@ HOSTILE: dict[str, tuple[Callable[[Draft], Any], str]] = {
     ),
     "a number with a point": (change(shape=[4.0, 6]), "valid integer"),
     "fewer headers": (lambda draft: draft.index["headers"].pop(), "it has 1 headers, but 2 ranks"),
+    "no fields of the model": (lambda draft: draft.index.pop("model"), "model: Field required"),
+    "a layer without fields": (
+        lambda draft: draft.index["model"].update(kinds=[0]),
+        "model: a layer has a kind that is not there",
+    ),
+    "no tokens": (lambda draft: draft.index.pop("job_tokens"), "job_tokens: Field required"),
     "an unknown field": (lambda draft: draft.index.update(run="rm"), "not permitted"),
     "shards of fewer ranks": (lambda draft: draft.head["shard_bytes"].pop(), "it has 1 shards, but 2 ranks"),
     "no ranks": (lambda draft: draft.head.update(world_size=0), "greater than or equal to 1"),

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from checkpoint_draft import Draft
 
-from moec.runtime.checkpoint import folders
-from moec.runtime.checkpoint.folders import MARK, Temporary, remove_old
+from moec.runtime.checkpoint import temporary
+from moec.runtime.checkpoint.folders import remove_old
+from moec.runtime.checkpoint.temporary import MARK, Temporary
 
 
 def is_locked(path: str | Path) -> bool:
@@ -34,7 +35,7 @@ def test_a_left_over_folder_is_locked_until_it_is_removed(tmp_path: Path, monkey
         removed.append((Path(path), is_locked(path)))
         rmtree(path, **options)
 
-    monkeypatch.setattr(folders.shutil, "rmtree", note)
+    monkeypatch.setattr(temporary.shutil, "rmtree", note)
     newest = Draft(tmp_path / "100").write()
     left_over.mkdir()
     remove_old(newest, 1)
@@ -45,17 +46,27 @@ def test_a_left_over_folder_is_locked_until_it_is_removed(tmp_path: Path, monkey
 def test_a_folder_that_another_job_removes_before_it_is_open_is_made_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mkdtemp, made = folders.tempfile.mkdtemp, list[str]()
+    mkdir, made = os.mkdir, list[Path]()
 
-    def make(**options: Any) -> str:
-        made.append(mkdtemp(**options))
+    def make(path: Path, *mode: int) -> None:
+        mkdir(path, *mode)  # fails for the parent, which is there
+        made.append(Path(path))
         if len(made) == 1:
-            os.rmdir(made[0])
-        return made[-1]
+            os.rmdir(path)
 
-    monkeypatch.setattr(folders.tempfile, "mkdtemp", make)
-    temporary = Temporary(tmp_path / "100")
-    assert os.listdir(tmp_path) == [temporary.path.name]
-    assert str(temporary.path) == made[1]
-    assert is_locked(temporary.path)
-    temporary.discard()
+    monkeypatch.setattr(temporary.os, "mkdir", make)
+    folder = Temporary(tmp_path / "100")
+    assert os.listdir(tmp_path) == [folder.path.name]
+    assert folder.path == made[1] != made[0]
+    assert is_locked(folder.path)
+    folder.discard()
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o700), (0o002, 0o775), (0o022, 0o755)])
+def test_a_checkpoint_has_the_mode_of_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        Temporary(tmp_path / "100").publish()
+    finally:
+        os.umask(before)
+    assert (tmp_path / "100").stat().st_mode & 0o777 == mode

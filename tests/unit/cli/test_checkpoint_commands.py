@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import moec
 from moec import entry
 from moec.commands import checkpoint_list
-from moec.runtime.checkpoint import folders, index
+from moec.runtime.checkpoint import convert, folders, index, reading
 from moec.runtime.checkpoint.index import Head
 
 Outcome = tuple[int, str, str]
@@ -141,7 +141,7 @@ def test_a_model_goes_to_one_file_and_back_bit_for_bit(run: Callable[..., Outcom
     state = dict(model.state_dict())
     code, out, _ = run("convert", "1", "-o", "m.safetensors")
     assert code == 0
-    assert "\nleft out: step 0, random states, optimizer (torch.optim.AdamW), extras (epoch)\n" in out
+    assert "\nleft out: step 0, seed 1, random states, optimizer (torch.optim.AdamW), extras (epoch)\n" in out
     loaded = load_file("m.safetensors")
     assert loaded.keys() == state.keys()
     assert all(torch.equal(loaded[name], state[name]) for name in state)
@@ -151,7 +151,9 @@ def test_a_model_goes_to_one_file_and_back_bit_for_bit(run: Callable[..., Outcom
     assert run("verify", "2")[0] == 0
     with moec.launch(plan, device="cpu") as job:
         model = job.build(seed=2)
+        model.set(step=5)
         job.load("2", model)
+        assert model.settings == {"seed": 2, "step": 0}
         with pytest.raises(moec.DiagnosticError, match=r"MOE0806.*the checkpoint has no optimizer"):
             job.load("2", model, job.optimizer(model))
     assert all(torch.equal(tensor, changed[name]) for name, tensor in model.state_dict().items())
@@ -162,7 +164,8 @@ def test_a_model_goes_to_one_file_and_back_bit_for_bit(run: Callable[..., Outcom
     [
         (lambda state: state.pop("norm.weight"), r"norm.weight is missing in the file, F32 \[16\] in the plan"),
         (lambda state: state.update(more=torch.zeros(1)), r"more is F32 \[1\] in the file, missing in the plan"),
-        (lambda state: state.update({"norm.weight": torch.zeros(16).bfloat16()}), r"norm.weight is BF16 \[16\]"),
+        (lambda state: state.update({"norm.weight": torch.zeros(16).double()}), r"norm.weight is F64 \[16\]"),
+        (lambda state: state.update({"norm.weight": torch.zeros(17).half()}), r"norm.weight is F16 \[17\]"),
     ],
 )
 def test_a_file_of_another_model_is_refused(
@@ -178,6 +181,65 @@ def test_a_file_of_another_model_is_refused(
     assert "MOE0805" in err
     assert re.search(message, err)
     assert not Path("1").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_weights_become_fp32_exactly(
+    run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(convert, "BLOCK_BYTES", 512)  # several blocks per tensor
+    monkeypatch.setattr(index, "BLOCK_BYTES", 512)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 512)
+    plan = moe_plan(ranks=1, ep=1)
+    plan.save(Path("tiny.plan"))
+    state = {name: torch.randn(data.shape).to(dtype) for name, data in plan.parameters.items()}
+    odd = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), 6e-8, -1e-7, 65504.0, 1 / 3], dtype=dtype)
+    state["norm.weight"] = odd.repeat(2)
+    state["head.weight"] = state["head.weight"].float()
+    save_file(state, "m.safetensors")
+    assert run("convert", "m.safetensors", "-o", "1", "--plan", "tiny.plan")[0] == 0
+    assert run("verify", "1")[0] == 0
+    with moec.launch(plan, device="cpu") as job:
+        model = job.build()
+        job.load("1", model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor.view(torch.int32), state[name].float().view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", ["pickle", "text"])
+def test_a_file_of_another_format_is_not_called_damaged(run: Callable[..., Outcome], kind: str) -> None:
+    moe_plan(ranks=1, ep=1).save(Path("tiny.plan"))
+    if kind == "pickle":
+        torch.save({"a": torch.ones(2)}, "m")
+    else:
+        Path("m").write_text("{")
+    code, _, err = run("convert", "m", "-o", "1", "--plan", "tiny.plan")
+    assert code == 1
+    assert "MOE0800" in err
+    assert "m is no safetensors file" in err
+    assert "safetensors.torch.save_file" in err
+
+
+def test_a_file_that_is_cut_off_is_damaged(run: Callable[..., Outcome]) -> None:
+    moe_plan(ranks=1, ep=1).save(Path("tiny.plan"))
+    save_file({"a": torch.ones(2)}, "m")
+    Path("m").write_bytes(Path("m").read_bytes()[:-1])
+    code, _, err = run("convert", "m", "-o", "1", "--plan", "tiny.plan")
+    assert code == 1
+    assert "MOE0801" in err
+    assert "write or copy this file again" in err
+
+
+def test_verify_says_what_is_no_checkpoint(run: Callable[..., Outcome]) -> None:
+    save_file({"a": torch.ones(2)}, "m.safetensors")
+    Path("dcp").mkdir()
+    Path("dcp", ".metadata").write_bytes(b"")
+    for path, words in (("m.safetensors", "is a file, and a checkpoint is a folder"), ("dcp", "torch.distributed.ch")):
+        code, _, err = run("verify", path)
+        assert code == 1
+        assert f"{path} is a" in err
+        assert words in err
+        assert "moec.latest" not in err
 
 
 def test_a_file_that_makes_an_index_beyond_the_limit_is_refused(
@@ -200,3 +262,6 @@ def test_usage_errors(run: Callable[..., Outcome]) -> None:
     Path("m.safetensors").write_text("")
     assert run("convert", "m.safetensors", "-o", "x")[0] == 2
     assert run("inspect", "nowhere")[0] == 1
+    code, _, err = run("convert", "nowhere", "-o", "x")
+    assert code == 1
+    assert "MOE0800" in err

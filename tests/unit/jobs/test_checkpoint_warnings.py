@@ -114,13 +114,46 @@ def test_extras_and_an_optimizer_that_are_not_asked_for_are_named(tmp_path: Path
         assert "its optimizer, a torch.optim.AdamW, was not loaded" in said
 
 
-def test_weights_alone_load_without_a_word(tmp_path: Path) -> None:
+def test_a_scheduler_beside_groups_in_another_order_is_warned_of(tmp_path: Path) -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        first, *others = model.parameters()
+
+        def optimizer_of(*groups: list[torch.nn.Parameter]) -> tuple[Any, Any]:
+            made = torch.optim.AdamW([{"params": group} for group in groups], lr=1e-3)
+            return made, torch.optim.lr_scheduler.StepLR(made, 10)
+
+        saved, scheduler = optimizer_of([first], others, [])
+        job.save(tmp_path / "1", model, saved, scheduler=scheduler, progress={"epoch": 1}).wait()
+
+        def said(*groups: list[torch.nn.Parameter], beside: bool = True) -> list[str]:
+            here, scheduler = optimizer_of(*groups)
+            extras = {"scheduler": scheduler} if beside else {}
+            return said_by(lambda: job.load(tmp_path / "1", model, here, progress={}, **extras))[1]
+
+        assert said([first], others[::-1], []) == []
+        (words,) = said(others, [first], [])
+        name = next(name for name, parameter in model.named_parameters() if parameter is others[0])
+        assert f"whose group 1 is group 0 here, that of {name}; group 0 is group 1 here. " in words
+        assert "a scheduler counts groups by number (scheduler): make the groups in the checkpoint's order" in words
+        (words,) = said(others, [first], [], beside=False)
+        assert "not loaded: scheduler" in words
+
+
+def test_the_model_alone_loads_without_a_word_and_with_its_settings(tmp_path: Path) -> None:
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
         model = job.build(seed=1)
         optimizer = job.optimizer(model)
+        model.set(step=7)
+        job.steps, job.total_tokens = 9, 1000
         job.save(tmp_path / "1", model, optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 10)).wait()
+        drawn = torch.rand(4)
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
         other = job.build(seed=2)
         _, said = said_by(lambda: job.load(tmp_path / "1", other))
         assert said == []
+        assert other.settings == {"seed": 1, "step": 7}
+        assert (job.steps, job.total_tokens) == (9, 1000)
+        assert torch.equal(torch.rand(4), drawn)
         for name, tensor in model.state_dict().items():
             assert torch.equal(tensor, other.state_dict()[name])

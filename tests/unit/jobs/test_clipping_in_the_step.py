@@ -5,19 +5,14 @@ import math
 
 import pytest
 import torch
+from alone import OPTIMIZERS, TOKENS
 from models import moe_plan
 
 import moec
 from moec.runtime.errors import JobError
+from moec.runtime.job import job as job_module
 from moec.runtime.job.clipping import HandedOver
 
-OPTIMIZERS = {
-    "adamw": "adamw(lr = 1e-2)",
-    "sgd": "sgd(lr = 0.1, momentum = 0.9)",
-    "adafactor": "adafactor(lr = 0.1)",
-    "muon": "muon(adamw = adamw(lr = 1e-2))",
-}
-TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
 WEIGHT = "layers.1.attention.q.weight"
 
 
@@ -132,6 +127,20 @@ def test_a_second_clipping_is_of_clipped_gradients():
     assert norms["inside"] == pytest.approx(0.1, rel=1e-4)
 
 
+def test_a_step_looks_for_handed_over_gradients_once_after_a_clipping(monkeypatch: pytest.MonkeyPatch):
+    looked = []
+    monkeypatch.setattr(job_module, "take_back", lambda parameters: looked.append(len(list(parameters))))
+    run = Run()
+    with run.job:
+        run.backward("inside")
+        run.clip("inside")
+        run.optimizers["inside"].step()
+        for _ in range(3):
+            run.backward("clipped")
+            run.backward("inside")
+    assert len(looked) == 1
+
+
 def test_more_gradients_are_added_to_clipped_ones():
     run = Run()
 
@@ -159,6 +168,45 @@ def test_a_closure_sees_clipped_gradients_and_replaces_them():
 
         def closure():
             return run.job.step(model, TOKENS, TOKENS)
+
+        update.step(closure)
+
+    train(run, with_closure)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_closure_that_clips_steps_with_clipped_gradients(optimizer: str):
+    run = Run(OPTIMIZERS[optimizer])
+
+    def with_closure(name, model, update):
+        def closure():
+            update.zero_grad()
+            loss = run.job.step(model, TOKENS, TOKENS)
+            run.clip(name)
+            return loss
+
+        for _ in range(2):
+            update.step(closure)
+        run.backward(name)
+        run.clip(name)
+        assert isinstance(model.get_parameter(WEIGHT).grad, HandedOver) == (name == "inside")
+        update.step()
+
+    train(run, with_closure)
+
+
+def test_a_closure_that_clips_for_an_optimizer_of_the_script_works_at_its_first_step():
+    run = Run()
+    run.optimizers = {
+        name: torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True) for name, model in run.models.items()
+    }
+
+    def with_closure(name, model, update):
+        def closure():
+            update.zero_grad()
+            loss = run.job.step(model, TOKENS, TOKENS)
+            run.clip(name)
+            return loss
 
         update.step(closure)
 

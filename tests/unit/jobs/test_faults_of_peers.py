@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from alone import TOKENS, take_steps
 from models import moe_plan
 from safetensors.torch import load_file
 from torch import Tensor
@@ -23,7 +24,6 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.job.module import PlanModule
 
-TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
 TIED = "embedding = tokens(tied = true)"
 ONLINE = "topk(2, score = sigmoid, normalize = true, bias = online(0.01))"
 
@@ -40,13 +40,6 @@ def launched() -> Iterator[Any]:
     yield launch
     for job in reversed(jobs):
         job.__exit__(None, None, None)
-
-
-def take_steps(job: Job, model: PlanModule, optimizer: Any, steps: int = 2) -> None:
-    for _ in range(steps):
-        job.step(model, TOKENS, TOKENS)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def copied(model: PlanModule) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from alone import OPTIMIZERS, TOKENS, job_and_model
 from models import moe_plan
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -14,23 +15,15 @@ from moec.passes.cost.optimizer_state import state_elements
 from moec.runtime.errors import JobError
 from moec.runtime.job import muon
 
-OPTIMIZERS = {
-    "adamw": "adamw(lr = 1e-2)",
+DECAYING = OPTIMIZERS | {
     "sgd": "sgd(lr = 0.1, momentum = 0.9, weight_decay = 0.1)",
     "adafactor": "adafactor(weight_decay = 0.1)",
-    "muon": "muon(adamw = adamw(lr = 1e-2))",
 }
-TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
 
 
-def job_and_model(optimizer: str, **options):
-    job = moec.launch(moe_plan(ranks=1, ep=1, optimizer=optimizer, **options), device="cpu")
-    return job, job.build(seed=1)
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", DECAYING)
 def test_a_frozen_parameter_is_not_changed(optimizer: str):
-    job, model = job_and_model(OPTIMIZERS[optimizer])
+    job, model = job_and_model(DECAYING[optimizer])
     with job:
         frozen = {name: p for name, p in model.named_parameters() if "layers.1" in name or "embedding" in name}
         for parameter in frozen.values():
@@ -80,9 +73,9 @@ def test_embeddings_head_routers_norms_and_biases_take_muons_adamw():
     assert (decayed["weight_decay"], undecayed["weight_decay"]) == (0.1, 0.0)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", DECAYING)
 def test_a_state_saved_without_pickle_of_classes_continues_bit_for_bit(optimizer: str):
-    job, model = job_and_model(OPTIMIZERS[optimizer])
+    job, model = job_and_model(DECAYING[optimizer])
     with job:
         update = job.optimizer(model)
 
@@ -109,9 +102,9 @@ def test_a_state_saved_without_pickle_of_classes_continues_bit_for_bit(optimizer
         assert torch.equal(parameter, wanted)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", DECAYING)
 def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
-    job, model = job_and_model(OPTIMIZERS[optimizer], bias="all")
+    job, model = job_and_model(DECAYING[optimizer], bias="all")
     with job:
         update = job.optimizer(model)
         job.step(model, TOKENS, TOKENS)
@@ -124,7 +117,7 @@ def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_states_go_through_torchs_checkpoint_helpers(optimizer: str):
-    job, model = job_and_model(OPTIMIZERS[optimizer])
+    job, model = job_and_model(DECAYING[optimizer])
     with job:
         update, other = job.optimizer(model), job.optimizer(model)
         job.step(model, TOKENS, TOKENS)
@@ -139,7 +132,7 @@ def test_states_go_through_torchs_checkpoint_helpers(optimizer: str):
 
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_a_parameter_that_the_plan_does_not_have_is_refused(optimizer: str):
-    job, model = job_and_model(OPTIMIZERS[optimizer])
+    job, model = job_and_model(DECAYING[optimizer])
     update = job.optimizer(model)
     groups = len(update.param_groups)
     with pytest.raises(JobError, match=r"MOE0700.*a parameter that the plan does not have"):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from alone import OPTIMIZERS
 from models import moe_plan
 
 import moec
@@ -16,15 +17,9 @@ from moec.runtime.job.module import PlanModule
 
 TOKENS = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
 WEIGHT = "layers.1.attention.q.weight"
-OPTIMIZERS = [
-    "adamw(lr = 1e-2)",
-    "sgd(lr = 0.1, momentum = 0.9)",
-    "adafactor(lr = 0.1)",
-    "muon(adamw = adamw(lr = 1e-2))",
-]
 
 
-def launched(optimizer: str = OPTIMIZERS[0], on_nonfinite: str = "raise", **options: object) -> Job:
+def launched(optimizer: str = OPTIMIZERS["adamw"], on_nonfinite: str = "raise", **options: object) -> Job:
     return moec.launch(moe_plan(ranks=1, ep=1, optimizer=optimizer, **options), device="cpu", on_nonfinite=on_nonfinite)
 
 
@@ -65,7 +60,7 @@ def test_a_norm_that_is_not_finite_names_a_gradient(number: float, hands_over: b
             job.clip_grad_norm_(model, 1.0, optimizer=optimizer if hands_over else None)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values())
 def test_an_optimizer_of_the_job_refuses_gradients_that_no_norm_was_taken_of(optimizer: str):
     with launched(optimizer) as job:
         model = job.build(seed=1)
@@ -117,7 +112,7 @@ def test_gradients_whose_norm_was_taken_are_looked_at_once(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("where", ["loss", "router", "norm", "update", "accumulate"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values())
 def test_a_skipped_step_changes_nothing_and_training_goes_on_as_without_it(where: str, optimizer: str):
     # Biases follow the loads of a step whose loss is finite, as job.step has moved them before its gradients are seen.
     gate = "topk(2)" if where in ("norm", "update") else "topk(2, bias = online(0.01))"

@@ -5,17 +5,19 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from alone import TOKENS
 from models import moe_plan, moe_text
 from rich.console import Console
 
 import moec
 from moec.passes.cost.totals import tally
 from moec.runtime.errors import JobError
+from moec.runtime.job import metrics as metrics_module
 from moec.runtime.job import progress_display
 
-TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
 CAPACITY = "capacity = factor(0.5)"
 
 
@@ -90,7 +92,7 @@ def test_only_every_nth_step_is_measured_and_counts_the_tokens_between(tmp_path:
 
 def test_without_outputs_nothing_is_measured(monkeypatch: pytest.MonkeyPatch):
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics() as metrics:
-        monkeypatch.setattr(type(job), "expert_loads", None)
+        monkeypatch.setattr(metrics_module, "of_last_pass", None)
         assert train(job, metrics, 2) == [None, None]
 
 
@@ -135,6 +137,66 @@ def test_a_run_that_goes_on_says_after_which_step_and_keeps_its_total_of_tokens(
     assert [line["total_tokens"] for line in found] == [64, 128, 192, 192, 256]
 
 
+def accumulated(job, model) -> torch.Tensor:
+    with job.accumulate(model, TOKENS):
+        loss = model(TOKENS, TOKENS).loss
+        loss.backward()
+    return loss.detach()
+
+
+def test_a_loop_of_accumulated_steps_goes_on_with_its_steps(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    for first in (1, 4):
+        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+            model = job.build(seed=1)
+            assert job.resume(tmp_path / "saved", model) == first - 1
+            with job.metrics(path) as metrics:
+                for _ in range(3):
+                    metrics.step(model, accumulated(job, model))
+            job.checkpoint(tmp_path / "saved", model, every=1)
+            assert job.steps == first + 2
+    assert [line["step"] for line in lines(path)] == [1, 2, 3, 4, 5, 6]
+    assert [line["total_tokens"] for line in lines(path)] == [64, 128, 192, 256, 320, 384]
+    assert [line.get("resumed") for line in lines(path)] == [None, None, None, 3, None, None]
+
+
+def test_figures_go_on_where_a_checkpoint_is_loaded_inside_of_the_block(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path) as metrics:
+        model = job.build(seed=1)
+        for step in range(3):
+            metrics.step(model, job.step(model, TOKENS, TOKENS))
+            if step == 1:
+                job.save(tmp_path / "saved" / "2", model).wait()
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path) as metrics:
+        model = job.build(seed=1)
+        job.resume(tmp_path / "saved", model)
+        for step in range(2):
+            record = metrics.step(model, job.step(model, TOKENS, TOKENS))
+            if step == 0:
+                assert record["tokens_per_second"] == pytest.approx(64 / record["seconds"], rel=0.2)
+        job.load(tmp_path / "saved" / "2", model)
+        metrics.step(model, job.step(model, TOKENS, TOKENS), tokens=100)
+    found = lines(path)
+    assert [line["step"] for line in found] == [1, 2, 3, 3, 4, 3]
+    assert [line.get("resumed") for line in found] == [None, None, None, 2, None, 2]
+    assert [line["tokens"] for line in found] == [64, 128, 192, 64, 128, 228]
+    assert [line["total_tokens"] for line in found] == [64, 128, 192, 192, 256, 228]
+
+
+def test_steps_that_a_script_gives_are_kept_where_a_checkpoint_is_loaded(tmp_path: Path):
+    path = tmp_path / "run.jsonl"
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build(seed=1)
+        job.step(model, TOKENS, TOKENS)
+        job.save(tmp_path / "saved", model).wait()
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path, start=1000) as metrics:
+        model = job.build(seed=1)
+        job.load(tmp_path / "saved", model)
+        metrics.step(model, job.step(model, TOKENS, TOKENS))
+    assert [line["step"] for line in lines(path)] == [1001]
+
+
 def test_tokens_that_a_script_counts_are_in_the_total(tmp_path: Path):
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(tmp_path / "run.jsonl") as metrics:
         model = job.build(seed=1)
@@ -177,6 +239,23 @@ def test_tensorboard_has_the_figures_by_name(tmp_path: Path):
     assert found == [(record["step"], pytest.approx(record["loss"])) for record in records]
 
 
+def test_tensorboard_keeps_the_curve_before_a_checkpoint_that_is_loaded_inside_of_the_block(tmp_path: Path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for _ in range(2):
+        with (
+            moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job,
+            job.metrics(tensorboard=tmp_path / "runs") as metrics,
+        ):
+            model = job.build(seed=1)
+            job.resume(tmp_path / "saved", model)
+            for _ in range(3):
+                metrics.step(model, job.step(model, TOKENS, TOKENS))
+                job.checkpoint(tmp_path / "saved", model, every=2)
+    events = accumulator.EventAccumulator(str(tmp_path / "runs"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5]
+
+
 def test_the_display_shows_fraction_step_figures_and_loads(capsys: pytest.CaptureFixture[str]):
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(progress=True) as metrics:
         train(job, metrics, 1, done=0.25, bits=2.0)
@@ -184,6 +263,63 @@ def test_the_display_shows_fraction_step_figures_and_loads(capsys: pytest.Captur
     assert line.startswith(" 25%   step     1   loss ")
     assert "bits 2   " in line
     assert "experts by layer  1: " in line
+
+
+def test_without_a_terminal_the_last_record_is_printed_at_the_end_once(capsys: pytest.CaptureFixture[str]):
+    for steps, shown in ((5, [1, 5]), (1, [1])):
+        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+            metrics = job.metrics(progress=True)
+            train(job, metrics, steps, done=0.5)
+            metrics.close()
+            metrics.close()
+        printed = capsys.readouterr().out.splitlines()
+        assert [int(line.split("step")[1].split()[0]) for line in printed] == shown
+        assert all(line.startswith(" 50% ") for line in printed)
+
+
+@pytest.mark.parametrize(
+    ("figures", "kind", "words"),
+    [
+        ({"note": "hello"}, TypeError, "the figure note is 'hello', and must be one number"),
+        ({"gates": torch.ones(3)}, TypeError, r"the figure gates is torch.float32 \[3\], and must be one number"),
+        ({"gates": [1, 2]}, TypeError, r"the figure gates is \[1, 2\]"),
+        ({"perplexity": None}, TypeError, "the figure perplexity is None"),
+        ({"grad_norm": "1"}, TypeError, "the figure grad_norm is '1'"),
+        ({"load": 1}, ValueError, "the job writes a figure load itself: give yours another name"),
+        ({"step": 1}, ValueError, "the job writes a figure step itself"),
+        ({"done": 7}, ValueError, "done is the fraction of the training, 0 to 1, not 7"),
+        ({"done": math.nan}, ValueError, "done is the fraction"),
+    ],
+    ids=str,
+)
+def test_a_figure_that_cannot_be_written_is_named_and_its_step_does_not_count(
+    tmp_path: Path, figures: dict, kind: type[Exception], words: str
+):
+    path = tmp_path / "run.jsonl"
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path) as metrics:
+        model = job.build()
+        loss = job.step(model, TOKENS, TOKENS)
+        with pytest.raises(kind, match=words):
+            metrics.step(model, loss, **figures)
+        record = metrics.step(model, loss, lr=0.5, ratio=np.float32(0.25), flag=True, done=1)
+    assert [(line["step"], line["lr"], line["ratio"], line["flag"]) for line in lines(path)] == [(1, 0.5, 0.25, 1.0)]
+    assert set(record) - {"loss", "lr", "ratio", "flag"} <= metrics_module.OWN_FIGURES
+
+
+def test_a_record_has_no_name_that_a_script_could_give(tmp_path: Path):
+    plan = moe_plan(ranks=1, ep=1, beside=CAPACITY)
+    with moec.launch(plan, device="cpu", on_nonfinite="skip") as job, job.metrics("/dev/null") as metrics:
+        (record,) = train(job, metrics, 1)
+    assert set(record) - {"loss", "grad_norm", "lr"} <= metrics_module.OWN_FIGURES
+
+
+@pytest.mark.parametrize("start", [-1, "2"])
+def test_a_start_that_is_no_number_of_steps_is_refused(start: object):
+    with (
+        moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job,
+        pytest.raises(ValueError, match=f"start is the number of steps taken before, from 0 on, not {start!r}"),
+    ):
+        job.metrics("/dev/null", start=start)
 
 
 def test_every_below_one_is_refused():
@@ -220,4 +356,10 @@ def test_tokens_are_counted_in_every_step_whatever_is_measured_and_none_of_a_ref
                 metrics.step(model, loss, tokens=100)
             with pytest.raises(JobError, match="MOE0702"):
                 job.step(model, TOKENS + 1000, TOKENS)
+            with pytest.raises(JobError, match="MOE0713"), job.accumulate(model):
+                pass
+            with pytest.raises(JobError, match="MOE0713"), job.accumulate(model, TOKENS, TOKENS):
+                model(TOKENS, TOKENS).loss.backward()
             assert (job.tokens, job.total_tokens) == (64, 264)
+            accumulated(job, model)
+            assert (job.tokens, job.total_tokens) == (128, 328)

@@ -5,27 +5,21 @@ import math
 
 import pytest
 import torch
+from alone import OPTIMIZERS, TOKENS, job_and_model
 from models import moe_plan
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import moec
 from moec.passes.cost.memory import memory_of
-from moec.passes.cost.optimizer_state import CHUNK, state_bytes, widened_bytes
+from moec.passes.cost.optimizer_state import UPDATE_CHUNK, state_bytes, widened_bytes
 from moec.runtime.errors import JobError
 from moec.runtime.job import masters
 
-TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
-OPTIMIZERS = {
-    "adamw": "adamw(lr = 1e-2)",
-    "sgd": "sgd(lr = 0.1, momentum = 0.9)",
-    "muon": "muon(adamw = adamw(lr = 1e-2))",
-}
+NARROW = ("adamw", "sgd", "muon")
 
 
-def job_and_model(optimizer: str, state: str = "bf16"):
-    job = moec.launch(moe_plan(ranks=1, ep=1, optimizer=f"{optimizer}; state = {state}"), device="cpu")
-    return job, job.build(seed=1)
+def narrow_job(optimizer: str, state: str = "bf16"):
+    return job_and_model(f"{OPTIMIZERS[optimizer]}; state = {state}")
 
 
 def train(job, model, update, steps: int) -> None:
@@ -48,10 +42,10 @@ def adamw_by_hand(weights: Tensor, gradients: list[Tensor], decay: float, narrow
     return value
 
 
-@pytest.mark.parametrize("chunk", [CHUNK, 1000])
+@pytest.mark.parametrize("chunk", [UPDATE_CHUNK, 1000])
 def test_adamw_rounds_its_moments_between_steps_and_nothing_else(monkeypatch, chunk: int):
-    monkeypatch.setattr(masters, "CHUNK", chunk)
-    job, model = job_and_model(OPTIMIZERS["adamw"])
+    monkeypatch.setattr(masters, "UPDATE_CHUNK", chunk)
+    job, model = narrow_job("adamw")
     update = job.optimizer(model)
     decays = {p: group["weight_decay"] for group in update.param_groups for p in group["params"]}
     before = {p: p.detach().clone() for p in model.parameters()}
@@ -69,11 +63,11 @@ def test_adamw_rounds_its_moments_between_steps_and_nothing_else(monkeypatch, ch
         assert {update.state[parameter][key].dtype for key in ("exp_avg", "exp_avg_sq")} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", NARROW)
 def test_a_narrow_run_is_near_the_wide_one_and_its_states_take_half(optimizer: str):
     losses, sizes = {}, {}
     for state in ("bf16", "fp32"):
-        job, model = job_and_model(OPTIMIZERS[optimizer], state)
+        job, model = narrow_job(optimizer, state)
         with job:
             update = job.optimizer(model)
             train(job, model, update, 8)
@@ -90,10 +84,10 @@ def test_a_narrow_run_is_near_the_wide_one_and_its_states_take_half(optimizer: s
     assert losses["bf16"] < 0.9 * math.log(32)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", NARROW)
 @pytest.mark.parametrize("helpers", [False, True], ids=["load_state_dict", "set_state_dict"])
 def test_states_that_torch_widens_on_loading_continue_bit_for_bit(optimizer: str, helpers: bool):
-    job, model = job_and_model(OPTIMIZERS[optimizer])
+    job, model = narrow_job(optimizer)
     with job:
         update = job.optimizer(model)
         train(job, model, update, 2)
@@ -123,7 +117,7 @@ def test_states_that_torch_widens_on_loading_continue_bit_for_bit(optimizer: str
 def test_clipping_inside_of_a_narrow_step_is_clipping_before_it():
     after = []
     for inside in (True, False):
-        job, model = job_and_model(OPTIMIZERS["adamw"])
+        job, model = narrow_job("adamw")
         with job:
             update = job.optimizer(model)
             for _ in range(2):
@@ -145,20 +139,20 @@ def test_the_budget_counts_half_the_states_and_the_chunk_that_a_step_widens():
     # This model is one chunk: all states are widened at once.
     assert steps["bf16"].bytes.of["work"] - steps["fp32"].bytes.of.get("work", 0.0) == 2 * before["bf16"]
     train = plans["bf16"].spec.train
-    assert widened_bytes(1e12, 1e6, train) == 2 * 4 * CHUNK
+    assert widened_bytes(1e12, 1e6, train) == 2 * 4 * UPDATE_CHUNK
     assert widened_bytes(1e12, 1e10, train) == 2e10
     assert widened_bytes(1e12, 1e10, plans["fp32"].spec.train) == 0
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", NARROW)
 @pytest.mark.parametrize("saved", ["bf16", "fp32"])
 def test_a_checkpoint_of_states_in_another_dtype_is_refused_and_nothing_loaded(tmp_path, optimizer: str, saved: str):
-    job, model = job_and_model(OPTIMIZERS[optimizer], saved)
+    job, model = narrow_job(optimizer, saved)
     with job:
         update = job.optimizer(model)
         train(job, model, update, 1)
         job.save(tmp_path / "1", model, update).wait()
-    job, model = job_and_model(OPTIMIZERS[optimizer], {"bf16": "fp32", "fp32": "bf16"}[saved])
+    job, model = narrow_job(optimizer, {"bf16": "fp32", "fp32": "bf16"}[saved])
     with job:
         update = job.optimizer(model)
         before = [parameter.detach().clone() for parameter in model.parameters()]
@@ -169,8 +163,8 @@ def test_a_checkpoint_of_states_in_another_dtype_is_refused_and_nothing_loaded(t
 
 
 def test_copied_optimizers_update_copied_models():
-    for optimizer in OPTIMIZERS.values():
-        job, model = job_and_model(optimizer)
+    for optimizer in NARROW:
+        job, model = narrow_job(optimizer)
         with job:
             update = job.optimizer(model)
             train(job, model, update, 1)
@@ -184,7 +178,7 @@ def test_copied_optimizers_update_copied_models():
 def test_a_default_dtype_changes_no_state_and_no_loss():
     found = []
     for dtype in (torch.float32, torch.bfloat16):
-        job, model = job_and_model(OPTIMIZERS["muon"])
+        job, model = narrow_job("muon")
         with job:
             update = job.optimizer(model)
             torch.set_default_dtype(dtype)
@@ -199,11 +193,11 @@ def test_a_default_dtype_changes_no_state_and_no_loss():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", NARROW)
 def test_a_closure_gives_the_step_its_gradients(optimizer: str):
     weights = []
     for in_closure in (True, False):
-        job, model = job_and_model(OPTIMIZERS[optimizer])
+        job, model = narrow_job(optimizer)
         with job:
             update = job.optimizer(model)
 
@@ -218,7 +212,7 @@ def test_a_closure_gives_the_step_its_gradients(optimizer: str):
 
 
 def test_maximize_of_a_group_is_followed():
-    job, model = job_and_model(OPTIMIZERS["adamw"])
+    job, model = narrow_job("adamw")
     update = job.optimizer(model)
     parameter = model.get_parameter("norm.weight")
     before = parameter.detach().clone()

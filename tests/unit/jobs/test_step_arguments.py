@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,21 @@ from models import layer_text, moe_plan
 
 import moec
 from moec.runtime.errors import JobError
+from moec.runtime.job.job import Job
 
 TOKENS = torch.arange(16).view(2, 8)
+
+
+def test_replicas_are_compared_before_every_nth_step_of_either_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(Job, "check_replicas", lambda job, _: compared.append(job.steps))
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu", check_replicas=2) as job:
+        model = job.build()
+        for _ in range(3):
+            job.step(model, TOKENS, TOKENS)
+            with job.accumulate(model, TOKENS):
+                model(TOKENS, TOKENS).loss.backward()
+    assert compared == [2, 4, 6]
 
 
 def test_inputs_that_no_function_takes_are_refused() -> None:
@@ -63,3 +77,121 @@ def test_a_step_in_training_does_not_warn() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             job.step(model, TOKENS, TOKENS)
+
+
+def test_numbers_of_micro_batches_are_integers() -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        for number in ("2", 1.5, 0):
+            with pytest.raises(JobError, match=rf"MOE0713.*microbatches must be an integer .* not {number!r}"):
+                job.step(model, TOKENS, TOKENS, microbatches=number)
+
+
+@pytest.mark.parametrize(
+    ("labels", "tokens", "words", "way_out"),
+    [
+        ([TOKENS, TOKENS], (), "a list in place of a tensor of labels", "`job.accumulate(model, *labels)`"),
+        (TOKENS, TOKENS, "tokens of class Tensor, not a tuple", "`tokens=(…, …)`"),
+        (TOKENS, [None], "a NoneType in place of a tensor of tokens", "`tokens=(…, …)`"),
+    ],
+    ids=["a list of labels", "one tensor of tokens", "no tensor"],
+)
+def test_accumulate_says_how_to_pass_what_is_no_tensor(labels: Any, tokens: Any, words: str, way_out: str) -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build()
+        with pytest.raises(JobError, match=f"MOE0713.*{words}") as raised, job.accumulate(model, labels, tokens=tokens):
+            pass
+        assert way_out in (raised.value.diagnostics[0].help or "")
+
+
+# ---- what counts as a step ---------------------------------------------------------------------------------
+
+
+def counted(job: Job) -> tuple[int, ...]:
+    return job.steps, job.new_steps, job.tokens, job.new_tokens, job.total_tokens
+
+
+def test_steps_and_blocks_that_raise_do_not_count_nor_do_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(Job, "check_replicas", lambda job, _: compared.append(job.steps))
+    ignored = torch.full_like(TOKENS, -100)
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu", check_replicas=2) as job:
+        model = job.build()
+        job.step(model, TOKENS, TOKENS)
+        before = counted(job)
+        assert before == (1, 1, 16, 16, 16)
+        for labels, wanted in ((TOKENS + 1000, "MOE0702.*step 2"), (ignored, "MOE0713")):
+            with pytest.raises(JobError, match=wanted):
+                job.step(model, TOKENS, labels)
+            assert counted(job) == before
+        with pytest.raises(JobError, match="MOE0713"), job.accumulate(model):
+            pass
+        with pytest.raises(ZeroDivisionError), job.accumulate(model, TOKENS):
+            1 / 0  # noqa: B018
+        assert counted(job) == before
+        assert model.settings["step"] == 1
+        with job.accumulate(model, TOKENS):
+            model(TOKENS, TOKENS).loss.backward()
+            with pytest.raises(JobError, match="one step at a time"):
+                job.step(model, TOKENS, TOKENS)
+            assert job.steps == 2
+        assert counted(job) == (2, 2, 32, 32, 32)
+    assert compared == [2] * 5  # a step that is taken again is the second again
+
+
+def test_a_step_whose_loss_is_not_finite_counts_only_if_it_is_skipped() -> None:
+    for mode, steps in (("raise", 0), ("skip", 1), ("ignore", 1)):
+        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu", on_nonfinite=mode) as job:
+            model = job.build()
+
+            def infinite(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+                return logits.sum() * math.inf
+
+            if mode == "raise":
+                with pytest.raises(JobError, match=r"MOE0723.*step 1: the loss is"):
+                    job.step(model, TOKENS, TOKENS, loss=infinite)
+            else:
+                job.step(model, TOKENS, TOKENS, loss=infinite)
+            assert (job.steps, job.tokens) == (steps, 16 * steps)
+            assert model.settings["step"] == steps
+
+
+# ---- a loss of one's own inside of `accumulate` ------------------------------------------------------------
+
+
+def test_a_block_without_labels_in_its_passes_names_the_way_out_which_trains_the_same() -> None:
+    """The gradient of the script's loss, the states' update and the share of the balance terms are those of a step."""
+    plan = moe_plan(ranks=1, ep=1, gate="topk(2, bias = online(0.01))")
+    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(3))
+    parts = tokens.chunk(2)
+
+    def squares(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return logits.square().sum()
+
+    with moec.launch(plan, device="cpu") as job:
+        model, whole = job.build(seed=1), job.build(seed=1)
+        with (
+            pytest.raises(JobError, match="got 32 labels, its forward passes 0") as raised,
+            job.accumulate(model, *parts),
+        ):
+            squares(model(tokens).logits, tokens).backward()
+        way_out = raised.value.diagnostics[0].help or ""
+        assert "call `model(tokens, labels)`" in way_out
+        assert "`job.step(…, loss=…)`" in way_out
+        assert "`job.update_states(model)`" in way_out
+        model.zero_grad()
+        loss, shares = 0.0, 0.0
+        with job.accumulate(model, *parts):
+            for part in parts:
+                output = model(part, part)
+                own = squares(output.logits, part) / tokens.numel() + output.aux_loss
+                own.backward()
+                loss, shares = loss + own.item(), shares + output.aux_loss.item()
+        wanted = job.step(whole, tokens, tokens, loss=squares, microbatches=2)
+        assert loss == pytest.approx(float(wanted), rel=1e-5)
+        for name, parameter in whole.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, msg=name)
+        states = dict(whole.named_buffers())
+        assert any(state.any() for state in states.values())
+        assert all(torch.equal(model.get_buffer(name), state) for name, state in states.items())
+        assert shares == pytest.approx(sum(whole(part).aux_loss.item() for part in parts) / 2, rel=0.1)

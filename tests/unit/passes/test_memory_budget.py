@@ -161,7 +161,7 @@ def test_the_busiest_rank_takes_more_and_the_largest_load_that_fits_is_found() -
 def test_a_tensor_with_two_names_is_freed_with_the_last() -> None:
     alive = Buffers()
     alive.add("a", "work", 8.0)
-    alive.share("b", "a")
+    alive.alias("b", "a")
     alive.save("a", 8.0)
     alive.drop("a")
     alive.drop("b")

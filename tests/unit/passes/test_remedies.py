@@ -19,7 +19,7 @@ from moec.passes.cost.totals import costs_of
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import Program
 from moec.passes.pipeline import compile_program
-from moec.passes.remedies import Change, first_that_fits
+from moec.passes.remedies import Change, first_that_fits, what_could_help
 
 Words = tuple[int | None, int, str, int]
 """`ep`, `zero`, `recompute`, `microbatches`."""
@@ -132,10 +132,60 @@ def test_what_no_combination_fits_gets_the_fewest_ranks_that_fit_with_the_files_
     assert found == Change("use 8 ranks", 1, peak[8])
 
 
+def of_whole_copies(ranks: int) -> str:
+    """The same model; every rank has all parameters and states, unless a word of `parallel` says otherwise."""
+    return moe_text(ranks=ranks, ep=1, dim=64, expert="swiglu(128)", batch=8, depth=2)
+
+
+def least_peak(text: str) -> float:
+    """The peak with words that save most."""
+    spec = load_text(text).unwrap()
+    return min(peak_of(with_words(spec, (min(8, spec.cluster.ranks), zero, "layer", 1))) for zero in (1, 3))
+
+
+def test_where_neither_words_nor_ranks_fit_alone_both_are_proposed_with_the_fewest_ranks() -> None:
+    memory = LITTLE * least_peak(of_whole_copies(4))
+    assert memory < min(peaks(of_mostly_weights(2), 2).values())  # of every combination of words
+    assert memory < min(peak_of(load_text(of_whole_copies(ranks)).unwrap()) for ranks in (4, 8))
+    spec = on_device(of_whole_copies(2), memory)
+    found = first_that_fits(spec, placed)
+    assert found is not None
+    assert re.match("use 4 ranks and set `", found.text)
+    assert found.num_words == 1 + found.text.count("`") // 2
+    larger = load_text(of_whole_copies(4)).unwrap()
+    assert found.peak == pytest.approx(peak_of(with_words(larger, proposed(found.text, spec))))
+    assert found.peak <= memory
+
+
+def test_a_smaller_batch_or_shorter_sequences_are_named_only_where_they_could_help() -> None:
+    text = of_mostly_weights(2)
+    spec = load_text(text).unwrap()
+    states = memory_of(placed(spec), spec).moments[-1].bytes.of
+    kept = sum(states.get(tenant, 0.0) for tenant in ("parameters", "gradients", "optimizer"))
+    one_each = text.replace("batch = 8", "batch = 2")
+    assert one_each != text
+    memory = LITTLE * min(peaks(one_each, 2).values())
+    assert memory < min(peaks(text, 2).values())
+
+    def helps(memory: float) -> list[str]:
+        named = what_could_help(on_device(text, memory), placed)
+        return [each for each in named if "ranks" not in each]
+
+    assert helps(0.999 * kept) == []
+    assert helps(LITTLE * kept) == ["shorter sequences"]
+    assert helps(memory) == ["a smaller batch", "shorter sequences"]
+
+
+def test_more_ranks_over_which_the_batch_does_not_divide_are_named_with_a_batch_that_does() -> None:
+    text = of_whole_copies(8)
+    spec = on_device(text, LITTLE * least_peak(of_whole_copies(16).replace("batch = 8", "batch = 16")))
+    assert first_that_fits(spec, placed) is None
+    assert what_could_help(spec, placed)[0] == "16 ranks with `batch = 16`"
+
+
 def test_what_more_ranks_do_not_fit_either_gets_nothing() -> None:
     """The batch does not divide over 16 ranks."""
-    smallest = peak_of(load_text(of_mostly_weights(8)).unwrap())
-    for memory in (0.99 * smallest, 1000):
+    for memory in (0.9 * least_peak(of_mostly_weights(8)), 1000):
         assert first_that_fits(on_device(of_mostly_weights(2), memory), placed) is None
 
 

@@ -1,0 +1,23 @@
+"""Tables of text."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from moec.commands.summary import amount_of_bytes
+
+
+def table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> Iterator[str]:
+    """The lines of a table. `numbers`: the columns that are aligned on the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            text.rjust(width) if column in numbers else text.ljust(width)
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield ("  " + "  ".join(cells)).rstrip()
+
+
+def amount_or_dash(size: float) -> str:
+    """`12.9 GB`; `-` for nothing."""
+    return amount_of_bytes(size) if size else "-"

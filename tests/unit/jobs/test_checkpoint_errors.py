@@ -1,0 +1,95 @@
+"""Errors of checkpoints on one rank: what they say, and that their cause is kept."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import UserDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import moe_plan
+
+import moec
+from moec.runtime.checkpoint import content, loading
+from moec.runtime.errors import JobError
+from moec.runtime.job.job import Job
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        yield job
+
+
+def failing(error: Exception) -> Any:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error"), MemoryError(), TypeError("a bug")], ids=repr)
+def test_a_copy_that_fails_is_the_cause_of_the_saves_error(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    monkeypatch.setattr(content, "host_pieces", failing(error))
+    saving = job.save(tmp_path / "1", job.build())
+    with pytest.raises(JobError, match=r"MOE0812.*a copy to host memory failed") as raised:
+        saving.wait()
+    assert raised.value.__cause__ is error
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), TypeError("a bug")], ids=repr)
+def test_an_unexpected_error_is_the_cause_of_the_loads_error(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    model = job.build()
+    job.save(tmp_path / "1", model).wait()
+    monkeypatch.setattr(loading, "read_extras", failing(error))
+    with pytest.raises(JobError, match=f"MOE0812.*{type(error).__name__}") as raised:
+        job.load(tmp_path / "1", model)
+    assert raised.value.__cause__ is error
+
+
+class Broken(UserDict[str, Any]):
+    """A state, or a dict, that takes no values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, _: Any) -> None:
+        raise KeyError("cursor")
+
+    def clear(self) -> None:
+        raise TypeError("this dict is read-only")
+
+
+def test_an_error_of_the_scripts_own_object_is_the_cause(job: Job, tmp_path: Path) -> None:
+    model = job.build()
+    job.save(tmp_path / "1", model, loader=Broken(), progress={"epoch": 1}).wait()
+    with pytest.raises(JobError, match=r"MOE0809.*loader.load_state_dict raised KeyError: 'cursor'") as raised:
+        job.load(tmp_path / "1", model, loader=Broken())
+    assert isinstance(raised.value.__cause__, KeyError)
+    with pytest.raises(JobError, match=r"MOE0809.*progress.clear or progress.update raised TypeError") as raised:
+        job.load(tmp_path / "1", model, progress=Broken())
+    assert isinstance(raised.value.__cause__, TypeError)
+
+
+def test_a_checkpoint_that_is_written_is_not_said_to_lack_space(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing old ones comes after it has its name."""
+    model = job.build()
+    monkeypatch.setattr(os, "scandir", failing(OSError(errno.EIO, os.strerror(errno.EIO))))
+    saving = job.save(tmp_path / "1", model, keep=1)
+    with pytest.raises(
+        JobError, match=r"MOE0804.*1 is written, but old ones cannot be removed.*Input/output"
+    ) as raised:
+        saving.wait()
+    monkeypatch.undo()
+    assert "space" not in raised.value.diagnostics[0].help
+    assert moec.latest(tmp_path) == tmp_path / "1"
