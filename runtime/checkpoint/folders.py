@@ -128,8 +128,8 @@ def set_aside(path: Path) -> Path | None:
 def remove_old(newest: Path, keep: int) -> None:
     """Leaves `keep` complete checkpoints of its series: `newest`, and those with the highest steps.
 
-    Of a series are those of its model whose names equal its own but for digits: `step-6` and `step-20`, but not `best`.
-    Removes left-over folders. Raises `JobError` MOE0804, which says that `newest` is written.
+    Of a series are those of its model whose names equal its own but for the last number: `step-6` and `step-20`, not
+    `best`. Removes left-over folders. Raises `JobError` MOE0804, which says that `newest` is written.
     """
     folder = newest.parent
     try:
@@ -141,12 +141,12 @@ def remove_old(newest: Path, keep: int) -> None:
     for name in names:
         if name.startswith(".") and MARK in name:
             remove_left_over(folder / name)
-    series = _without_digits(newest.name)
+    series = _series(newest.name)
     complete = [
         path
         for path, head in found
         if head is not None and head.model == model and path != newest
-        and _without_digits(path.name) == series and fault_of(path, head) is None
+        and _series(path.name) == series and fault_of(path, head) is None
     ]  # fmt: skip
     for path in complete[keep - 1 :]:
         try:
@@ -156,8 +156,9 @@ def remove_old(newest: Path, keep: int) -> None:
             raise _not_removed(newest, f"{shown(path)} cannot be removed: {error.strerror}") from error
 
 
-def _without_digits(name: str) -> str:
-    return re.sub(r"[0-9]+", "#", name)
+def _series(name: str) -> tuple[str, ...]:
+    """A name without its last number: what is before and after it."""
+    return tuple(re.split(r"[0-9]+(?=[^0-9]*\Z)", name))
 
 
 def _not_removed(newest: Path, words: str) -> JobError:

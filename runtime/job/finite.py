@@ -28,6 +28,10 @@ HELP = (
 )
 
 
+OF_SCALER = "grad_scale", "found_inf"
+"""What torch's `GradScaler` sets on an optimizer, and takes away after a step that raises nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class GradientStamp:
     """A gradient and the count of its changes: of a DTensor, and of this rank's part."""
@@ -117,8 +121,14 @@ class Finite:
             if has_closure(arguments, named) or handed_over or self._has_seen(model, owned):
                 return
             complaint = None if _have_finite_norms(owned) else self._complaint(_gradients(owned, model))
-            count = int(complaint is not None)
-            if self._job.checks.require("optimizer.step", None if self.skips else complaint, counts=(count,))[0]:
+            counts, refused = (int(complaint is not None),), None if self.skips else complaint
+            try:
+                (wrong,) = self._job.checks.require("optimizer.step", refused, counts=counts)
+            except JobError:
+                for name in OF_SCALER:
+                    vars(optimizer).pop(name, None)
+                raise
+            if wrong:
                 self._skip(model)
                 self._left_out.discard(model)
                 _drop(owned)

@@ -98,6 +98,8 @@ class Job:
         """Tokens of all ranks that it was trained on, with those before the checkpoint that was loaded."""
         self.new_tokens = 0
         """Tokens of all ranks that `step` and `accumulate` have trained on since the job began."""
+        self._running = list[tuple[int, int]]()
+        """The tokens of each step that runs, of this rank and of all: one inside another is of another model."""
         self._watch: Watch | None = None
         self._scaled_later = WeakSet[PlanModule]()
         """Models whose gradients `clip_grad_norm_` has handed to an optimizer."""
@@ -317,7 +319,7 @@ class Job:
         Returns when tensors are copied to host memory; a thread writes them. The handle's `wait()` returns when the
         checkpoint is durable, and raises if it failed; so do the next save and leaving the job. `keep=N` then leaves
         the new one and the N - 1 with the highest steps of the others: of this model, in the folder of `path`, with
-        names that equal its own but for digits. Others, such as `best` beside `step-20`, are never removed.
+        names that equal its own but for the last number. Others, such as `best` beside `step-20`, are never removed.
 
         Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
         MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
@@ -400,10 +402,8 @@ class Job:
     # ---- internal ------------------------------------------------------------------------------------
 
     def count_tokens(self, of_rank: int, of_all: int) -> None:
-        """Counts the tokens of a step: this rank's, and those of all ranks."""
-        self.tokens += of_rank
-        self.new_tokens += of_all
-        self.total_tokens += of_all
+        """Notes the tokens of the step that runs; they count when it has ended."""
+        self._running[-1] = of_rank, of_all
 
     @property
     def checks(self) -> Checks:
@@ -429,17 +429,23 @@ class Job:
         Before, compares replicas if it is the step for that, and scales gradients that wait for an optimizer.
         """
         self._require_own(model)
-        before = self.steps, self.new_steps, self.tokens, self.new_tokens, self.total_tokens
         self.steps += 1
         self.new_steps += 1
+        self._running.append((0, 0))
         try:
             if self._check_every and self.steps % self._check_every == 0:
                 self.check_replicas(model)
             self._take_back(model)
             yield
         except BaseException:
-            self.steps, self.new_steps, self.tokens, self.new_tokens, self.total_tokens = before
+            self.steps -= 1
+            self.new_steps -= 1
+            self._running.pop()
             raise
+        of_rank, of_all = self._running.pop()
+        self.tokens += of_rank
+        self.new_tokens += of_all
+        self.total_tokens += of_all
 
     def _take_back(self, model: PlanModule) -> None:
         """Scales the gradients that were handed to an optimizer whose step did not come."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from alone import take_steps
 from models import moe_plan
 from torch import Tensor
 
@@ -19,22 +20,11 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.job import Job
 from moec.runtime.job.module import PlanModule
 
-TOKENS = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
-
 
 @pytest.fixture
 def job() -> Iterator[Job]:
     with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
         yield job
-
-
-def take_steps(job: Job, model: PlanModule, optimizer: Any, steps: int = 2) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        losses.append(job.step(model, TOKENS, TOKENS).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
 
 
 def values_of(model: PlanModule, optimizer: Any) -> dict[str, Tensor]:

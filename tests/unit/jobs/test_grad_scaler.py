@@ -87,3 +87,27 @@ def test_a_scaler_steps_before_and_after_clipping_in_the_step(optimizer: str):
     tolerance = 1e-4 if "bf16" in optimizer else 1e-6  # a state may round to the other side
     for one, other in zip(models["inside"].parameters(), models["before"].parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=tolerance)
+
+
+def test_a_scale_does_not_outlive_a_step_that_was_refused():
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        found = []
+        for is_scaled in (False, True):
+            model = job.build(seed=1)
+            update, scaler = job.optimizer(model), torch.amp.GradScaler("cpu", init_scale=1024.0)
+            if is_scaled:
+                backward(job, model, scaler)
+                next(iter(model.parameters())).grad.mul_(math.inf)
+                with pytest.raises(moec.JobError, match="MOE0723"):
+                    scaler.step(update)
+                scaler.update()
+                update.zero_grad()
+            backward(job, model, scaler if is_scaled else None)
+            if is_scaled:
+                scaler.unscale_(update)
+                scaler.step(update)
+            else:
+                update.step()
+            found.append(values(model, update))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -37,13 +37,22 @@ def test_keep_removes_no_checkpoint_that_a_script_has_named(job: Job, tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["4", "before-3-layers", "best", "pretrained", "step-4"]
 
 
-def test_keep_removes_older_checkpoints_whose_names_differ_in_digits_alone(job: Job, tmp_path: Path) -> None:
+def test_keep_removes_older_checkpoints_whose_names_differ_in_the_last_number_alone(job: Job, tmp_path: Path) -> None:
     model = job.build()
     for step in (8, 9, 10, 11):
         model.set(step=step)
         job.save(tmp_path / f"step-{step}", model, keep=2)
         job.save(tmp_path / f"{step:06}", model, keep=1).wait()
     assert sorted(os.listdir(tmp_path)) == ["000011", "step-10", "step-11"]
+
+
+def test_keep_leaves_the_checkpoints_of_other_runs(job: Job, tmp_path: Path) -> None:
+    model = job.build(seed=1)
+    for name in ("seed1-100", "lr0.1", "#"):
+        job.save(tmp_path / name, model)
+    for name in ("seed2-7", "seed2-8", "lr0.01-3", "20"):
+        job.save(tmp_path / name, model, keep=1).wait()
+    assert sorted(os.listdir(tmp_path)) == ["#", "20", "lr0.01-3", "lr0.1", "seed1-100", "seed2-8"]
 
 
 def test_a_resume_that_finds_nothing_warns_of_the_step_of_loaded_weights(job: Job, tmp_path: Path) -> None:

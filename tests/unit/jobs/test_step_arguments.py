@@ -139,6 +139,21 @@ def test_steps_and_blocks_that_raise_do_not_count_nor_do_their_tokens(monkeypatc
     assert compared == [2] * 5  # a step that is taken again is the second again
 
 
+def test_a_step_inside_a_block_that_fails_counts() -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model, other = job.build(seed=1), job.build(seed=2)
+
+        def fail_after_a_step_of_the_other() -> None:
+            with job.accumulate(model, TOKENS):
+                job.step(other, TOKENS[:1], TOKENS[:1])
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            fail_after_a_step_of_the_other()
+        assert (job.steps, job.new_steps) == (1, 1)
+        assert job.tokens == job.new_tokens == job.total_tokens == TOKENS[:1].numel()
+
+
 def test_a_step_whose_loss_is_not_finite_counts_only_if_it_is_skipped() -> None:
     for mode, steps in (("raise", 0), ("skip", 1), ("ignore", 1)):
         with moec.launch(moe_plan(ranks=1, ep=1), device="cpu", on_nonfinite=mode) as job:
