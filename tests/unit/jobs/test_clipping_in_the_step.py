@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ class Run:
     def clip(self, name: str) -> torch.Tensor:
         given = {"optimizer": self.optimizers[name]} if name == "inside" else {}
         return self.job.clip_grad_norm_(self.models[name], self.max_norm, **given)
+
+    def clipped_loss(self, name: str) -> torch.Tensor:
+        """For a closure: new gradients, clipped, and their loss."""
+        self.optimizers[name].zero_grad()
+        loss = self.job.step(self.models[name], TOKENS, TOKENS)
+        self.clip(name)
+        return loss
 
     def backward(self, name: str, tokens: torch.Tensor = TOKENS) -> None:
         self.job.step(self.models[name], tokens, tokens)
@@ -179,12 +187,7 @@ def test_a_closure_that_clips_steps_with_clipped_gradients(optimizer: str):
     run = Run(OPTIMIZERS[optimizer])
 
     def with_closure(name, model, update):
-        def closure():
-            update.zero_grad()
-            loss = run.job.step(model, TOKENS, TOKENS)
-            run.clip(name)
-            return loss
-
+        closure = partial(run.clipped_loss, name)
         for _ in range(2):
             update.step(closure)
         run.backward(name)
@@ -202,12 +205,7 @@ def test_a_closure_that_clips_for_an_optimizer_of_the_script_works_at_its_first_
     }
 
     def with_closure(name, model, update):
-        def closure():
-            update.zero_grad()
-            loss = run.job.step(model, TOKENS, TOKENS)
-            run.clip(name)
-            return loss
-
+        closure = partial(run.clipped_loss, name)
         update.step(closure)
 
     train(run, with_closure)
