@@ -1,9 +1,8 @@
-"""Lowers a mixture of experts: its gate (`lower_gates.py`), its experts and its balance terms."""
+"""Lowers a mixture of experts: its gate (`gates/`), its experts and its balance terms (`lower_balance.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from moec.grammar.source import Span
 from moec.grammar.spec import (
@@ -14,24 +13,16 @@ from moec.grammar.spec import (
     Factor,
     Moe,
     Subject,
-    SwitchLoss,
 )
 from moec.passes.ir import TRAINING, Init, Matrices, Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder, normal, residual_init
+from moec.passes.lower.gates import lower_gate
+from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_feed_forward import activation_of, beside_experts
-from moec.passes.lower.lower_gates import Gated, lower_gate
 
 UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
 """The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Routed(Gated):
-    """The gate's results, with `e` = -1 for padding tokens; `real` marks real tokens in a model with a padding id."""
-
-    experts: int
-    real: tuple[str, ...]
 
 
 def mixture(
@@ -46,18 +37,18 @@ def mixture(
     run = _dropless if isinstance(moe.capacity, Dropless) else _padded
     mixed, counts = run(b, subject, moe, h, routed)
     mixed = beside_experts(b, subject, moe, h, mixed)
-    balance = (Output(name, "balance") for name in _balance(b, moe, routed))
+    balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
     return mixed, Output(counts, "counts"), *balance
 
 
-def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str]) -> _Routed:
+def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str]) -> Routed:
     declared = moe.experts
     assert isinstance(declared, Experts)
     gated = lower_gate(b, subject, moe.gate, declared.count, h, beside)
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())
-    return _Routed(w=gated.w, e=e, logits=gated.logits, p=gated.p, experts=declared.count, real=real)
+    return Routed(gated=gated, e=e, experts=declared.count, real=real)
 
 
 def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, str], dict[str, str], str]:
@@ -80,18 +71,18 @@ def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, 
     return (up, down), {"up_bias": up_bias, "down_bias": down_bias}, activation.word
 
 
-def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed) -> tuple[str, str]:
+def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     span = moe.span("capacity")
     rows, counts, positions = b.add(
         o.Permute, h, routed.e, to="rows counts positions", span=span,
-        num_experts=routed.experts, some_are_none=bool(routed.real),
+        num_experts=routed.experts, some_are_none=routed.some_are_none,
     )  # fmt: skip
     (up, down), biases, activation = _expert_weights(b, subject, moe)
     y = b.one(o.ExpertMlp, rows, counts, up, down, beside=biases, to="y", span=_declared(moe), activation=activation)
-    return b.one(o.Combine, y, positions, routed.w, to="mixed", span=span), counts
+    return b.one(o.Combine, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 
-def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed) -> tuple[str, str]:
+def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
     capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
 
@@ -123,29 +114,9 @@ def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: _Routed) -> 
         )
     (up, down), biases, activation = _expert_weights(b, subject, moe)
     y = b.one(o.ExpertMlpPadded, rows, up, down, beside=biases, to="y", span=_declared(moe), activation=activation)
-    return b.one(o.CombinePadded, y, positions, routed.w, to="mixed", span=span), counts
+    return b.one(o.CombinePadded, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 
 def _declared(moe: Moe) -> Span | None:
     assert isinstance(moe.experts, Experts)
     return moe.experts.span()
-
-
-def _balance(b: Builder, moe: Moe, routed: _Routed) -> list[str]:
-    if not moe.balance:
-        return []
-    terms, real = [], dict(zip(("real",), routed.real, strict=False))
-    for term in moe.balance:
-        if isinstance(term, SwitchLoss):
-            assert routed.p is not None, "the language refuses a term over what the gate does not give"
-            choices = b.one(
-                o.CountChoices, routed.e, to="choices", span=term.span(), num_experts=routed.experts, group=moe.group,
-            )  # fmt: skip
-            terms.append(
-                b.one(o.SwitchLoss, routed.p, choices, beside=real, to="switch_loss", span=term.span(), group=moe.group)
-            )
-        else:
-            assert routed.logits is not None
-            terms.append(b.one(o.ZLoss, routed.logits, beside=real, to="z_loss", span=term.span()))
-    weights = tuple(term.weight for term in moe.balance)
-    return [b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)]

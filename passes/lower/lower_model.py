@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Attention, Gqa, Layer, Mha, Model, RmsNorm, Rope, Spec, Subject, distinct_layers
+from moec.grammar.spec import Layer, Model, RmsNorm, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
-from moec.passes.ir import SEED, STEP, Block, Init, Matrices, Output, Program, Role, Value
+from moec.passes.ir import SEED, STEP, Block, Init, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
-from moec.passes.lower.block_builder import PROJECTION, TABLE, Builder, normal, residual_init
+from moec.passes.lower.block_builder import TABLE, Builder, normal
 from moec.passes.lower.layer_calls import call_layer, forward_outputs
+from moec.passes.lower.lower_attention import attend, rope_of
 from moec.passes.lower.lower_feed_forward import feed_forward
 from moec.passes.lower.lower_layer import layer_blocks
 from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, loss_blocks, of_tokens
@@ -72,7 +73,7 @@ def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence
     beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
     of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
-    attended = _attention(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"), of_texts)
+    attended = attend(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"), of_texts)
     residual = b.one(o.Add, "x", attended, to="x")
     h = _norm(b, model, residual, "ffn_norm", "h")
     if layer.moe is None:
@@ -87,53 +88,11 @@ def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     """The roles of a layer's inputs beside the residual stream, which its attention and its mixture use."""
     texts: tuple[Role, ...] = ()
     if model.embedding.separator is not None:
-        texts = ("segments", "positions") if _rope(layer.attention) is not None else ("segments",)
+        texts = ("segments", "positions") if rope_of(layer.attention) is not None else ("segments",)
     if layer.moe is None:
         return texts
     padded: tuple[Role, ...] = ("real",) if model.embedding.padding is not None else ()
     return (*texts, *layer.moe.gate.inputs(), *padded)
-
-
-def _rope(attention: Attention) -> Rope | None:
-    assert isinstance(attention, Gqa | Mha)
-    return attention.rope
-
-
-def _attention(b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str]) -> str:
-    """`of_texts` has the layer's `segments` and `positions` where sequences are packed."""
-    assert isinstance(attention, Gqa | Mha)
-    heads = attention.heads
-    kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
-    width = attention.head_dim or model.dim // heads
-    span = attention.span()
-
-    def project(name: str, count: int) -> str:
-        shape = (count, width, model.dim)
-        heads_are_rows = Matrices(rows=2, hidden=True)
-        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, heads_are_rows)
-        projected = b.one(o.Linear, h, weight, to=name, span=span)
-        if attention.bias == "none":
-            return projected
-        return b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
-
-    def normed(name: str, count: int) -> str:
-        projected, line = project(name, count), attention.span("qk_norm")
-        if attention.qk_norm == "none":
-            return projected
-        shape = (width,) if attention.qk_norm == "head" else (count, width)
-        weight = b.parameter(f"attention.{name}_norm.weight", shape, model.dtype, Init(kind="ones"), line)
-        return b.one(o.RmsNorm, projected, weight, to=name, span=line, eps=model.norm.eps)
-
-    q, k, v = normed("q", heads), normed("k", kv_heads), project("v", kv_heads)
-    if attention.rope is not None:
-        rope = attention.rope
-        q = b.one(o.Rope, q, beside=of_texts, to="q", span=rope.span(), theta=rope.theta)
-        k = b.one(o.Rope, k, beside=of_texts, to="k", span=rope.span(), theta=rope.theta)
-    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span)
-    shape, init = (model.dim, heads, width), residual_init(model.depth)
-    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
-    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
-    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
 
 
 def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:

@@ -11,7 +11,7 @@ from moec.passes.ir import Block, Output, Value
 from moec.passes.ir.ops import MoveBias, SumSources
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.lower_gates import BIAS
+from moec.passes.lower.gates import BIAS
 
 
 def with_update(block: Block, gate: Node | None, numbers: Sequence[int]) -> tuple[Block, ...]:

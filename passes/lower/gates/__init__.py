@@ -1,0 +1,28 @@
+"""Lowers the gates of mixtures; `_LOWERED` has a function for each gate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moec.grammar.spec import Subject
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import Hash, Switch, TopK
+from moec.passes.ir import Role
+from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates.gated import Gated, Given
+from moec.passes.lower.gates.hash_gate import hash_gate
+from moec.passes.lower.gates.topk_gates import BIAS, switch, topk
+
+__all__ = ["BIAS", "Gated", "lower_gate"]
+
+
+def lower_gate(b: Builder, subject: Subject, gate: Node, experts: int, h: str, beside: Mapping[Role, str]) -> Gated:
+    """Lowers any gate that moec compiles."""
+    return _LOWERED[type(gate)](b, gate, Given(subject=subject, experts=experts, h=h, beside=beside))
+
+
+_LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
+    Hash: hash_gate,
+    Switch: switch,
+    TopK: topk,
+}

@@ -1,0 +1,44 @@
+"""What a gate is given, and what it gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from moec.grammar.spec import Subject
+from moec.passes.ir import Role
+from moec.passes.ir.ops import Router
+from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gated:
+    """The names of a gate's results.
+
+    `w`, `e`: weights and expert ids of each token's choices, `[batch, sequence, k]`. `logits` and `p` (probabilities),
+    `[batch, sequence, experts]`, are for balance terms; a gate may have neither (`gives` in the schema).
+    `some_are_none`: whether a choice may be −1, which gets no row. `others`: further values that balance terms need.
+    """
+
+    w: str
+    e: str
+    logits: str | None = None
+    p: str | None = None
+    some_are_none: bool = False
+    others: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """The inputs of a gate: the tokens' vectors `h`, the number of experts, and by role the inputs that it `takes`."""
+
+    subject: Subject
+    experts: int
+    h: str
+    beside: Mapping[Role, str]
+
+    def router(self, b: Builder, span: Located, h: str | None = None) -> str:
+        """Logits `[batch, sequence, experts]`, in at least fp32, from h (default: the tokens' vectors)."""
+        shape = (self.experts, self.subject.dim)
+        weight = b.parameter("moe.gate.weight", shape, self.subject.dtype, normal(), span, matrices=TABLE)
+        return b.one(Router, h or self.h, weight, to="logits", span=span)

@@ -1,0 +1,35 @@
+"""Lowers `topk` and `switch`."""
+
+from __future__ import annotations
+
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import Online, Switch, TopK
+from moec.passes.ir import TRAINING
+from moec.passes.ir.ops import Jitter
+from moec.passes.ir.ops import gate_ops as g
+from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates.gated import Gated, Given
+
+BIAS = "moe.gate.bias"
+
+
+def topk(b: Builder, gate: Node, given: Given) -> Gated:
+    assert isinstance(gate, TopK)
+    span, h = gate.span(), given.h
+    if gate.jitter:
+        training, line = b.setting(TRAINING), gate.span("jitter") or span
+        h = b.one(Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=0)
+    logits = given.router(b, span, h)
+    biased = isinstance(gate.bias, Online)
+    beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if biased else {}
+    p, w, e = b.add(
+        g.Route, logits, to="p w e", span=span, beside=beside,
+        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize,
+    )  # fmt: skip
+    return Gated(w=w, e=e, logits=logits, p=p)
+
+
+def switch(b: Builder, gate: Node, given: Given) -> Gated:
+    assert isinstance(gate, Switch)
+    spans = {key: span for key in ("", "jitter") if (span := gate.span(key))}
+    return topk(b, TopK(k=1, jitter=gate.jitter).with_spans(spans), given)

@@ -1,0 +1,56 @@
+"""Lowers attention: projections, norms of queries and keys, positions, and the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moec.grammar.spec import Attention, Gqa, Mha, Model, Rope
+from moec.passes.ir import Init, Matrices
+from moec.passes.ir import ops as o
+from moec.passes.lower.block_builder import PROJECTION, Builder, normal, residual_init
+
+
+def rope_of(attention: Attention) -> Rope | None:
+    """The rotary positions of a layer's attention, if it has any."""
+    assert isinstance(attention, Gqa | Mha)
+    return attention.rope
+
+
+def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str]) -> str:
+    """Attention over h `[batch, sequence, dim]`; returns the name of what it adds to the residual stream.
+
+    `of_texts` has the layer's `segments` and `positions` where sequences are packed.
+    """
+    assert isinstance(attention, Gqa | Mha)
+    heads = attention.heads
+    kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
+    width = attention.head_dim or model.dim // heads
+    span = attention.span()
+
+    def project(name: str, count: int) -> str:
+        shape = (count, width, model.dim)
+        heads_are_rows = Matrices(rows=2, hidden=True)
+        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, heads_are_rows)
+        projected = b.one(o.Linear, h, weight, to=name, span=span)
+        if attention.bias == "none":
+            return projected
+        return b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
+
+    def normed(name: str, count: int) -> str:
+        projected, line = project(name, count), attention.span("qk_norm")
+        if attention.qk_norm == "none":
+            return projected
+        shape = (width,) if attention.qk_norm == "head" else (count, width)
+        weight = b.parameter(f"attention.{name}_norm.weight", shape, model.dtype, Init(kind="ones"), line)
+        return b.one(o.RmsNorm, projected, weight, to=name, span=line, eps=model.norm.eps)
+
+    q, k, v = normed("q", heads), normed("k", kv_heads), project("v", kv_heads)
+    if attention.rope is not None:
+        rope = attention.rope
+        q = b.one(o.Rope, q, beside=of_texts, to="q", span=rope.span(), theta=rope.theta)
+        k = b.one(o.Rope, k, beside=of_texts, to="k", span=rope.span(), theta=rope.theta)
+    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span)
+    shape, init = (model.dim, heads, width), residual_init(model.depth)
+    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
+    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y

@@ -1,0 +1,63 @@
+"""Lowers the balance terms of a mixture, one function per term."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from moec.grammar.spec import Moe, SwitchLoss, ZLoss
+from moec.grammar.spec.base import Node
+from moec.passes.ir import ops as o
+from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates import Gated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routed:
+    """The results of a mixture's gate, and `e`, its choices with −1 for padding tokens.
+
+    `real` names the marks of real tokens in a model with a padding id.
+    """
+
+    gated: Gated
+    e: str
+    experts: int
+    real: tuple[str, ...]
+
+    @property
+    def some_are_none(self) -> bool:
+        """Whether a choice may be −1."""
+        return bool(self.real) or self.gated.some_are_none
+
+    @property
+    def beside(self) -> dict[str, str]:
+        """The optional operand `real` of a balance term."""
+        return dict(zip(("real",), self.real, strict=False))
+
+
+def balance_terms(b: Builder, moe: Moe, routed: Routed) -> list[str]:
+    """The layer's weighted balance terms as one scalar, a sum over tokens; nothing where it has none."""
+    if not moe.balance:
+        return []
+    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in moe.balance]
+    weights = tuple(term.weight for term in moe.balance)
+    return [b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)]
+
+
+def _switch_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    p, span = routed.gated.p, term.span()
+    assert p is not None, "the language refuses a term over what the gate does not give"
+    choices = b.one(o.CountChoices, routed.e, to="choices", span=span, num_experts=routed.experts, group=moe.group)
+    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to="switch_loss", span=span, group=moe.group)
+
+
+def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    logits = routed.gated.logits
+    assert logits is not None, "the language refuses a term over what the gate does not give"
+    return b.one(o.ZLoss, logits, beside=routed.beside, to="z_loss", span=term.span())
+
+
+_LOWERED: dict[type[Node], Callable[[Builder, Moe, Node, Routed], str]] = {
+    SwitchLoss: _switch_loss,
+    ZLoss: _z_loss,
+}
