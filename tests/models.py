@@ -26,6 +26,7 @@ def moe_text(
     gate: str = GATE,
     ffn: str = "gelu(32)",
     beside: str = "",
+    attention: str | None = None,
     bias: str = "none",
     qk_norm: str | None = None,
     model: str = "",
@@ -46,6 +47,7 @@ def moe_text(
     `memory`: of a device of its own, for models that do not fit the library's `cpu`.
 
     `recompute` is a word for all layers, or blocks such as `layers 1 { recompute = layer }`.
+    `attention` is the whole call of layers 1, 2, …; without it, `gqa` with `bias` and `qk_norm`.
     `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
     """
     depth = len(mixtures) + 1 if mixtures else depth
@@ -57,7 +59,9 @@ def moe_text(
     degrees += f"  microbatches = {microbatches}\n" if microbatches else ""
     if recompute:
         degrees += f"  {recompute}\n" if "{" in recompute else f"  recompute = {recompute}\n"
-    attention = f"bias = {bias}" if qk_norm is None else f"bias = {bias}, qk_norm = {qk_norm}"
+    if attention is None:
+        norm = "" if qk_norm is None else f", qk_norm = {qk_norm}"
+        attention = f"gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = {bias}{norm})"
     others = ""
     for number, (count, degree) in enumerate(mixtures, start=1):
         others += f"  layers {number} {{ moe {{ experts = {count} * {expert} }} }}\n" if count != experts else ""
@@ -70,7 +74,7 @@ model "tiny" {{
   dtype = {dtype}; {model}
   layers {{ attention = mha(heads = 4); ffn = {ffn} }}
   layers 1..{depth - 1} {{
-    attention = gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), {attention})
+    attention = {attention}
     moe {{
       experts = {experts} * {expert}
       gate    = {gate}

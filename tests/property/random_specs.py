@@ -1,0 +1,131 @@
+"""Random Specs of small models on random clusters, for property tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+from models import moe_spec
+
+from moec.grammar.spec import Spec
+
+BESIDE = [
+    "",
+    "shared = swiglu({0})",
+    "shared = relu({0}, gated = true)",
+    "residual = gelu({0}, bias = true)",
+    "residual = geglu({0}); shared = relu2({1}, gated = true)",
+]
+"""Templates for hidden widths, which `tp` must divide."""
+
+CAPACITIES = [
+    "",
+    "",
+    "capacity = factor(1.0)",
+    "capacity = factor(0.6, min = 2); group = sequence",
+    "capacity = factor(1.25); group = batch",
+    "capacity = factor(0.75); group = rank",
+    "capacity = dynamic()",
+    "capacity = factor(0.5, eval = 1.5); group = sequence",
+    "capacity = dynamic(max = 0.8); group = sequence",
+    "capacity = dynamic(max = 1.1); group = batch",
+    "group = batch",
+    "group = rank",
+]
+
+EXPERTS = [
+    *("swiglu(8)", "gelu(12)", "swiglu(7)", "geglu(6)", "relu(9)", "relu2(8)", "silu(7)"),
+    *("swiglu(8, bias = true)", "gelu(7, bias = true)"),
+]
+FFNS = ["gelu({2})", "geglu({0})", "relu({1})", "relu2({0})", "silu({1})", "swiglu({1}, bias = true)"]
+
+MODELS = [
+    "",
+    "norm = layer_norm(eps = 1e-4)",
+    "norm = layer_norm(bias = false); embedding = tokens(tied = true)",
+    "embedding = tokens(tied = true, positions = learned)",
+    "embedding = tokens(padding = 0)",
+    "embedding = tokens(tied = true, padding = 31)",
+    "embedding = tokens(separator = 5)",
+    "embedding = tokens(padding = 31, separator = 2, positions = learned)",
+]
+
+RECOMPUTED = [
+    *("", "", "experts", "layer"),
+    "layers 1 { recompute = layer }",
+    "recompute = layer; layers 0..1 { recompute = experts }",
+]
+
+
+@st.composite
+def mixture(draw: st.DrawFn, ranks: int, experts: int) -> tuple[int, int | None]:
+    """The experts of a layer, often equal to other layers', and its `ep`, None for the whole block's."""
+    count = draw(st.one_of(st.just(experts), st.integers(1, 12)))
+    return count, draw(st.sampled_from([*common_divisors(ranks, count), None]))
+
+
+def common_divisors(ranks: int, experts: int) -> list[int]:
+    return [d for d in range(1, ranks + 1) if ranks % d == 0 and experts % d == 0]
+
+
+@st.composite
+def specs(
+    draw: st.DrawFn,
+    max_ranks: int = 16,
+    max_layers: int = 5,
+    *,
+    gates: Sequence[str] = (),
+    experts_of: Sequence[str] = EXPERTS,
+    capacities: Sequence[str] = CAPACITIES,
+    models: Sequence[str] = MODELS,
+    attentions: Sequence[str] = (),
+    balances: Sequence[str] = (),
+) -> Spec:
+    """A random Spec. Each list, where given, is what its word is drawn from; in `gates`, `{k}` is a number of choices.
+
+    `attentions` are whole calls with 4 heads, such as `mla(heads = 4, …)`, in place of `gqa`.
+    """
+    ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
+    experts = draw(st.integers(1, 12))
+    mixtures = draw(st.lists(mixture(ranks, experts), max_size=max_layers - 1))
+    undecided = [count for count, ep in mixtures if ep is None]
+    k = draw(st.integers(1, min([experts, 4, *(count for count, _ in mixtures)])))
+    score = draw(st.sampled_from(["softmax", "sigmoid"]))
+    order = draw(st.sampled_from(["before", "after"]))
+    normalize = draw(st.sampled_from(["true", "false"]))
+    tp = draw(st.sampled_from([degree for degree in (1, 1, 2, 4) if ranks % degree == 0]))
+    sequence_parallel = draw(st.booleans())
+    hidden = (6, 5, 32) if tp == 1 else (2 * tp, 4, 8)
+    topk = f"topk({k}, score = {score}, order = {order}, normalize = {normalize})"
+    balance = draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[z_loss(0.01)]", "[switch_loss(0.1), z_loss(0.01)]"]))
+    jittered, online = (topk.replace(")", f", {more})") for more in ("jitter = 0.2", "bias = online(0.01)"))
+    microbatches = draw(st.sampled_from([None, None, 2]))
+    usual = [topk, topk, jittered, online, "switch(jitter = 0.5)", f"hash({k}, seed = {k})"]
+    gate = draw(st.sampled_from([gate.replace("{k}", str(k)) for gate in gates] or usual))
+    balance = draw(st.sampled_from(balances)) if balances else "[]" if gate.startswith("hash") else balance
+    return moe_spec(
+        ranks=ranks,
+        tp=tp if tp > 1 else None,
+        sequence_parallel=sequence_parallel,
+        zero=draw(st.integers(0, 3)),
+        ep=draw(st.sampled_from([*common_divisors(ranks, math.gcd(experts, *undecided)), None])),
+        experts=experts,
+        expert=draw(st.sampled_from(experts_of)),
+        gate=gate,
+        balance=balance,
+        model=draw(st.sampled_from(models)),
+        beside="; ".join([draw(st.sampled_from(BESIDE)).format(*hidden), draw(st.sampled_from(capacities))]),
+        ffn=draw(st.sampled_from(FFNS)).format(*hidden),
+        attention=draw(st.sampled_from(attentions)) if attentions else None,
+        bias=draw(st.sampled_from(["none", "qkv", "all"])),
+        qk_norm=draw(st.sampled_from(["none", "head", "projection"])),
+        dim=draw(st.sampled_from([8, 16])),
+        depth=draw(st.integers(2, min(4, max_layers))),
+        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        batch=ranks * draw(st.integers(1, 2)) * (microbatches or 1),
+        sequence=tp * draw(st.integers(1, 9 // tp)),
+        mixtures=tuple(mixtures),
+        microbatches=microbatches,
+        recompute=draw(st.sampled_from(RECOMPUTED)),
+    )
