@@ -16,7 +16,7 @@ from moec.passes.ir.interface import FORWARD, layer_calls, layers_by_block
 from moec.passes.ir.mesh import EXPERT_AXES, group_name
 from moec.passes.place.shard_zero import zero_cut, zero_stage
 
-FORMAT = 3
+FORMAT = 4
 """Raised whenever a plan of an older moec would be misread."""
 
 Groups = Mapping[str, tuple[tuple[int, ...], ...]]

@@ -43,13 +43,19 @@ def op_class(mnemonic: str) -> type[Op]:
 
 
 def check_attributes(op: type[Op], given: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """`given`, checked: every attribute present, and of the type that `op` declares. Raises `UnreadableLineError`."""
-    types = attribute_types(op)
+    """`given`, checked against the types that `op` declares, with defaults for what is left out.
+
+    Raises `UnreadableLineError`.
+    """
+    types, defaults = attribute_types(op), op.attribute_defaults()
     for name in given:
         if name not in types:
             raise UnreadableLineError(f"{op.mnemonic} has no attribute {quoted(name)}{did_you_mean(name, types)}")
-    checked = {}
+    checked: dict[str, Attribute] = {}
     for name, type_ in types.items():
+        if name not in given and name in defaults:
+            checked[name] = defaults[name]
+            continue
         if name not in given:
             raise UnreadableLineError(f"{op.mnemonic} wants the attribute {name!r}")
         try:

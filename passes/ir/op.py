@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
@@ -159,6 +159,11 @@ class Op(ABC):
         """The names of the op's attributes, in order: the fields that `Op` does not have."""
         return _attribute_names(cls)
 
+    @classmethod
+    def attribute_defaults(cls) -> Mapping[str, Attribute]:
+        """The values of attributes that the text form and a call may leave out, by name."""
+        return _attribute_defaults(cls)
+
     def with_results(self, results: Sequence[Value]) -> Self:
         """This op with other results."""
         return replace(self, results=tuple(results))
@@ -177,6 +182,12 @@ def operand_names(op: type[Op]) -> tuple[tuple[str, ...], tuple[str, ...]]:
 @cache
 def _attribute_names(op: type[Op]) -> tuple[str, ...]:
     return tuple(f.name for f in fields(op) if f.name not in _BASE_FIELDS)
+
+
+@cache
+def _attribute_defaults(op: type[Op]) -> Mapping[str, Attribute]:
+    names = op.attribute_names()
+    return {f.name: f.default for f in fields(op) if f.name in names and f.default is not MISSING}
 
 
 T = TypeVar("T", bound=Op)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, fields
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -66,8 +65,8 @@ def resolved_arguments(op: type[Op]) -> tuple[str, ...]:
 
 
 def _default(op: type[Op], name: str) -> str:
-    default = next(field.default for field in fields(op) if field.name == name)
-    return "" if default is MISSING else f"={default!r}"
+    defaults = op.attribute_defaults()
+    return f"={defaults[name]!r}" if name in defaults else ""
 
 
 def _torch_type(annotation: Any) -> str:

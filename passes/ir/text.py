@@ -102,12 +102,17 @@ def _parameter(p: Parameter) -> str:
 
 
 def print_op(op: Op) -> str:
-    """One op on one line, without its span."""
+    """One op on one line, without its span. Attributes that have their defaults are left out."""
     results = ", ".join(f"%{v.name}" for v in op.results)
-    attributes = ", ".join(f"{name} = {_attribute(value)}" for name, value in op.attributes().items())
+    attributes = ", ".join(f"{name} = {_attribute(value)}" for name, value in _stated(op).items())
     braces = f" {{{attributes}}}" if attributes else ""
     types = ", ".join(print_type(v) for v in op.results)
     return f"{results} = {op.mnemonic} {_operands(op)}{braces} : {types}"
+
+
+def _stated(op: Op) -> dict[str, Attribute]:
+    defaults = op.attribute_defaults()
+    return {name: value for name, value in op.attributes().items() if name not in defaults or value != defaults[name]}
 
 
 def print_type(value: Value) -> str:

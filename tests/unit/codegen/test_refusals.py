@@ -273,7 +273,7 @@ def test_a_manifest_that_is_something_else_is_refused(folder, content: bytes):
 
 def test_a_newer_format_is_refused_by_its_name(folder):
     forge(folder, manifest(format=FORMAT + 1))
-    with pytest.raises(PlanError, match=r"MOE0602.*format 4, this moec reads 3"):
+    with pytest.raises(PlanError, match=r"MOE0602.*format 5, this moec reads 4"):
         read_plan(folder)
 
 
@@ -284,7 +284,7 @@ def test_a_plan_of_a_former_format_says_to_compile_again(folder):
     with pytest.raises(PlanError) as refused:
         read_plan(folder)
     (diagnostic,) = refused.value.diagnostics
-    assert (diagnostic.code, "format 1, this moec reads 3" in diagnostic.message) == ("MOE0602", True)
+    assert (diagnostic.code, "format 1, this moec reads 4" in diagnostic.message) == ("MOE0602", True)
     assert "compile the .moe file again" in str(diagnostic.help)
 
 

@@ -97,7 +97,7 @@ PLANTED = {
     "a parameter twice": ("@attention.k.weight: fp32", "@attention.q.weight: fp32"),
     "a value twice": ("%k = linear", "%q = linear"),
     "an input again": ("%h = rms_norm", "%x = rms_norm"),
-    "a parameter of another block": ("@ffn.up.weight {", "@moe.gate.weight {"),
+    "a parameter of another block": ("@ffn.up.weight :", "@moe.gate.weight :"),
     "a value of another block": ("%y = linear %active", "%y = linear %logits"),
     "a value before its definition": ("%q = linear %h", "%q = linear %h.1"),
     "an output that is not defined": ("return %x.2 as", "return %x.3 as"),

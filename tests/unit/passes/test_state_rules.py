@@ -203,7 +203,7 @@ WRONG = {
     "an update of one rank's counts": (
         in_text("8] @ dp:shard(0) as counts)", "8] @ replicate as counts)")
         .replace("%counts : int64[8] @ dp:partial(sum)", "%counts : int64[8] @ replicate")
-        .replace("    %loads.1 = all_reduce %loads {axis = dp, reduce = sum} : int64[8] @ replicate at 11\n", "")
+        .replace("    %loads.1 = all_reduce %loads {axis = dp} : int64[8] @ replicate at 11\n", "")
         .replace("%loads.1", "%loads"),
         "each rank must have its own",
     ),
