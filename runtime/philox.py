@@ -60,9 +60,17 @@ def halves(words: Tensor | int) -> tuple[Tensor, Tensor]:
 
 def normal(indices: Tensor, key: tuple[int, int]) -> Tensor:
     """Four standard normal numbers of each index, fp32 `[*indices.shape, 4]`, by Box and Muller."""
-    words = philox_words(indices, key)
+    return box_muller(philox_words(indices, key), torch.float32)
+
+
+def box_muller(words: Tensor, dtype: torch.dtype) -> Tensor:
+    """Four standard normal numbers of each four 32-bit words `[4, *shape]`: `[*shape, 4]`, in `dtype`.
+
+    Words 0 and 1 give the first two numbers, the cosine before the sine; words 2 and 3 give the others (Box and Muller
+    1958). 24 bits of each word are used, whatever the dtype.
+    """
     # 24 bits each, the precision of fp32, in (0, 1] for the logarithm; the largest normal number is 5.8.
-    uniform = (words >> 8).add_(1).float().mul_(2.0**-24)
+    uniform = (words >> 8).add_(1).to(dtype).mul_(2.0**-24)
     radius = uniform[::2].log().mul_(-2).sqrt_()
     angle = uniform[1::2].mul_(2 * math.pi)
     return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).movedim(0, -2).flatten(-2)

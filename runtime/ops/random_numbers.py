@@ -1,4 +1,4 @@
-"""`token_keys` and `jitter`: random numbers that depend on the token, and not on the rank that has it."""
+"""`token_keys`, `jitter` and `normal_noise`: random numbers that depend on the token, not on the rank that has it."""
 
 from __future__ import annotations
 
@@ -81,3 +81,39 @@ def _differentiate_jitter(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 differentiate(jitter, setup=_setup_jitter, backward=_differentiate_jitter)
+
+# ---- normal_noise ------------------------------------------------------------------------------------
+
+
+def _check_normal_noise(logits: Tensor, keys: Tensor, training: Tensor, layer: Tensor, stream: int) -> None:
+    check(
+        logits.dim() == 3 and logits.dtype in (torch.float32, torch.float64),
+        lambda: (
+            f"moec::normal_noise: logits must be float32 or float64 [B, S, E], not {logits.dtype} {list(logits.shape)}"
+        ),
+    )
+    check(
+        keys.shape == logits.shape[:2] and keys.dtype == torch.int64,
+        lambda: f"moec::normal_noise: keys must be int64 {list(logits.shape[:2])}, not {keys.dtype} {list(keys.shape)}",
+    )
+
+
+normal_noise = define(
+    schema_of(o.NormalNoise),
+    fake=lambda logits, keys, training, layer, stream: logits.new_empty(logits.shape),
+    check=_check_normal_noise,
+)
+"""Standard normal numbers of the logits' shape and dtype where `training` is 1, else zeros.
+
+logits [B, S, E], float32 or float64, of which only shape and dtype are used; keys int64 [B, S] of `token_keys`;
+`training` and `layer` int64 scalars on CPU. Element i of a token is number i % 4 that Box and Muller give of the four
+words of Philox4x32-10 of the counter (i // 4, layer, stream, 0), keyed by the token's key
+(`moec.runtime.philox.box_muller`). Not differentiated.
+"""
+
+
+def _setup_normal_noise(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.mark_non_differentiable(output)
+
+
+differentiate(normal_noise, setup=_setup_normal_noise, backward=lambda ctx, grad: (None,) * 5)

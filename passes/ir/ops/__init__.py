@@ -24,7 +24,7 @@ from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, Permut
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
-from moec.passes.ir.ops.random_ops import Jitter, TokenKeys
+from moec.passes.ir.ops.random_ops import Jitter, NormalNoise, TokenKeys
 from moec.passes.ir.ops.segment_ops import Segments
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
@@ -70,6 +70,7 @@ __all__ = [
     "Mix",
     "MixtureMlp",
     "MoveBias",
+    "NormalNoise",
     "Permute",
     "PermuteDynamic",
     "PermutePadded",

@@ -1,4 +1,4 @@
-"""Ops that draw random numbers: the keys of tokens, and jitter.
+"""Ops that draw random numbers: the keys of tokens, jitter, and normal noise.
 
 A number is a function of the job's seed, the step, the layer, the op and the token. It depends neither on the rank
 that has the token nor on the micro-batch, and recomputation draws it again.
@@ -83,3 +83,35 @@ class Jitter(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, keeps=workload.keep(operands[1]))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormalNoise(Op):
+    """Standard normal numbers for each logit in training, zeros in evaluation: logits `[batch, sequence, experts]` →
+    the same shape and dtype. Only the shape and dtype of the logits are used.
+
+    Box and Muller (1958) turn two uniform numbers into two normal ones. The uniform numbers come from Philox4x32-10 of
+    (element, layer, `stream`), keyed by the token's key; `stream` tells apart the ops of one layer that draw. Gates
+    scale the numbers and add them to logits (Shazeer et al. 2017, arXiv 1701.06538, eq. 4).
+    """
+
+    mnemonic: ClassVar[str] = "normal_noise"
+    takes: ClassVar[str] = "logits keys training"
+    gives: ClassVar[str] = "noise"
+    operator: ClassVar[str | None] = "normal_noise"
+    numbered: ClassVar[bool] = True
+    constants: ClassVar[frozenset[str]] = frozenset({"logits"})
+    stream: Stream
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, keys, training = operands
+        require(len(logits.shape) == 3 and isinstance(logits.shape[2], int), self, "wants logits of each token")
+        require(logits.dtype in ("fp32", "fp64"), self, "wants logits in at least fp32")
+        require(keys.dtype == "int64" and keys.shape == logits.shape[:2], self, "wants a key for each token")
+        require(training.dtype == "int64" and training.shape == (), self, "wants the setting $training")
+        return (Type(shape=logits.shape, dtype=logits.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        placing = own_tokens(self, 2, meshes)
+        return Placing((*placing.operands, REPLICATED), placing.results)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moec.runtime.philox import WORDS, halves, philox4x32
+from moec.runtime.philox import WORDS, box_muller, halves, philox4x32
 
 CHUNK = 1 << 18
 """Numbers drawn at once: their int64 words stay in a CPU's cache."""
@@ -23,14 +23,29 @@ def jitter(x: Tensor, keys: Tensor, training: Tensor, layer: Tensor, amount: flo
     if not int(training) or not x.numel():
         return wide
     dim = x.shape[2]
-    groups = torch.arange(-(-dim // WORDS), device=x.device)
-    others = torch.tensor([int(layer), stream, 0], device=x.device)
     rows, tokens, size = wide.view(-1, dim), keys.reshape(-1, 1), max(1, CHUNK // dim)
     for part, own in zip(torch.split(rows, size), torch.split(tokens, size), strict=True):
-        # the rounds write in place: the counter needs its full shape
-        words = philox4x32((groups[None].expand(len(own), -1), *others), halves(own))
-        part *= _uniform(words, part.dtype)[:, :dim].mul_(amount).add_(1)
+        part *= _uniform(_words(own, dim, layer, stream), part.dtype)[:, :dim].mul_(amount).add_(1)
     return wide
+
+
+def normal_noise(logits: Tensor, keys: Tensor, training: Tensor, layer: Tensor, stream: int) -> Tensor:
+    noise = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+    if not int(training) or not noise.numel():
+        return noise
+    dim = noise.shape[2]
+    rows, tokens, size = noise.view(-1, dim), keys.reshape(-1, 1), max(1, CHUNK // dim)
+    for part, own in zip(torch.split(rows, size), torch.split(tokens, size), strict=True):
+        part.copy_(box_muller(_words(own, dim, layer, stream), part.dtype).flatten(1)[:, :dim])
+    return noise
+
+
+def _words(keys: Tensor, dim: int, layer: Tensor, stream: int) -> Tensor:
+    """Words of `dim` elements of each token, keyed by its key `[tokens, 1]`: `[4, tokens, dim / 4 rounded up]`."""
+    groups = torch.arange(-(-dim // WORDS), device=keys.device)
+    others = torch.tensor([int(layer), stream, 0], device=keys.device)
+    # the rounds write in place: the counter needs its full shape
+    return philox4x32((groups[None].expand(len(keys), -1), *others), halves(keys))
 
 
 def _uniform(words: Tensor, dtype: torch.dtype) -> Tensor:

@@ -149,6 +149,7 @@ def random_numbers(numbers: Numbers) -> Iterator[Call]:
     keys = ops.token_keys(ids, sequences, one, zero)
     for training in (zero, one):
         yield "jitter", (leaf(numbers.normal(2, 3, 5)), keys, training, one, 0.5, 0)
+        yield "normal_noise", (leaf(numbers.of_router(2, 3, 5)), keys, training, one, 1)
 
 
 def embedding(numbers: Numbers) -> Iterator[Call]:
