@@ -61,6 +61,11 @@ GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
 
 def _weights_of_route(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
     assert isinstance(op, g.Route)
+    weights = _unscaled(op, logits, experts)
+    return weights if op.scale == 1 else weights * op.scale
+
+
+def _unscaled(op: g.Route, logits: Tensor, experts: Tensor) -> Tensor:
     if op.score == "sigmoid":
         return _normalized(F.logsigmoid(logits), experts) if op.normalize else logits.gather(-1, experts).sigmoid()
     if op.normalize or op.order == "after":

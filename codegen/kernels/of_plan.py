@@ -111,12 +111,7 @@ def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tup
     counting = ("count", "scan")
     match op:
         case o.Route() if not op.optional:  # its kernel takes no optional operand
-            # Logits and weights are float32 whatever the model's dtype is.
-            after = op.order == "after"
-            yield (
-                RouteShape(experts=experts, k=k, score=op.score, after=after, normalize=op.normalize, dtype="fp32"),
-                (),
-            )
+            yield _route_shape(op, experts, k), ()
         case o.Permute():
             yield every, (*counting, "rank")
             yield places, ("fill", "add_rows")
@@ -144,6 +139,19 @@ def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tup
             yield own, (*counting, "keep")
         case o.LargestLoad():
             yield every, counting
+
+
+def _route_shape(op: o.Route, experts: int, k: int) -> RouteShape:
+    """Logits and weights are float32 whatever the model's dtype is."""
+    return RouteShape(
+        experts=experts,
+        k=k,
+        score=op.score,
+        after=op.order == "after",
+        normalize=op.normalize,
+        scale=op.scale,
+        dtype="fp32",
+    )
 
 
 def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:

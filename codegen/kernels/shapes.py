@@ -58,6 +58,7 @@ class RouteShape(KernelShape):
     score: str
     after: bool
     normalize: bool
+    scale: float = 1.0
     dtype: str
 
     def constants(self) -> dict[str, Any]:
@@ -237,7 +238,8 @@ def complaint(shape: KernelShape) -> str | None:
 
 
 def _short(value: object) -> str:
-    return str(value).lower()
+    text = str(value).lower()
+    return re.sub(r"\W", "_", text) if isinstance(value, float) else text
 
 
 @lru_cache(maxsize=1)

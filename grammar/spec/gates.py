@@ -47,7 +47,7 @@ class TopK(_Gate):
         Doc("`before`: score all, keep the best k; `after`: keep the k best logits, score only those"),
     ] = "before"
     normalize: Annotated[bool, Doc("divide the k weights by their sum")] = False
-    scale: Annotated[float, more_than(0), NotYet(), Doc("factor on the weights (DeepSeek-V3: 2.5)")] = 1.0
+    scale: Annotated[float, more_than(0), Doc("factor on the weights, after `normalize` (DeepSeek-V3: 2.5)")] = 1.0
     bias: Annotated[
         Online | Literal["none", "learned"],
         NotYet(("learned",)),

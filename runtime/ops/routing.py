@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ ORDERS = ("before", "after")
 # ---- route -------------------------------------------------------------------------------------------
 
 
-def _check_route(logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool) -> None:
+def _check_route(
+    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool, scale: float = 1.0
+) -> None:
     check(logits.dim() == 3, lambda: f"moec::route: logits must be [B, S, E], not {list(logits.shape)}")
     check(
         logits.dtype in (torch.float32, torch.float64),
@@ -32,11 +35,12 @@ def _check_route(logits: Tensor, bias: Tensor | None, k: int, score: str, order:
         lambda: "moec::route: bias must be a float32 or float64 [E]",
     )
     check(order in ORDERS, lambda: f"moec::route: order must be one of {', '.join(ORDERS)}, not {order!r}")
+    check(0 < scale < math.inf, lambda: f"moec::route: scale must be positive and finite, not {scale}")
     check(score in SCORES, lambda: f"moec::route: score must be one of {', '.join(SCORES)}, not {score!r}")
 
 
 def _fake_route(
-    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool
+    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     chosen = (*logits.shape[:-1], k)
     return logits.new_empty(logits.shape), logits.new_empty(chosen), logits.new_empty(chosen, dtype=torch.int64)
@@ -52,7 +56,8 @@ route = define(
 logits [B, S, E], float32 or float64. Gives, in the logits' dtype,
   - probabilities [B, S, E], for balance losses: the scores of all experts, summing to 1;
   - weights [B, S, k], best choice first: `score` ("softmax" or "sigmoid") of all experts, the k best kept; where
-    `order` is "after", the k best logits are kept and only those are scored. `normalize` divides by the k scores' sum;
+    `order` is "after", the k best logits are kept and only those are scored. `normalize` divides by the k scores' sum,
+    and `scale` multiplies what is left;
   - experts [B, S, k], int64. Equal scores go to the lower index.
 With `bias` [E] the k experts with the largest score + bias are chosen, whatever `order` is; weights are of scores
 without it, in the order of the choices, and no gradient flows to it (Wang et al. 2024, arXiv 2408.15664).
@@ -76,13 +81,14 @@ def _check_route_backward(
     score: str,
     order: str,
     normalize: bool,
+    scale: float = 1.0,
 ) -> None:
-    _check_route(logits, None, experts.shape[-1], score, order, normalize)
+    _check_route(logits, None, experts.shape[-1], score, order, normalize, scale)
 
 
 route_backward = define(
     "route_backward(Tensor logits, Tensor? grad_probabilities, Tensor? grad_weights, Tensor weights, Tensor experts,"
-    " str score, str order, bool normalize) -> Tensor",
+    " str score, str order, bool normalize, float scale=1.0) -> Tensor",
     fake=_fake_route_backward,
     check=_check_route_backward,
 )
@@ -101,10 +107,10 @@ def _differentiate_route(
     ctx: Any, grad_probabilities: Tensor | None, grad_weights: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
     if grad_probabilities is None and grad_weights is None:
-        return (None,) * 6
+        return (None,) * 7
     logits, weights, experts = ctx.saved_tensors
     grad = route_backward(logits, grad_probabilities, grad_weights, weights, experts, *ctx.how)
-    return grad, *(None,) * 5
+    return grad, *(None,) * 6
 
 
 differentiate(route, setup=_setup_route, backward=_differentiate_route)

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
@@ -32,7 +32,8 @@ class Route(Op):
 
     `order = before` scores all experts and keeps the best k, `after` scores only the k best logits; ties go to the
     lower index. The probabilities are for balance terms: the softmax, or sigmoid scores divided by their sum
-    (DeepSeek-V3, eq. 19).
+    (DeepSeek-V3, eq. 19). `scale` multiplies the weights after `normalize` divided them (DeepSeek-V3, arXiv 2412.19437:
+    the routed scaling factor 2.5); the probabilities stay as they are.
     """
 
     mnemonic: ClassVar[str] = "route"
@@ -45,6 +46,7 @@ class Route(Op):
     score: Literal["softmax", "sigmoid"]
     order: Literal["before", "after"]
     normalize: bool
+    scale: Positive = 1.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, *biases = operands

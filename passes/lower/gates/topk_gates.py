@@ -24,7 +24,7 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
     beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if biased else {}
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, beside=beside,
-        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize,
+        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale,
     )  # fmt: skip
     return Gated(w=w, e=e, logits=logits, p=p)
 

@@ -10,7 +10,7 @@ from moec.runtime.job.unscored import note_or_refuse
 
 
 def route(
-    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool
+    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     sigmoid = score == "sigmoid"
     # A sigmoid is exp(logsigmoid), so sigmoids over their sum are a softmax of logsigmoids, which cannot be 0 / 0.
@@ -31,6 +31,8 @@ def route(
         weights = best.sigmoid()
     else:
         weights = best
+    if scale != 1:
+        weights = weights * scale
     note_or_refuse(probabilities, weights)
     return probabilities, weights, experts
 
@@ -44,8 +46,11 @@ def route_backward(
     score: str,
     order: str,
     normalize: bool,
+    scale: float = 1.0,
 ) -> Tensor:
     sigmoid = score == "sigmoid"
+    if scale != 1 and grad_weights is not None:
+        grad_weights, weights = grad_weights * scale, weights / scale
     # Gradients of four tensors: probabilities, log-scores, and each of these at the chosen experts.
     grad_chosen_probabilities = grad_chosen = None
     if grad_weights is not None:

@@ -11,28 +11,29 @@ from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, t
 from moec.runtime.job.unscored import note_or_refuse
 
 
-def _shape(logits: Tensor, k: int, score: str, order: str, normalize: bool) -> RouteShape:
+def _shape(logits: Tensor, k: int, score: str, order: str, normalize: bool, scale: float) -> RouteShape:
     return RouteShape(
         experts=logits.shape[-1],
         k=k,
         score=score,
         after=order == "after",
         normalize=normalize,
+        scale=scale,
         dtype=dtype_name(logits),
     )
 
 
 def route(
-    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool
+    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     if bias is not None or too_many(logits.shape[-1]):
-        return torch_routing.route(logits, bias, k, score, order, normalize)
+        return torch_routing.route(logits, bias, k, score, order, normalize, scale)
     logits = logits.contiguous()
     probabilities, weights = torch.empty_like(logits), logits.new_empty((*logits.shape[:-1], k))
     experts = torch.empty_like(weights, dtype=torch.int64)
     num_tokens = weights.numel() // k
     if num_tokens:
-        shape = _shape(logits, k, score, order, normalize)
+        shape = _shape(logits, k, score, order, normalize, scale)
         kernels = kernels_of(shape, logits)
         kernels.launch("route", kernels.blocks(num_tokens), logits, probabilities, weights, experts, num_tokens)
     note_or_refuse(probabilities, weights)
@@ -48,17 +49,18 @@ def route_backward(
     score: str,
     order: str,
     normalize: bool,
+    scale: float = 1.0,
 ) -> Tensor:
     if too_many(logits.shape[-1]):
         return torch_routing.route_backward(
-            logits, grad_probabilities, grad_weights, weights, experts, score, order, normalize
+            logits, grad_probabilities, grad_weights, weights, experts, score, order, normalize, scale
         )
     logits = logits.contiguous()
     grad = torch.empty_like(logits)
     k = experts.shape[-1]
     num_tokens = experts.numel() // k
     if num_tokens:
-        kernels = kernels_of(_shape(logits, k, score, order, normalize), logits)
+        kernels = kernels_of(_shape(logits, k, score, order, normalize, scale), logits)
         kernels.launch(
             "route_backward",
             kernels.blocks(num_tokens),

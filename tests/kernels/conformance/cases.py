@@ -45,6 +45,14 @@ def route_nothing(backend: Backend, numbers: Numbers) -> list[Tensor]:
     return [probabilities, weights, chosen, grad]
 
 
+def route_with(backend: Backend, numbers: Numbers, how: tuple[str, str, bool], scale: float) -> list[Tensor]:
+    """With options."""
+    logits = numbers.logits(65, 24)
+    probabilities, weights, chosen = backend.route(logits, None, 3, *how, scale)
+    gradients = numbers.of_router(*probabilities.shape), numbers.of_router(*weights.shape)
+    return [probabilities, weights, chosen, backend.route_backward(logits, *gradients, weights, chosen, *how, scale)]
+
+
 def biased_route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
     """No kernel takes a bias: every backend runs plain torch."""
     logits = numbers.logits(65, 13)
@@ -277,6 +285,7 @@ OF_ROUTER: dict[str, Case] = {
     **{f"route {' '.join(map(str, how))}": partial(route, how=how) for how in HOW},
     **{f"equal scores {' '.join(map(str, how))}": partial(equal_scores, how=how) for how in HOW},
     **{f"biased route {' '.join(map(str, how))}": partial(biased_route, how=how) for how in HOW},
+    **{f"scaled route {' '.join(map(str, how))}": partial(route_with, how=how, scale=2.446) for how in HOW},
     "route, no tokens": route_nothing,
     "balance": balance,
     "balance, padding": partial(balance, padding=0.5),

@@ -42,16 +42,20 @@ def test_an_op_with_scores_has_weights_of_given_choices():
         assert {"weights", "experts"} <= set(kind.gives.split())
 
 
-def route(score: str, order: str, normalize: bool) -> Route:
-    return Route(operands=("logits",), k=K, score=score, order=order, normalize=normalize)  # type: ignore[arg-type]
+def route(score: str, order: str, normalize: bool, scale: float = 1.0) -> Route:
+    how = {"score": score, "order": order, "normalize": normalize, "scale": scale}
+    return Route(operands=("logits",), k=K, **how)  # type: ignore[arg-type]
 
 
 @every_mode
-def test_its_own_choices_get_the_weights_and_gradients_that_route_gives(score: str, order: str, normalize: bool):
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_its_own_choices_get_the_weights_and_gradients_that_route_gives(
+    score: str, order: str, normalize: bool, scale: float
+):
     logits, grad = torch.randn(3, 5, EXPERTS, dtype=torch.float64, requires_grad=True), torch.randn(3, 5, K)
-    _, weights, experts = ops.route(logits, None, K, score, order, normalize)
+    _, weights, experts = ops.route(logits, None, K, score, order, normalize, scale)
     (expected,) = torch.autograd.grad(weights, logits, grad.double())
-    repeated = WEIGHTS[Route](route(score, order, normalize), logits, experts)
+    repeated = WEIGHTS[Route](route(score, order, normalize, scale), logits, experts)
     (found,) = torch.autograd.grad(repeated, logits, grad.double())
     torch.testing.assert_close(repeated, weights, rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)

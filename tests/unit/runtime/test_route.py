@@ -195,3 +195,26 @@ def test_biases_of_zeros_change_nothing(score: str, order: str, normalize: bool)
 def test_a_bias_of_another_shape_or_dtype_is_refused(bias: Tensor) -> None:
     with pytest.raises((ValueError, RuntimeError), match="bias must be"):
         ops.route(torch.zeros(1, 2, 8), bias, 2, "softmax", "before", True)
+
+
+# ---- with a scale ----------------------------------------------------------------------------------------
+
+
+@every_mode
+def test_the_scale_multiplies_weights_and_their_gradients_alone(score: str, order: str, normalize: bool) -> None:
+    logits = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    plain, scaled = (ops.route(logits, None, 3, score, order, normalize, scale) for scale in (1.0, 2.5))
+    torch.testing.assert_close(scaled[1], 2.5 * plain[1], rtol=1e-14, atol=0)
+    assert torch.equal(scaled[0], plain[0])
+    assert torch.equal(scaled[2], plain[2])
+    of_all, of_chosen = torch.randn_like(plain[0]), torch.randn_like(plain[1])
+    (expected,) = torch.autograd.grad((plain[0] * of_all).sum() + 2.5 * (plain[1] * of_chosen).sum(), logits)
+    (found,) = torch.autograd.grad((scaled[0] * of_all).sum() + (scaled[1] * of_chosen).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+    assert gradcheck(lambda x: ops.route(x, None, 3, score, order, normalize, 2.5)[1], (logits,))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.inf, math.nan])
+def test_a_scale_that_is_no_factor_is_refused(scale: float) -> None:
+    with pytest.raises(RuntimeError, match="scale must be positive and finite"):
+        ops.route(torch.zeros(1, 2, 8), None, 2, "softmax", "before", True, scale)
