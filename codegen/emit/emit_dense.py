@@ -1,4 +1,4 @@
-"""Emits the dense parts of a model: embeddings, norms, projections, attention, and sums of paths."""
+"""Emits the dense parts of a model: embeddings, norms, projections, and sums of paths."""
 
 from __future__ import annotations
 
@@ -69,27 +69,6 @@ def _linear(e: Emitter, op: Op) -> None:
     e.result(op, aten.unflatten.int, e.call(op, aten.linear.default, x, weight), -1, list(out))
 
 
-def _attention(e: Emitter, op: Op) -> None:
-    given = e.refs(op)
-    q, k, v = (e.call(op, aten.transpose.int, ref, 1, 2) for ref in given[:3])
-    heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
-    # mask, dropout, causal; the scale is 1/sqrt(head_dim).
-    attend = aten.scaled_dot_product_attention.default
-    mask = _own_segment(e, op, given[3]) if len(given) > 3 else None
-    attended = e.call(op, attend, q, k, v, mask, 0.0, mask is None, enable_gqa=heads != kv_heads)
-    e.result(op, aten.transpose.int, attended, 1, 2)
-
-
-def _own_segment(e: Emitter, op: Op, segments: fx.Node) -> fx.Node:
-    """Which tokens a token attends to: those of its segment up to itself, `[batch, 1, sequence, sequence]`."""
-    index = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, segments), 1)
-    masks = []
-    for numbers, compare in ((segments, aten.eq.Tensor), (index, aten.ge.Tensor)):
-        rows, columns = (e.call(op, aten.unsqueeze.default, numbers, dim) for dim in (2, 1))
-        masks.append(e.call(op, compare, rows, columns))
-    return e.call(op, aten.unsqueeze.default, e.call(op, aten.logical_and.default, *masks), 1)
-
-
 def _activation(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.Activation)
     (x,) = e.refs(op)
@@ -157,11 +136,6 @@ def _mix(e: Emitter, op: Op) -> None:
     e.result(op, aten.add.Tensor, *terms)
 
 
-def _repeat_heads(e: Emitter, op: Op) -> None:
-    assert isinstance(op, o.RepeatHeads)
-    e.result(op, aten.repeat_interleave.self_int, *e.refs(op), op.copies, 0)
-
-
 def _call(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.Call)
     e.call_layer(op, op.layer, len(e.program.block(op.block).outputs))
@@ -171,14 +145,12 @@ DENSE: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.Activation: _activation,
     o.Add: _add,
     o.AddBias: _add_bias,
-    o.Attention: _attention,
     o.Call: _call,
     o.Embed: _embed,
     o.EmbedPositions: _embed_positions,
     o.LayerNorm: _layer_norm,
     o.Linear: _linear,
     o.Mix: _mix,
-    o.RepeatHeads: _repeat_heads,
     o.RmsNorm: _rms_norm,
     o.Router: _router,
     o.SigmoidGate: _sigmoid_gate,

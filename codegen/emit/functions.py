@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
+from moec.codegen.emit.emit_attention import ATTENTION
 from moec.codegen.emit.emit_balance import BALANCE
 from moec.codegen.emit.emit_dense import DENSE
 from moec.codegen.emit.emit_gates import GATES
@@ -23,6 +24,7 @@ from moec.passes.place.shard_zero import is_zero_gather
 
 EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
+    **ATTENTION,
     **DENSE,
     **GATES,
     **MIXTURES,

@@ -113,7 +113,7 @@ class _Attention(Node):
     window: Annotated[PositiveInt | None, NotYet(), Doc("each token sees this many, itself included")] = None
     sinks: Annotated[bool, NotYet(), Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
     clip: Annotated[Positive | None, NotYet(), Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
-    causal: Annotated[bool, NotYet(), Doc("whether a token sees only those before it")] = True
+    causal: Annotated[bool, Doc("whether a token sees only itself and those before it")] = True
     multiplier: Annotated[Positive | None, NotYet(), Doc("factor on scores; default 1 / sqrt(head_dim) (Granite)")] = (
         None
     )

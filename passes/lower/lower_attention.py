@@ -49,7 +49,7 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
         rope = attention.rope
         q = b.one(o.Rope, q, beside=of_texts, to="q", span=rope.span(), theta=rope.theta)
         k = b.one(o.Rope, k, beside=of_texts, to="k", span=rope.span(), theta=rope.theta)
-    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span)
+    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span, causal=attention.causal)
     shape, init = (model.dim, heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
     y = b.one(o.Linear, a, out, to="o", span=span, contract=2)

@@ -72,6 +72,8 @@ def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
     beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
     of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
+    if "real" in beside and not layer.attention.causal:
+        of_texts["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
     attended = attend(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"), of_texts)
     residual = b.one(o.Add, "x", attended, to="x")
@@ -89,10 +91,9 @@ def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     texts: tuple[Role, ...] = ()
     if model.embedding.separator is not None:
         texts = ("segments", "positions") if rope_of(layer.attention) is not None else ("segments",)
-    if layer.moe is None:
-        return texts
-    padded: tuple[Role, ...] = ("real",) if model.embedding.padding is not None else ()
-    return (*texts, *layer.moe.gate.inputs(), *padded)
+    gate: tuple[Role, ...] = layer.moe.gate.inputs() if layer.moe else ()
+    padded = model.embedding.padding is not None and (layer.moe is not None or not layer.attention.causal)
+    return (*texts, *gate, *(("real",) if padded else ()))
 
 
 def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:

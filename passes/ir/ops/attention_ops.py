@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import causal_attention, elementwise
+from moec.passes.cost.formulas import elementwise, fused_attention
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
@@ -67,18 +67,21 @@ def _require_of_tokens(op: Op, x: Value, numbers: Sequence[Value]) -> None:
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Op):
-    """Causal softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads.
+    """Softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads.
 
-    With `segments` `[batch, sequence]` a token attends to tokens of its own segment alone.
+    A token attends to itself and to the tokens before it; not `causal`, to those after it too. With `segments`
+    `[batch, sequence]` it attends to tokens of its own segment alone; with `real` `[batch, sequence]` real tokens
+    attend to real tokens and padding to padding.
     """
 
     mnemonic: ClassVar[str] = "attention"
-    takes: ClassVar[str] = "q k v segments?"
+    takes: ClassVar[str] = "q k v segments? real?"
     gives: ClassVar[str] = "attended"
+    causal: bool = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        q, k, v, *segments = operands
-        _require_of_tokens(self, q, segments)
+        q, k, v, *numbers = operands
+        _require_of_tokens(self, q, numbers)
         require(k.shape == v.shape and q.shape[:2] == k.shape[:2], self, "wants k like v, over the tokens of q")
         require(q.shape[3] == k.shape[3], self, "wants one head width")
         return (Type(shape=q.shape, dtype=q.dtype),)
@@ -87,13 +90,13 @@ class Attention(Op):
         return _by_heads(self, operands, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        q, k, v, *segments = operands
+        q, k, v, *masking = operands
         (attended,) = results
         batch, sequence, heads, _ = workload.shape(q)
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
-        work = causal_attention(q, k, v, attended, workload)
+        work = fused_attention(q, k, v, attended, workload, causal=self.causal)
         saved = (*workload.keep(q, k, v, attended), log_sums)
-        if segments:  # torch turns the mask into numbers of q's dtype
+        if masking:  # torch turns the mask into numbers of q's dtype
             saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))
         return Cost(work=work, saved=saved)
 

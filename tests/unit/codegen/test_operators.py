@@ -55,6 +55,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},
+    "attention to later tokens": {"attention": "mha(heads = 4, causal = false)"},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""
@@ -125,9 +126,18 @@ SEEDED = {torch.ops.aten.scaled_dot_product_attention.default}
 def test_attention_drops_nothing(nodes: list[fx.Node]):
     attention = [node for node in nodes if node.target in SEEDED]
     assert attention
-    masked = [node for node in attention if node.args[3] is not None]
-    assert masked  # packed texts
-    assert all(node.args[4:6] == (0.0, node.args[3] is None) for node in attention)
+    assert all(node.args[4] == 0.0 for node in attention)
+
+
+def test_attention_is_causal_by_a_mask_or_by_torch(nodes: list[fx.Node]):
+    attention = [node for node in nodes if node.target in SEEDED]
+    assert {(node.args[3] is None, info_of(node).op.causal) for node in attention} >= {  # type: ignore[union-attr]
+        (False, True),
+        (True, True),
+        (True, False),
+    }
+    for node in attention:
+        assert node.args[5] == (node.args[3] is None and info_of(node).op.causal)  # type: ignore[union-attr]
 
 
 def test_arguments_are_what_the_schemas_take(nodes: list[fx.Node]):

@@ -41,6 +41,10 @@ MODELS = {
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "packed texts": {"model": "embedding = tokens(separator = 3, positions = learned)"},
+    "attention both ways": {
+        "attention": "mha(heads = 4, causal = false)",
+        "model": "embedding = tokens(separator = 3, padding = 2)",
+    },
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {

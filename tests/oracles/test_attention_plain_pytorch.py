@@ -1,0 +1,66 @@
+"""Kinds of attention against their definitions in plain PyTorch: logits and every gradient in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles.plain_attention import plain_logits
+from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
+from torch import Tensor
+
+from moec.runtime.job.reference import reference
+
+PADDING, SEPARATOR = 3, 7
+CAUSALITY = {
+    "both ways": "mha(heads = 3, causal = false)",
+    "both ways, grouped": "gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope(), causal = false, bias = all)",
+}
+KINDS = CAUSALITY
+EMBEDDINGS = {
+    "plain": "tokens()",
+    "packed": f"tokens(separator = {SEPARATOR}, positions = learned)",
+    "padded": f"tokens(padding = {PADDING})",
+    "packed and padded": f"tokens(separator = {SEPARATOR}, padding = {PADDING})",
+}
+
+
+def tokens_of() -> Tensor:
+    """Texts end in some places; one sequence begins and one ends with padding."""
+    tokens = torch.randint(VOCAB, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))
+    tokens[(tokens == PADDING) | (tokens == SEPARATOR)] = 11
+    tokens[0, 4] = tokens[1, 0] = tokens[1, 8] = tokens[2, 6] = SEPARATOR
+    tokens[1, 10:] = tokens[2, :3] = PADDING
+    return tokens
+
+
+def require_equal(layers: str, embedding: str = "tokens()", **options: object) -> None:
+    spec = small_spec(layers, embedding=embedding, **options)  # type: ignore[arg-type]
+    ours = reference(spec, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    weights = {name: p.detach().clone().requires_grad_() for name, p in ours.named_parameters()}
+    tokens, tight = tokens_of(), {"rtol": 1e-10, "atol": 1e-10}
+    logits, expected = ours(tokens).logits, plain_logits(spec, weights, tokens)
+    torch.testing.assert_close(logits, expected, **tight)
+    cotangent = torch.randn(logits.shape, generator=generator, dtype=torch.float64)
+    (logits * cotangent).sum().backward()
+    (expected * cotangent).sum().backward()
+    for name, parameter in ours.named_parameters():
+        found, wanted = parameter.grad, weights[name].grad
+        assert wanted is not None, name
+        assert wanted.abs().max() > 0, f"{name}: the test sees no gradient"
+        torch.testing.assert_close(found, wanted, **tight, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("embedding", EMBEDDINGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_equals_its_definition(kind: str, embedding: str) -> None:
+    require_equal(f"layers {{ attention = {KINDS[kind]}; ffn = gelu(8) }}", EMBEDDINGS[embedding])
+
+
+def test_layers_alternate() -> None:
+    """As sliding and full attention do."""
+    first, second = list(KINDS.values())[:2]
+    require_equal(f"layers {{ attention = {first}; ffn = gelu(8) }}\nlayers 1 {{ attention = {second} }}")

@@ -1,0 +1,36 @@
+"""Random models on random clusters with each kind of attention: every plan equals the unsharded model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_specs import specs
+
+from moec.driver import compile as compile_source
+from moec.runtime.verify.verification import verify
+
+KINDS = {
+    "causal = false": [
+        "mha(heads = 4, causal = false)",
+        "gqa(heads = 4, kv_heads = 2, rope = rope(), causal = false, qk_norm = projection)",
+    ],
+}
+"""Attentions with 4 heads, by the word that they show."""
+
+
+@pytest.mark.parametrize("word", KINDS)
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_plan_equals_the_unsharded_model(word: str, data: st.DataObject) -> None:
+    report = verify(compile_source(data.draw(specs(max_ranks=8, max_layers=3, attentions=KINDS[word]))), float32=False)
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", KINDS)
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_every_plan_equals_the_unsharded_model_at_length(word: str, data: st.DataObject) -> None:
+    report = verify(compile_source(data.draw(specs(max_ranks=8, attentions=KINDS[word]))), float32=False)
+    assert report.ok, report
