@@ -94,6 +94,11 @@ def _add_bias(e: Emitter, op: Op) -> None:
     e.result(op, aten.add.Tensor, *e.refs(op))
 
 
+def _scale(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.Scale)
+    e.result(op, aten.mul.Scalar, *e.refs(op), op.factor)
+
+
 def _weighted_sum(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.WeightedSum)
     terms = list(zip(e.refs(op), op.weights, strict=True))
@@ -153,6 +158,7 @@ DENSE: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.Mix: _mix,
     o.RmsNorm: _rms_norm,
     o.Router: _router,
+    o.Scale: _scale,
     o.SigmoidGate: _sigmoid_gate,
     o.WeightedSum: _weighted_sum,
 }

@@ -44,8 +44,10 @@ class TokenEmbedding(Node):
         at_least(0),
         Doc("the id that ends a text: tokens attend to their own text alone, and positions start anew after it"),
     ] = None
-    multiplier: Annotated[Positive, NotYet(), Doc("factor on the vectors (Granite: 12; Gemma: sqrt(dim))")] = 1.0
-    logits_multiplier: Annotated[Positive, NotYet(), Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
+    multiplier: Annotated[
+        Positive, Doc("factor on the vectors, before learned positions are added (Granite: 12; Gemma: sqrt(dim))")
+    ] = 1.0
+    logits_multiplier: Annotated[Positive, Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
 
 
 class Moe(Node):
@@ -146,7 +148,9 @@ class Model(Node):
     dtype: Annotated[DType, _NO_FP16, Doc("of parameters and activations")] = DType.BF16
     norm: Annotated[RmsNorm | LayerNorm, Doc("before attention, before the feed-forward, and at the end")] = RmsNorm()
     embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
-    residual_multiplier: Annotated[Positive, NotYet(), Doc("factor on what a layer adds (Granite: 0.22)")] = 1.0
+    residual_multiplier: Annotated[
+        Positive, Doc("factor on what attention and the feed-forward add to the residual stream (Granite: 0.22)")
+    ] = 1.0
     layers: Annotated[tuple[Layer, ...], Doc("one entry a layer; equal neighbours are one object")]
 
     @property

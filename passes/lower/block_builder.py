@@ -10,7 +10,7 @@ from typing import Any
 from moec.grammar.source import Span
 from moec.passes.ir import VECTOR, Block, Init, Matrices, Op, Output, Parameter, Setting, SourceLine, State, Value
 from moec.passes.ir.op import operand_names
-from moec.passes.ir.ops import AddBias
+from moec.passes.ir.ops import AddBias, Scale
 
 INIT_STD = 0.02
 """Standard deviation of new weights (GPT-2, Radford et al. 2019); projections into the residual stream take
@@ -144,6 +144,10 @@ class Builder:
         shape = [dim for dim in value.shape[2:] if isinstance(dim, int)]
         bias = self.parameter(name, shape, value.dtype, Init(kind="zeros"), span, shard)
         return self.one(AddBias, x, bias, to=x.split(".")[0], span=span)
+
+    def scaled(self, x: str, factor: float, span: Located) -> str:
+        """`x · factor`; returns its name, that of x made unique, or x itself where the factor is 1."""
+        return x if factor == 1 else self.one(Scale, x, to=x.split(".")[0], span=span, factor=factor)
 
     def _fresh(self, name: str) -> str:
         if name not in self.scope:

@@ -76,14 +76,19 @@ def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence
         of_texts["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
     attended = attend(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"), of_texts)
-    residual = b.one(o.Add, "x", attended, to="x")
+    residual = _added(b, model, "x", attended)
     h = _norm(b, model, residual, "ffn_norm", "h")
     if layer.moe is None:
         assert layer.ffn is not None
         fed = feed_forward(b, subject, layer.ffn, "ffn", h)
-        return b.block([Output(b.one(o.Add, residual, fed, to="x"), "residual")])
+        return b.block([Output(_added(b, model, residual, fed), "residual")])
     mixed, *others = mixture(b, subject, layer.moe, h, {role: value.name for role, value in beside.items()})
-    return b.block([Output(b.one(o.Add, residual, mixed, to="x"), "residual"), *others])
+    return b.block([Output(_added(b, model, residual, mixed), "residual"), *others])
+
+
+def _added(b: Builder, model: Model, x: str, more: str) -> str:
+    """The residual stream after a sublayer: `x + residual_multiplier · more`."""
+    return b.one(o.Add, x, b.scaled(more, model.residual_multiplier, model.span("residual_multiplier")), to="x")
 
 
 def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
@@ -106,6 +111,7 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     shape = (model.vocab, model.dim)
     table = b.parameter("embedding.weight", shape, model.dtype, normal(), span, {"tp": 0}, TABLE)
     x = b.one(o.Embed, "tokens", table, to="x", span=span)
+    x = b.scaled(x, model.embedding.multiplier, model.embedding.span("multiplier"))
     if model.embedding.positions == "learned":
         line = model.embedding.span("positions")
         shape = (context_of(spec), model.dim)
@@ -119,6 +125,8 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         x = stream.name
         of_layers += others
     h = _norm(b, model, x, "norm", "h")
+    # The head is linear: a factor on its input costs less than one on every logit.
+    h = b.scaled(h, model.embedding.logits_multiplier, model.embedding.span("logits_multiplier"))
     head, head_span = table, model.embedding.span("tied")
     if not model.embedding.tied:
         shape = (model.vocab, model.dim)

@@ -17,7 +17,7 @@ from moec.passes.ir.ops.dense_conversions import (
 from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, RmsNorm
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.gate_ops import HashRoute, Route
-from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router
+from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
 from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
@@ -83,6 +83,7 @@ __all__ = [
     "Rope",
     "Route",
     "Router",
+    "Scale",
     "Segments",
     "SigmoidGate",
     "Slice",

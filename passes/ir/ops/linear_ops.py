@@ -11,7 +11,7 @@ from pydantic import Field
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.ir.attribute_types import ActivationName
+from moec.passes.ir.attribute_types import ActivationName, Positive
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.limits import MAX_RANK
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
@@ -142,6 +142,28 @@ class Add(Op):
             if len({other.get(axis) for other in given}) > 1:
                 layout = layout.replace(axis, meshes.tokens.get(axis) if operands[0].shape else None)
         return Placing((layout,) * len(operands), (layout,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale(Op):
+    """`x · factor`: multipliers as in Granite, after muP (Yang et al. 2022, arXiv 2203.03466, table 8).
+
+    The op is linear: a partial sum stays one, and is reduced after it.
+    """
+
+    mnemonic: ClassVar[str] = "scale"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "y"
+    factor: Positive
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        layout = layout_of(operands[0])
+        return Placing((layout,), (layout,))
 
 
 @register

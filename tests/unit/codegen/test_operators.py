@@ -56,6 +56,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},
     "attention to later tokens": {"attention": "mha(heads = 4, causal = false)"},
+    "multipliers": {"model": "residual_multiplier = 0.22; embedding = tokens(multiplier = 12.0)", "tp": 2},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""

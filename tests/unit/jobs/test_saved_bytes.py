@@ -45,6 +45,9 @@ MODELS = {
         "attention": "mha(heads = 4, causal = false)",
         "model": "embedding = tokens(separator = 3, padding = 2)",
     },
+    "multipliers": {
+        "model": "residual_multiplier = 0.2; embedding = tokens(multiplier = 12.0, logits_multiplier = 0.1)"
+    },
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {

@@ -1,0 +1,32 @@
+"""Words of `model` that change what a layer adds: `moec verify` finds a plan that computes another form."""
+
+from __future__ import annotations
+
+import pytest
+from faults import bypass, change_op
+from models import moe_plan
+
+from moec.passes.ir import ops as o
+from moec.runtime.verify.verification import verify
+
+TP = {"ranks": 8, "tp": 2, "ep": 4}
+MULTIPLIED = "residual_multiplier = 0.22; embedding = tokens(multiplier = 12.0, logits_multiplier = 0.1)"
+BODY = "layers[1..2]"
+
+
+@pytest.mark.parametrize("block", ["forward", BODY])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_factor_that_is_left_out_or_wrong_is_found(block: str, index: int) -> None:
+    plan = moe_plan(model=MULTIPLIED, **TP)
+    scales = [op for op in plan.program.block(block).ops if isinstance(op, o.Scale)]
+    name = scales[index].results[0].name
+    assert len(scales) == 2
+    for wrong in (bypass(plan, block, name), change_op(plan, block, name, factor=0.5)):
+        report = verify(wrong, float32=False)
+        assert not report.ok
+
+
+def test_factors_of_one_add_no_op() -> None:
+    ones = "residual_multiplier = 1.0; embedding = tokens(multiplier = 1.0, logits_multiplier = 1.0)"
+    plan = moe_plan(model=ones, **TP)
+    assert not any(isinstance(op, o.Scale) for block in plan.program.blocks for op in block.ops)
