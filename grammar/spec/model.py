@@ -90,7 +90,7 @@ class Moe(Node):
 
 
 class Layer(Node):
-    """One layer after every `layers` block: attention, then `ffn` or `moe`, each pre-normed with a residual."""
+    """One layer after every `layers` block: attention, then `ffn` or `moe`, each with norms and a residual."""
 
     word = "layers"
     form = "block"
@@ -146,7 +146,14 @@ class Model(Node):
     depth: Annotated[int, at_least(1), at_most(MAX_LAYERS, "MOE0401"), Doc("number of layers")]
     context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None
     dtype: Annotated[DType, _NO_FP16, Doc("of parameters and activations")] = DType.BF16
-    norm: Annotated[RmsNorm | LayerNorm, Doc("before attention, before the feed-forward, and at the end")] = RmsNorm()
+    norm: Annotated[RmsNorm | LayerNorm, Doc("of each layer's attention and feed-forward, and at the end")] = RmsNorm()
+    norm_place: Annotated[
+        Literal["pre", "post", "res_post", "sandwich"],
+        Doc(
+            "`pre` x + f(norm(x)); `post` norm(x + f(x)), and none at the end (Vaswani et al. 2017); `res_post` "
+            "x + norm(f(x)) (Swin V2, OLMo 2); `sandwich` x + norm(f(norm(x))) (CogView, Gemma 2)"
+        ),
+    ] = "pre"
     embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
     residual_multiplier: Annotated[
         Positive, Doc("factor on what attention and the feed-forward add to the residual stream (Granite: 0.22)")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Layer, Model, RmsNorm, Spec, Subject, distinct_layers
+from moec.grammar.spec import Layer, Model, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
-from moec.passes.ir import SEED, STEP, Block, Init, Output, Program, Role, Value
+from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import TABLE, Builder, normal
@@ -17,6 +17,7 @@ from moec.passes.lower.lower_feed_forward import feed_forward
 from moec.passes.lower.lower_layer import layer_blocks
 from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, loss_blocks, of_tokens
 from moec.passes.lower.lower_mixture import mixture
+from moec.passes.lower.lower_norms import added, before, norm
 from moec.passes.lower.lower_states import with_update
 
 
@@ -58,16 +59,6 @@ def context_of(spec: Spec) -> int:
     return context
 
 
-def _norm(b: Builder, model: Model, x: str, name: str, to: str) -> str:
-    norm, span = model.norm, model.norm.span()
-    weight = b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), span)
-    if isinstance(norm, RmsNorm):
-        return b.one(o.RmsNorm, x, weight, to=to, span=span, eps=norm.eps)
-    zeros = Init(kind="zeros")
-    bias = {"bias": b.parameter(f"{name}.bias", (model.dim,), model.dtype, zeros, span)} if norm.bias else {}
-    return b.one(o.LayerNorm, x, weight, beside=bias, to=to, span=span, eps=norm.eps)
-
-
 def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
     beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
@@ -75,20 +66,15 @@ def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence
     if "real" in beside and not layer.attention.causal:
         of_texts["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
-    attended = attend(b, model, layer.attention, _norm(b, model, "x", "attention_norm", "h"), of_texts)
-    residual = _added(b, model, "x", attended)
-    h = _norm(b, model, residual, "ffn_norm", "h")
+    attended = attend(b, model, layer.attention, before(b, model, "x", "attention"), of_texts)
+    residual = added(b, model, "x", attended, "attention")
+    h = before(b, model, residual, "ffn")
     if layer.moe is None:
         assert layer.ffn is not None
         fed = feed_forward(b, subject, layer.ffn, "ffn", h)
-        return b.block([Output(_added(b, model, residual, fed), "residual")])
+        return b.block([Output(added(b, model, residual, fed, "ffn"), "residual")])
     mixed, *others = mixture(b, subject, layer.moe, h, {role: value.name for role, value in beside.items()})
-    return b.block([Output(_added(b, model, residual, mixed), "residual"), *others])
-
-
-def _added(b: Builder, model: Model, x: str, more: str) -> str:
-    """The residual stream after a sublayer: `x + residual_multiplier · more`."""
-    return b.one(o.Add, x, b.scaled(more, model.residual_multiplier, model.span("residual_multiplier")), to="x")
+    return b.block([Output(added(b, model, residual, mixed, "ffn"), "residual"), *others])
 
 
 def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
@@ -124,7 +110,8 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
         x = stream.name
         of_layers += others
-    h = _norm(b, model, x, "norm", "h")
+    # In the form `post` the last layer ends with a norm.
+    h = x if model.norm_place == "post" else norm(b, model, x, "norm")
     # The head is linear: a factor on its input costs less than one on every logit.
     h = b.scaled(h, model.embedding.logits_multiplier, model.embedding.span("logits_multiplier"))
     head, head_span = table, model.embedding.span("tied")

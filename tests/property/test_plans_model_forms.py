@@ -18,6 +18,9 @@ WORDS = {
         "residual_multiplier = 3.5; embedding = tokens(tied = true, multiplier = 0.5, positions = learned)",
         "embedding = tokens(logits_multiplier = 4.0, padding = 31, separator = 2); norm = layer_norm()",
     ],
+    "post": ["norm_place = post; norm = layer_norm()", "norm_place = post; residual_multiplier = 0.5"],
+    "res_post": ["norm_place = res_post", "norm_place = res_post; norm = layer_norm(); residual_multiplier = 0.5"],
+    "sandwich": ["norm_place = sandwich", "norm_place = sandwich; norm = layer_norm(bias = false)"],
 }
 
 

@@ -30,3 +30,19 @@ def test_factors_of_one_add_no_op() -> None:
     ones = "residual_multiplier = 1.0; embedding = tokens(multiplier = 1.0, logits_multiplier = 1.0)"
     plan = moe_plan(model=ones, **TP)
     assert not any(isinstance(op, o.Scale) for block in plan.program.blocks for op in block.ops)
+
+
+@pytest.mark.parametrize("place", ["post", "res_post", "sandwich"])
+def test_a_norm_that_is_left_out_is_found(place: str) -> None:
+    plan = moe_plan(model=f"norm_place = {place}", **TP)
+    norms = [op for op in plan.program.block(BODY).ops if isinstance(op, o.RmsNorm)]
+    assert len(norms) == (4 if place == "sandwich" else 2)
+    for op in (norms[0], norms[-1]):
+        report = verify(bypass(plan, BODY, op.results[0].name), float32=False)
+        assert not report.ok
+
+
+def test_only_post_norms_have_none_at_the_end() -> None:
+    for place in ("pre", "post", "res_post", "sandwich"):
+        names = {p.name for p in moe_plan(model=f"norm_place = {place}").program.block("forward").parameters}
+        assert ("norm.weight" in names) == (place != "post")

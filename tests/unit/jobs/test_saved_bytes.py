@@ -48,6 +48,8 @@ MODELS = {
     "multipliers": {
         "model": "residual_multiplier = 0.2; embedding = tokens(multiplier = 12.0, logits_multiplier = 0.1)"
     },
+    "post-norms": {"model": "norm_place = post; norm = layer_norm()"},
+    "sandwich": {"model": "norm_place = sandwich", "dtype": "bf16"},
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {

@@ -1,0 +1,42 @@
+"""Lowers norms, and what stands around a layer's sublayers (attention, feed-forward): norms and the residual sum."""
+
+from __future__ import annotations
+
+from moec.grammar.spec import Model, RmsNorm
+from moec.passes.ir import Init
+from moec.passes.ir import ops as o
+from moec.passes.lower.block_builder import Builder
+
+
+def norm(b: Builder, model: Model, x: str, name: str, to: str = "h") -> str:
+    """The model's norm of x `[batch, sequence, dim]`, with parameters under `name`; returns the result's name."""
+    norm, span = model.norm, model.norm.span()
+    weight = b.parameter(f"{name}.weight", (model.dim,), model.dtype, Init(kind="ones"), span)
+    if isinstance(norm, RmsNorm):
+        return b.one(o.RmsNorm, x, weight, to=to, span=span, eps=norm.eps)
+    zeros = Init(kind="zeros")
+    bias = {"bias": b.parameter(f"{name}.bias", (model.dim,), model.dtype, zeros, span)} if norm.bias else {}
+    return b.one(o.LayerNorm, x, weight, beside=bias, to=to, span=span, eps=norm.eps)
+
+
+def before(b: Builder, model: Model, x: str, sublayer: str) -> str:
+    """The input of a sublayer: x, normed in the forms `pre` and `sandwich`."""
+    return norm(b, model, x, f"{sublayer}_norm") if model.norm_place in ("pre", "sandwich") else x
+
+
+def added(b: Builder, model: Model, x: str, more: str, sublayer: str) -> str:
+    """The residual stream after a sublayer that gives `more`: `x + residual_multiplier · more`, with r the multiplier:
+
+    - `pre`: `x + r · more` (Radford et al. 2019; Xiong et al. 2020, arXiv 2002.04745);
+    - `post`: `norm(x + r · more)` (Vaswani et al. 2017, arXiv 1706.03762, section 3.1);
+    - `res_post`: `x + r · norm(more)` (Swin V2, Liu et al. 2021, arXiv 2111.09883, section 3.2; OLMo 2, arXiv
+      2501.00656, section 3.1);
+    - `sandwich`: the same, with a norm before the sublayer too (CogView, Ding et al. 2021, arXiv 2105.13290, section
+      2.4; Gemma 2, arXiv 2408.00118, section 2).
+    """
+    place, name = model.norm_place, f"{sublayer}_post_norm"
+    if place in ("res_post", "sandwich"):
+        more = norm(b, model, more, name)
+    more = b.scaled(more, model.residual_multiplier, model.span("residual_multiplier"))
+    total = b.one(o.Add, x, more, to="x")
+    return norm(b, model, total, name, to="x") if place == "post" else total
