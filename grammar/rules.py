@@ -151,7 +151,7 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
     there = _labels((declared, f"there are {experts}"))
     k = getattr(gate, "k", 1)
     if k > experts:
-        yield diagnose("MOE0304", gate.span("k"), f"each token wants {k}", labels=there)
+        yield diagnose("MOE0304", gate.span("k") or gate.span(), f"each token wants {k}", labels=there)
     if not isinstance(gate, TopK) or gate.groups == 1:
         return
     kept = gate.keep_groups or gate.groups

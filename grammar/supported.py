@@ -40,8 +40,9 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     for layer in () if spec.has_model else spec.layers:
         gate = layer.moe.gate
         if needed := gate.inputs():
-            what = f"`{gate.word}`" if "tokens" in needed else "`jitter`"
-            span = gate.span() if "tokens" in needed else gate.span("jitter")
+            always = gate.draws or "tokens" in needed
+            what = f"`{gate.word}`" if always else "`jitter`"
+            span = gate.span() if always else gate.span("jitter")
             help = "a layer is given vectors, without ids or numbers of tokens; use this gate in a `model`"
             yield _refused(span, f"{what} in the file of one `layer`", help)
         if isinstance(bias := getattr(gate, "bias", None), Online):

@@ -14,6 +14,7 @@ from moec.codegen.emit.emit_dense import DENSE
 from moec.codegen.emit.emit_gates import GATES
 from moec.codegen.emit.emit_loss import LOSS
 from moec.codegen.emit.emit_mixtures import MIXTURES
+from moec.codegen.emit.emit_random_gates import RANDOM_GATES
 from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
 from moec.codegen.emit.emitter import Emitter, site_of
@@ -27,6 +28,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **ATTENTION,
     **DENSE,
     **GATES,
+    **RANDOM_GATES,
     **MIXTURES,
     **TOKENS,
     **STATES,

@@ -25,10 +25,12 @@ class _Gate(Node):
 
     takes: ClassVar[tuple[Literal["tokens"], ...]] = ()
     gives: ClassVar[tuple[Literal["logits", "probabilities"], ...]] = ("logits", "probabilities")
+    draws: ClassVar[bool] = False
+    """Whether it always draws random numbers."""
 
     def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
         """What it needs beside the vectors of the tokens: `takes`, and keys of tokens where it draws random numbers."""
-        return (*self.takes, "keys") if getattr(self, "jitter", 0) else self.takes
+        return (*self.takes, "keys") if self.draws or bool(getattr(self, "jitter", 0)) else self.takes
 
 
 _JITTER = "in training each element of the router's input is multiplied by a random number in 1 ± this (Switch, 2.2)"
@@ -73,11 +75,12 @@ class Switch(_Gate):
 
 
 class GShard(_Gate):
-    """The best expert, and the second with a probability of twice its weight."""
+    """The best expert, and in training the second with a probability of twice its weight; in evaluation always."""
 
     word = "gshard"
     source = "Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1"
-    implemented = False
+    draws = True
+    k: ClassVar[int] = 2
 
 
 class NoisyTopK(_Gate):

@@ -23,7 +23,8 @@ class Routes:
 
     def __init__(self, given: Mapping[str, Sequence[Tensor]] | None = None) -> None:
         self.experts: dict[str, list[Tensor]] = {}
-        """The choices of this run: module path → int64 `[B, S, k]` of every rank."""
+        """The choices of this run: module path → int64 `[B, S, k]` of every rank; and `module path/value` → what an op
+        decides (`Op.decides`), laid out as choices are."""
         self.scores: dict[str, list[Tensor]] = {}
         """The router logits of this run: module path → `[B, S, E]` of every rank."""
         self._given = given
@@ -34,28 +35,38 @@ class Routes:
         Given choices replace the computed choices, and their weights the computed weights.
         """
         op, value = info_of(node).op, info_of(node).value
-        if op is None or not op.scores:
+        if op is None or not (op.scores or op.decides):
+            return results
+        named = dict(zip(op.gives.split(), op.results, strict=True))
+        if op.decides and value is named[op.decides]:
+            return self._repeated(f"{path}/{op.results[0].name}", results)
+        if not op.scores:
             return results
         scores = op.named(op.operands)[op.scores]
         for source, values in inputs.items():
             if info_of(source).key == scores:
                 self.scores[path] = values
-        named = dict(zip(op.gives.split(), op.results, strict=True))
         if value is named["experts"]:
-            self.experts[path] = results = results if self._given is None else list(self._given[path])
-        elif value is named["weights"] and self._given is not None:
+            return self._repeated(path, results)
+        if value is named["weights"] and self._given is not None:
             pairs = zip(self.scores[path], self._given[path], strict=True)
             results = [WEIGHTS[type(op)](op, of_rank, experts) for of_rank, experts in pairs]
         return results
 
+    def _repeated(self, key: str, results: list[Any]) -> list[Any]:
+        """The given choices under `key`, or else these; records them."""
+        self.experts[key] = found = results if self._given is None else list(self._given[key])
+        return found
+
 
 def shared_out(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Shards the global batch's choices (module path → `[B, S, k]`) over the ranks."""
+    """Shards the global batch's choices (as `Routes.experts` has them, `[B, S, k]`) over the ranks."""
     dense = plan.meshes["dense"]
     layouts = layouts_of_choices(plan)
+    layout_of = {key: layouts[key.partition("/")[0]] for key in experts}
     return {
-        path: [whole[local_slices(whole.shape, layouts[path], dense, rank)] for rank in range(plan.world_size)]
-        for path, whole in experts.items()
+        key: [whole[local_slices(whole.shape, layout_of[key], dense, rank)] for rank in range(plan.world_size)]
+        for key, whole in experts.items()
     }
 
 

@@ -59,9 +59,9 @@ RECOMPUTED = [
 
 
 @st.composite
-def mixture(draw: st.DrawFn, ranks: int, experts: int) -> tuple[int, int | None]:
+def mixture(draw: st.DrawFn, ranks: int, experts: int, least: int = 1) -> tuple[int, int | None]:
     """The experts of a layer, often equal to other layers', and its `ep`, None for the whole block's."""
-    count = draw(st.one_of(st.just(experts), st.integers(1, 12)))
+    count = draw(st.one_of(st.just(experts), st.integers(least, 12)))
     return count, draw(st.sampled_from([*common_divisors(ranks, count), None]))
 
 
@@ -81,14 +81,15 @@ def specs(
     models: Sequence[str] = MODELS,
     attentions: Sequence[str] = (),
     balances: Sequence[str] = (),
+    least_experts: int = 1,
 ) -> Spec:
     """A random Spec. Each list, where given, is what its word is drawn from; in `gates`, `{k}` is a number of choices.
 
     `attentions` are whole calls with 4 heads, such as `mla(heads = 4, …)`, in place of `gqa`.
     """
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
-    experts = draw(st.integers(1, 12))
-    mixtures = draw(st.lists(mixture(ranks, experts), max_size=max_layers - 1))
+    experts = draw(st.integers(least_experts, 12))
+    mixtures = draw(st.lists(mixture(ranks, experts, least_experts), max_size=max_layers - 1))
     undecided = [count for count, ep in mixtures if ep is None]
     k = draw(st.integers(1, min([experts, 4, *(count for count, _ in mixtures)])))
     score = draw(st.sampled_from(["softmax", "sigmoid"]))

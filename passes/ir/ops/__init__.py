@@ -24,6 +24,7 @@ from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, Permut
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
+from moec.passes.ir.ops.random_gate_ops import SecondAtRandom, Uniform
 from moec.passes.ir.ops.random_ops import Jitter, NormalNoise, TokenKeys
 from moec.passes.ir.ops.segment_ops import Segments
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
@@ -84,6 +85,7 @@ __all__ = [
     "Route",
     "Router",
     "Scale",
+    "SecondAtRandom",
     "Segments",
     "SigmoidGate",
     "Slice",
@@ -92,6 +94,7 @@ __all__ = [
     "SumSources",
     "SwitchLoss",
     "TokenKeys",
+    "Uniform",
     "WeightedSum",
     "Widen",
     "ZLoss",

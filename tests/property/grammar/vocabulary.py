@@ -110,7 +110,7 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
 def chosen(gate: Any, experts: int) -> tuple[Any, int]:
     """A gate and a valid number of experts."""
     k = min(getattr(gate, "k", 1), 64)
-    if hasattr(gate, "k"):
+    if "k" in fields_of(type(gate)):
         gate = gate.replace(k=k)
     if not isinstance(gate, s.TopK) or gate.groups == 1:
         return gate, max(experts, k)

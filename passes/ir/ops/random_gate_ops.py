@@ -1,0 +1,78 @@
+"""Ops of gates that choose at random: uniform numbers of tokens, and the random second expert."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from moec.passes.ir.attribute_types import Count, Stream
+from moec.passes.ir.layout import REPLICATED
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import Value
+
+
+def require_training(op: Op, training: Value) -> None:
+    """Requires the setting `$training`."""
+    require((training.dtype, training.shape) == ("int64", ()), op, "wants the setting $training")
+
+
+def own_tokens_in_training(op: Op, of_tokens: int, meshes: Meshes) -> Placing:
+    """The layout rule of an op over `of_tokens` values of tokens and the setting `$training`, its last operand."""
+    placing = own_tokens(op, of_tokens, meshes)
+    return Placing((*placing.operands, REPLICATED), placing.results)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Uniform(Op):
+    """Uniform numbers in [0, 1) of each token, multiples of 2⁻²⁴; 1/2 in evaluation.
+
+    keys `[batch, sequence]` → `[batch, sequence, count]`. They are the factors of `jitter` by the amount 1, halved: a
+    function of the token's key, the layer, `stream` and the number's place.
+    """
+
+    mnemonic: ClassVar[str] = "uniform"
+    takes: ClassVar[str] = "keys training"
+    gives: ClassVar[str] = "numbers"
+    count: Count
+    stream: Stream
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        keys, training = operands
+        require(keys.dtype == "int64" and len(keys.shape) == 2, self, "wants a key for each token")
+        require_training(self, training)
+        return (Type(shape=(*keys.shape, self.count), dtype="fp32"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens_in_training(self, 1, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SecondAtRandom(Op):
+    """Takes a token's second expert with probability `min(1, 2·w₂)` in training, and always in evaluation.
+
+    experts, weights `[batch, sequence, 2]`, numbers `[batch, sequence, 1]` → experts, −1 in place of a second one that
+    is not taken: it is where 2·w₂ ≤ number (Lepikhin et al. 2020, arXiv 2006.16668, algorithm 1, with w₂ after
+    normalization). Unlike there, an expert that is not taken uses no place of its capacity. Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "second_at_random"
+    takes: ClassVar[str] = "experts weights numbers training"
+    gives: ClassVar[str] = "taken"
+    decides: ClassVar[str] = "taken"
+    constants: ClassVar[frozenset[str]] = frozenset({"weights", "numbers"})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        experts, weights, numbers, training = operands
+        tokens = experts.shape[:-1]
+        require(experts.dtype == "int64" and experts.shape == (*tokens, 2), self, "wants two experts of each token")
+        require(weights.shape == experts.shape and weights.dtype != "int64", self, "wants a weight for each choice")
+        require(numbers.shape == (*tokens, 1) and numbers.dtype != "int64", self, "wants a number for each token")
+        require_training(self, training)
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens_in_training(self, 3, meshes)

@@ -1,0 +1,23 @@
+"""Lowers `gshard`."""
+
+from __future__ import annotations
+
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import GShard
+from moec.passes.ir import TRAINING
+from moec.passes.ir.ops import SecondAtRandom, Uniform
+from moec.passes.ir.ops import gate_ops as g
+from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates.gated import Gated, Given
+
+
+def gshard(b: Builder, gate: Node, given: Given) -> Gated:
+    assert isinstance(gate, GShard)
+    span, training = gate.span(), b.setting(TRAINING)
+    logits = given.router(b, span)
+    p, w, e = b.add(
+        g.Route, logits, to="p w e", span=span, k=gate.k, score="softmax", order="before", normalize=True
+    )  # fmt: skip
+    u = b.one(Uniform, given.beside["keys"], training, to="u", span=span, count=1, stream=1)
+    e = b.one(SecondAtRandom, e, w, u, training, to="e", span=span)
+    return Gated(w=w, e=e, logits=logits, p=p, some_are_none=True)

@@ -1,0 +1,184 @@
+"""Plain PyTorch for gates and balance terms, and Philox in Python's integers for their random numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from oracles.specs import VOCAB, small_spec
+from plain_moe import PlainModel, PlainMoe
+from plain_weights import plain_state_dict
+from torch import Tensor, nn
+
+from moec.runtime.job.reference import reference
+
+SEED, STEP = 2**61 + 12_345, 2**33 + 7
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
+    """Philox4x32-10 (Salmon et al. 2011, figure 2 and table 2)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second % 2**32, (first >> 32) ^ c3 ^ k1, first % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
+
+
+def words(batch: int, sequence: int, count: int, layer: int, stream: int) -> Tensor:
+    """`count` random words of each token in `layer`: [batch, sequence, count]."""
+
+    def of_token(number: int, place: int) -> list[int]:
+        key = philox((place, number, STEP % 2**32, STEP >> 32), (SEED % 2**32, SEED >> 32))[:2]
+        return [w for i in range(-(-count // 4)) for w in philox((i, layer, stream, 0), (key[0], key[1]))][:count]
+
+    return torch.tensor([[of_token(n, i) for i in range(sequence)] for n in range(batch)])
+
+
+def uniform(batch: int, sequence: int, count: int, layer: int, stream: int = 1) -> Tensor:
+    """`words` as numbers in [0, 1)."""
+    return (words(batch, sequence, count, layer, stream) >> 8).double() / 2**24
+
+
+@dataclass
+class Routed:
+    """A gate's results: weights and experts of choices [batch, sequence, k], −1 for none."""
+
+    weights: Tensor
+    experts: Tensor
+    logits: Tensor
+    probabilities: Tensor
+    more: dict[str, Tensor] = field(default_factory=dict)
+
+
+class OracleMoe(PlainMoe):
+    """`PlainMoe` with another gate. `real` [batch, sequence] are the tokens that are no padding."""
+
+    number: int
+    real: Tensor
+
+    def prepare(self) -> None:
+        """Adds the parameters that the gate has beside its router."""
+
+    def route(self, x: Tensor) -> Routed:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        found = self.route(x)
+        weights, experts = found.weights, found.experts.masked_fill(~self.real[..., None], -1)
+        factor, least = self.places()
+        kept = experts >= 0
+        if factor is not None:
+            kept = with_place(experts, factor, least, list(self.groups(x)), self.num_experts)
+        shares = F.one_hot(experts.clamp_min(0), self.num_experts) * (weights * kept)[..., None]
+        mixed = sum(expert(x) * shares.sum(2)[..., i, None] for i, expert in enumerate(self.experts))
+        found.experts = experts
+        return self.with_dense_paths(x, mixed), self.balanced(found, x)
+
+    def groups(self, x: Tensor) -> Iterator[list[int]]:
+        """The sequences of each routing group."""
+        sequences = list(range(len(x)))
+        return iter([[i] for i in sequences] if self.group == "sequence" else [sequences])
+
+    def balanced(self, found: Routed, x: Tensor) -> Tensor | float:
+        """Each term as a mean over groups, weighted by their tokens."""
+        total: Tensor | float = 0.0
+        for members in self.groups(x):
+            real = self.real[members].flatten()
+            of_group = Routed(
+                *(
+                    value[members].flatten(0, 1)[real]
+                    for value in (found.weights, found.experts, found.logits, found.probabilities)
+                ),
+                {name: value[members].flatten(0, 1)[real] for name, value in found.more.items()},
+            )
+            for term in self.terms:
+                value = LOSSES[term.word](of_group, self.num_experts)
+                total = total + term.weight * value * real.sum() / self.real.sum()
+        return total
+
+
+def with_place(experts: Tensor, factor: float, least: int, groups: list[list[int]], count: int) -> Tensor:
+    """Which choices [batch, sequence, k] have a place, counted one by one; −1 takes none."""
+    kept = torch.zeros_like(experts, dtype=torch.bool)
+    for members in groups:
+        tokens = len(members) * experts.shape[1]
+        places, taken = max(least, math.ceil(factor * experts.shape[2] * tokens / count)), [0] * count
+        for choice in range(experts.shape[2]):
+            for sequence in members:
+                for token, expert in enumerate(experts[sequence, :, choice].tolist()):
+                    if expert >= 0:
+                        kept[sequence, token, choice] = taken[expert] < places
+                        taken[expert] += 1
+    return kept
+
+
+def switch_loss(found: Routed, count: int) -> Tensor:
+    chosen = found.experts[found.experts >= 0]
+    share = torch.stack([(chosen == i).double().sum() for i in range(count)]) / len(chosen)
+    return count * (share * found.probabilities.mean(0)).sum()
+
+
+def z_loss(found: Routed, count: int) -> Tensor:
+    return found.logits.exp().sum(-1).log().square().mean()
+
+
+LOSSES: dict[str, Callable[[Routed, int], Tensor]] = {"switch_loss": switch_loss, "z_loss": z_loss}
+
+
+def compare(
+    oracle: type[OracleMoe], layers: str, *, training: bool = True, padding: int | None = None, tight: float = 1e-10
+) -> PlainModel:
+    """The reference of a model whose `layers` are these against the handwritten model: logits, loss, gradients."""
+    embedding = "tokens()" if padding is None else f"tokens(padding = {padding})"
+    spec = small_spec(layers, dim=22, embedding=embedding)
+    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    tokens, labels = (torch.randint(VOCAB, (3, 13), generator=generator) for _ in range(2))
+    if padding is not None:
+        tokens[1, 4:] = padding
+    for number, layer in enumerate(plain.layers):
+        moe = layer.moe
+        moe.__class__, moe.number = oracle, number
+        moe.real = torch.ones_like(tokens, dtype=torch.bool) if padding is None else tokens != padding
+        moe.prepare()
+        moe.double()
+    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    for model in (ours, plain):
+        model.train(training)
+    ours.set(seed=SEED, step=STEP)
+    output, (logits, _) = ours(tokens, labels), plain(tokens)
+    balance = aux_loss(plain, tokens)
+    torch.testing.assert_close(output.logits, logits, rtol=tight, atol=tight)
+    torch.testing.assert_close(output.aux_loss, balance, rtol=tight, atol=tight)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + balance
+    ours_loss = F.cross_entropy(output.logits.flatten(0, 1), labels.flatten()) + output.aux_loss
+    ours_loss.backward()
+    loss.backward()
+    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
+    for name, parameter in plain.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(
+            found[name], expected, rtol=tight, atol=tight, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    return plain
+
+
+def aux_loss(plain: PlainModel, tokens: Tensor) -> Tensor:
+    """The layers' balance terms."""
+    x, total = plain.embedding(tokens), torch.zeros((), dtype=torch.float64)
+    for layer in plain.layers:
+        x, balance = layer(x)
+        total = total + balance
+    return total
+
+
+def linear(features: int, outputs: int) -> nn.Linear:
+    """A projection without bias."""
+    return nn.Linear(features, outputs, bias=False, dtype=torch.float64)

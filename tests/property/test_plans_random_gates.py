@@ -1,0 +1,55 @@
+"""Gates that choose at random or by noise, and their balance terms: plans of random models are the unsharded model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from models import moe_plan
+from random_specs import specs
+
+from moec.driver import compile as compile_source
+from moec.grammar.spec import Spec
+from moec.runtime.verify.verification import verify
+
+USUAL = ["[switch_loss(0.1), z_loss(0.01)]", "[]"]
+WORDS: dict[str, dict[str, Any]] = {
+    "gshard": {"gates": ["gshard"], "balances": USUAL, "least_experts": 2},
+}
+"""What `specs` draws from, for each word."""
+
+FEW, MANY = 3, 25
+every_word = pytest.mark.parametrize("word", WORDS)
+
+
+def proven(examples: int, words: dict[str, Any], max_ranks: int, **options: Any) -> Callable[[], None]:
+    """A test that verifies plans of so many random models, in float64 and in the model's dtype."""
+
+    @settings(max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow], **options)
+    @given(specs(max_ranks=max_ranks, max_layers=3, **words))
+    def test(spec: Spec) -> None:
+        report = verify(compile_source(spec))
+        assert report.ok, report
+
+    return test
+
+
+@every_word
+def test_every_plan_equals_the_unsharded_model(word: str) -> None:
+    proven(FEW, WORDS[word], 8, derandomize=True)()
+
+
+@every_word
+@pytest.mark.parametrize("group", ["sequence", "batch"])
+def test_tensor_and_expert_parallelism_together_change_nothing(word: str, group: str) -> None:
+    drawn = {"gate": WORDS[word]["gates"][0].replace("{k}", "2"), "balance": WORDS[word]["balances"][0]}
+    report = verify(moe_plan(ranks=4, tp=2, ep=2, beside=f"group = {group}", depth=2, **drawn), float32=False)
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@every_word
+def test_every_plan_equals_the_unsharded_model_at_length(word: str) -> None:
+    proven(MANY, WORDS[word], 16)()
