@@ -152,7 +152,7 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
     k = getattr(gate, "k", 1)
     if k > experts:
         yield diagnose("MOE0304", gate.span("k") or gate.span(), f"each token wants {k}", labels=there)
-    if not isinstance(gate, TopK) or gate.groups == 1:
+    if not isinstance(gate, TopK):
         return
     kept = gate.keep_groups or gate.groups
     if experts % gate.groups:

@@ -111,7 +111,10 @@ def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tup
     counting = ("count", "scan")
     match op:
         case o.Route() if not op.optional:  # its kernel takes no optional operand
-            yield _route_shape(op, experts, k), ()
+            shape = _route_shape(op, experts, k)
+            yield shape, () if shape == shape.of_backward else ("route",)
+            if shape != shape.of_backward:
+                yield shape.of_backward, ("route_backward",)
         case o.Permute():
             yield every, (*counting, "rank")
             yield places, ("fill", "add_rows")
@@ -150,6 +153,9 @@ def _route_shape(op: o.Route, experts: int, k: int) -> RouteShape:
         after=op.order == "after",
         normalize=op.normalize,
         scale=op.scale,
+        groups=op.groups,
+        keep_groups=op.keep_groups,
+        group_score=op.group_score,
         dtype="fp32",
     )
 

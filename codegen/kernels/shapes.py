@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
@@ -59,13 +59,23 @@ class RouteShape(KernelShape):
     after: bool
     normalize: bool
     scale: float = 1.0
+    groups: int = 1
+    keep_groups: int = 1
+    group_score: str = "top2_sum"
     dtype: str
+
+    @property
+    def of_backward(self) -> RouteShape:
+        """The shape with the kernel `route_backward`, which is given the choices: it needs no groups."""
+        return replace(self, groups=1, keep_groups=1, group_score="top2_sum")
 
     def constants(self) -> dict[str, Any]:
         """Blocks of about 2,048 scores: with twice as many, backward spills from 64 experts on (sm_90)."""
-        width = power_of_two(self.experts)
+        groups, size = power_of_two(self.groups), power_of_two(self.experts // self.groups)
+        width = groups * size
         lowest = "-1.7976931348623157e308" if self.dtype == "fp64" else "-3.4028234663852886e38"
-        return {"EP": width, "KP": power_of_two(self.k), "BLOCK": max(1, min(64, 2048 // width)), "lowest": lowest}
+        block = max(1, min(64, 2048 // width))
+        return {"EP": width, "GP": groups, "SP": size, "KP": power_of_two(self.k), "BLOCK": block, "lowest": lowest}
 
     def pointers(self) -> dict[str, str]:
         """Choices are 64 bits wide."""

@@ -55,12 +55,11 @@ class TopK(_Gate):
         NotYet(("learned",)),
         Doc("added to scores to choose by: `online(rate)` balances (DeepSeek-V3); `learned` is part of the router"),
     ] = "none"
-    groups: Annotated[PositiveInt, NotYet(), Doc("experts are in this many groups, of which some are kept")] = 1
-    keep_groups: Annotated[PositiveInt | None, NotYet(), Doc("groups that a token may choose from; default: all")] = (
-        None
-    )
+    groups: Annotated[PositiveInt, Doc("experts are in this many groups of neighbours, of which some are kept")] = 1
+    keep_groups: Annotated[PositiveInt | None, Doc("groups that a token may choose from; default: all")] = None
     group_score: Annotated[
-        Literal["top2_sum", "max"], NotYet(), Doc("what groups are ranked by: `top2_sum` (V3), `max` (V2)")
+        Literal["top2_sum", "max"],
+        Doc("what groups are ranked by: their two best experts (DeepSeek-V3) or their best (V2), biases included"),
     ] = "top2_sum"
     jitter: Annotated[Portion, Doc(_JITTER)] = 0.0
     noise: Annotated[Weight, NotYet(), Doc("standard deviation of noise on the logits in training")] = 0.0

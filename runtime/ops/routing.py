@@ -14,12 +14,22 @@ from moec.runtime.ops.registry import check, define, differentiate
 
 SCORES = ("softmax", "sigmoid")
 ORDERS = ("before", "after")
+GROUP_SCORES = ("top2_sum", "max")
 
 # ---- route -------------------------------------------------------------------------------------------
 
 
 def _check_route(
-    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool, scale: float = 1.0
+    logits: Tensor,
+    bias: Tensor | None,
+    k: int,
+    score: str,
+    order: str,
+    normalize: bool,
+    scale: float = 1.0,
+    groups: int = 1,
+    keep_groups: int = 1,
+    group_score: str = GROUP_SCORES[0],
 ) -> None:
     check(logits.dim() == 3, lambda: f"moec::route: logits must be [B, S, E], not {list(logits.shape)}")
     check(
@@ -36,12 +46,21 @@ def _check_route(
     )
     check(order in ORDERS, lambda: f"moec::route: order must be one of {', '.join(ORDERS)}, not {order!r}")
     check(0 < scale < math.inf, lambda: f"moec::route: scale must be positive and finite, not {scale}")
+    check(
+        groups >= 1 and logits.shape[-1] % groups == 0,
+        lambda: f"moec::route: {logits.shape[-1]} experts do not make {groups} equal groups",
+    )
+    kept = keep_groups * (logits.shape[-1] // groups)
+    check(
+        k <= kept <= logits.shape[-1],
+        lambda: f"moec::route: a token cannot choose {k} experts from {keep_groups} of {groups} groups",
+    )
+    known = ", ".join(GROUP_SCORES)
+    check(group_score in GROUP_SCORES, lambda: f"moec::route: group_score must be one of {known}, not {group_score!r}")
     check(score in SCORES, lambda: f"moec::route: score must be one of {', '.join(SCORES)}, not {score!r}")
 
 
-def _fake_route(
-    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool, scale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_route(logits: Tensor, bias: Tensor | None, k: int, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
     chosen = (*logits.shape[:-1], k)
     return logits.new_empty(logits.shape), logits.new_empty(chosen), logits.new_empty(chosen, dtype=torch.int64)
 
@@ -61,6 +80,9 @@ logits [B, S, E], float32 or float64. Gives, in the logits' dtype,
   - experts [B, S, k], int64. Equal scores go to the lower index.
 With `bias` [E] the k experts with the largest score + bias are chosen, whatever `order` is; weights are of scores
 without it, in the order of the choices, and no gradient flows to it (Wang et al. 2024, arXiv 2408.15664).
+With `groups` above 1 experts are in groups of neighbours, and those of the `keep_groups` best groups alone are chosen
+(DeepSeek-V3, section 2.1.2). A group's score is the sum of its two best scores ("top2_sum"; of one expert: its score)
+or its best ("max"), of the scores that choose, with the bias. Equal groups: the lower one.
 Gradients flow from probabilities and weights. Where a token's scores are NaN (a logit is NaN, or infinite so that no
 score is left), its probabilities or weights are NaN, and its k experts are still in range: a model's forward pass
 reports the token at its end (`moec.runtime.job.unscored`). Outside of a model `route` raises `FloatingPointError` on
@@ -95,7 +117,8 @@ route_backward = define(
 
 
 def _setup_route(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    logits, _, _, *ctx.how = inputs
+    logits, _, _, *how = inputs
+    ctx.how = how[:4]
     _, weights, experts = output
     ctx.mark_non_differentiable(experts)
     ctx.set_materialize_grads(False)
@@ -107,10 +130,10 @@ def _differentiate_route(
     ctx: Any, grad_probabilities: Tensor | None, grad_weights: Tensor | None, _: None
 ) -> tuple[Tensor | None, ...]:
     if grad_probabilities is None and grad_weights is None:
-        return (None,) * 7
+        return (None,) * 10
     logits, weights, experts = ctx.saved_tensors
     grad = route_backward(logits, grad_probabilities, grad_weights, weights, experts, *ctx.how)
-    return grad, *(None,) * 6
+    return grad, *(None,) * 9
 
 
 differentiate(route, setup=_setup_route, backward=_differentiate_route)

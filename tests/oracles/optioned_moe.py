@@ -39,7 +39,15 @@ class OptionedMoe(PlainMoe):
 
     def keys(self, logits: Tensor, score: Callable[[Tensor], Tensor]) -> Tensor:
         """The numbers by which experts are chosen."""
-        return logits if self.topk.order == "after" else score(logits)
+        gate = self.topk
+        keys = logits if gate.order == "after" else score(logits)
+        if gate.keep_groups in (None, gate.groups):
+            return keys
+        by_group = keys.unflatten(-1, (gate.groups, -1))
+        best = min(by_group.shape[-1], 2 if gate.group_score == "top2_sum" else 1)
+        kept = by_group.topk(best).values.sum(-1).topk(gate.keep_groups).indices
+        mask = torch.zeros(by_group.shape[:-1], dtype=torch.bool).scatter(-1, kept, True)
+        return by_group.masked_fill(~mask[..., None], -torch.inf).flatten(-2)
 
 
 def pair(spec: Spec, mixture: type[PlainMoe]) -> tuple[PlanModule, PlainModel]:

@@ -13,19 +13,41 @@ from models import moe_plan
 from random_specs import specs
 
 from moec.driver import compile as compile_source
-from moec.grammar.spec import Spec
+from moec.grammar.spec import Experts, Layer, Spec, TopK
 from moec.runtime.verify.verification import verify
 
 EVERY_TERM = ["[]", "[switch_loss(0.1)]", "[switch_loss(0.1), z_loss(0.01)]"]
 
 WORDS: dict[str, Sequence[str]] = {
     "scale": ["topk({k}, scale = 2.5)", "topk({k}, score = sigmoid, normalize = true, scale = 0.3)"],
+    "groups": ["topk({k}, groups = 4, keep_groups = 2)", "topk({k}, groups = 4, keep_groups = 3, group_score = max)"],
 }
 """Gates by the word that they show."""
+UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]
+"""Gates that get groups afterwards, which must divide the experts that were drawn for their layer."""
 
 
-def drawn(word: str) -> st.SearchStrategy[Spec]:
-    return specs(max_ranks=8, max_layers=3, gates=WORDS[word], balances=EVERY_TERM)
+@st.composite
+def drawn(draw: st.DrawFn, word: str) -> Spec:
+    gates = UNGROUPED if word == "groups" else WORDS[word]
+    spec = draw(specs(max_ranks=8, max_layers=3, gates=gates, balances=EVERY_TERM))
+    if word != "groups":
+        return spec
+    layers = tuple(with_groups(draw, layer) for layer in spec.model.layers)
+    return spec.replace(model=spec.model.replace(layers=layers))
+
+
+def with_groups(draw: st.DrawFn, layer: Layer) -> Layer:
+    """Groups that divide the layer's experts, of which some are kept."""
+    if layer.moe is None:
+        return layer
+    gate, experts = layer.moe.gate, layer.moe.experts
+    assert isinstance(gate, TopK)
+    assert isinstance(experts, Experts)
+    groups = draw(st.sampled_from([d for d in range(1, experts.count + 1) if experts.count % d == 0]))
+    least = -(-gate.k // (experts.count // groups))
+    changed = gate.replace(groups=groups, keep_groups=draw(st.integers(least, groups)))
+    return layer.replace(moe=layer.moe.replace(gate=changed))
 
 
 def examples(number: int) -> settings:

@@ -34,6 +34,11 @@ class Route(Op):
     lower index. The probabilities are for balance terms: the softmax, or sigmoid scores divided by their sum
     (DeepSeek-V3, eq. 19). `scale` multiplies the weights after `normalize` divided them (DeepSeek-V3, arXiv 2412.19437:
     the routed scaling factor 2.5); the probabilities stay as they are.
+
+    With `groups` above 1, expert i is in group i · groups / experts, and only experts of the `keep_groups` best groups
+    are chosen, whatever the scores of the others are. A group's score is the sum of its two best scores (`top2_sum`:
+    DeepSeek-V3, section 2.1.2; of a group of one expert: its score) or its best (`max`: DeepSeek-V2, arXiv 2405.04434,
+    section 2.2.2), of the scores that choose: with the bias, where there is one. Ties go to the lower group.
     """
 
     mnemonic: ClassVar[str] = "route"
@@ -47,11 +52,18 @@ class Route(Op):
     order: Literal["before", "after"]
     normalize: bool
     scale: Positive = 1.0
+    groups: Count = 1
+    keep_groups: Count = 1
+    group_score: Literal["top2_sum", "max"] = "top2_sum"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, *biases = operands
         experts = logits.shape[-1]
         require(isinstance(experts, int) and self.k <= experts, self, f"k = {self.k} of {experts} experts")
+        assert isinstance(experts, int)
+        require(experts % self.groups == 0, self, f"{experts} experts in {self.groups} equal groups")
+        kept = self.keep_groups * (experts // self.groups)
+        require(self.k <= kept <= experts, self, f"k = {self.k} of the {kept} experts of {self.keep_groups} groups")
         fits = all((bias.shape, bias.dtype) == ((experts,), "fp32") for bias in biases)
         require(fits, self, "wants an fp32 bias for each expert")
         chosen = (*logits.shape[:-1], self.k)

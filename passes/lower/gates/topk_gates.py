@@ -22,11 +22,17 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
     logits = given.router(b, span, h)
     biased = isinstance(gate.bias, Online)
     beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if biased else {}
+    limited = {} if gate.keep_groups in (None, gate.groups) else _groups(gate)
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, beside=beside,
-        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale,
+        k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale, **limited,
     )  # fmt: skip
     return Gated(w=w, e=e, logits=logits, p=p)
+
+
+def _groups(gate: TopK) -> dict[str, object]:
+    """The attributes of a choice that some groups are left out of."""
+    return {"groups": gate.groups, "keep_groups": gate.keep_groups, "group_score": gate.group_score}
 
 
 def switch(b: Builder, gate: Node, given: Given) -> Gated:

@@ -11,7 +11,17 @@ from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, t
 from moec.runtime.job.unscored import note_or_refuse
 
 
-def _shape(logits: Tensor, k: int, score: str, order: str, normalize: bool, scale: float) -> RouteShape:
+def _shape(
+    logits: Tensor,
+    k: int,
+    score: str,
+    order: str,
+    normalize: bool,
+    scale: float,
+    groups: int = 1,
+    keep_groups: int = 1,
+    group_score: str = "top2_sum",
+) -> RouteShape:
     return RouteShape(
         experts=logits.shape[-1],
         k=k,
@@ -19,21 +29,34 @@ def _shape(logits: Tensor, k: int, score: str, order: str, normalize: bool, scal
         after=order == "after",
         normalize=normalize,
         scale=scale,
+        groups=groups,
+        keep_groups=keep_groups,
+        group_score=group_score,
         dtype=dtype_name(logits),
     )
 
 
 def route(
-    logits: Tensor, bias: Tensor | None, k: int, score: str, order: str, normalize: bool, scale: float = 1.0
+    logits: Tensor,
+    bias: Tensor | None,
+    k: int,
+    score: str,
+    order: str,
+    normalize: bool,
+    scale: float = 1.0,
+    groups: int = 1,
+    keep_groups: int = 1,
+    group_score: str = "top2_sum",
 ) -> tuple[Tensor, Tensor, Tensor]:
+    how = (score, order, normalize, scale, groups, keep_groups, group_score)
     if bias is not None or too_many(logits.shape[-1]):
-        return torch_routing.route(logits, bias, k, score, order, normalize, scale)
+        return torch_routing.route(logits, bias, k, *how)
     logits = logits.contiguous()
     probabilities, weights = torch.empty_like(logits), logits.new_empty((*logits.shape[:-1], k))
     experts = torch.empty_like(weights, dtype=torch.int64)
     num_tokens = weights.numel() // k
     if num_tokens:
-        shape = _shape(logits, k, score, order, normalize, scale)
+        shape = _shape(logits, k, *how)
         kernels = kernels_of(shape, logits)
         kernels.launch("route", kernels.blocks(num_tokens), logits, probabilities, weights, experts, num_tokens)
     note_or_refuse(probabilities, weights)

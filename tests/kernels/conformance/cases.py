@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from places import Numbers
@@ -45,12 +46,29 @@ def route_nothing(backend: Backend, numbers: Numbers) -> list[Tensor]:
     return [probabilities, weights, chosen, grad]
 
 
-def route_with(backend: Backend, numbers: Numbers, how: tuple[str, str, bool], scale: float) -> list[Tensor]:
-    """With options."""
+def route_with(backend: Backend, numbers: Numbers, how: tuple[str, str, bool], options: Sequence[Any]) -> list[Tensor]:
+    """With `options`: the scale, groups, kept groups, and the score of groups."""
     logits = numbers.logits(65, 24)
-    probabilities, weights, chosen = backend.route(logits, None, 3, *how, scale)
+    probabilities, weights, chosen = backend.route(logits, None, 3, *how, *options)
     gradients = numbers.of_router(*probabilities.shape), numbers.of_router(*weights.shape)
-    return [probabilities, weights, chosen, backend.route_backward(logits, *gradients, weights, chosen, *how, scale)]
+    grad = backend.route_backward(logits, *gradients, weights, chosen, *how, *options[:1])
+    return [probabilities, weights, chosen, grad]
+
+
+GROUPS = {"top2_sum": (1.0, 4, 2, "top2_sum"), "max": (2.5, 8, 3, "max"), "top2_sum of one": (1.0, 24, 5, "top2_sum")}
+
+
+def equal_groups(backend: Backend, numbers: Numbers, score: str) -> list[Tensor]:
+    """Ties of groups, also of scores of -inf, and scores far below 0."""
+    logits = torch.randint(-2, 3, (2, 40, 12), generator=numbers.draw).double() - 3
+    logits[0, 0] = -torch.inf
+    logits[0, 0, 7:9] = torch.tensor([-1.0, 0.0])
+    logits[0, 1] = 0.0
+    given = logits.to(numbers.device, numbers.router_dtype)
+    _, _, chosen = backend.route(given, None, 5, "softmax", "after", True, 1.0, 4, 2, score)
+    assert chosen[0, 1].tolist() == [0, 1, 2, 3, 4]
+    assert chosen[0, 0].tolist() == [8, 7, 0, 1, 2]
+    return [chosen]
 
 
 def biased_route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
@@ -285,7 +303,13 @@ OF_ROUTER: dict[str, Case] = {
     **{f"route {' '.join(map(str, how))}": partial(route, how=how) for how in HOW},
     **{f"equal scores {' '.join(map(str, how))}": partial(equal_scores, how=how) for how in HOW},
     **{f"biased route {' '.join(map(str, how))}": partial(biased_route, how=how) for how in HOW},
-    **{f"scaled route {' '.join(map(str, how))}": partial(route_with, how=how, scale=2.446) for how in HOW},
+    **{f"scaled route {' '.join(map(str, how))}": partial(route_with, how=how, options=(2.446,)) for how in HOW},
+    **{
+        f"grouped route {' '.join(map(str, how))}, {name}": partial(route_with, how=how, options=options)
+        for how in HOW
+        for name, options in GROUPS.items()
+    },
+    **{f"equal groups, {score}": partial(equal_groups, score=score) for score in ("top2_sum", "max")},
     "route, no tokens": route_nothing,
     "balance": balance,
     "balance, padding": partial(balance, padding=0.5),

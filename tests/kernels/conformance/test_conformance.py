@@ -22,7 +22,7 @@ experts the gradient behind down and its products with what was activated."""
 
 RARE = re.compile(
     r"(?<!swiglu) \((6, 5|64, 32)\)|(?<!swiglu) \(70, 40\) 1|(?<!uneven), [01]\.0 padding|random [1-9]"
-    r"|^(experts|mixture), (?!swiglu|gelu)\w+ \(70|^route \w+ (before False|after True)"
+    r"|^(experts|mixture), (?!swiglu|gelu)\w+ \(70|^(|scaled |grouped )route \w+ (before False|after True)"
 )
 """Cases that the interpreter runs with `-m slow` alone: small widths of all activations but one, more random loads.
 

@@ -36,8 +36,8 @@ def leaf(x: Tensor | None) -> Tensor | None:
 
 
 def route(numbers: Numbers) -> Iterator[Call]:
-    logits = numbers.logits(6, 5).view(2, 3, 5)
-    yield "route", (logits.clone().requires_grad_(), None, 2, *HOW[0], 2.5)
+    logits = numbers.logits(6, 6).view(2, 3, 6)
+    yield "route", (logits.clone().requires_grad_(), None, 2, *HOW[0], 2.5, 3, 2, "max")
     for how in HOW:
         for bias in (None, numbers.of_router(logits.shape[-1])):
             yield "route", (logits.clone().requires_grad_(), bias, 2, *how)

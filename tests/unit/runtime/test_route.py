@@ -117,6 +117,7 @@ def test_logits_that_are_nan_are_refused_and_located(score: str, order: str, nor
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4)])
 def test_no_tokens_route_nowhere(shape: tuple[int, ...]) -> None:
     logits = torch.randn(shape, requires_grad=True)
+    assert ops.route(logits, None, 2, "softmax", "before", True, 1.0, 2, 1, "max")[2].shape == (*shape[:2], 2)
     probabilities, weights, experts = ops.route(logits, None, 2, "softmax", "before", True)
     assert weights.shape == experts.shape == (*shape[:2], 2)
     (probabilities.sum() + weights.sum()).backward()
@@ -218,3 +219,87 @@ def test_the_scale_multiplies_weights_and_their_gradients_alone(score: str, orde
 def test_a_scale_that_is_no_factor_is_refused(scale: float) -> None:
     with pytest.raises(RuntimeError, match="scale must be positive and finite"):
         ops.route(torch.zeros(1, 2, 8), None, 2, "softmax", "before", True, scale)
+
+
+# ---- with groups -----------------------------------------------------------------------------------------
+
+
+def within_groups(keys: list[float], k: int, groups: int, keep: int, group_score: str) -> list[int]:
+    """The choice of one token, as DeepSeek-V3's section 2.1.2 says it; ties go to the lower index."""
+    size = len(keys) // groups
+    members = [range(group * size, (group + 1) * size) for group in range(groups)]
+    best = 2 if group_score == "top2_sum" else 1
+    scores = [sum(sorted((keys[e] for e in group), reverse=True)[:best]) for group in members]
+    kept = sorted(range(groups), key=lambda g: (-scores[g], g))[:keep]
+    allowed = [e for g in kept for e in members[g]]
+    return sorted(allowed, key=lambda e: (-keys[e], e))[:k]
+
+
+SHAPES = [(12, 4, 2, 3), (16, 8, 3, 4), (6, 6, 3, 3), (8, 2, 1, 4), (64, 8, 4, 8), (9, 3, 3, 2)]
+grouped = pytest.mark.parametrize(("num_experts", "groups", "keep", "k"), SHAPES)
+
+
+@every_mode
+@grouped
+@pytest.mark.parametrize("group_score", ["top2_sum", "max"])
+def test_experts_outside_of_the_best_groups_are_not_chosen(
+    num_experts: int, groups: int, keep: int, k: int, group_score: str, score: str, order: str, normalize: bool
+) -> None:
+    logits = torch.randn(2, 6, num_experts, dtype=torch.float64)
+    logits[0] = logits[0].round()  # ties
+    for bias in (None, torch.randn(num_experts, dtype=torch.float64), torch.full((num_experts,), -1e6).double()):
+        how = (score, order, normalize, 1.0, groups, keep, group_score)
+        probabilities, weights, experts = ops.route(logits, bias, k, *how)
+        scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+        keys = logits if order == "after" and bias is None else scores if bias is None else scores + bias
+        for sequence, token in itertools.product(range(2), range(6)):
+            expected = within_groups(keys[sequence, token].tolist(), k, groups, keep, group_score)
+            assert experts[sequence, token].tolist() == expected
+        kept = (logits if order == "after" else scores).gather(-1, experts)
+        if order == "after":
+            kept = kept.softmax(-1) if score == "softmax" else kept.sigmoid()
+        wanted = kept / kept.sum(-1, keepdim=True) if normalize else kept
+        torch.testing.assert_close(weights, wanted, rtol=1e-12, atol=1e-13)
+        assert torch.equal(probabilities, ops.route(logits, None, k, score, order, normalize)[0])
+
+
+def test_strongly_negative_biases_do_not_bring_masked_experts_back() -> None:
+    """DeepSeek-V3's first copies masked the other groups with 0, which is above every biased score here."""
+    logits = torch.randn(1, 200, 16)
+    experts = ops.route(logits, torch.full((16,), -5.0), 4, "sigmoid", "before", True, 2.5, 4, 2, "top2_sum")[2]
+    assert torch.equal(experts, ops.route(logits, None, 4, "sigmoid", "before", True, 2.5, 4, 2, "top2_sum")[2])
+    assert max(len(set((token // 4).tolist())) for token in experts[0]) == 2
+
+
+@grouped
+def test_equal_groups_are_kept_in_the_order_of_their_numbers(num_experts: int, groups: int, keep: int, k: int) -> None:
+    for group_score in ("top2_sum", "max"):
+        how = ("softmax", "after", True, 1.0, groups, keep, group_score)
+        assert torch.equal(ops.route(torch.zeros(1, 3, num_experts), None, k, *how)[2], torch.arange(k).expand(1, 3, k))
+        level = torch.full((1, 3, num_experts), -math.inf)
+        level[..., -1] = 0.5
+        experts = ops.route(level, None, 1, "sigmoid", "before", False, 1.0, groups, keep, "max")[2]
+        assert (experts == num_experts - 1).all()
+
+
+def test_gradients_with_groups_are_those_of_the_choice() -> None:
+    logits = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    bias = torch.randn(8, dtype=torch.float64)
+    for score, order, normalize in MODES:
+        how = (score, order, normalize, 2.5, 4, 2, "top2_sum")
+        assert gradcheck(lambda x, how=how: ops.route(x, bias, 2, *how)[:2], (logits,))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ((3, 1, "max"), "8 experts do not make 3 equal groups"),
+        ((4, 5, "max"), "cannot choose 2 experts from 5 of 4 groups"),
+        ((8, 1, "max"), "cannot choose 2 experts from 1 of 8 groups"),
+        ((4, 2, "mean"), "group_score must be one of top2_sum, max, not 'mean'"),
+        ((0, 1, "max"), "do not make 0 equal groups"),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(how: tuple[int, int, str], message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        ops.route(torch.zeros(1, 2, 8), None, 2, "softmax", "before", True, 1.0, *how)
