@@ -1,4 +1,4 @@
-"""Warnings about capacities: an `eval` without effect, and later tokens that make earlier ones lose a choice."""
+"""Warnings about capacities: an `eval` or `order` without effect, and later tokens that take places of earlier ones."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def capacities(spec: Spec) -> list[Diagnostic]:
     found: list[Diagnostic] = []
     for moe in {id(moe): moe for moe in mixtures if moe}.values():
         found += _evaluation(spec, moe)
+        found += _order(moe)
         found += _causality(spec, moe) if causal else ()
     return list(dict.fromkeys(found))
 
@@ -46,14 +47,21 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
         )
 
 
-def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
-    """Warns where a capacity can drop second choices, which queue behind first choices of later tokens.
+def _order(moe: Moe) -> Iterator[Diagnostic]:
+    """Warns of an order of places where nothing is dropped."""
+    capacity = moe.capacity
+    if isinstance(capacity, Dynamic) and capacity.max is None and capacity.order != "sequence":
+        message = "each expert has as many places as it needs"
+        help = "leave it out, or bound the places: `dynamic(max = 2.0)`"
+        yield diagnose("MOE0351", capacity.span("order"), message, help=help, severity=Severity.WARNING)
 
-    With one choice per token the queue is in token order, and no later token causes an earlier choice to be dropped.
+
+def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
+    """Warns where later tokens decide which choices of earlier ones a capacity drops.
+
+    In token order only second choices queue behind later tokens; by priority, or at random in training, first ones do.
     """
     capacity, k = moe.capacity, getattr(moe.gate, "k", 1)
-    if k == 1:
-        return
     match capacity:
         case Factor():
             factors, least = (capacity.factor, capacity.eval or capacity.factor), capacity.min
@@ -62,21 +70,28 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
         case _:
             return
     tokens = (_tokens_in_training(spec, moe), _tokens_in_evaluation(spec, moe))
-    modes = ("training", "evaluation")
+    behind_later = {"sequence": (k > 1, k > 1), "random": (True, k > 1), "priority": (True, True)}[moe.order]
     dropping = [
         mode
-        for mode, factor, of_group in zip(modes, factors, tokens, strict=True)
-        if _drops(factor * k / moe.num_experts, least, of_group)
-    ]
-    if dropping:
-        yield diagnose(
-            "MOE0322",
-            moe.span("capacity"),
-            f"in {' and '.join(dropping)} it can drop second choices, which queue behind all first ones",
-            labels=_label(moe.gate.span("k"), f"each token makes {k} choices"),
-            help="`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide",
-            severity=Severity.WARNING,
+        for mode, behind, factor, of_group in zip(
+            ("training", "evaluation"), behind_later, factors, tokens, strict=True
         )
+        if behind and _drops(factor * k / moe.num_experts, least, of_group)
+    ]
+    if not dropping:
+        return
+    modes = " and ".join(dropping)
+    if moe.order == "sequence":
+        message = f"in {modes} it can drop second choices, which queue behind all first ones"
+        labels = _label(moe.gate.span("k"), f"each token makes {k} choices")
+        help = "`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide"
+    else:
+        message = f"in {modes} it can drop choices, which queue behind those of later tokens"
+        labels = _label(capacity.span("order"), "a token's place in the queue is not its place in the sequence")
+        help = (
+            "`dropless` and `dynamic()` drop nothing; `topk(1)` with `order = sequence` lets only earlier tokens decide"
+        )
+    yield diagnose("MOE0322", moe.span("capacity"), message, labels=labels, help=help, severity=Severity.WARNING)
 
 
 def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:

@@ -45,6 +45,9 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
             span = gate.span() if always else gate.span("jitter")
             help = "a layer is given vectors, without ids or numbers of tokens; use this gate in a `model`"
             yield _refused(span, f"{what} in the file of one `layer`", help)
+        if layer.moe.order == "random":
+            help = "a layer is given vectors, without numbers of tokens; use it in a `model`"
+            yield _refused(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
         if isinstance(bias := getattr(gate, "bias", None), Online):
             help = "nothing in a plain PyTorch model says when a step ends; use it in a `model`"
             yield _refused(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)

@@ -32,4 +32,20 @@ def _expert_mlp_padded(e: Emitter, op: Op) -> None:
     e.result(op, aten.view_as.default, out, rows)
 
 
-MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {o.ExpertMlpPadded: _expert_mlp_padded}
+def _best_score(e: Emitter, op: Op) -> None:
+    e.result(op, aten.amax.default, e.call(op, aten.detach.default, *e.refs(op)), [-1])
+
+
+def _random_order(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.RandomOrder)
+    keys, training = e.refs(op)
+    ones = e.call(op, aten.ones_like.default, e.call(op, aten.unsqueeze.default, keys, -1), dtype=torch.float32)
+    drawn = e.call(op, moec.jitter.default, ones, keys, training, e.layer_number(), 1.0, op.stream)
+    e.result(op, aten.squeeze.dim, drawn, -1)
+
+
+MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.BestScore: _best_score,
+    o.ExpertMlpPadded: _expert_mlp_padded,
+    o.RandomOrder: _random_order,
+}

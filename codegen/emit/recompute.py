@@ -19,7 +19,8 @@ from moec.passes.ir import Op
 from moec.passes.ir import ops as _ops  # noqa: F401  (registers the ops)
 
 CHOOSING = frozenset(
-    {f"moec::{op.operator}" for op in Op.registry.values() if op.scores and op.operator} | {"aten::topk"}
+    {f"moec::{op.operator}" for op in Op.registry.values() if (op.scores or op.chooses) and op.operator}
+    | {"aten::topk"}
 )
 """The operators whose results are kept: gates with scores, and the choice of those that are compositions."""
 

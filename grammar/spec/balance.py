@@ -76,6 +76,15 @@ Loss = SwitchLoss | GShardLoss | ImportanceLoss | LoadLoss | SequenceLoss | Devi
 # ---- capacity ----------------------------------------------------------------------------------------
 
 
+Order = Annotated[
+    Literal["sequence", "random", "priority"],
+    Doc(
+        "which tokens take places first: as in the sequence; at random in training; or those with the best scores "
+        "(V-MoE, Riquelme et al. 2021, arXiv 2106.05974, section 4.1)"
+    ),
+]
+
+
 class Dropless(Node):
     """Every chosen expert gets the token, however many come."""
 
@@ -92,6 +101,7 @@ class Factor(Node):
     factor: Annotated[Ratio, Doc("places, as a multiple of an equal share")]
     eval: Annotated[Ratio | None, Doc("the same in evaluation; default: as in training")] = None
     min: Annotated[PositiveInt, Doc("places that there are at least")] = 1
+    order: Order = "sequence"
 
 
 class Dynamic(Node):
@@ -100,6 +110,7 @@ class Dynamic(Node):
     word = "dynamic"
     source = "Tutel, Hwang et al. 2023, arXiv 2206.03382, section 3.3"
     max: Annotated[Ratio | None, Doc("as `factor`, what an expert takes at most; default: all")] = None
+    order: Order = "sequence"
 
 
 Capacity = Dropless | Factor | Dynamic

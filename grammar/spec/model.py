@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Annotated, Literal
 
 from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
-from moec.grammar.spec.balance import Capacity, Dropless, Loss
+from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
 from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
 from moec.grammar.spec.experts import Experts, FeedForward
 from moec.grammar.spec.gates import Gate
@@ -77,6 +77,19 @@ class Moe(Node):
         Literal["sequence", "batch", "rank"],
         Doc("tokens over which capacity and balance are counted: a sequence, a micro-batch, or a rank's part of it"),
     ] = "sequence"
+
+    def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
+        """What its gate and its capacity need beside the vectors of the tokens."""
+        drawn: tuple[Literal["keys"], ...] = ("keys",) if self.order == "random" else ()
+        return tuple(dict.fromkeys((*self.gate.inputs(), *drawn)))
+
+    @property
+    def order(self) -> Literal["sequence", "random", "priority"]:
+        """Which tokens take the places of a capacity first: in sequence where the capacity drops nothing."""
+        capacity = self.capacity
+        if isinstance(capacity, Factor) or (isinstance(capacity, Dynamic) and capacity.max is not None):
+            return capacity.order
+        return "sequence"
 
     @property
     def num_experts(self) -> int:

@@ -43,7 +43,7 @@ class Step:
 
     def without_saving(self) -> Step:
         """This op where backward computes everything again, except a router's choices."""
-        return replace(self, saved=dict(self.results) if self.op.scores else {})
+        return replace(self, saved=dict(self.results) if self.op.scores or self.op.chooses else {})
 
     def without_inner(self) -> Step:
         """An op of experts that saves its operands, and whose backward runs its forward again."""

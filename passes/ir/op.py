@@ -98,9 +98,9 @@ class Op(ABC):
     scores: ClassVar[str] = ""
     """The operand by which the op chooses experts; its results `weights` and `experts` follow from it. Empty for other
     ops."""
-    decides: ClassVar[str] = ""
-    """An int64 result that follows from a comparison of floating numbers. Like the choices of an op with `scores`,
-    `moec verify` repeats it in another dtype. Empty for other ops."""
+    chooses: ClassVar[str] = ""
+    """Names of int64 results that depend on an order of scores, beside those of `scores`: recomputation keeps them, and
+    `moec verify` repeats them in other dtypes."""
     constants: ClassVar[frozenset[str]] = frozenset()
     """Operands that no gradient flows to, whatever their dtype."""
     moves: ClassVar[bool] = False

@@ -16,11 +16,13 @@ from moec.passes.lower.gates import Gated
 class Routed:
     """The results of a mixture's gate, and `e`, its choices with −1 for padding tokens.
 
-    `real` names the marks of real tokens in a model with a padding id.
+    `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order. `real`
+    names the marks of real tokens in a model with a padding id.
     """
 
     gated: Gated
     e: str
+    kept: str
     experts: int
     real: tuple[str, ...]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from moec.grammar.source import Span
 from moec.grammar.spec import (
@@ -14,12 +15,13 @@ from moec.grammar.spec import (
     Moe,
     Subject,
 )
-from moec.passes.ir import TRAINING, Init, Matrices, Output, Role
+from moec.passes.ir import Init, Matrices, Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder, normal, residual_init
 from moec.passes.lower.gates import lower_gate
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_feed_forward import activation_of, beside_experts
+from moec.passes.lower.lower_queues import capacity_of, choices_in_order, varying
 
 UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
 """The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
@@ -48,7 +50,8 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())
-    return Routed(gated=gated, e=e, experts=declared.count, real=real)
+    routed = Routed(gated=gated, e=e, kept=e, experts=declared.count, real=real)
+    return replace(routed, kept=choices_in_order(b, moe, routed, beside))
 
 
 def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, str], dict[str, str], str]:
@@ -84,30 +87,21 @@ def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) ->
 
 def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
-    capacity, span, experts = moe.capacity, moe.span("capacity"), routed.experts
+    capacity, span, experts, chosen = moe.capacity, moe.span("capacity"), routed.experts, routed.kept
 
     def starts() -> str:
-        queues = b.one(o.CountQueues, routed.e, to="queues", span=span, num_experts=experts)
+        queues = b.one(o.CountQueues, chosen, to="queues", span=span, num_experts=experts)
         return b.one(o.QueueStarts, queues, to="starts", span=span, group=moe.group)
 
     if isinstance(capacity, Factor):
-        factor, in_evaluation = capacity.factor, capacity.eval or capacity.factor
-        varying = {"training": b.setting(TRAINING)} if factor != in_evaluation else {}
         rows, counts, positions = b.add(
-            o.PermutePadded, h, routed.e, starts(), beside=varying, to="rows counts positions", span=span,
-            group=moe.group, parts=factor.numerator, whole=factor.denominator,
-            eval_parts=in_evaluation.numerator, eval_whole=in_evaluation.denominator, least=capacity.min,
+            o.PermutePadded, h, chosen, starts(), beside=varying(b, moe), to="rows counts positions", span=span,
+            **capacity_of(moe),
         )  # fmt: skip
     else:
         assert isinstance(capacity, Dynamic)
-        chosen = routed.e
-        if capacity.max is not None:
-            most = capacity.max
-            chosen = b.one(
-                o.KeepChoices, chosen, starts(), to="kept", span=span,
-                group=moe.group, parts=most.numerator, whole=most.denominator,
-                eval_parts=most.numerator, eval_whole=most.denominator, least=1,
-            )  # fmt: skip
+        if capacity.max is not None and chosen == routed.e:
+            chosen = b.one(o.KeepChoices, chosen, starts(), to="kept", span=span, **capacity_of(moe))
         places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=experts)
         rows, counts, positions = b.add(
             o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts

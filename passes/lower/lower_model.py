@@ -82,7 +82,7 @@ def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     texts: tuple[Role, ...] = ()
     if model.embedding.separator is not None:
         texts = ("segments", "positions") if rope_of(layer.attention) is not None else ("segments",)
-    gate: tuple[Role, ...] = layer.moe.gate.inputs() if layer.moe else ()
+    gate: tuple[Role, ...] = layer.moe.inputs() if layer.moe else ()
     padded = model.embedding.padding is not None and (layer.moe is not None or not layer.attention.causal)
     return (*texts, *gate, *(("real",) if padded else ()))
 

@@ -57,7 +57,7 @@ How = tuple[int, int, int, int, int]
 """groups, spread, parts, whole and least, the arguments of `places_of`."""
 
 
-def _in_force(training: Tensor | None, *how: int) -> How:
+def capacity_in_force(training: Tensor | None, *how: int) -> How:
     """Selects a capacity's attributes: in evaluation (`training` is 0) the factor is `eval_parts / eval_whole`."""
     parts, whole, eval_parts, eval_whole, least, groups, spread = how
     if training is not None and not int(training):
@@ -89,7 +89,7 @@ def _fake_permute_padded(
     num_experts = starts.shape[3]
     places: int | torch.SymInt
     if training is None:
-        _, places = places_of(x.shape[0], x.shape[1], experts.shape[2], num_experts, *_in_force(None, *how))
+        _, places = places_of(x.shape[0], x.shape[1], experts.shape[2], num_experts, *capacity_in_force(None, *how))
     else:
         places = torch.library.get_ctx().new_dynamic_size()  # depends on the value of `training`
     rows = x.new_empty((num_experts, places, x.shape[2]))
@@ -100,7 +100,7 @@ def _permute_padded(
     x: Tensor, experts: Tensor, starts: Tensor, training: Tensor | None, *how: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     permuted: tuple[Tensor, Tensor, Tensor] = select(x.device.type).permute_padded(
-        x, experts, starts, *_in_force(training, *how)
+        x, experts, starts, *capacity_in_force(training, *how)
     )
     return permuted
 
@@ -143,7 +143,7 @@ def _check_keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None
 
 
 def _keep_choices(experts: Tensor, starts: Tensor, training: Tensor | None, *how: int) -> Tensor:
-    kept: Tensor = select(experts.device.type).keep_choices(experts, starts, *_in_force(training, *how))
+    kept: Tensor = select(experts.device.type).keep_choices(experts, starts, *capacity_in_force(training, *how))
     return kept
 
 

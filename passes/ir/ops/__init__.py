@@ -24,6 +24,7 @@ from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
+from moec.passes.ir.ops.queue_ops import BestScore, KeepFirst, RandomOrder
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
 from moec.passes.ir.ops.random_gate_ops import SecondAtRandom, Uniform
 from moec.passes.ir.ops.random_ops import Jitter, NormalNoise, TokenKeys
@@ -41,6 +42,7 @@ __all__ = [
     "AllToAll",
     "AllToAllPadded",
     "Attention",
+    "BestScore",
     "Call",
     "Capacity",
     "Combine",
@@ -63,6 +65,7 @@ __all__ = [
     "HashRoute",
     "Jitter",
     "KeepChoices",
+    "KeepFirst",
     "LabelLogit",
     "LargestLoad",
     "LayerNorm",
@@ -79,6 +82,7 @@ __all__ = [
     "PermutePadded",
     "PermuteWeights",
     "QueueStarts",
+    "RandomOrder",
     "RealTokens",
     "ReduceScatter",
     "RepeatHeads",

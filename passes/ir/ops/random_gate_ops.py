@@ -62,7 +62,7 @@ class SecondAtRandom(Op):
     mnemonic: ClassVar[str] = "second_at_random"
     takes: ClassVar[str] = "experts weights numbers training"
     gives: ClassVar[str] = "taken"
-    decides: ClassVar[str] = "taken"
+    chooses: ClassVar[str] = "taken"
     constants: ClassVar[frozenset[str]] = frozenset({"weights", "numbers"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:

@@ -55,7 +55,7 @@ def _finds_place(experts: Tensor, starts: Tensor, capacity: int) -> Tensor:
     # Each choice's queue, by sequence, j and expert; choices of −1 go to one extra queue at the end.
     joined = experts + torch.arange(batch * k, device=experts.device).view(batch, 1, k) * starts.shape[3]
     joined = joined.where(experts >= 0, starts.numel())
-    within = _rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
+    within = rank_within(joined.transpose(1, 2).reshape(-1)).view(batch, k, tokens).transpose(1, 2)
     before = torch.cat([starts.reshape(-1), starts.new_zeros(1)])[joined] + within
     return (before < capacity) & (experts >= 0)
 
@@ -72,7 +72,7 @@ def _placed(x: Tensor, experts: Tensor, kept: Tensor, num_experts: int, places: 
     """The kept choices' rows in the places of their experts, in the order of their tokens."""
     k = experts.shape[2]
     bucket = experts.where(kept, num_experts).reshape(-1)
-    place = _rank_within(bucket)
+    place = rank_within(bucket)
     positions = torch.where(kept, experts * places + place.view(experts.shape), -1)
     rows = x.new_zeros((num_experts * places, x.shape[2]))
     chosen = kept.reshape(-1).nonzero()[:, 0]
@@ -119,7 +119,7 @@ def _rows_at(rows: Tensor, where: Tensor) -> Tensor:
     return rows.index_select(0, where.clamp_min(0)).masked_fill(where[:, None] < 0, 0)
 
 
-def _rank_within(keys: Tensor) -> Tensor:
+def rank_within(keys: Tensor) -> Tensor:
     """For each key of [N], how many equal ones come before it."""
     if not keys.numel():
         return keys

@@ -284,7 +284,8 @@ def padded(
     starts = backend.queue_starts(queues, groups)
     kept = backend.keep_choices(choices, starts, *how, 1)
     largest = backend.largest_load(kept, num_experts)
-    results = [queues, starts, kept, largest]
+    first = backend.keep_first(choices, numbers.of_router(4, tokens), num_experts, *how, 1)
+    results = [queues, starts, kept, largest, first]
     for given, counts, positions in (
         backend.permute_padded(x, choices, starts, *how, least),
         backend.permute_dynamic(x, kept, largest, num_experts),

@@ -178,6 +178,8 @@ def padded(numbers: Numbers) -> Iterator[Call]:
         varying = (torch.tensor(0), 5, 4, 3, 4, 1, groups, 1)
         yield "keep_choices", (choices, starts, *varying)
         yield "permute_padded", (x.clone().requires_grad_(), choices, starts, *varying)
+        for training in (None, torch.tensor(0)):
+            yield "keep_first", (choices, numbers.of_router(4, 5), training, 5, 4, 3, 4, 1, 6, groups)
         kept = ops.keep_choices(choices, starts, *how)
         yield "largest_load", (kept, 6)
         yield "permute_dynamic", (x.clone().requires_grad_(), kept, ops.largest_load(kept, 6), 6)

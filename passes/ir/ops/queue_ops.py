@@ -1,0 +1,110 @@
+"""Queues in another order than that of tokens: the op that keeps the choices with places, and priorities of tokens.
+
+As in `capacity_ops`, all first choices of a routing group come before all second ones. Among the j-th choices, the
+token with the highest priority comes first; equal ones are in token order. The ops see whole routing groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count, Stream
+from moec.passes.ir.layout import REPLICATED
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.capacity_ops import Capacity
+from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import TRAINING, Setting, Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BestScore(Op):
+    """The largest score of each token: scores `[batch, sequence, n]` → `[batch, sequence]`. Not differentiated.
+
+    The priority of batch prioritized routing, `max_i g(X)_{t,i}` (Riquelme et al. 2021, arXiv 2106.05974, section 4.1).
+    """
+
+    mnemonic: ClassVar[str] = "best_score"
+    takes: ClassVar[str] = "scores"
+    gives: ClassVar[str] = "priorities"
+    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (scores,) = operands
+        require(scores.dtype != "int64" and len(scores.shape) == 3, self, "wants scores of each token")
+        return (Type(shape=scores.shape[:-1], dtype=scores.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomOrder(Op):
+    """Random priorities in training, equal ones in evaluation: keys `[batch, sequence]` → fp32 of the same shape.
+
+    They are `1 + u` with the u that `jitter` draws for the first element of a token, so no rank sees others. Two tokens
+    draw equal ones with a probability of 2⁻²⁴.
+    """
+
+    mnemonic: ClassVar[str] = "random_order"
+    takes: ClassVar[str] = "keys training"
+    gives: ClassVar[str] = "priorities"
+    stream: Stream
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        keys, training = operands
+        require(keys.dtype == "int64" and len(keys.shape) == 2, self, "wants a key for each token")
+        require(isinstance(training, Setting) and training.name == TRAINING.name, self, "wants the setting $training")
+        return (Type(shape=keys.shape, dtype="fp32"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        placing = own_tokens(self, 1, meshes)
+        return Placing((*placing.operands, REPLICATED), placing.results)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepFirst(Capacity):
+    """Replaces dropped choices by −1: experts `[batch, sequence, k]`, priorities `[batch, sequence]` → kept.
+
+    Like `keep_choices`, with queues in the order of priorities. Sorting takes `k·T·log(k·T)` for T tokens of a group.
+    """
+
+    mnemonic: ClassVar[str] = "keep_first"
+    takes: ClassVar[str] = "experts priorities training?"
+    gives: ClassVar[str] = "kept"
+    operator: ClassVar[str | None] = "keep_first"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    constants: ClassVar[frozenset[str]] = frozenset({"priorities"})
+    chooses: ClassVar[str] = "kept"
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        experts, priorities, *settings = self.named(operands).values()
+        self.require_setting(settings)
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        fits = priorities.dtype != "int64" and priorities.shape == experts.shape[:-1]
+        require(fits, self, "wants a priority of each token")
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        return Placing((whole, whole, *(REPLICATED,) * len(operands[2:])), (whole,))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        chosen = operands[0]
+        groups, capacity, _ = self.room(workload.shape(chosen)[-1], self.num_experts, workload)
+        ranks = 1 if self.group == "batch" else workload.meshes.size("dp")
+        return {"rows": min(workload.whole(chosen), self.num_experts * capacity * groups * ranks)}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=6)

@@ -1,0 +1,45 @@
+"""Queues of whole routing groups in an order of priorities.
+
+All first choices of a group come before all second ones; among the j-th choices, the token with the highest priority
+first, equal ones in token order. `groups` is 0 where every sequence is a group, else the number of equal groups.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from moec.passes.ir.operator_schema import schema_of
+from moec.passes.ir.ops.queue_ops import KeepFirst
+from moec.runtime.backends import select
+from moec.runtime.ops.padded_rows import capacity_in_force
+from moec.runtime.ops.registry import check, define
+
+
+def _check_keep_first(experts: Tensor, priorities: Tensor, training: Tensor | None, *how: int) -> None:
+    check(
+        experts.dim() == 3 and priorities.shape == experts.shape[:2],
+        lambda: (
+            "moec::keep_first: experts must be [B, S, k] and priorities [B, S], not "
+            f"{list(experts.shape)} and {list(priorities.shape)}"
+        ),
+    )
+    check(not how[-1] or experts.shape[0] % how[-1] == 0, lambda: f"moec::keep_first: {experts.shape[0]} sequences")
+
+
+def _keep_first(experts: Tensor, priorities: Tensor, training: Tensor | None, *how: int) -> Tensor:
+    *factors, num_experts, groups = how
+    arguments = capacity_in_force(training, *factors, groups, 1)
+    kept: Tensor = select(experts.device.type).keep_first(experts, priorities, num_experts, *arguments)
+    return kept
+
+
+keep_first = define(
+    schema_of(KeepFirst),
+    fake=lambda experts, priorities, training, *how: experts.new_empty(experts.shape),
+    check=_check_keep_first,
+    kernel=_keep_first,
+)
+"""Sets the choices beyond a capacity to −1: experts [B, S, k] int64, −1 for none, priorities [B, S] -> [B, S, k].
+
+The sequences form whole routing groups. Not differentiated.
+"""

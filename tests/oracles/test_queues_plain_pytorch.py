@@ -1,0 +1,136 @@
+"""Orders of places in a capacity against a handwritten model that fills queues choice by choice."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracles.specs import VOCAB, small_spec
+from plain_moe import PlainModel, PlainMoe, choose
+from plain_weights import plain_state_dict
+from torch import Tensor
+
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
+
+SEED, STEP, QUEUES, EXPERTS = 2**40 + 77, 5, 1, 5
+LAYERS = """
+    layers {{
+      attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())
+      moe {{ experts = 5 * {body}; gate = {gate}; {beside} }}
+    }}
+"""
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
+    """Philox4x32-10 as its paper prints it (Salmon et al. 2011, figure 2 and table 2)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second % 2**32, (first >> 32) ^ c3 ^ k1, first % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
+
+
+def drawn(number: int, place: int, layer: int) -> int:
+    """The random number of a token in a layer's queue."""
+    key = philox((place, number, STEP % 2**32, STEP >> 32), (SEED % 2**32, SEED >> 32))[:2]
+    return philox((0, layer, QUEUES, 0), (key[0], key[1]))[0] >> 8
+
+
+class QueuedMoe(PlainMoe):
+    """`PlainMoe` that fills places in the order of `how`, one choice after the other."""
+
+    how: str
+    number: int
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        logits = self.logits(x)
+        weights, chosen = choose(logits, self.topk)
+        weights, given = self.placed(logits.detach(), weights, chosen)
+        mixed = self.mix(x.flatten(0, 1), weights, given).view_as(x)
+        return self.with_dense_paths(x, mixed), self.balance(logits, chosen)
+
+    def placed(self, logits: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        kept = torch.zeros_like(chosen)
+        for tokens, places in self.groups(chosen):
+            taken = [0] * EXPERTS
+            for j in range(chosen.shape[2]):
+                for s, t in sorted(tokens, key=lambda at: self.rank(logits, *at)):
+                    expert = int(chosen[s, t, j])
+                    kept[s, t, j] = taken[expert] < places
+                    taken[expert] += 1
+        return weights * kept, chosen
+
+    def groups(self, chosen: Tensor) -> list[tuple[list[tuple[int, int]], int]]:
+        """The tokens of each group, (sequence, place), and the places of each expert."""
+        batch, length, k = chosen.shape
+        groups = [[s] for s in range(batch)] if self.group == "sequence" else [list(range(batch))]
+        factor, least = self.places()
+        assert factor is not None
+        return [
+            (
+                [(s, t) for s in of_group for t in range(length)],
+                max(least, math.ceil(factor * k * len(of_group) * length / EXPERTS)),
+            )
+            for of_group in groups
+        ]
+
+    def rank(self, logits: Tensor, s: int, t: int) -> float:
+        """What tokens of a group are sorted by, the first the smallest; the sort is stable."""
+        if self.how == "priority":
+            scores = logits[s, t].sigmoid() if self.topk.score == "sigmoid" else logits[s, t].exp()
+            return -float((scores / scores.sum()).max())
+        return -drawn(s, t, self.number) if self.how == "random" and self.training else 0.0
+
+
+def both(
+    gate: str, beside: str, body: str, how: str, kind: type[QueuedMoe] = QueuedMoe
+) -> tuple[PlanModule, PlainModel]:
+    """moec's reference and the handwritten model, with the same weights."""
+    text = LAYERS.format(gate=gate, body=body, beside=beside)
+    spec = small_spec(text)
+    ours = reference(spec, dtype=torch.float64)
+    plain = PlainModel(small_spec(text.replace("batch_priority", "topk")), torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    for number, layer in enumerate(plain.layers):
+        layer.moe.__class__, layer.moe.how, layer.moe.number = kind, how, number
+    ours.set(seed=SEED, step=STEP)
+    return ours, plain
+
+
+def assert_same(ours: PlanModule, plain: PlainModel) -> None:
+    """The same logits, loss and gradients in training, and the same logits in evaluation."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = (torch.randint(VOCAB, (3, 13), generator=generator) for _ in range(2))
+    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
+    torch.testing.assert_close(output.logits, logits, **TIGHT)
+    torch.testing.assert_close(output.loss, loss, **TIGHT)
+    output.loss.backward()
+    loss.backward()
+    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
+    for name, parameter in plain.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name], expected, **TIGHT, msg=lambda text, name=name: f"{name}: {text}")
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens).logits, plain.eval()(tokens)[0], **TIGHT)
+
+
+CAPACITIES = [
+    ("topk(2)", "capacity = factor(0.6, order = {})", "swiglu(20)"),
+    ("topk(2, normalize = true)", "capacity = factor(0.5, eval = 0.8, order = {}); group = batch", "gelu(12)"),
+    ("topk(3, score = sigmoid, order = after)", "capacity = dynamic(max = 0.5, order = {})", "swiglu(8)"),
+    ("switch", "capacity = factor(0.4, min = 3, order = {}); balance = [switch_loss(0.1)]", "swiglu(8)"),
+]
+
+
+@pytest.mark.parametrize("order", ["random", "priority"])
+@pytest.mark.parametrize(("gate", "beside", "body"), CAPACITIES)
+def test_places_are_taken_in_the_order_that_the_capacity_says(gate: str, beside: str, body: str, order: str) -> None:
+    assert_same(*both(gate, beside.format(order), body, order))

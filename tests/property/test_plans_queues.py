@@ -1,0 +1,42 @@
+"""Random models with the gates and capacities that look at whole routing groups: plans equal the unsharded model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_specs import specs
+
+from moec.driver import compile as compile_source
+from moec.grammar.spec import Spec
+from moec.runtime.verify.verification import verify
+
+GROUPS = ("sequence", "batch", "rank")
+FACTORS = ("factor(0.6{})", "factor(0.5, eval = 0.9{})", "dynamic(max = 0.8{})", "factor(1.0, min = 2{})")
+ORDERED = {
+    order: [f"capacity = {factor.format(f', order = {order}')}; group = {g}" for factor in FACTORS for g in GROUPS]
+    for order in ("random", "priority")
+}
+WORDS: dict[str, st.SearchStrategy[Spec]] = {
+    f"order = {order}": specs(max_ranks=8, max_layers=3, capacities=capacities) for order, capacities in ORDERED.items()
+}
+"""For each word, Specs that have it."""
+
+small = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+large = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+def assert_equal(spec: Spec) -> None:
+    report = verify(compile_source(spec), float32=False)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_every_plan_equals_the_unsharded_model(word: str) -> None:
+    small(given(WORDS[word])(assert_equal))()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", WORDS)
+def test_every_plan_equals_the_unsharded_model_at_length(word: str) -> None:
+    large(given(WORDS[word])(assert_equal))()

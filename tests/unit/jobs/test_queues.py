@@ -1,0 +1,110 @@
+"""Queues of whole routing groups in an order of their own: wrong plans are refused, and bad words too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from faults import bypass, change_op, op_giving
+from models import layer_text, moe_plan, moe_text
+
+from moec.codegen.plan import Plan
+from moec.driver import compile as compile_source
+from moec.grammar import load_text
+from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.ir.ops import AllGatherAlike, KeepFirst
+from moec.runtime import ops
+from moec.runtime.job.reference import reference
+from moec.runtime.verify.verification import verify
+
+BODY = "layers[1..2]"
+ORDERED = "capacity = factor(1.0, order = {}); group = {}"
+
+
+def gathered_before(plan: Plan, value: str, kind: type) -> list[str]:
+    """The results of the gathers that an op asked for."""
+    block = plan.program.block(BODY)
+    found = []
+    for name in op_giving(plan, BODY, value).operands:
+        while isinstance(op := next((o for o in block.ops if name in [v.name for v in o.results]), None), kind):
+            found.append(name)
+            name = op.operands[0]
+    return found
+
+
+def test_a_queue_sees_the_choices_and_priorities_of_its_whole_group() -> None:
+    axes = {}
+    for group in ("sequence", "rank", "batch"):
+        plan = moe_plan(ranks=4, tp=2, ep=2, beside=ORDERED.format("priority", group))
+        block = plan.program.block(BODY)
+        (keep,) = (op for op in block.ops if isinstance(op, KeepFirst))
+        axes[group] = [str(block.scope[name].layout) for name in keep.operands]
+    assert axes == {
+        "sequence": ["dp:shard(0)"] * 2,
+        "rank": ["dp:shard(0)"] * 2,
+        "batch": ["replicate"] * 2,
+    }
+
+
+FAULTS: dict[str, Callable[[Plan], Plan]] = {
+    "priorities of logits": lambda p: change_op(p, BODY, "priorities", operands=("logits",)),
+    "a smaller capacity": lambda p: change_op(p, BODY, "kept", parts=1, whole=2),
+    "another group": lambda p: change_op(p, BODY, "kept", group="batch"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_plan_with_another_queue_is_refused(fault: str) -> None:
+    plan = moe_plan(ep=1, ranks=2, beside=ORDERED.format("priority", "sequence"))
+    assert verify(plan, float32=False).ok
+    report = verify(FAULTS[fault](plan), float32=False)
+    assert not report.ok
+
+
+def test_a_queue_over_a_part_of_its_group_is_refused() -> None:
+    plan = moe_plan(ranks=4, tp=2, ep=2, beside=ORDERED.format("priority", "sequence"))
+    for name in gathered_before(plan, "kept", AllGatherAlike):
+        plan = bypass(plan, BODY, name)
+    report = verify(plan, float32=False)
+    assert not report.ok
+
+
+def test_ties_are_in_token_order_and_padding_takes_no_place() -> None:
+    experts = torch.tensor([[[0], [-1], [0], [0], [0]]])
+    capacity = (None, 2, 5, 2, 5, 1, 1, 0)  # two of five tokens, one expert
+    equal = ops.keep_first(experts, torch.ones(1, 5), *capacity)
+    assert equal.flatten().tolist() == [0, -1, 0, -1, -1]
+    first = ops.keep_first(experts, torch.tensor([[0.0, 9.0, 1.0, 0.0, 1.0]]), *capacity)
+    assert first.flatten().tolist() == [-1, -1, 0, -1, 0]
+
+
+def test_a_random_order_is_another_in_each_step_and_none_in_evaluation() -> None:
+    plan = moe_plan(ranks=1, ep=1, beside=ORDERED.format("random", "batch"))
+    model = reference(plan.spec, seed=1, dtype=torch.float64)
+    tokens = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+
+    def logits(step: int) -> torch.Tensor:
+        model.set(step=step)
+        with torch.no_grad():
+            found: torch.Tensor = model(tokens).logits
+        return found
+
+    assert torch.equal(logits(1), logits(1))
+    assert not torch.allclose(logits(1), logits(2))
+    model.eval()
+    assert torch.equal(logits(1), logits(2))
+
+
+def test_a_layer_by_itself_has_no_numbers_of_tokens_to_draw_from() -> None:
+    with pytest.raises(DiagnosticError) as refused:
+        compile_source(load_text(layer_text(beside=ORDERED.format("random", "batch"))).unwrap())
+    (diagnostic,) = refused.value.diagnostics
+    assert (diagnostic.code, "`order = random`" in diagnostic.message) == ("MOE0202", True)
+    compile_source(load_text(layer_text(beside=ORDERED.format("priority", "batch"))).unwrap())
+
+
+def test_an_unknown_order_is_refused() -> None:
+    loaded = load_text(moe_text(beside=ORDERED.format("best", "sequence")))
+    assert [d.code for d in loaded.diagnostics] == ["MOE0201"]
+    assert "priority, random, sequence" in loaded.diagnostics[0].help
