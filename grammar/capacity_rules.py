@@ -9,7 +9,7 @@ from fractions import Fraction
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import Dynamic, Factor, Moe, Spec
+from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec
 from moec.grammar.units import written
 
 
@@ -48,12 +48,19 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
 
 
 def _order(moe: Moe) -> Iterator[Diagnostic]:
-    """Warns of an order of places where nothing is dropped."""
-    capacity = moe.capacity
-    if isinstance(capacity, Dynamic) and capacity.max is None and capacity.order != "sequence":
+    """Warns of an order of places where nothing is dropped; refuses two orders."""
+    capacity, by_gate = moe.capacity, isinstance(moe.gate, BatchPriority)
+    stated = None if isinstance(capacity, Dropless) else capacity.order
+    drops = isinstance(capacity, Factor) or (isinstance(capacity, Dynamic) and capacity.max is not None)
+    span = moe.gate.span() if by_gate else capacity.span("order")
+    if not drops and (by_gate or stated not in (None, "sequence")):
         message = "each expert has as many places as it needs"
-        help = "leave it out, or bound the places: `dynamic(max = 2.0)`"
-        yield diagnose("MOE0351", capacity.span("order"), message, help=help, severity=Severity.WARNING)
+        help = "give a capacity that drops choices: `factor(1.25)`" if by_gate else "leave it out, or give `max`"
+        yield diagnose("MOE0351", span, message, help=help, severity=Severity.WARNING)
+    elif by_gate and capacity.given("order") and stated != "priority":
+        labels = _label(span, "this gate's order is `priority`")
+        help = "leave `order` out, or use the gate `topk`"
+        yield diagnose("MOE0354", capacity.span("order"), f"`order = {stated}`", labels=labels, help=help)
 
 
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
@@ -87,7 +94,11 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
         help = "`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide"
     else:
         message = f"in {modes} it can drop choices, which queue behind those of later tokens"
-        labels = _label(capacity.span("order"), "a token's place in the queue is not its place in the sequence")
+        by_gate = isinstance(moe.gate, BatchPriority)
+        labels = _label(
+            moe.gate.span() if by_gate else capacity.span("order"),
+            "a token's place in the queue is not its place in the sequence",
+        )
         help = (
             "`dropless` and `dynamic()` drop nothing; `topk(1)` with `order = sequence` lets only earlier tokens decide"
         )

@@ -86,6 +86,7 @@ CODES: dict[str, str] = {
     "MOE0337": "the states of this optimizer are fp32",
     "MOE0338": "bf16 cannot follow a state that changes so slowly",
     "MOE0351": "an order of places has no effect",
+    "MOE0354": "this option does not go with this gate",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

@@ -159,11 +159,10 @@ class Topology(_Gate):
 
 
 class BatchPriority(_Gate):
-    """Top-k where the tokens with the best scores take their places first."""
+    """`topk(k)` with a capacity whose `order` is `priority`: tokens with the best scores take their places first."""
 
     word = "batch_priority"
     source = "Riquelme et al. 2021, arXiv 2106.05974, section 4.1"
-    implemented = False
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]
 

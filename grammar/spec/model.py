@@ -9,7 +9,7 @@ from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
 from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
 from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
 from moec.grammar.spec.experts import Experts, FeedForward
-from moec.grammar.spec.gates import Gate
+from moec.grammar.spec.gates import BatchPriority, Gate
 
 MAX_LAYERS = 10_000
 
@@ -88,7 +88,7 @@ class Moe(Node):
         """Which tokens take the places of a capacity first: in sequence where the capacity drops nothing."""
         capacity = self.capacity
         if isinstance(capacity, Factor) or (isinstance(capacity, Dynamic) and capacity.max is not None):
-            return capacity.order
+            return "priority" if isinstance(self.gate, BatchPriority) else capacity.order
         return "sequence"
 
     @property

@@ -134,3 +134,8 @@ CAPACITIES = [
 @pytest.mark.parametrize(("gate", "beside", "body"), CAPACITIES)
 def test_places_are_taken_in_the_order_that_the_capacity_says(gate: str, beside: str, body: str, order: str) -> None:
     assert_same(*both(gate, beside.format(order), body, order))
+
+
+@pytest.mark.parametrize("beside", ["capacity = factor(0.6)", "capacity = dynamic(max = 0.5); group = batch"])
+def test_batch_priority_is_topk_with_the_best_scores_first(beside: str) -> None:
+    assert_same(*both("batch_priority(2)", beside, "swiglu(8)", "priority"))

@@ -20,6 +20,12 @@ ORDERED = {
 WORDS: dict[str, st.SearchStrategy[Spec]] = {
     f"order = {order}": specs(max_ranks=8, max_layers=3, capacities=capacities) for order, capacities in ORDERED.items()
 }
+WORDS["batch_priority"] = specs(
+    max_ranks=8,
+    max_layers=3,
+    gates=["batch_priority({k})"],
+    capacities=[f"capacity = {factor.format('')}; group = {group}" for factor in FACTORS for group in GROUPS],
+)
 """For each word, Specs that have it."""
 
 small = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -1,9 +1,9 @@
-"""Lowers `topk` and `switch`."""
+"""Lowers `topk`, `switch` and `batch_priority`."""
 
 from __future__ import annotations
 
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import Online, Switch, TopK
+from moec.grammar.spec.gates import BatchPriority, Online, Switch, TopK
 from moec.passes.ir import TRAINING
 from moec.passes.ir.ops import Jitter
 from moec.passes.ir.ops import gate_ops as g
@@ -39,3 +39,10 @@ def switch(b: Builder, gate: Node, given: Given) -> Gated:
     assert isinstance(gate, Switch)
     spans = {key: span for key in ("", "jitter") if (span := gate.span(key))}
     return topk(b, TopK(k=1, jitter=gate.jitter).with_spans(spans), given)
+
+
+def batch_priority(b: Builder, gate: Node, given: Given) -> Gated:
+    """The capacity has its order (`Moe.order`)."""
+    assert isinstance(gate, BatchPriority)
+    spans = {key: span for key in ("", "k") if (span := gate.span(key))}
+    return topk(b, TopK(k=gate.k).with_spans(spans), given)

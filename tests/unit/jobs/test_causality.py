@@ -92,6 +92,8 @@ def assert_changed(difference: float, expected: bool) -> None:
         ("topk(1)", "capacity = factor(0.5, order = priority)", True, True),
         ("topk(2)", "capacity = dynamic(max = 0.6, order = priority); group = batch", True, True),
         ("topk(1)", "capacity = factor(0.5, order = random)", True, False),
+        ("batch_priority(1)", "capacity = factor(0.5)", True, True),
+        ("batch_priority(2)", "capacity = factor(2.0)", False, False),
         ("topk(2)", "capacity = factor(2.0, eval = 0.5, order = random)", False, True),
         ("topk(2)", "capacity = factor(2.0, order = priority)", False, False),
         ("switch", "capacity = factor(0.5)", False, False),

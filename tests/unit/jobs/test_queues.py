@@ -108,3 +108,21 @@ def test_an_unknown_order_is_refused() -> None:
     loaded = load_text(moe_text(beside=ORDERED.format("best", "sequence")))
     assert [d.code for d in loaded.diagnostics] == ["MOE0201"]
     assert "priority, random, sequence" in loaded.diagnostics[0].help
+
+
+@pytest.mark.parametrize(
+    ("gate", "beside", "codes"),
+    [
+        ("batch_priority(2)", "", ["MOE0351"]),
+        ("batch_priority(2)", "capacity = dynamic()", ["MOE0351"]),
+        ("batch_priority(2)", "capacity = factor(4.0)", []),
+        ("batch_priority(2)", "capacity = factor(4.0, order = random)", ["MOE0354"]),
+        ("batch_priority(2)", "capacity = factor(4.0, order = priority)", []),
+        ("batch_priority(9)", "capacity = factor(9.0)", ["MOE0304"]),
+        ("topk(2)", "capacity = dynamic(order = priority)", ["MOE0351"]),
+    ],
+)
+def test_an_order_without_effect_is_warned_of_and_two_orders_are_refused(
+    gate: str, beside: str, codes: list[str]
+) -> None:
+    assert [d.code for d in load_text(moe_text(gate=gate, beside=beside)).diagnostics] == codes
