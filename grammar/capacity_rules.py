@@ -9,7 +9,7 @@ from fractions import Fraction
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec
+from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec, Switch, TopK
 from moec.grammar.units import written
 
 
@@ -24,6 +24,7 @@ def capacities(spec: Spec) -> list[Diagnostic]:
     for moe in {id(moe): moe for moe in mixtures if moe}.values():
         found += _evaluation(spec, moe)
         found += _order(moe)
+        found += _overflow(moe)
         found += _causality(spec, moe) if causal else ()
     return list(dict.fromkeys(found))
 
@@ -51,9 +52,8 @@ def _order(moe: Moe) -> Iterator[Diagnostic]:
     """Warns of an order of places where nothing is dropped; refuses two orders."""
     capacity, by_gate = moe.capacity, isinstance(moe.gate, BatchPriority)
     stated = None if isinstance(capacity, Dropless) else capacity.order
-    drops = isinstance(capacity, Factor) or (isinstance(capacity, Dynamic) and capacity.max is not None)
     span = moe.gate.span() if by_gate else capacity.span("order")
-    if not drops and (by_gate or stated not in (None, "sequence")):
+    if not moe.drops and (by_gate or stated not in (None, "sequence")):
         message = "each expert has as many places as it needs"
         help = "give a capacity that drops choices: `factor(1.25)`" if by_gate else "leave it out, or give `max`"
         yield diagnose("MOE0351", span, message, help=help, severity=Severity.WARNING)
@@ -61,6 +61,29 @@ def _order(moe: Moe) -> Iterator[Diagnostic]:
         labels = _label(span, "this gate's order is `priority`")
         help = "leave `order` out, or use the gate `topk`"
         yield diagnose("MOE0354", capacity.span("order"), f"`order = {stated}`", labels=labels, help=help)
+
+
+def _overflow(moe: Moe) -> Iterator[Diagnostic]:
+    """`reroute` and `pad` need a capacity; `reroute` also the logits of all experts."""
+    word, capacity, gate = moe.overflow, moe.capacity, moe.gate
+    if word == "drop":
+        return
+    if not moe.drops or (word == "pad" and not isinstance(capacity, Factor)):
+        message = "no expert is ever full" if not moe.drops else "the number of places changes from step to step"
+        labels = _label(moe.span("capacity"), f"of `{capacity.word}`" if moe.given("capacity") else "")
+        help = "give the number of places: `capacity = factor(1.25)`"
+        yield diagnose("MOE0350", moe.span("overflow"), message, labels=labels, help=help)
+    if word != "reroute":
+        return
+    if not isinstance(gate, TopK | Switch | BatchPriority):
+        message = f"`{gate.word}` has no next best expert"
+        help = "gates with reroutes: topk, switch, batch_priority"
+        yield diagnose("MOE0354", moe.span("overflow"), message, labels=_label(gate.span(), "this gate"), help=help)
+    elif isinstance(gate, TopK):
+        limits = {"bias": gate.bias == "learned", "noise": gate.noise > 0, "groups": gate.keep_groups is not None}
+        for option in [name for name, given in limits.items() if given]:
+            message = f"moec cannot yet rank experts by `{option}` when it reroutes"
+            yield diagnose("MOE0354", gate.span(option), message, labels=_label(moe.span("overflow"), "reroutes here"))
 
 
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
@@ -77,7 +100,9 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
         case _:
             return
     tokens = (_tokens_in_training(spec, moe), _tokens_in_evaluation(spec, moe))
+    reroutes = moe.overflow == "reroute"
     behind_later = {"sequence": (k > 1, k > 1), "random": (True, k > 1), "priority": (True, True)}[moe.order]
+    behind_later = (True, True) if reroutes else behind_later
     dropping = [
         mode
         for mode, behind, factor, of_group in zip(
@@ -88,7 +113,13 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     if not dropping:
         return
     modes = " and ".join(dropping)
-    if moe.order == "sequence":
+    if reroutes:
+        message = f"in {modes} a choice finds another expert only where no later token took the last place"
+        labels = _label(moe.span("overflow"), "after the choices of all tokens")
+        help = (
+            "`dropless` and `dynamic()` drop nothing; `topk(1)` with `overflow = drop` lets only earlier tokens decide"
+        )
+    elif moe.order == "sequence":
         message = f"in {modes} it can drop second choices, which queue behind all first ones"
         labels = _label(moe.gate.span("k"), f"each token makes {k} choices")
         help = "`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide"

@@ -31,7 +31,7 @@ class Fuse:
 
     Without conversions between the three ops, they become one op. It computes no empty places: `keep_choices` marks
     the dropped choices. Where rows go to other ranks, their weights go with them: `expert_mlp` applies the weights, and
-    `sum_rows` adds the weighted rows of each token.
+    `sum_rows` adds the weighted rows of each token. With `overflow = pad` nothing changes.
     """
 
     def apply(self, program: Program) -> Program:
@@ -57,6 +57,8 @@ def _fused(block: Block) -> Block:
     for combine in block.ops:
         if isinstance(combine, Combine | CombinePadded):
             mixture = _mixture(combine, given)
+            if isinstance(mixture.experts, ExpertMlpPadded) and mixture.experts.all_places and not mixture.out:
+                continue
             replaced |= (_travelling if mixture.out else _local)(block, mixture, names)
             if isinstance(mixture.permute, PermuteDynamic) and not mixture.out:
                 replaced |= {id(op): () for op in _largest_load(mixture.permute, given)}

@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
+from moec.passes.ir import ops as o
 from moec.passes.ir.ops import gate_ops as g
 
 aten = torch.ops.aten
@@ -51,7 +52,25 @@ def _signed(x: int) -> int:
     return x - _WORD if x >= _WORD >> 1 else x
 
 
+def _chosen_weights(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.ChosenWeights)
+    logits, experts = e.refs(op)
+    chosen = e.call(op, aten.clamp_min.default, experts, 0)
+    sigmoid, over_chosen = op.score == "sigmoid", op.normalize or (op.order == "after" and op.score == "softmax")
+    if over_chosen and sigmoid:
+        logits = e.call(op, aten.log_sigmoid.default, logits)
+    elif not over_chosen and not sigmoid:
+        logits = e.call(op, aten.softmax.int, logits, -1)
+    weights = e.call(op, aten.gather.default, logits, -1, chosen)
+    if over_chosen:
+        weights = e.call(op, aten.softmax.int, weights, -1)
+    elif sigmoid:
+        weights = e.call(op, aten.sigmoid.default, weights)
+    e.result(op, aten.mul.Scalar, weights, op.scale)
+
+
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.ChosenWeights: _chosen_weights,
     g.HashRoute: _hash_route,
 }
 

@@ -85,6 +85,7 @@ CODES: dict[str, str] = {
     "MOE0336": "Nesterov's momentum without momentum",
     "MOE0337": "the states of this optimizer are fp32",
     "MOE0338": "bf16 cannot follow a state that changes so slowly",
+    "MOE0350": "this overflow needs a capacity of fixed places",
     "MOE0351": "an order of places has no effect",
     "MOE0354": "this option does not go with this gate",
     "MOE0401": "too many layers",

@@ -69,8 +69,10 @@ class Moe(Node):
     capacity: Annotated[Capacity, Doc("how many rows an expert takes")] = Dropless()
     overflow: Annotated[
         Literal["drop", "reroute", "pad"],
-        NotYet(("reroute", "pad")),
-        Doc("what becomes of a token whose expert is full: dropped, or sent to the next best with room; or padded"),
+        Doc(
+            "a choice whose expert is full is dropped, or goes to the next best expert with room; `pad` drops it, and "
+            "every expert computes all its places on any ranks (shapes do not depend on tokens)"
+        ),
     ] = "drop"
     balance: Annotated[tuple[Loss, ...], Doc("auxiliary losses, each with its weight")] = ()
     group: Annotated[
@@ -82,6 +84,13 @@ class Moe(Node):
         """What its gate and its capacity need beside the vectors of the tokens."""
         drawn: tuple[Literal["keys"], ...] = ("keys",) if self.order == "random" else ()
         return tuple(dict.fromkeys((*self.gate.inputs(), *drawn)))
+
+    @property
+    def drops(self) -> bool:
+        """Whether its capacity bounds the rows of an expert."""
+        return isinstance(self.capacity, Factor) or (
+            isinstance(self.capacity, Dynamic) and self.capacity.max is not None
+        )
 
     @property
     def order(self) -> Literal["sequence", "random", "priority"]:

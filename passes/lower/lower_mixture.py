@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from moec.grammar.source import Span
 from moec.grammar.spec import (
@@ -21,7 +20,7 @@ from moec.passes.lower.block_builder import Builder, normal, residual_init
 from moec.passes.lower.gates import lower_gate
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_feed_forward import activation_of, beside_experts
-from moec.passes.lower.lower_queues import capacity_of, choices_in_order, varying
+from moec.passes.lower.lower_queues import capacity_of, varying, with_places
 
 UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
 """The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
@@ -51,7 +50,7 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())
     routed = Routed(gated=gated, e=e, kept=e, experts=declared.count, real=real)
-    return replace(routed, kept=choices_in_order(b, moe, routed, beside))
+    return with_places(b, moe, routed, beside)
 
 
 def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, str], dict[str, str], str]:
@@ -107,7 +106,17 @@ def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> t
             o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts
         )
     (up, down), biases, activation = _expert_weights(b, subject, moe)
-    y = b.one(o.ExpertMlpPadded, rows, up, down, beside=biases, to="y", span=_declared(moe), activation=activation)
+    y = b.one(
+        o.ExpertMlpPadded,
+        rows,
+        up,
+        down,
+        beside=biases,
+        to="y",
+        span=_declared(moe),
+        activation=activation,
+        all_places=moe.overflow == "pad",
+    )
     return b.one(o.CombinePadded, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 

@@ -1,14 +1,16 @@
-"""Lowers capacities whose queues are in another order than that of tokens."""
+"""Lowers capacities whose queues are in another order than that of tokens, and reroutes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from moec.grammar.spec import Dynamic, Factor, Moe
+from moec.grammar.spec import Dynamic, Factor, Moe, Online
 from moec.passes.ir import TRAINING, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates import BIAS
 from moec.passes.lower.lower_balance import Routed
 
 QUEUES = 1
@@ -41,15 +43,37 @@ def varying(b: Builder, moe: Moe) -> dict[str, str]:
     return {"training": b.setting(TRAINING)} if differs else {}
 
 
-def choices_in_order(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> str:
-    """The choices, those that the capacity drops replaced by −1 if queues are not in token order."""
-    if moe.order == "sequence":
-        return routed.e
-    span = moe.capacity.span("order") or moe.span("capacity")
-    return b.one(
-        o.KeepFirst, routed.e, _priorities(b, moe, routed, beside), beside=varying(b, moe), to="kept", span=span,
-        num_experts=routed.experts, **capacity_of(moe),
+def with_places(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> Routed:
+    """The choices after drops where queues are not in token order, or after reroutes, with their weights."""
+    capacity, how = moe.capacity, capacity_of(moe) if moe.drops else {}
+    ordered = {"priorities": _priorities(b, moe, routed, beside)} if moe.order != "sequence" else {}
+    if moe.overflow == "reroute":
+        return _rerouted(b, moe, routed, ordered)
+    if not ordered:
+        return routed
+    kept = b.one(
+        o.KeepFirst, routed.e, *ordered.values(), beside=varying(b, moe), to="kept",
+        span=capacity.span("order") or moe.span("capacity"), num_experts=routed.experts, **how,
     )  # fmt: skip
+    return replace(routed, kept=kept)
+
+
+def _rerouted(b: Builder, moe: Moe, routed: Routed, ordered: Mapping[str, str]) -> Routed:
+    """Weights are by the gate's own rule, of the experts that choices got; a dropped choice counts as its first one."""
+    gate, span, logits = moe.gate, moe.span("overflow"), routed.gated.logits
+    assert logits is not None, "the language refuses reroutes of other gates"
+    bias = {"bias": f"^{BIAS}"} if isinstance(getattr(gate, "bias", None), Online) else {}
+    rule: dict[str, Any] = {name: getattr(gate, name, default) for name, default in _RULE.items()}
+    kept, scored = b.add(
+        o.Reroute, logits, routed.e, beside={**ordered, **bias, **varying(b, moe)}, to="rerouted scored", span=span,
+        score=rule["score"], **capacity_of(moe),
+    )  # fmt: skip
+    weights = b.one(o.ChosenWeights, logits, scored, to="w", span=span, **rule)
+    return replace(routed, kept=kept, gated=replace(routed.gated, w=weights))
+
+
+_RULE = {"score": "softmax", "order": "before", "normalize": False, "scale": 1.0}
+"""How a gate weighs choices: its options, and what `switch` and `batch_priority` do."""
 
 
 def _priorities(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> str:

@@ -6,10 +6,12 @@ first, equal ones in token order. `groups` is 0 where every sequence is a group,
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
-from moec.passes.ir.ops.queue_ops import KeepFirst
+from moec.passes.ir.ops.queue_ops import KeepFirst, Reroute
 from moec.runtime.backends import select
 from moec.runtime.ops.padded_rows import capacity_in_force
 from moec.runtime.ops.registry import check, define
@@ -42,4 +44,45 @@ keep_first = define(
 """Sets the choices beyond a capacity to −1: experts [B, S, k] int64, −1 for none, priorities [B, S] -> [B, S, k].
 
 The sequences form whole routing groups. Not differentiated.
+"""
+
+
+def _check_reroute(logits: Tensor, experts: Tensor, priorities: Tensor | None, *rest: Any) -> None:
+    check(
+        logits.dim() == 3 and experts.dim() == 3 and logits.shape[:2] == experts.shape[:2],
+        lambda: (
+            "moec::reroute: logits must be [B, S, E] and experts [B, S, k], not "
+            f"{list(logits.shape)} and {list(experts.shape)}"
+        ),
+    )
+    check(
+        priorities is None or priorities.shape == experts.shape[:2], lambda: "moec::reroute: priorities must be [B, S]"
+    )
+    check(not rest[-1] or experts.shape[0] % rest[-1] == 0, lambda: f"moec::reroute: {experts.shape[0]} sequences")
+
+
+def _reroute(
+    logits: Tensor,
+    experts: Tensor,
+    priorities: Tensor | None,
+    bias: Tensor | None,
+    training: Tensor | None,
+    *how: Any,
+) -> tuple[Tensor, Tensor]:
+    *factors, score, groups = how
+    room = capacity_in_force(training, *factors, groups, 1)
+    given: tuple[Tensor, Tensor] = select(experts.device.type).reroute(logits, experts, priorities, bias, score, *room)
+    return given
+
+
+reroute = define(
+    schema_of(Reroute),
+    fake=lambda logits, experts, *rest: (experts.new_empty(experts.shape), experts.new_empty(experts.shape)),
+    check=_check_reroute,
+    kernel=_reroute,
+)
+"""Gives the choices beyond a capacity to the next best experts with room: see `Reroute`.
+
+logits [B, S, E], experts [B, S, k] int64, −1 for none, priorities [B, S] or None, bias [E] or None -> the choices
+[B, S, k], −1 where there was no room, and the same with the first expert of these. Not differentiated.
 """

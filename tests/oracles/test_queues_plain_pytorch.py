@@ -139,3 +139,74 @@ def test_places_are_taken_in_the_order_that_the_capacity_says(gate: str, beside:
 @pytest.mark.parametrize("beside", ["capacity = factor(0.6)", "capacity = dynamic(max = 0.5); group = batch"])
 def test_batch_priority_is_topk_with_the_best_scores_first(beside: str) -> None:
     assert_same(*both("batch_priority(2)", beside, "swiglu(8)", "priority"))
+
+
+class ReroutedMoe(QueuedMoe):
+    """`QueuedMoe` whose choices without a place ask other experts, in rounds (Switch, appendix B)."""
+
+    bias: Tensor | None = None
+
+    def placed(self, logits: Tensor, weights: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        kept, given = torch.zeros_like(chosen), chosen.clone()
+        for tokens, places in self.groups(chosen):
+            room, waiting = [places] * EXPERTS, []
+            for j in range(chosen.shape[2]):
+                for s, t in sorted(tokens, key=lambda at: self.rank(logits, *at)):
+                    if room[int(chosen[s, t, j])]:
+                        room[int(chosen[s, t, j])] -= 1
+                        kept[s, t, j] = 1
+                    else:
+                        waiting.append((s, t, j))
+            tried = {(s, t): set(chosen[s, t].tolist()) for s, t in tokens}
+            while waiting:
+                before, asked, left = list(room), set(), []
+                for s, t, j in waiting:
+                    others = [e for e in range(EXPERTS) if before[e] and e not in tried[s, t]]
+                    if (s, t) in asked:
+                        left.append((s, t, j))
+                        continue
+                    asked.add((s, t))
+                    if not others:
+                        continue
+                    best = max(others, key=lambda e, at=(s, t): float(logits[at][e]))
+                    if room[best]:
+                        room[best] -= 1
+                        given[s, t, j], kept[s, t, j] = best, 1
+                        tried[s, t].add(best)
+                    else:
+                        left.append((s, t, j))
+                waiting = left
+        return self.weigh(given) * kept, given
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        self.seen = self.logits(x)
+        return super().forward(x)
+
+    def weigh(self, given: Tensor) -> Tensor:
+        """The gate's rule for the experts that choices got; a dropped choice counts as its first one."""
+        score = torch.sigmoid if self.topk.score == "sigmoid" else lambda values: values.softmax(-1)
+        if self.topk.order == "after":
+            weights = score(self.seen.gather(-1, given))
+        else:
+            weights = score(self.seen).gather(-1, given)
+        return weights / weights.sum(-1, keepdim=True) if self.topk.normalize else weights
+
+
+REROUTED = [
+    ("topk(2)", "capacity = factor(0.7)", "sequence"),
+    ("topk(2, normalize = true)", "capacity = factor(0.9, eval = 0.4, order = priority); group = batch", "priority"),
+    ("topk(3, score = sigmoid, normalize = true)", "capacity = dynamic(max = 0.8, order = random)", "random"),
+    ("topk(2, score = sigmoid, order = after)", "capacity = factor(1.0)", "sequence"),
+    ("topk(3, order = after)", "capacity = factor(0.6); group = batch", "sequence"),
+    ("switch", "capacity = factor(1.0); balance = [switch_loss(0.1), z_loss(0.1)]", "sequence"),
+    ("batch_priority(2)", "capacity = factor(1.0)", "priority"),
+]
+
+
+@pytest.mark.parametrize(("gate", "beside", "how"), REROUTED)
+def test_choices_of_full_experts_go_to_the_next_best_with_room(gate: str, beside: str, how: str) -> None:
+    assert_same(*both(gate, f"{beside}; overflow = reroute", "swiglu(8)", how, ReroutedMoe))
+
+
+def test_places_of_pad_hold_what_drop_keeps() -> None:
+    assert_same(*both("topk(2)", "capacity = factor(0.6); overflow = pad", "swiglu(8)", "sequence"))

@@ -17,14 +17,22 @@ ORDERED = {
     order: [f"capacity = {factor.format(f', order = {order}')}; group = {g}" for factor in FACTORS for g in GROUPS]
     for order in ("random", "priority")
 }
+UNORDERED = [f"capacity = {factor.format('')}; group = {group}" for factor in FACTORS for group in GROUPS]
 WORDS: dict[str, st.SearchStrategy[Spec]] = {
     f"order = {order}": specs(max_ranks=8, max_layers=3, capacities=capacities) for order, capacities in ORDERED.items()
 }
+WORDS["reroute"] = specs(
+    max_ranks=8,
+    max_layers=3,
+    gates=["topk({k})", "topk({k}, score = sigmoid, normalize = true)", "switch", "batch_priority({k})"],
+    capacities=[f"{c}; overflow = reroute" for c in (*ORDERED["priority"], *UNORDERED)],
+)
+WORDS["pad"] = specs(max_ranks=8, max_layers=3, capacities=[f"{c}; overflow = pad" for c in UNORDERED if "fac" in c])
 WORDS["batch_priority"] = specs(
     max_ranks=8,
     max_layers=3,
     gates=["batch_priority({k})"],
-    capacities=[f"capacity = {factor.format('')}; group = {group}" for factor in FACTORS for group in GROUPS],
+    capacities=UNORDERED,
 )
 """For each word, Specs that have it."""
 

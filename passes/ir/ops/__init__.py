@@ -24,7 +24,7 @@ from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
-from moec.passes.ir.ops.queue_ops import BestScore, KeepFirst, RandomOrder
+from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepFirst, RandomOrder, Reroute
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
 from moec.passes.ir.ops.random_gate_ops import SecondAtRandom, Uniform
 from moec.passes.ir.ops.random_ops import Jitter, NormalNoise, TokenKeys
@@ -45,6 +45,7 @@ __all__ = [
     "BestScore",
     "Call",
     "Capacity",
+    "ChosenWeights",
     "Combine",
     "CombinePadded",
     "Conversion",
@@ -86,6 +87,7 @@ __all__ = [
     "RealTokens",
     "ReduceScatter",
     "RepeatHeads",
+    "Reroute",
     "RmsNorm",
     "Rope",
     "Route",

@@ -115,13 +115,15 @@ class PermuteDynamic(Op):
 class ExpertMlpPadded(Op):
     """Applies to each row its expert: rows `[experts, places, dim]`, experts, and optional weights of rows.
 
-    Experts are as in `require_experts`.
+    Experts are as in `require_experts`. With `all_places` they also compute empty places where no row changes rank, so
+    that shapes follow from shapes (Megatron-Core's `moe_pad_expert_input_to_capacity`).
     """
 
     mnemonic: ClassVar[str] = "expert_mlp_padded"
     takes: ClassVar[str] = "rows up down up_bias? down_bias? weights?"
     gives: ClassVar[str] = "y"
     activation: ActivationName
+    all_places: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count, Stream
+from moec.passes.ir.attribute_types import Count, Positive, Stream
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.capacity_ops import Capacity
@@ -71,6 +71,13 @@ class RandomOrder(Op):
         return Placing((*placing.operands, REPLICATED), placing.results)
 
 
+def _rows(op: Capacity, chosen: Value, num_experts: int, workload: Workload) -> Mapping[str, float]:
+    """The rows of choices with a place, over all ranks: at most."""
+    groups, capacity, _ = op.room(workload.shape(chosen)[-1], num_experts, workload)
+    ranks = 1 if op.group == "batch" else workload.meshes.size("dp")
+    return {"rows": min(workload.whole(chosen), num_experts * capacity * groups * ranks)}
+
+
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepFirst(Capacity):
@@ -101,10 +108,93 @@ class KeepFirst(Capacity):
         return Placing((whole, whole, *(REPLICATED,) * len(operands[2:])), (whole,))
 
     def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
-        chosen = operands[0]
-        groups, capacity, _ = self.room(workload.shape(chosen)[-1], self.num_experts, workload)
-        ranks = 1 if self.group == "batch" else workload.meshes.size("dp")
-        return {"rows": min(workload.whole(chosen), self.num_experts * capacity * groups * ranks)}
+        return _rows(self, operands[0], self.num_experts, workload)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reroute(Capacity):
+    """Gives dropped choices to other experts: logits `[batch, sequence, E]`, experts `[…, k]` → experts, scored.
+
+    The choices that find a place are those that `keep_choices`, or with `priorities` `keep_first`, keeps. The others
+    then ask in rounds: the first of a token's choices without a place asks the best expert, by logits or with `bias` by
+    score + bias, that has room and that the token has not chosen; requests take the room in the order of the queue. A
+    choice that finds no expert is −1 in `rerouted`, and its first expert in `scored`, by which weights are computed.
+    This is No-Token-Left-Behind (Fedus et al. 2021, arXiv 2101.03961, appendix B), whose stages are the rounds, for any
+    k. There are at most `E + k` rounds: a request is granted, or its expert is full.
+    """
+
+    mnemonic: ClassVar[str] = "reroute"
+    takes: ClassVar[str] = "logits experts priorities? bias? training?"
+    gives: ClassVar[str] = "rerouted scored"
+    operator: ClassVar[str | None] = "reroute"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    constants: ClassVar[frozenset[str]] = frozenset({"logits", "priorities", "bias"})
+    chooses: ClassVar[str] = "rerouted scored"
+    score: Literal["softmax", "sigmoid"]
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        logits, experts = given["logits"], given["experts"]
+        self.require_setting([given["training"]] if "training" in given else [])
+        require(
+            experts.dtype == "int64" and experts.shape[:-1] == logits.shape[:-1], self, "wants experts of each token"
+        )
+        require(logits.dtype != "int64" and isinstance(logits.shape[-1], int), self, "wants logits of every expert")
+        fits = "priorities" not in given or given["priorities"].shape == logits.shape[:-1]
+        require(fits, self, "wants a priority of each token, or none")
+        require("bias" not in given or given["bias"].shape == logits.shape[-1:], self, "wants a bias of each expert")
+        return (Type(shape=experts.shape, dtype="int64"),) * 2
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        of_all = {"bias": REPLICATED, "training": REPLICATED}
+        return Placing(tuple(of_all.get(name, whole) for name in self.named(operands)), (whole, whole))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        logits, chosen, *_ = operands
+        return _rows(self, chosen, workload.shape(logits)[-1], workload)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=6)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenWeights(Op):
+    """The weights that `route` with the same attributes gives to choices made elsewhere: logits, experts → weights.
+
+    Weights have the shape of experts, `[batch, sequence, k]`. A choice of −1 gets that of expert 0.
+    """
+
+    mnemonic: ClassVar[str] = "chosen_weights"
+    takes: ClassVar[str] = "logits experts"
+    gives: ClassVar[str] = "weights"
+    score: Literal["softmax", "sigmoid"]
+    order: Literal["before", "after"] = "before"
+    normalize: bool = False
+    scale: Positive = 1.0
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, experts = operands
+        require(
+            experts.dtype == "int64" and experts.shape[:-1] == logits.shape[:-1], self, "wants experts of each token"
+        )
+        require(logits.dtype != "int64", self, "wants logits of every expert")
+        return (Type(shape=experts.shape, dtype=logits.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 2, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        logits, _ = operands
+        inner = workload.inner(results[0], "indices", workload.count(results[0]), "int64")
+        keeps = (
+            *workload.keep(*results),
+            inner,
+            workload.inner(results[0], "scores", workload.count(logits), logits.dtype),
+        )
+        return elementwise(self, operands, results, workload, keeps=keeps)

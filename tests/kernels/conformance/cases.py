@@ -285,7 +285,9 @@ def padded(
     kept = backend.keep_choices(choices, starts, *how, 1)
     largest = backend.largest_load(kept, num_experts)
     first = backend.keep_first(choices, numbers.of_router(4, tokens), num_experts, *how, 1)
-    results = [queues, starts, kept, largest, first]
+    logits, bias = numbers.of_router(4, tokens, num_experts), numbers.of_router(num_experts)
+    others = backend.reroute(logits, choices, None, bias, "sigmoid", *how, 1)
+    results = [queues, starts, kept, largest, first, *others]
     for given, counts, positions in (
         backend.permute_padded(x, choices, starts, *how, least),
         backend.permute_dynamic(x, kept, largest, num_experts),

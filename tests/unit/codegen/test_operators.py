@@ -44,6 +44,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "capacity of a rank": {"beside": "capacity = factor(0.75); group = rank"},
     "capacity, one rank": {"beside": "capacity = factor(1.0)", "ranks": 1, "ep": 1},
     "capacity by priority": {"beside": "capacity = factor(1.0, order = priority)", "tp": 2, "ep": 4},
+    "capacity with reroutes": {"beside": "capacity = factor(1.0); overflow = reroute", "tp": 2, "ep": 4},
     "capacity at random": {"beside": "capacity = dynamic(max = 1.0, order = random)"},
     "capacity of the busiest": {"beside": "capacity = dynamic()", "ep": 4},
     "capacity of the busiest, up to one": {"beside": "capacity = dynamic(max = 1.0)", "ep": 4},

@@ -126,3 +126,51 @@ def test_an_order_without_effect_is_warned_of_and_two_orders_are_refused(
     gate: str, beside: str, codes: list[str]
 ) -> None:
     assert [d.code for d in load_text(moe_text(gate=gate, beside=beside)).diagnostics] == codes
+
+
+@pytest.mark.parametrize(
+    ("gate", "beside", "codes"),
+    [
+        ("topk(2)", "overflow = reroute", ["MOE0350"]),
+        ("topk(2)", "overflow = pad", ["MOE0350"]),
+        ("topk(2)", "capacity = dynamic(); overflow = reroute", ["MOE0350"]),
+        ("topk(2)", "capacity = dynamic(max = 4.0); overflow = pad", ["MOE0350"]),
+        ("topk(2)", "capacity = dynamic(max = 4.0); overflow = reroute", []),
+        ("topk(2)", "capacity = factor(4.0); overflow = pad", []),
+        ("hash(2)", "capacity = factor(4.0); overflow = reroute", ["MOE0354"]),
+        ("topk(2, groups = 2, keep_groups = 1)", "capacity = factor(4.0); overflow = reroute", ["MOE0354"]),
+        ("topk(2)", "overflow = drop", []),
+    ],
+)
+def test_an_overflow_needs_a_capacity_and_a_reroute_a_next_best_expert(
+    gate: str, beside: str, codes: list[str]
+) -> None:
+    assert [d.code for d in load_text(moe_text(gate=gate, beside=beside, balance="[]")).diagnostics] == codes
+
+
+def test_a_reroute_keeps_what_drop_keeps_and_gives_a_token_no_expert_twice() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, 20, 5, generator=generator) * torch.tensor([1.0, 1.0, 1.0, 3.0, 3.0])
+    experts = logits.topk(2)[1]
+    for groups in (0, 2, 1):
+        room = (1, 1, 1, 1, 1)
+        found, scored = ops.reroute(logits, experts, None, None, None, *room, "softmax", groups)
+        kept = ops.keep_first(experts, torch.zeros(6, 20), None, *room, 5, groups)
+        assert torch.equal(found.where(kept >= 0, -1), kept)
+        assert (found >= 0).sum() > (kept >= 0).sum()
+        assert torch.equal(scored.where(found >= 0, -1), found)
+        chosen = found.flatten(0, 1)
+        assert all(len(set(row)) == len(row) for row in ([e for e in each if e >= 0] for each in chosen.tolist()))
+        capacity = -(-2 * 20 * (6 // (groups or 6)) // 5)
+        for group in found.reshape(groups or 6, -1):
+            loads = torch.bincount(group[group >= 0], minlength=5)
+            assert loads.max() <= capacity
+
+
+def test_all_places_are_computed_with_pad_and_not_otherwise() -> None:
+    def kinds(overflow: str) -> set[str]:
+        plan = moe_plan(ranks=1, ep=1, beside=f"capacity = factor(1.0); overflow = {overflow}")
+        return {op.mnemonic for op in plan.program.block(BODY).ops}
+
+    assert {"expert_mlp_padded", "combine_padded"} <= kinds("pad")
+    assert "mixture_mlp" in kinds("drop") - kinds("pad")
