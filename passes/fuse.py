@@ -95,7 +95,7 @@ def _local(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tuple[Op
         **MixtureMlp.taking(weights | {"x": permute.operands[0], "experts": chosen, "weights": combine.operands[2]}),
         results=(*combine.results, permute.results[1]),
         span=experts.span,
-        activation=experts.activation,
+        **experts.activates(),
     )
     return {id(permute): (), id(experts): (), id(combine): (*kept, fused)}
 

@@ -73,7 +73,7 @@ def _activation(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.Activation)
     (x,) = e.refs(op)
     if ACTIVATIONS[op.kind].gated:
-        e.result(op, moec.gated.default, x, op.kind)
+        e.result(op, moec.gated.default, x, op.kind, op.clamp, op.alpha)
         return
     x = e.call(op, aten.squeeze.dim, x, -2)
     *inner, outer = ACTIVATIONS[op.kind].function.aten

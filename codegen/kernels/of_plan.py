@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import (
@@ -165,7 +166,9 @@ def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:
     for op in block.ops:
         if isinstance(op, o.Activation) and ACTIVATIONS[op.kind].gated:
             width = _local_shape(plan.program, block, op.operands[0])[-1]
-            shape = GatedShape(hidden=width, activation=op.kind, dtype=op.results[0].dtype)
+            shape = GatedShape(
+                hidden=width, activation=op.kind, dtype=op.results[0].dtype, clamp=op.clamp, alpha=op.alpha
+            )
             yield PlanKernel(shape, block.name, 1, op)
 
 
@@ -178,8 +181,9 @@ def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int) -> It
     tiles = tiles_of(plan, dtype, rows, experts, (dim, hidden), op.activation).tiles
     known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
     yield TilesShape(experts=experts, rows=tiles.up.rows)
-    yield UpShape.of(*known, tiles.up)
-    yield DownShape.of(*known, tiles.down, weighted="weights" in op.optional)
+    numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha}
+    yield UpShape.of(*known, tiles.up, **numbers)
+    yield DownShape.of(*known, tiles.down, weighted="weights" in op.optional, **numbers)
 
 
 def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:

@@ -13,7 +13,7 @@ from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
 from moec.codegen.kernels.tiles import Tile
-from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.activations import ACTIVATIONS, kind_of
 
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """Triton's names of the dtypes that kernels compute in."""
@@ -35,8 +35,9 @@ class KernelShape:
 
     @property
     def name(self) -> str:
-        """An identifier that contains every field of the shape: `route_experts8_k2_scoresoftmax_…`."""
-        said = (f"{field.name}{_short(getattr(self, field.name))}" for field in fields(self))
+        """An identifier that contains every field of the shape that is not None: `route_experts8_k2_scoresoftmax_…`."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        said = (f"{name}{_short(value)}" for name, value in given.items() if value is not None)
         return "_".join((self.template, *said))
 
     def constants(self) -> dict[str, Any]:
@@ -90,10 +91,13 @@ class GatedShape(KernelShape):
     hidden: int
     activation: str
     dtype: str
+    clamp: float | None = None
+    alpha: float | None = None
 
     def constants(self) -> dict[str, Any]:
         """At most 1,024 columns per program."""
-        return {"BLOCK": min(1024, power_of_two(self.hidden)), "function": ACTIVATIONS[self.activation].function}
+        kind = kind_of(self.activation, self.clamp, self.alpha)
+        return {"BLOCK": min(1024, power_of_two(self.hidden)), "function": kind.function, "second": kind.second}
 
 
 TABLES = ("offsets_ptr", "experts_ptr", "starts_ptr", "order_ptr")
@@ -135,6 +139,8 @@ class ProductShape(KernelShape):
     k: int
     bias: bool
     tile: Tile
+    clamp: float | None = None
+    alpha: float | None = None
 
     @classmethod
     def of(
@@ -148,7 +154,7 @@ class ProductShape(KernelShape):
         k: int,
         bias: bool,
         tile: Tile,
-        **more: bool,
+        **more: Any,
     ) -> Self:
         """Makes the shape from positional arguments."""
         return cls(
@@ -166,10 +172,11 @@ class ProductShape(KernelShape):
 
     def constants(self) -> dict[str, Any]:
         """Whether an offset inside one expert's matrices needs 64 bits."""
-        activation = ACTIVATIONS[self.activation]
+        activation = kind_of(self.activation, self.clamp, self.alpha)
         return {
             "G": activation.parts,
             "function": activation.function,
+            "second": activation.second,
             "GROUP": 8,
             "weights_tile": min(128, self.tile.columns),
             "wide": activation.parts * self.hidden * self.dim >= MOST_ELEMENTS,
@@ -248,8 +255,7 @@ def complaint(shape: KernelShape) -> str | None:
 
 
 def _short(value: object) -> str:
-    text = str(value).lower()
-    return re.sub(r"\W", "_", text) if isinstance(value, float) else text
+    return re.sub(r"[^a-z0-9_]", lambda found: {".": "p", "-": "m"}.get(found[0], ""), str(value).lower())
 
 
 @lru_cache(maxsize=1)

@@ -5,7 +5,6 @@ from typing import Annotated
 from moec.grammar.spec.base import (
     Doc,
     Node,
-    NotYet,
     Positive,
     PositiveInt,
     Text,
@@ -34,10 +33,10 @@ class SwiGLU(Activated):
 
     word = "swiglu"
     source = "Shazeer 2020, arXiv 2002.05202"
-    clamp: Annotated[Positive | None, NotYet(), Doc("gate at most this, up within ± this (gpt-oss: 7)")] = None
-    alpha: Annotated[
-        Positive | None, NotYet(), Doc("`g * sigmoid(alpha * g) * (up + 1)` in silu's place (gpt-oss)")
-    ] = None
+    clamp: Annotated[Positive | None, Doc("gate at most this, up within ± this (gpt-oss: 7)")] = None
+    alpha: Annotated[Positive | None, Doc("`g * sigmoid(alpha * g) * (up + 1)` in silu's place (gpt-oss: 1.702)")] = (
+        None
+    )
 
 
 class GeGLU(Activated):

@@ -10,7 +10,7 @@ Experts save the pre-activation `[…, parts, hidden]`, and backward recomputes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -35,9 +35,9 @@ class ActivationKind:
     """One part: `function(part)`. Two parts: `function(first) · second`, which is called gated.
 
     `word` is the feed-forward's word in the language. `parameters` are the fields of its class that change the
-    function; no kernel takes one yet, and lowering asserts that they are None. `smooth` is set where the gradient
-    jumps: it is the word of a similar, smooth activation. `moec verify` measures rounding with it, because rounding
-    alone moves numbers across the jump.
+    function, and attributes of ops: all of `PARAMETERS`, or none. `second`, if set, is the function of the second part.
+    `smooth` is set where the gradient jumps: it is the word of a similar, smooth activation. `moec verify` measures
+    rounding with it, because rounding alone moves numbers across the jump.
     """
 
     word: str
@@ -45,6 +45,7 @@ class ActivationKind:
     function: Function
     parameters: tuple[str, ...] = ()
     smooth: str = ""
+    second: Function | None = None
 
     @property
     def gated(self) -> bool:
@@ -91,3 +92,46 @@ _KINDS = (
 
 ACTIVATIONS: Mapping[str, ActivationKind] = {kind.word: kind for kind in _KINDS}
 """The activations by word."""
+
+PARAMETERS = ("clamp", "alpha")
+"""The numbers that change an activation, in the order in which operators take them; None is the plain activation."""
+
+
+def kind_of(word: str, clamp: float | None = None, alpha: float | None = None) -> ActivationKind:
+    """The activation `word` with its parameters.
+
+    `swiglu` with `clamp` c: the gate is at most c, up lies within ± c. With `alpha` a: `g · sigmoid(a · g) · (up + 1)`
+    in the place of `silu(g) · up` (gpt-oss: OpenAI 2025, arXiv 2508.10925, section 2.2, c = 7 and a = 1.702).
+    """
+    kind = ACTIVATIONS[word]
+    if clamp is None and alpha is None:
+        return kind
+    assert kind.parameters == PARAMETERS, word
+    return replace(kind, function=_bounded_gate(clamp, alpha), second=_bounded_up(clamp, alpha))
+
+
+def _bounded_gate(clamp: float | None, alpha: float | None) -> Function:
+    scaled = "x" if alpha is None else f"{alpha!r} * x"
+    limit = "" if clamp is None else f"limit = tl.full(x.shape, {clamp!r}, x.dtype)\n"
+    below = "" if clamp is None else "beyond = x > limit\nx = tl.where(beyond, limit, x)\n"
+    slope = f"s * (1.0 + {scaled} * (1.0 - s))"
+    return Function(
+        name="silu",
+        aten=(),
+        triton=f"{limit}{below}return x * tl.sigmoid({scaled})",
+        derivative=f"{limit}{below}s = tl.sigmoid({scaled})\n"
+        + (f"return {slope}" if clamp is None else f"return tl.where(beyond, 0.0, {slope})"),
+    )
+
+
+def _bounded_up(clamp: float | None, alpha: float | None) -> Function:
+    one = "" if alpha is None else " + 1.0"
+    if clamp is None:
+        return Function(name="add", aten=(), triton=f"return x{one}", derivative="return x * 0.0 + 1.0")
+    limit = f"limit = tl.full(x.shape, {clamp!r}, x.dtype)\n"
+    return Function(
+        name="clamp",
+        aten=(),
+        triton=f"{limit}return tl.where(x > limit, limit, tl.where(x < -limit, -limit, x)){one}",
+        derivative=f"{limit}return tl.where((x > limit) | (x < -limit), 0.0, 1.0)",
+    )

@@ -31,4 +31,6 @@ def _known_activation(word: str) -> str:
 
 
 ActivationName = Annotated[str, AfterValidator(_known_activation)]
+ActivationParameter = Positive | None
+"""A number of `PARAMETERS` that changes an activation; None is the plain activation."""
 Reduction = Literal["sum", "max"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from moec.passes.ir.op import Op, operand_names
 
@@ -70,8 +71,12 @@ def _default(op: type[Op], name: str) -> str:
 
 
 def _torch_type(annotation: Any) -> str:
-    """`int`, `float`, `bool`, `str`, or a list of one of them."""
+    """`int`, `float`, `bool`, `str`, a list of one of them, or `float?` where None is allowed."""
     origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        given, none = get_args(annotation)
+        assert none is NoneType
+        return f"{_torch_type(given)}?"
     if origin is Annotated:
         return _torch_type(get_args(annotation)[0])
     if origin is Literal:

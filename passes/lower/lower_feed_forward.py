@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from moec.grammar.spec import Activated, FeedForward, Moe, Subject
 from moec.passes.ir import Matrices
 from moec.passes.ir import ops as o
-from moec.passes.ir.activations import ACTIVATIONS, ActivationKind
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.lower.block_builder import PROJECTION, TABLE, Builder, normal, residual_init
 
 UP = Matrices(1, 1, hidden=True)
 """Of a gated feed-forward, both halves are matrices of their own."""
 
 
-def activation_of(body: Activated) -> ActivationKind:
-    """The activation of a feed-forward."""
-    kind = ACTIVATIONS[body.word]
-    assert all(getattr(body, name) is None for name in kind.parameters)
-    return kind
+def parameters_of(body: Activated) -> dict[str, Any]:
+    """The numbers that change a feed-forward's activation, as attributes of ops."""
+    given = {name: getattr(body, name) for name in ACTIVATIONS[body.word].parameters}
+    return {name: float(value) for name, value in given.items() if value is not None}
 
 
 def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:
     """`down(activation(up(h)))`, with parameters named under `prefix`; returns the result's name."""
     assert isinstance(body, Activated)
-    activation, span = activation_of(body), body.span()
+    activation, span = ACTIVATIONS[body.word], body.span()
     up_shape, down_shape = (activation.parts, body.hidden, subject.dim), (subject.dim, body.hidden)
     up = b.parameter(f"{prefix}.up.weight", up_shape, subject.dtype, normal(), span, {"tp": 1}, UP)
     init = residual_init(subject.depth)
@@ -30,7 +31,7 @@ def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h
     hidden = b.one(o.Linear, h, up, to="hidden", span=span)
     if body.bias:
         hidden = b.biased(hidden, f"{prefix}.up.bias", body.span("bias"), shard={"tp": 1})
-    active = b.one(o.Activation, hidden, to="active", span=span, kind=activation.word)
+    active = b.one(o.Activation, hidden, to="active", span=span, kind=activation.word, **parameters_of(body))
     y = b.one(o.Linear, active, down, to="y", span=span)
     return b.biased(y, f"{prefix}.down.bias", body.span("bias")) if body.bias else y
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from moec.grammar.source import Span
 from moec.grammar.spec import (
@@ -16,10 +17,11 @@ from moec.grammar.spec import (
 )
 from moec.passes.ir import Init, Matrices, Output, Role
 from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.lower.block_builder import Builder, normal, residual_init
 from moec.passes.lower.gates import lower_gate
 from moec.passes.lower.lower_balance import Routed, balance_terms
-from moec.passes.lower.lower_feed_forward import activation_of, beside_experts
+from moec.passes.lower.lower_feed_forward import beside_experts, parameters_of
 from moec.passes.lower.lower_queues import capacity_of, varying, with_places
 
 UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
@@ -53,24 +55,24 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     return with_places(b, moe, routed, beside)
 
 
-def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, str], dict[str, str], str]:
-    """The names of the up and down weights, of their biases (if any), and of the activation."""
+def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, str], dict[str, str], dict[str, Any]]:
+    """The names of the up and down weights, of their biases (if any), and the activation as attributes of ops."""
     declared = moe.experts
     assert isinstance(declared, Experts)
     body, span = declared.body, declared.span()
     assert isinstance(body, Activated)
-    activation = activation_of(body)
+    attributes: dict[str, Any] = {"activation": body.word, **parameters_of(body)}
     shard = {"ep": 0}
-    up_shape = (declared.count, activation.parts, body.hidden, subject.dim)
+    up_shape = (declared.count, ACTIVATIONS[body.word].parts, body.hidden, subject.dim)
     up = b.parameter("moe.experts.up.weight", up_shape, subject.dtype, normal(), span, shard, UP)
     down_shape, init = (declared.count, subject.dim, body.hidden), residual_init(subject.depth)
     down = b.parameter("moe.experts.down.weight", down_shape, subject.dtype, init, span, shard, DOWN)
     if not body.bias:
-        return (up, down), {}, activation.word
+        return (up, down), {}, attributes
     zeros, span = Init(kind="zeros"), body.span("bias")
     up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], subject.dtype, zeros, span, shard, EXPERTS)
     down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], subject.dtype, zeros, span, shard, EXPERTS)
-    return (up, down), {"up_bias": up_bias, "down_bias": down_bias}, activation.word
+    return (up, down), {"up_bias": up_bias, "down_bias": down_bias}, attributes
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
@@ -80,7 +82,7 @@ def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) ->
         num_experts=routed.experts, some_are_none=routed.some_are_none,
     )  # fmt: skip
     (up, down), biases, activation = _expert_weights(b, subject, moe)
-    y = b.one(o.ExpertMlp, rows, counts, up, down, beside=biases, to="y", span=_declared(moe), activation=activation)
+    y = b.one(o.ExpertMlp, rows, counts, up, down, beside=biases, to="y", span=_declared(moe), **activation)
     return b.one(o.Combine, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 
@@ -107,16 +109,9 @@ def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> t
         )
     (up, down), biases, activation = _expert_weights(b, subject, moe)
     y = b.one(
-        o.ExpertMlpPadded,
-        rows,
-        up,
-        down,
-        beside=biases,
-        to="y",
-        span=_declared(moe),
-        activation=activation,
-        all_places=moe.overflow == "pad",
-    )
+        o.ExpertMlpPadded, rows, up, down, beside=biases, to="y", span=_declared(moe),
+        all_places=moe.overflow == "pad", **activation,
+    )  # fmt: skip
     return b.one(o.CombinePadded, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 

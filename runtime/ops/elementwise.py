@@ -10,6 +10,7 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.ops.expert_mlp import check_activation
 from moec.runtime.ops.registry import check, define, differentiate
 
 # ---- rope --------------------------------------------------------------------------------------------
@@ -55,7 +56,8 @@ differentiate(rope, setup=_setup_rope, backward=_differentiate_rope)
 # ---- gated -------------------------------------------------------------------------------------------
 
 
-def _check_gated(x: Tensor, activation: str) -> None:
+def _check_gated(x: Tensor, activation: str, *parameters: float | None) -> None:
+    check_activation("gated", activation, *parameters)
     check(
         activation in GATED,
         lambda: f"moec::gated: activation must be one of {', '.join(GATED)}, not {activation!r}",
@@ -64,40 +66,43 @@ def _check_gated(x: Tensor, activation: str) -> None:
     check(x.is_floating_point(), lambda: f"moec::gated: x must be floating point, not {x.dtype}")
 
 
-def _check_gated_backward(grad: Tensor, x: Tensor, activation: str) -> None:
-    _check_gated(x, activation)
+def _check_gated_backward(grad: Tensor, x: Tensor, activation: str, *parameters: float | None) -> None:
+    _check_gated(x, activation, *parameters)
 
 
-def _fake_gated(x: Tensor, activation: str) -> Tensor:
+def _fake_gated(x: Tensor, activation: str, *_: float | None) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
 
 
-def _fake_gated_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+def _fake_gated_backward(grad: Tensor, x: Tensor, activation: str, *_: float | None) -> Tensor:
     return x.new_empty(x.shape)
 
 
 GATED = tuple(kind.word for kind in ACTIVATIONS.values() if kind.gated)
 
-gated = define("gated(Tensor x, str activation) -> Tensor", fake=_fake_gated, check=_check_gated)
+_PARAMETERS = "float? clamp=None, float? alpha=None"
+
+gated = define(f"gated(Tensor x, str activation, {_PARAMETERS}) -> Tensor", fake=_fake_gated, check=_check_gated)
 gated_backward = define(
-    "gated_backward(Tensor grad, Tensor x, str activation) -> Tensor",
+    f"gated_backward(Tensor grad, Tensor x, str activation, {_PARAMETERS}) -> Tensor",
     fake=_fake_gated_backward,
     check=_check_gated_backward,
 )
-"""`gated`: `f(x[..., 0, :]) * x[..., 1, :]` (Shazeer 2020) with the function f of a gated activation.
+"""`gated`: `f(x[..., 0, :]) * x[..., 1, :]` (Shazeer 2020) with the function f of a gated activation; clamp
+and alpha as in `kind_of`.
 
 x [..., 2, F], any floating dtype -> [..., F]; f and the product are computed in at least float32.
 """
 
 
 def _setup_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, ctx.activation = inputs
+    x, *ctx.activation = inputs
     ctx.save_for_backward(x)
 
 
-def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _differentiate_gated(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     (x,) = ctx.saved_tensors
-    return gated_backward(grad, x, ctx.activation), None
+    return gated_backward(grad, x, *ctx.activation), None, None, None
 
 
 differentiate(gated, setup=_setup_gated, backward=_differentiate_gated)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir import ops as o
-from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.operator_schema import schema_of
 from moec.runtime.ops.registry import check, define, differentiate
 
@@ -23,12 +24,10 @@ def check_expert_mlp(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> None:
     """Raises `RuntimeError` for arguments that `expert_mlp` does not take."""
-    check(
-        activation in ACTIVATIONS,
-        lambda: f"moec::expert_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
-    )
+    check_activation("expert_mlp", activation, *parameters)
     check(
         rows.dim() == 2 and counts.dim() == 2 and up.dim() == 4 and down.dim() == 3,
         lambda: (
@@ -68,6 +67,22 @@ def check_expert_mlp(
         )
 
 
+def check_activation(name: str, activation: str, *parameters: float | None) -> None:
+    """Requires a word of `ACTIVATIONS`, with positive parameters only where the activation has them."""
+    check(
+        activation in ACTIVATIONS,
+        lambda: f"moec::{name}: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
+    )
+    given = [parameter for parameter in parameters if parameter is not None]
+    check(
+        not given or bool(ACTIVATIONS[activation].parameters), lambda: f"moec::{name}: {activation} has no parameters"
+    )
+    check(
+        all(0 < parameter < math.inf for parameter in given),
+        lambda: f"moec::{name}: {' and '.join(PARAMETERS)} must be positive and finite, not {given}",
+    )
+
+
 def check_biases(name: str, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -> None:
     """Requires both biases or none, of shapes [E, G, F] and [E, D] for up [E, G, F, D] and down, and of up's dtype."""
     check(
@@ -95,6 +110,7 @@ def _fake_expert_mlp(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor]:
     return rows.new_empty(rows.shape), rows.new_empty((rows.shape[0], *up.shape[1:3]))
 
@@ -108,8 +124,8 @@ expert_mlp = define(
 
 rows [R, D], counts [sources, E] int64, up [E, G, F, D], down [E, D, F], up_bias [E, G, F] and down_bias [E, D] or
 neither bias; all but counts of one floating dtype; weights [R] float32 or float64, None for all 1; activation one of
-`ACTIVATIONS`, of G parts (the gate first), computed in at least float32. Rows are sorted by source, then by expert, as
-an all-to-all delivers them; sources is 1 without an all-to-all. Gives
+`ACTIVATIONS`, of G parts (the gate first), computed in at least float32; clamp and alpha as in `kind_of`. Rows are
+sorted by source, then by expert, as an all-to-all delivers them; sources is 1 without an all-to-all. Gives
   - out [R, D], in the rows' order;
   - hidden [R, G, F], the pre-activation, for backward: not differentiable, its rows in the backend's own order.
 Raises `RuntimeError` if the counts do not add up to R.
@@ -131,6 +147,7 @@ def _fake_expert_mlp_backward(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, ...]:
     of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     return *(t.new_empty(t.shape) for t in (rows, up, down)), *empty_biases(up, up_bias, down_bias), of_weights
@@ -144,8 +161,8 @@ def empty_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -
 
 expert_mlp_backward = define(
     "expert_mlp_backward(Tensor grad, Tensor rows, Tensor hidden, Tensor counts, Tensor up, Tensor down,"
-    " Tensor? up_bias, Tensor? down_bias, Tensor? weights, str activation)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? up_bias, Tensor? down_bias, Tensor? weights, str activation,"
+    " float? clamp=None, float? alpha=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_expert_mlp_backward,
     check=_check_backward,
 )
@@ -157,7 +174,8 @@ activated hidden row (plus `grad` times down_bias), so that forward need not sav
 
 
 def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, counts, *of_experts, weights, ctx.activation = inputs
+    rows, counts, *of_experts, weights = inputs[:-3]
+    ctx.activation = inputs[-3:]
     _, hidden = output
     ctx.mark_non_differentiable(hidden)
     ctx.set_materialize_grads(False)
@@ -166,11 +184,11 @@ def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 8
+        return (None,) * 10
     *saved, weights = ctx.saved_tensors
-    grad_rows, grad_up, grad_down, *others = expert_mlp_backward(grad, *saved, weights, ctx.activation)
+    grad_rows, grad_up, grad_down, *others = expert_mlp_backward(grad, *saved, weights, *ctx.activation)
     of_up_bias, of_down_bias, of_weights = of_given(others, (*saved[-2:], weights))
-    return grad_rows, None, grad_up, grad_down, of_up_bias, of_down_bias, of_weights, None
+    return grad_rows, None, grad_up, grad_down, of_up_bias, of_down_bias, of_weights, *(None,) * 3
 
 
 def of_given(gradients: Sequence[Tensor], given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.operator_schema import schema_of
-from moec.runtime.ops.expert_mlp import check_biases, empty_biases, of_given
+from moec.runtime.ops.expert_mlp import check_activation, check_biases, empty_biases, of_given
 from moec.runtime.ops.registry import check, define, differentiate
 
 
@@ -23,12 +23,10 @@ def check_mixture_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> None:
     """Raises `RuntimeError` for arguments that `mixture_mlp` does not take."""
-    check(
-        activation in ACTIVATIONS,
-        lambda: f"moec::mixture_mlp: activation must be one of {', '.join(ACTIVATIONS)}, not {activation!r}",
-    )
+    check_activation("mixture_mlp", activation, *parameters)
     check(
         x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.shape == weights.shape,
         lambda: (
@@ -67,6 +65,7 @@ def _fake_mixture_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
@@ -118,21 +117,23 @@ def _fake_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, ...]:
     return *(t.new_empty(t.shape) for t in (x, weights, up, down)), *empty_biases(up, up_bias, down_bias)
 
 
 mixture_mlp_backward = define(
     "mixture_mlp_backward(Tensor grad, Tensor x, Tensor hidden, Tensor counts, Tensor positions, Tensor weights,"
-    " Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation,"
+    " float? clamp=None, float? alpha=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     check=_check_backward,
 )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, *of_experts, ctx.activation = inputs
+    x, _, weights, *of_experts = inputs[:-3]
+    ctx.activation = inputs[-3:]
     _, counts, hidden, positions = output
     ctx.mark_non_differentiable(counts, hidden, positions)
     ctx.set_materialize_grads(False)
@@ -141,10 +142,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 8
+        return (None,) * 10
     saved = ctx.saved_tensors
-    grad_x, *grads = mixture_mlp_backward(grad, *saved, ctx.activation)
-    return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), None
+    grad_x, *grads = mixture_mlp_backward(grad, *saved, *ctx.activation)
+    return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), *(None,) * 3
 
 
 differentiate(mixture_mlp, setup=_setup, backward=_differentiate)

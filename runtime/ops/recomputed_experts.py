@@ -33,18 +33,18 @@ expert_mlp_recomputed = define(
 
 
 def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    *tensors, ctx.activation = inputs
+    tensors, ctx.activation = inputs[:-3], inputs[-3:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 8
+        return (None,) * 10
     rows, counts, up, down, *others = ctx.saved_tensors
-    hidden = expert_mlp(rows, counts, up, down, *others, ctx.activation)[1]  # its first result is freed
-    gradients = expert_mlp_backward(grad, rows, hidden, counts, up, down, *others, ctx.activation)
-    return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), None
+    hidden = expert_mlp(rows, counts, up, down, *others, *ctx.activation)[1]  # its first result is freed
+    gradients = expert_mlp_backward(grad, rows, hidden, counts, up, down, *others, *ctx.activation)
+    return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), *(None,) * 3
 
 
 differentiate(expert_mlp_recomputed, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)
@@ -71,7 +71,7 @@ mixture_mlp_recomputed = define(
 
 
 def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.activation = inputs
+    tensors, ctx.activation = inputs[:-3], inputs[-3:]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
@@ -79,12 +79,12 @@ def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate_mixture_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 8
+        return (None,) * 10
     x, experts, weights, *of_experts = ctx.saved_tensors
-    counts, hidden, positions = mixture_mlp(x, experts, weights, *of_experts, ctx.activation)[1:]
+    counts, hidden, positions = mixture_mlp(x, experts, weights, *of_experts, *ctx.activation)[1:]
     given = (x, hidden, counts, positions, weights, *of_experts)
-    of_x, *gradients = mixture_mlp_backward(grad, *given, ctx.activation)
-    return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), None
+    of_x, *gradients = mixture_mlp_backward(grad, *given, *ctx.activation)
+    return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), *(None,) * 3
 
 
 differentiate(mixture_mlp_recomputed, setup=_setup_mixture_mlp, backward=_differentiate_mixture_mlp)

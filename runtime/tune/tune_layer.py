@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class TunedLayer:
 
     def __init__(self, products: PlanProducts, device: torch.device) -> None:
         key, shape = products.key, products.up
-        self.key, self.activation = key, shape.activation
+        self.key, self.activation = key, (shape.activation, shape.clamp, shape.alpha)
         self.rows, self.k = min(products.rows, max(MOST_ROWS, MOST_EACH * shape.experts)), shape.k
         if self.k:
             self.rows -= self.rows % self.k
@@ -64,7 +65,7 @@ class TunedLayer:
         """The tiles of an untuned plan: shipped ones, or the rule's."""
         experts, widths = self._up.shape[0], (self.key.dim, self.key.hidden)
         with triton_tiles.use(None):
-            return triton_tiles.tiles_at(self.device, self.key.dtype, self.rows, experts, widths, self.activation)
+            return triton_tiles.tiles_at(self.device, self.key.dtype, self.rows, experts, widths, self.activation[0])
 
     def results(self, tiles: Tiles) -> Results:
         """The layer's results with these tiles."""
@@ -90,12 +91,13 @@ class TunedLayer:
     def _run(self) -> Results:
         parameters = (self._up, self._down, *self._biases)
         if self.k:
-            experts = (*parameters, self.activation)
+            experts = (*parameters, *self.activation)
             mixed, counts, hidden, positions = mixture_mlp(self._x, self._choices, self._weights, *experts)
             saved = (self._x, hidden, counts, positions, self._weights)
-            grad_x, _, *grads = mixture_mlp_backward(self._grad, *saved, *experts)
+            of_mixture: tuple[Any, ...] = (*saved, *experts)
+            grad_x, _, *grads = mixture_mlp_backward(self._grad, *of_mixture)
             return mixed, grad_x, *grads
-        matrices = (*parameters, self._weights, self.activation)
+        matrices = (*parameters, self._weights, *self.activation)
         out, hidden = expert_mlp(self._x, self._counts, *matrices)
         *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices)
         return out, *grads

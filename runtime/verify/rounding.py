@@ -81,7 +81,7 @@ def _run_exactly(
 
 
 def smooth(program: Program) -> Program:
-    """The same Program with gelu for relu, and so on: see `ActivationKind.smooth`."""
+    """The same Program with gelu for relu, without clamps, and so on: see `ActivationKind.smooth`."""
 
     def change(op: Op) -> Op:
         words: dict[str, Any] = {
@@ -89,7 +89,8 @@ def smooth(program: Program) -> Program:
             for name in attributes_of_type(type(op), ActivationName)
             if (kind := ACTIVATIONS[getattr(op, name)]).smooth
         }
-        return replace(op, **words)
+        unclamped: dict[str, Any] = {"clamp": None} if "clamp" in op.attribute_names() else {}
+        return replace(op, **words, **unclamped)
 
     return replace(program, blocks=tuple(replace(b, ops=tuple(map(change, b.ops))) for b in program.blocks))
 

@@ -82,10 +82,13 @@ def specs(
     attentions: Sequence[str] = (),
     balances: Sequence[str] = (),
     least_experts: int = 1,
+    ffns: Sequence[str] = FFNS,
+    paths: Sequence[str] = BESIDE,
 ) -> Spec:
     """A random Spec. Each list, where given, is what its word is drawn from; in `gates`, `{k}` is a number of choices.
 
-    `attentions` are whole calls with 4 heads, such as `mla(heads = 4, …)`, in place of `gqa`.
+    `attentions` are whole calls with 4 heads, such as `mla(heads = 4, …)`, in place of `gqa`. `ffns` and
+    `paths` are templates for hidden widths, as in `BESIDE`.
     """
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
     experts = draw(st.integers(least_experts, 12))
@@ -116,8 +119,8 @@ def specs(
         gate=gate,
         balance=balance,
         model=draw(st.sampled_from(models)),
-        beside="; ".join([draw(st.sampled_from(BESIDE)).format(*hidden), draw(st.sampled_from(capacities))]),
-        ffn=draw(st.sampled_from(FFNS)).format(*hidden),
+        beside="; ".join([draw(st.sampled_from(paths)).format(*hidden), draw(st.sampled_from(capacities))]),
+        ffn=draw(st.sampled_from(ffns)).format(*hidden),
         attention=draw(st.sampled_from(attentions)) if attentions else None,
         bias=draw(st.sampled_from(["none", "qkv", "all"])),
         qk_norm=draw(st.sampled_from(["none", "head", "projection"])),

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost, Direction, Work
 from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
-from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
-from moec.passes.ir.ops.mixture_ops import experts_layout, require_experts
+from moec.passes.ir.ops.mixture_ops import Activates, experts_layout, require_experts
 from moec.passes.ir.ops.token_layouts import Blocks
 from moec.passes.ir.value import Value, promoted
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureMlp(Op):
+class MixtureMlp(Activates):
     """Each token's weighted sum of its experts' feed-forwards: x, experts, weights, up, down → mixed, counts.
 
     Equals permute, expert_mlp and combine with no conversion in between, but saves no copy of a token per choice. Up,
@@ -37,14 +36,13 @@ class MixtureMlp(Op):
     operator: ClassVar[str | None] = "mixture_mlp"
     saved: ClassVar[str] = "hidden positions"
     moves: ClassVar[bool] = True
-    activation: ActivationName
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)
         x, experts, weights = given["x"], given["experts"], given["weights"]
         require(experts.dtype == "int64" and x.shape[:-1] == experts.shape[:-1], self, "wants experts of each token")
         require(experts.shape == weights.shape, self, "wants a weight for each choice")
-        require_experts(self, self.activation, x, given)
+        require_experts(self, x, given)
         return (Type(shape=x.shape, dtype=x.dtype), Type(shape=("sources", given["up"].shape[0]), dtype="int64"))
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

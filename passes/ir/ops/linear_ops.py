@@ -10,8 +10,8 @@ from pydantic import Field
 
 from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, projection
-from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.ir.attribute_types import ActivationName, Positive
+from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
+from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Positive
 from moec.passes.ir.layout import Layout, Partial, Placement, Shard
 from moec.passes.ir.limits import MAX_RANK
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
@@ -88,16 +88,20 @@ class AddBias(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation(Op):
-    """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`."""
+    """`[…, parts, hidden]` → `[…, hidden]`; `kind` is a word of `ACTIVATIONS`, the others as in `kind_of`."""
 
     mnemonic: ClassVar[str] = "activation"
     takes: ClassVar[str] = "x"
     gives: ClassVar[str] = "y"
     kind: ActivationName
+    clamp: ActivationParameter = None
+    alpha: ActivationParameter = None
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (x,) = operands
-        require(x.shape[-2] == ACTIVATIONS[self.kind].parts, self, f"{x.shape[-2]} parts")
+        kind, given = ACTIVATIONS[self.kind], [name for name in PARAMETERS if getattr(self, name) is not None]
+        require(x.shape[-2] == kind.parts, self, f"{x.shape[-2]} parts")
+        require(set(given) <= set(kind.parameters), self, f"{self.kind} has no {' and no '.join(given)}")
         return (Type(shape=(*x.shape[:-2], x.shape[-1]), dtype=x.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

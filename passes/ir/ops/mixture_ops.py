@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
-from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.ir.attribute_types import ActivationName, Count
+from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
+from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Count
 from moec.passes.ir.layout import Layout, Placement, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
-from moec.passes.ir.value import Value
+from moec.passes.ir.value import Attribute, Value
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
@@ -76,14 +76,29 @@ class Permute(Op):
         return elementwise(self, operands, results, workload, keeps=workload.keep(results[2]), forward=4)
 
 
-def require_experts(op: Op, activation: str, x: Value, given: Mapping[str, Value]) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activates(Op):
+    """An op of experts with an activation between their projections: its word, and `PARAMETERS` that change it."""
+
+    activation: ActivationName
+    clamp: ActivationParameter = None
+    alpha: ActivationParameter = None
+
+    def activates(self) -> dict[str, Attribute]:
+        """The attributes of the activation."""
+        return {"activation": self.activation, "clamp": self.clamp, "alpha": self.alpha}
+
+
+def require_experts(op: Activates, x: Value, given: Mapping[str, Value]) -> None:
     """Experts of x `[…, dim]`: up `[experts, parts, hidden, dim]`, down `[experts, dim, hidden]`, maybe both biases.
 
     All have the dtype of x. A bias is `[experts, parts, hidden]` or `[experts, dim]`: one number for each output.
     """
     up, down = given["up"], given["down"]
     experts, parts, hidden, _ = up.shape
-    require(parts == ACTIVATIONS[activation].parts, op, f"{parts} parts")
+    kind, numbers = ACTIVATIONS[op.activation], [name for name in PARAMETERS if getattr(op, name) is not None]
+    require(parts == kind.parts, op, f"{parts} parts")
+    require(set(numbers) <= set(kind.parameters), op, f"{op.activation} has no {' and no '.join(numbers)}")
     dim = x.shape[-1]
     require(up.shape[3] == dim and down.shape == (experts, dim, hidden), op, "widths differ")
     biases = [given[name] for name in ("up_bias", "down_bias") if name in given]
@@ -118,7 +133,7 @@ def weights_layout(op: Op, up: Value) -> Layout:
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertMlp(Op):
+class ExpertMlp(Activates):
     """Applies to each row its expert: rows, counts, experts as in `require_experts`, and optional weights of rows."""
 
     mnemonic: ClassVar[str] = "expert_mlp"
@@ -126,14 +141,13 @@ class ExpertMlp(Op):
     gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "expert_mlp"
     saved: ClassVar[str] = "hidden"
-    activation: ActivationName
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)
         rows, counts = given["rows"], given["counts"]
         require(rows.ragged == counts.name, self, f"rows are counted by {rows.ragged}, not {counts.name}")
         require_weights(self, rows, given)
-        require_experts(self, self.activation, rows, given)
+        require_experts(self, rows, given)
         return (Type(shape=rows.shape, dtype=rows.dtype, ragged=rows.ragged),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

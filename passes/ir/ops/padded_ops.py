@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
-from moec.passes.ir.attribute_types import ActivationName, Count
+from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import (
+    Activates,
     experts_layout,
     experts_of,
     require_experts,
@@ -112,7 +113,7 @@ class PermuteDynamic(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertMlpPadded(Op):
+class ExpertMlpPadded(Activates):
     """Applies to each row its expert: rows `[experts, places, dim]`, experts, and optional weights of rows.
 
     Experts are as in `require_experts`. With `all_places` they also compute empty places where no row changes rank, so
@@ -122,14 +123,13 @@ class ExpertMlpPadded(Op):
     mnemonic: ClassVar[str] = "expert_mlp_padded"
     takes: ClassVar[str] = "rows up down up_bias? down_bias? weights?"
     gives: ClassVar[str] = "y"
-    activation: ActivationName
     all_places: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)
         rows = given["rows"]
         require_weights(self, rows, given)
-        require_experts(self, self.activation, rows, given)
+        require_experts(self, rows, given)
         return (Type(shape=rows.shape, dtype=rows.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends.torch.torch_blocks import blocks
-
-Weigh = Callable[[slice, Tensor], None]
-"""Given a block of rows, and room [rows, F] for a product."""
+from moec.runtime.backends.torch.torch_bounded import Weigh, activate_bounded, activate_bounded_backward
 
 
 def _relu(x: Tensor, *, out: Tensor) -> Tensor:
@@ -44,8 +42,11 @@ Both compute in at least float32 and round once. `grad_input` may be `grad`.
 """
 
 
-def activate(out: Tensor, hidden: Tensor, activation: str) -> None:
-    """out [N, F], for hidden [N, G, F]."""
+def activate(out: Tensor, hidden: Tensor, activation: str, *parameters: float | None) -> None:
+    """out [N, F], for hidden [N, G, F]; `parameters` as in `kind_of`."""
+    if any(parameter is not None for parameter in parameters):
+        activate_bounded(out, hidden, *parameters)
+        return
     kind = ACTIVATIONS[activation]
     function, _ = FUNCTIONS[kind.function.name]
     if not kind.gated:
@@ -64,6 +65,7 @@ def activate_backward(
     grad: Tensor,
     hidden: Tensor,
     activation: str,
+    *parameters: float | None,
     weigh: Weigh | None = None,
 ) -> None:
     """grad_hidden [N, G, F], from grad [N, F] and hidden [N, G, F].
@@ -71,6 +73,9 @@ def activate_backward(
     `activated` [N, F], if given, receives the forward's output: recomputing it is cheaper than saving it. `weigh` is
     called with each block of rows after they are activated and before their gradient is used; it needs `activated`.
     """
+    if any(parameter is not None for parameter in parameters):
+        activate_bounded_backward(grad_hidden, activated, grad, hidden, *parameters, weigh=weigh)
+        return
     kind = ACTIVATIONS[activation]
     function, gradient = FUNCTIONS[kind.function.name]
     if not kind.gated:
@@ -94,16 +99,16 @@ def activate_backward(
         gradient(grad_gate, gate, grad_input=grad_gate)
 
 
-def gated(x: Tensor, activation: str) -> Tensor:
+def gated(x: Tensor, activation: str, *parameters: float | None) -> Tensor:
     width = x.shape[-1]
     out = x.new_empty((*x.shape[:-2], width))
-    activate(out.view(-1, width), x.reshape(-1, 2, width), activation)
+    activate(out.view(-1, width), x.reshape(-1, 2, width), activation, *parameters)
     return out
 
 
-def gated_backward(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+def gated_backward(grad: Tensor, x: Tensor, activation: str, *parameters: float | None) -> Tensor:
     width = x.shape[-1]
     grad_x = x.new_empty(x.shape)
     rows = grad.reshape(-1, width), x.reshape(-1, 2, width)
-    activate_backward(grad_x.view(-1, 2, width), None, *rows, activation)
+    activate_backward(grad_x.view(-1, 2, width), None, *rows, activation, *parameters)
     return grad_x

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moec.runtime.backends.torch.torch_activations import Weigh, activate, activate_backward
+from moec.runtime.backends.torch.torch_activations import activate, activate_backward
+from moec.runtime.backends.torch.torch_bounded import Weigh
 from moec.runtime.backends.torch.torch_memory import new_empty
 from moec.runtime.backends.torch.torch_row_groups import longest, row_groups
 from moec.runtime.backends.torch.torch_threads import each_expert
@@ -22,6 +23,7 @@ def expert_mlp(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor]:
     rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
     width = down.shape[2]
@@ -37,7 +39,7 @@ def expert_mlp(
             if group.size:
                 own_hidden, own_activated = hidden[group.where], activated[: group.size]
                 project(group.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
-                activate(own_activated, own_hidden, activation)
+                activate(own_activated, own_hidden, activation, *parameters)
                 own_out = group.room(out)
                 project(own_activated, down, down_bias, expert, own_out)
                 if weights is not None:
@@ -61,6 +63,7 @@ def expert_mlp_backward(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
     factor, width = up.shape[1:3]
@@ -90,7 +93,9 @@ def expert_mlp_backward(
                 scale, own_of_weights = group.scale(weights, rows.dtype), group.room(of_weights)
                 weigh = weighing(own_grad_activated, own_activated, scale, own_of_weights)
             own_hidden = hidden[group.where]
-            activate_backward(own_grad_hidden, own_activated, own_grad_activated, own_hidden, activation, weigh)
+            activate_backward(
+                own_grad_hidden, own_activated, own_grad_activated, own_hidden, activation, *parameters, weigh=weigh
+            )
             if weights is not None:
                 if down_bias is not None:
                     own_of_weights += (own_grad * down_bias[expert]).sum(-1, dtype=weights.dtype)

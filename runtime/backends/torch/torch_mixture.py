@@ -23,6 +23,7 @@ def mixture_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_experts, k, (dim, width) = up.shape[0], experts.shape[2], down.shape[1:]
     refuse_out_of_range("mixture_mlp", experts, num_experts, -1)
@@ -49,7 +50,7 @@ def mixture_mlp(
             if size := sizes[expert]:
                 own_rows = torch.index_select(flat, 0, tokens_of[expert], out=rows[:size])
                 project(own_rows, up, up_bias, expert, hidden_of[expert].flatten(1))
-                activate(activated[:size], hidden_of[expert], activation)
+                activate(activated[:size], hidden_of[expert], activation, *parameters)
                 project(activated[:size], down, down_bias, expert, out_of[expert])
 
         return compute
@@ -72,6 +73,7 @@ def mixture_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (dim, width), factor = down.shape[1:], up.shape[1]
     sizes: list[int] = counts[0].tolist()
@@ -106,7 +108,15 @@ def mixture_mlp_backward(
             own_grad = torch.index_select(grad, 0, own_tokens, out=room[:size])
             torch.mm(own_grad, down[expert], out=own_grad_activated)
             weigh = weighing(own_grad_activated, own_activated, scale_of[expert], weights_of[expert])
-            activate_backward(own_grad_hidden, own_activated, own_grad_activated, hidden_of[expert], activation, weigh)
+            activate_backward(
+                own_grad_hidden,
+                own_activated,
+                own_grad_activated,
+                hidden_of[expert],
+                activation,
+                *parameters,
+                weigh=weigh,
+            )
             if down_bias is not None:
                 products = torch.mul(own_grad, down_bias[expert], out=rows[:size])
                 weights_of[expert].add_(products.sum(-1, dtype=of_weights.dtype))

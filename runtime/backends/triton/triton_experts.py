@@ -8,14 +8,19 @@ gathered when they are read and scattered when they are written.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moec.codegen.kernels.shapes import DownShape, ProductShape, TilesShape, UpShape
+from moec.passes.ir.activations import PARAMETERS
 from moec.runtime.backends.torch import torch_experts
 from moec.runtime.backends.triton.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
 from moec.runtime.backends.triton.triton_tiles import tiles_at
+
+Activation = tuple[str, *tuple[float | None, ...]]
+"""A word of `ACTIVATIONS` and its parameters, as in `kind_of`."""
 
 
 def expert_mlp(
@@ -27,14 +32,17 @@ def expert_mlp(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, weights, activation)
+        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, weights, activation, *parameters)
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
     out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
     if out.numel():
         weighted = weights is not None
-        work = Work.of(rows, rows.shape[0], counts, up, up_bias is not None, activation, weighted=weighted)
+        work = Work.of(
+            rows, rows.shape[0], counts, up, up_bias is not None, (activation, *parameters), weighted=weighted
+        )
         activated = rows.new_empty((rows.shape[0], up.shape[2]))
         work.up.product("up", up.shape[2], rows, *work.order, up, *present(up_bias), hidden, activated)
         given = (activated, down, *present(down_bias), *work.order, *present(weights))
@@ -53,10 +61,11 @@ def expert_mlp_backward(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
         plain = torch_experts.expert_mlp_backward
-        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, weights, activation)
+        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, weights, activation, *parameters)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
     grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
     of_biases = torch_experts.new_biases(up, up_bias, down_bias)
@@ -64,7 +73,7 @@ def expert_mlp_backward(
     if not rows.numel():
         return grad_rows, grad_up.zero_(), grad_down.zero_(), *of_biases, of_weights
     num_rows, weighted = rows.shape[0], weights is not None
-    work = Work.of(rows, num_rows, counts, up, up_bias is not None, activation, weighted=weighted)
+    work = Work.of(rows, num_rows, counts, up, up_bias is not None, (activation, *parameters), weighted=weighted)
     _, parts, width, dim = up.shape
     grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((num_rows, width))
     given, made = (grad, down, *work.order), (hidden, grad_hidden, activated)
@@ -154,7 +163,7 @@ class Work:
         counts: Tensor,
         up: Tensor,
         bias: bool,
-        activation: str,
+        activation: Activation,
         k: int = 0,
         *choices: Tensor,
         weighted: bool = False,
@@ -167,7 +176,7 @@ class Work:
         if not k:
             _refuse_other_sum(counts, num_rows)
         dtype, hidden, dim, gathered = dtype_name(x), up.shape[2], x.shape[-1], sources > 1
-        tiles = tiles_at(x.device, dtype, num_rows, experts, (dim, hidden), activation)
+        tiles = tiles_at(x.device, dtype, num_rows, experts, (dim, hidden), activation[0])
         places = kernels_of(TilesShape(experts=experts, rows=tiles.up.rows), x)
 
         counts = counts.contiguous()
@@ -184,8 +193,10 @@ class Work:
             places.launch("order", (experts, sources), counts, offsets, *order, sources, num_rows)
 
         table = _Table(offsets, of_tiles, starts)
-        known = (experts, dim, hidden, activation, dtype, gathered, k, bias)
-        up_shape, down_shape = UpShape.of(*known, tiles.up), DownShape.of(*known, tiles.down, weighted=weighted)
+        known = (experts, dim, hidden, activation[0], dtype, gathered, k, bias)
+        parameters: dict[str, Any] = dict(zip(PARAMETERS, activation[1:], strict=False))
+        up_shape = UpShape.of(*known, tiles.up, **parameters)
+        down_shape = DownShape.of(*known, tiles.down, weighted=weighted, **parameters)
         return cls(
             _Products(up_shape, kernels_of(up_shape, x), table),
             _Products(down_shape, kernels_of(down_shape, x), table),

@@ -27,10 +27,11 @@ def mixture_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_experts, k, dim = up.shape[0], experts.shape[2], x.shape[2]
     if too_many(num_experts) or no_fp64(x.device, x.dtype):
-        return torch_mixture.mixture_mlp(x, experts, weights, up, down, up_bias, down_bias, activation)
+        return torch_mixture.mixture_mlp(x, experts, weights, up, down, up_bias, down_bias, activation, *parameters)
     refuse_out_of_range("mixture_mlp", experts, num_experts, -1)
     x, weights, up, down = x.contiguous(), weights.contiguous(), up.contiguous(), down.contiguous()
     queues = Queues.of_all(experts, num_experts)
@@ -41,7 +42,7 @@ def mixture_mlp(
         return torch.empty_like(x), counts, hidden, positions
     places = Places.of(x, positions, weights)
     order = places.order()
-    work = Work.of(x, num_rows, counts, up, up_bias is not None, activation, k, order)
+    work = Work.of(x, num_rows, counts, up, up_bias is not None, (activation, *parameters), k, order)
     activated, rows = x.new_empty((num_rows, up.shape[2])), x.new_empty((num_rows, dim))
     work.up.product("up", up.shape[2], x, order, up, *present(up_bias), hidden, activated)
     work.down.product("down", dim, activated, down, *present(down_bias), rows)
@@ -60,11 +61,12 @@ def mixture_mlp_backward(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
+    *parameters: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_experts, k, dim = up.shape[0], positions.shape[2], x.shape[2]
     if too_many(num_experts) or no_fp64(x.device, x.dtype):
         plain, biases = torch_mixture.mixture_mlp_backward, (up_bias, down_bias)
-        return plain(grad, x, hidden, counts, positions, weights, up, down, *biases, activation)
+        return plain(grad, x, hidden, counts, positions, weights, up, down, *biases, activation, *parameters)
     grad, x, hidden, weights, up, down = (t.contiguous() for t in (grad, x, hidden, weights, up, down))
     grad_weights, grad_up, grad_down = torch.empty_like(weights), torch.empty_like(up), torch.empty_like(down)
     num_rows, of_biases = positions.numel(), new_biases(up, up_bias, down_bias)
@@ -74,7 +76,7 @@ def mixture_mlp_backward(
     _, parts, width, _ = up.shape
     places = Places.of(x, positions, weights)
     order = places.order()
-    work = Work.of(x, num_rows, counts, up, up_bias is not None, activation, k, order)
+    work = Work.of(x, num_rows, counts, up, up_bias is not None, (activation, *parameters), k, order)
     grad_hidden, activated = torch.empty_like(hidden), x.new_empty((num_rows, width))
     num_parts = -(-width // work.down.shape.tile.columns)
     of_weights = x.new_empty((num_parts, num_rows), dtype=torch.promote_types(x.dtype, torch.float32))

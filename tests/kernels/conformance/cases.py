@@ -181,6 +181,7 @@ def experts(
     activation: str,
     bias: bool = False,
     weighted: bool = False,
+    parameters: Sequence[float | None] = (),
 ) -> list[Tensor]:
     """Random numbers of unit variance throughout."""
     of_experts = numbers.whole(torch.tensor(counts))
@@ -191,8 +192,8 @@ def experts(
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
     weights = numbers.of_router(given.shape[0]) if weighted else None
-    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, weights, activation)
-    grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, weights, activation)
+    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, weights, activation, *parameters)
+    grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, weights, activation, *parameters)
     return [out, *backend.expert_mlp_backward(grad, given, saved, *rest)]
 
 
@@ -218,6 +219,7 @@ def mixture(
     dropped: float = 0.0,
     skew: float = 0.0,
     bias: bool = False,
+    parameters: Sequence[float | None] = (),
 ) -> list[Tensor]:
     """Forward and backward, with some choices dropped."""
     (batch, tokens, num_experts, k), (dim, hidden) = shape, widths
@@ -228,9 +230,10 @@ def mixture(
     up = numbers.normal(num_experts, ACTIVATIONS[activation].parts, hidden, dim, scale=dim**-0.5)
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
-    mixed, counts, saved, positions = backend.mixture_mlp(x, choices, weights, up, down, *biases, activation)
+    of_experts = up, down, *biases, activation, *parameters
+    mixed, counts, saved, positions = backend.mixture_mlp(x, choices, weights, *of_experts)
     grad = numbers.normal(*mixed.shape)
-    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, weights, up, down, *biases, activation)
+    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, weights, *of_experts)
     return [mixed, counts, positions, *grads]
 
 
@@ -249,12 +252,17 @@ MIXTURES = {
 # ---- the rest ----------------------------------------------------------------------------------------
 
 
-def gated(backend: Backend, numbers: Numbers, activation: str) -> list[Tensor]:
+PARAMETERS_OF = {"clamp and alpha": (0.7, 1.702), "clamp": (0.7,), "alpha": (None, 1.702)}
+"""Of `swiglu`. The clamp lies inside of the drawn numbers."""
+
+
+def gated(backend: Backend, numbers: Numbers, activation: str, parameters: Sequence[float | None] = ()) -> list[Tensor]:
     results = []
     for shape in ((2, 3, 2, 5), (1, 1, 2, 1100), (0, 4, 2, 8), (7, 2, 64)):
         x = numbers.normal(*shape, scale=3.0)
-        results.append(backend.gated(x, activation))
-        results.append(backend.gated_backward(numbers.normal(*results[-1].shape), x, activation))
+        results.append(backend.gated(x, activation, *parameters))
+        grad = numbers.normal(*results[-1].shape)
+        results.append(backend.gated_backward(grad, x, activation, *parameters))
     return results
 
 
@@ -317,6 +325,19 @@ OF_ROUTER: dict[str, Case] = {
     "balance": balance,
     "balance, padding": partial(balance, padding=0.5),
     "balance, padding alone": partial(balance, padding=1.0),
+    # The gradient jumps at a clamp: in 16 bits, rounding alone moves numbers across it.
+    **{
+        f"experts with {name}": partial(
+            experts, counts=COUNTS["four sources"], widths=(70, 40), activation="swiglu", bias=True, parameters=given
+        )
+        for name, given in PARAMETERS_OF.items()
+        if name != "alpha"
+    },
+    **{
+        f"mixture with {name}": partial(mixture, shape=(2, 20, 5, 2), dropped=0.3, bias=True, parameters=given)
+        for name, given in PARAMETERS_OF.items()
+        if name != "alpha"
+    },
 }
 """Only in float32 and float64."""
 
@@ -391,6 +412,14 @@ CASES: dict[str, Case] = {
     "mixture, one expert takes nearly all": partial(mixture, shape=(1, 140, 6, 1), skew=20.0),
     "mixture, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0),
     **{word: partial(gated, activation=word) for word, kind in ACTIVATIONS.items() if kind.gated},
+    **{
+        f"swiglu with {name}": partial(gated, activation="swiglu", parameters=given)
+        for name, given in PARAMETERS_OF.items()
+    },
+    "experts with alpha": partial(
+        experts, counts=COUNTS["four sources"], widths=(70, 40), activation="swiglu", parameters=(None, 1.702)
+    ),
+    "mixture with alpha": partial(mixture, shape=(2, 20, 5, 2), dropped=0.3, parameters=(None, 1.702)),
     "rope": rope,
     "padded, sequences": partial(padded, groups=0, least=1),
     "padded, groups": partial(padded, groups=2, least=1),

@@ -112,6 +112,19 @@ def recomputed(numbers: Numbers) -> Iterator[Call]:
     yield "mixture_mlp_recomputed", (given, choices, weights, up, down, None, None, "gelu")
 
 
+def with_parameters(numbers: Numbers) -> Iterator[Call]:
+    """`swiglu` with a clamp and an alpha: the arguments of autograd that have defaults."""
+    counts, choices = numbers.whole(torch.tensor(COUNTS["uneven"])), numbers.choices(2, 3, 3, 2)
+    up, down = leaf(numbers.normal(3, 2, 3, 4)), leaf(numbers.normal(3, 4, 3))
+    given, x, weights = leaf(numbers.normal(8, 4)), leaf(numbers.normal(2, 3, 4)), leaf(numbers.of_router(2, 3, 2))
+    for parameters in ((0.5,), (0.5, 1.702), (None, 1.702)):
+        yield "expert_mlp", (given, counts, up, down, None, None, None, "swiglu", *parameters)
+        yield "expert_mlp_recomputed", (given, counts, up, down, None, None, None, "swiglu", *parameters)
+        yield "mixture_mlp", (x, choices, weights, up, down, None, None, "swiglu", *parameters)
+        yield "mixture_mlp_recomputed", (x, choices, weights, up, down, None, None, "swiglu", *parameters)
+        yield "gated", (leaf(numbers.normal(2, 2, 4)), "swiglu", *parameters)
+
+
 def mixture(numbers: Numbers, activations: Sequence[str] = OF_EXPERTS) -> Iterator[Call]:
     for activation in activations:
         for dropped in (False, True) if activation == "swiglu" else (True,):
@@ -203,6 +216,7 @@ TABLE = {
         rows,
         experts,
         recomputed,
+        with_parameters,
         mixture,
         other_experts,
         elementwise,

@@ -54,6 +54,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "relu2": {"expert": "relu2(8)", "ffn": "relu2(8)", "gate": "topk(1, score = sigmoid)"},
     "expert biases": {"expert": "swiglu(8, bias = true)", "ffn": "swiglu(8, bias = true)"},
     "balance of first choices": {"balance": "[gshard_loss(0.1)]", "tp": 2},
+    "clamp and alpha": {"expert": "swiglu(8, clamp = 7)", "ffn": "swiglu(8, clamp = 7, alpha = 1.7)"},
     "no balance": {"balance": "[]"},
     "biases that balance": {"gate": "topk(2, bias = online(0.01))", "tp": 2, "ep": 4},
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},

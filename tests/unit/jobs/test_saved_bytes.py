@@ -38,6 +38,7 @@ MODELS = {
         "beside": "shared = swiglu(8, gated = true)",
     },
     "residual": {"beside": "residual = gelu(8)", "ffn": "relu(64)"},
+    "clamp and alpha": {"expert": "swiglu(48, clamp = 7, alpha = 1.7)", "ffn": "swiglu(64, alpha = 1.7)"},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},

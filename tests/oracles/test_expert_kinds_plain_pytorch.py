@@ -1,0 +1,133 @@
+"""A mixture with each kind of expert against its definition in plain PyTorch: results and all gradients in float64.
+
+`layer` files, so that nothing but the mixture is compared. The definitions take moec's parameters by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moec.driver import to_spec
+from moec.runtime.job.reference import layer_reference
+
+Parameters = Mapping[str, Tensor]
+Expert = Callable[[Parameters, int, Tensor], Tensor]
+"""Of the parameters, the number of an expert and x [N, dim]."""
+
+DIM, EXPERTS, K = 6, 5, 2
+LAYER = """
+layer "ffn" {{
+  dim = 6; dtype = fp32
+  moe {{ experts = {experts}; gate = topk(2, normalize = true); {beside} }}
+}}
+cluster "here" {{ device = cpu; level "process" {{ size = 1 }} }}
+"""
+BOUND = 1e-10
+
+
+def swiglu(
+    p: Parameters, prefix: str, x: Tensor, clamp: float | None, alpha: float | None, expert: int | None
+) -> Tensor:
+    """gpt-oss (arXiv 2508.10925, section 2.2): clamped halves, `g · sigmoid(alpha · g) · (u + 1)`."""
+    of = {name: p[f"{prefix}.{name}"] for name in ("up.weight", "down.weight", "up.bias", "down.bias")}
+    if expert is not None:
+        of = {name: tensor[expert] for name, tensor in of.items()}
+    gate, up = (x @ of["up.weight"][half].T + of["up.bias"][half] for half in (0, 1))
+    if clamp is not None:
+        gate, up = torch.where(gate > clamp, clamp, gate), up.clamp(-clamp, clamp)
+    active = F.silu(gate) * up if alpha is None else gate / (1 + torch.exp(-alpha * gate)) * (up + 1)
+    return active @ of["down.weight"].T + of["down.bias"]
+
+
+def swiglus(clamp: float | None, alpha: float | None) -> Expert:
+    return lambda p, expert, x: swiglu(p, "experts", x, clamp, alpha, expert)
+
+
+def mixed(p: Parameters, x: Tensor, expert: Expert) -> Tensor:
+    """The experts' results, each times its weight: softmax scores of the two best experts, which sum to 1."""
+    flat = x.flatten(0, -2)
+    best, chosen = (flat @ p["gate.weight"].T).softmax(-1).topk(K)
+    weights = best / best.sum(-1, keepdim=True)
+    rows = [
+        sum(w * expert(p, int(e), row[None])[0] for w, e in zip(of, each, strict=True))
+        for row, of, each in zip(flat, weights, chosen, strict=True)
+    ]
+    return torch.stack(rows).view_as(x)
+
+
+Case = tuple[str, str, Callable[[Parameters, Tensor], Tensor]]
+"""The words for the experts, those beside, and the definition of y."""
+
+
+def bounded(clamp: float | None, alpha: float | None) -> Case:
+    given = f"bias = true, {f'clamp = {clamp}, ' if clamp else ''}{f'alpha = {alpha}' if alpha else ''}"
+    return f"5 * swiglu(7, {given})", "", lambda p, x: mixed(p, x, swiglus(clamp, alpha))
+
+
+def bounded_beside(p: Parameters, x: Tensor) -> Tensor:
+    flat = x.flatten(0, -2)
+    share = (flat @ p["coefficient.weight"].T + p["coefficient.bias"]).softmax(-1)
+    result = mixed(p, x, swiglus(None, None)).flatten(0, -2) * share[:, :1]
+    result = result + swiglu(p, "residual", flat, 0.4, None, None) * share[:, 1:]
+    return (result + swiglu(p, "shared", flat, 0.5, 1.702, None)).view_as(x)
+
+
+CASES: dict[str, Case] = {
+    "clamp and alpha": bounded(0.5, 1.702),
+    "clamp": bounded(0.3, None),
+    "alpha": bounded(None, 0.7),
+    "bounded dense paths": (
+        "5 * swiglu(7, bias = true)",
+        "residual = swiglu(3, clamp = 0.4, bias = true); shared = swiglu(4, clamp = 0.5, alpha = 1.702, bias = true)",
+        bounded_beside,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_equals_its_definition(name: str) -> None:
+    experts, beside, definition = CASES[name]
+    layer = layer_reference(to_spec(LAYER.format(experts=experts, beside=beside)), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    parameters = dict(layer.named_parameters())
+    x = torch.randn(3, 4, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    ours, theirs = layer(x), definition(parameters, x)
+    assert (ours - theirs).abs().max() < BOUND
+    given = [x, *(p for p in parameters.values() if p.requires_grad)]
+    for own, other in zip(
+        torch.autograd.grad(ours, given, grad), torch.autograd.grad(theirs, given, grad), strict=True
+    ):
+        assert other.abs().max() > 0
+        assert (own - other).abs().max() < BOUND
+
+
+def test_experts_equal_those_of_hugging_faces_gpt_oss() -> None:
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = modeling.GptOssConfig(hidden_size=DIM, intermediate_size=7, num_local_experts=EXPERTS)
+    config._experts_implementation = "eager"
+    generator = torch.Generator().manual_seed(4)
+    experts = modeling.GptOssExperts(config).double()
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.copy_(2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    text = LAYER.format(experts="5 * swiglu(7, bias = true, clamp = 7.0, alpha = 1.702)", beside="")
+    layer = layer_reference(to_spec(text), dtype=torch.float64)
+    own = dict(layer.named_parameters())
+    with torch.no_grad():  # theirs: [E, in, out], gate and up interleaved
+        own["experts.up.weight"].copy_(experts.gate_up_proj.unflatten(2, (-1, 2)).permute(0, 3, 2, 1))
+        own["experts.up.bias"].copy_(experts.gate_up_proj_bias.unflatten(1, (-1, 2)).transpose(1, 2))
+        own["experts.down.weight"].copy_(experts.down_proj.transpose(1, 2))
+        own["experts.down.bias"].copy_(experts.down_proj_bias)
+    x = torch.randn(1, 9, DIM, generator=generator, dtype=torch.float64)
+    best, chosen = (x[0] @ own["gate.weight"].T).softmax(-1).topk(K)
+    theirs = experts(x[0], chosen, best / best.sum(-1, keepdim=True))
+    assert (theirs.view_as(x) - layer(x)).abs().max() < 1e-6  # their weights of routes are float32 inside

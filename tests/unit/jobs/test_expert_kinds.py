@@ -1,0 +1,81 @@
+"""What each kind of expert says in Programs, and faults in it that `moec verify` finds."""
+
+from __future__ import annotations
+
+import pytest
+from faults import change_op, op_giving
+from models import moe_plan, moe_text
+
+import moec
+from moec.codegen.kernels.of_plan import kernel_sources
+from moec.codegen.plan import Plan
+from moec.passes.ir.ir_error import IrError
+from moec.passes.ir.parse import parse_program
+from moec.passes.ir.text import print_program
+from moec.passes.ir.verifier import check_program
+from moec.runtime.verify.verification import verify
+
+BODY = "layers[1..2]"
+
+# ---- clamp and alpha -----------------------------------------------------------------------------------
+
+
+def bounded(**options: object) -> Plan:
+    """A clamp inside of what the small initial weights give."""
+    return moe_plan(expert="swiglu(16, clamp = 0.01, alpha = 1.7)", ffn="swiglu(8, alpha = 1.5)", **options)
+
+
+@pytest.mark.parametrize(("ep", "dtype"), [(1, "bf16"), (2, "fp32")])
+def test_rounding_at_a_clamp_is_not_taken_for_a_fault(ep: int, dtype: str) -> None:
+    report = verify(bounded(ep=ep, dtype=dtype))
+    assert report.ok, report
+    assert report.rounding is not None
+    assert report.rounding.ok
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("forgotten", ["clamp", "alpha"])
+def test_a_forgotten_clamp_or_alpha_is_found(forgotten: str, ep: int) -> None:
+    value = "mixed" if ep == 1 else "weighted"
+    found = verify(change_op(bounded(ep=ep), BODY, value, **{forgotten: None})).first_difference
+    assert found is not None
+    assert (found.layer, found.value, found.span) == ("layers.1", value, "tiny.moe:10")
+
+
+def test_the_text_of_a_program_says_clamp_and_alpha() -> None:
+    plan = bounded(ep=2)
+    text = print_program(plan.program)
+    assert "activation = swiglu, clamp = 0.01, alpha = 1.7" in text
+    assert parse_program(text) == plan.program
+    assert "kind = swiglu, alpha = 1.5" in text
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("clamp = 0.01", "clamp = 0.0"), ("clamp = 0.01", "clamp = -1.0"), ("clamp = 0.01", "clamp = x")]
+)
+def test_a_clamp_that_is_not_positive_is_refused(old: str, new: str) -> None:
+    text = print_program(bounded().program)
+    with pytest.raises(IrError, match="clamp"):
+        parse_program(text.replace(old, new, 1))
+
+
+def test_an_activation_without_parameters_takes_none() -> None:
+    plan = moe_plan(expert="geglu(16)")
+    text = print_program(plan.program).replace("activation = geglu", "activation = geglu, alpha = 1.5")
+    with pytest.raises(Exception, match="geglu has no alpha"):
+        check_program(parse_program(text))
+
+
+def test_kernels_hold_clamp_and_alpha_as_constants() -> None:
+    device = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }\n'
+    text = moe_text(expert="swiglu(16, clamp = 0.01, alpha = 1.7)", ffn="swiglu(8, clamp = 3)", ranks=1, ep=1)
+    sources = kernel_sources(moec.compile(text.replace("device = cpu", "device = toy") + device))
+    both = [source for name, source in sources.items() if "clamp0p01_alpha1p7" in name]
+    assert len(both) == 2  # up and down
+    assert all("tl.sigmoid(1.7 * x)" in source and "0.01" in source for source in both)
+    assert any("gated" in name and "clamp3p0" in name for name in sources)
+
+
+def test_the_op_of_experts_has_the_words_numbers() -> None:
+    op = op_giving(bounded(ep=2), BODY, "weighted")
+    assert (op.attributes()["clamp"], op.attributes()["alpha"]) == (0.01, 1.7)
