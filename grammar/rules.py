@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
+from moec.grammar.attention_rules import rotary
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
@@ -96,7 +97,9 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
         )
         return
     width = node.head_dim or (dim // node.heads if dim else None)
-    if node.rope and width and width % 2:
+    if node.rope and width:
+        yield from rotary(node.rope, width, node.span("head_dim") if node.head_dim else node.span("heads"))
+    if node.rope and width and width % 2 and node.rope.fraction == 1:
         of_what = f"heads are {width} wide" if node.head_dim else f"{dim} / {node.heads} makes heads {width} wide"
         yield diagnose(
             "MOE0303",

@@ -88,6 +88,7 @@ CODES: dict[str, str] = {
     "MOE0350": "this overflow needs a capacity of fixed places",
     "MOE0351": "an order of places has no effect",
     "MOE0354": "this option does not go with this gate",
+    "MOE0360": "rotary positions turn pairs of dimensions",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

@@ -1,5 +1,6 @@
 """`attention = …`: how tokens see each other, and how they know where they stand."""
 
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from moec.grammar.spec.base import (
@@ -83,7 +84,7 @@ class LongRope(Node):
 
 
 class Rope(Node):
-    """Rotary position embedding in the half-split convention (layout as in Llama)."""
+    """Rotary position embedding. Dimension i turns with i + half (layout as in Llama), `interleaved` with i + 1."""
 
     word = "rope"
     source = "Su et al. 2021, arXiv 2104.09864"
@@ -91,8 +92,12 @@ class Rope(Node):
     scaling: Annotated[
         Linear | Ntk | Yarn | Llama3 | LongRope | None, NotYet(), Doc("how a longer context is reached")
     ] = None
-    fraction: Annotated[float, more_than(0), at_most(1), NotYet(), Doc("of a head's dimensions that turn")] = 1.0
-    interleaved: Annotated[bool, NotYet(), Doc("turn neighbours in pairs, as GPT-J and DeepSeek do")] = False
+    fraction: Annotated[float, more_than(0), at_most(1), Doc("of a head's dimensions that turn, the first ones")] = 1.0
+    interleaved: Annotated[bool, Doc("turn neighbours in pairs, as GPT-J and DeepSeek do")] = False
+
+    def turning(self, width: int) -> int:
+        """How many dims of a head turn: the fraction of its width, rounded down."""
+        return int(Fraction(str(self.fraction)) * width)
 
 
 # ---- attention ---------------------------------------------------------------------------------------

@@ -67,7 +67,10 @@ def resolved_arguments(op: type[Op]) -> tuple[str, ...]:
 
 def _default(op: type[Op], name: str) -> str:
     defaults = op.attribute_defaults()
-    return f"={defaults[name]!r}" if name in defaults else ""
+    if name not in defaults:
+        return ""
+    default = defaults[name]
+    return f"={list(default) if isinstance(default, tuple) else default!r}"
 
 
 def _torch_type(annotation: Any) -> str:

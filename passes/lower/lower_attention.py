@@ -8,6 +8,7 @@ from moec.grammar.spec import Attention, Gqa, Mha, Model, Rope
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import PROJECTION, Builder, normal, residual_init
+from moec.passes.lower.rotary import rotation
 
 
 def rope_of(attention: Attention) -> Rope | None:
@@ -46,9 +47,9 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
 
     q, k, v = normed("q", heads), normed("k", kv_heads), project("v", kv_heads)
     if attention.rope is not None:
-        rope = attention.rope
-        q = b.one(o.Rope, q, beside=of_texts, to="q", span=rope.span(), theta=rope.theta)
-        k = b.one(o.Rope, k, beside=of_texts, to="k", span=rope.span(), theta=rope.theta)
+        line, turning = attention.rope.span(), rotation(attention.rope, width)
+        q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **turning)
+        k = b.one(o.Rope, k, beside=of_texts, to="k", span=line, **turning)
     a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span, causal=attention.causal)
     shape, init = (model.dim, heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)

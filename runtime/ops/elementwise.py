@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,9 +17,27 @@ from moec.runtime.ops.registry import check, define, differentiate
 # ---- rope --------------------------------------------------------------------------------------------
 
 
-def _check_rope(x: Tensor, positions: Tensor | None, theta: float) -> None:
+def _check_rope(
+    x: Tensor,
+    positions: Tensor | None,
+    theta: float,
+    start: int = 0,
+    width: int = 0,
+    interleaved: bool = False,
+    frequencies: Sequence[float] = (),
+    factor: float = 1.0,
+) -> None:
     check(x.dim() == 4, lambda: f"moec::rope: x must be [B, S, H, head dim], not {list(x.shape)}")
-    check(x.shape[-1] % 2 == 0, lambda: f"moec::rope: the head dim must be even, not {x.shape[-1]}")
+    turning = width or x.shape[-1] - start
+    check(turning % 2 == 0, lambda: f"moec::rope: the dims that turn must be even, not {turning}")
+    check(
+        start >= 0 and turning > 0 and start + turning <= x.shape[-1],
+        lambda: f"moec::rope: {turning} dims from {start} must be in a head dim of {x.shape[-1]}",
+    )
+    check(
+        len(frequencies) in (0, turning // 2),
+        lambda: f"moec::rope: there must be {turning // 2} frequencies or none, not {len(frequencies)}",
+    )
     check(x.is_floating_point(), lambda: f"moec::rope: x must be floating point, not {x.dtype}")
     check(
         positions is None or (positions.shape == x.shape[:2] and positions.dtype == torch.int64),
@@ -26,29 +45,30 @@ def _check_rope(x: Tensor, positions: Tensor | None, theta: float) -> None:
     )
 
 
-def _fake_rope(x: Tensor, positions: Tensor | None, theta: float) -> Tensor:
+def _fake_rope(x: Tensor, positions: Tensor | None, *how: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
 rope = define(schema_of(o.Rope), fake=_fake_rope, check=_check_rope)
-rope_backward = define(
-    "rope_backward(Tensor grad, Tensor? positions, float theta) -> Tensor", fake=_fake_rope, check=_check_rope
-)
-"""`rope`: rotary positions (Su et al. 2021, eq. 34; the half-split layout of Llama and Hugging Face).
+rope_backward = define(schema_of(o.Rope, "rope_backward"), fake=_fake_rope, check=_check_rope)
+"""`rope`: rotary positions (Su et al. 2021, eq. 34; the half-split layout of Llama and Hugging Face, or `interleaved`
+pairs of neighbours as in GPT-J).
 
-x [B, S, H, head dim], any floating dtype -> the same. `positions` int64 [B, S], from 0 to S - 1; without them 0..S-1 in
-each sequence. Angles are computed in float32, or in float64 for float64.
+x [B, S, H, head dim], any floating dtype -> the same; the `width` dims from `start` turn, all for `width` 0.
+`positions` int64 [B, S], from 0 to S - 1; without them 0..S-1 in each sequence. `frequencies` in radians per position,
+one for each pair; an empty list stands for theta^(-2i / width). The dims that turn are multiplied by `factor`. Angles
+are computed in float32, or in float64 for float64.
 """
 
 
 def _setup_rope(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, positions, ctx.theta = inputs
+    _, positions, *ctx.how = inputs
     ctx.save_for_backward(positions)
 
 
-def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+def _differentiate_rope(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (positions,) = ctx.saved_tensors
-    return rope_backward(grad, positions, ctx.theta), None, None
+    return rope_backward(grad, positions, *ctx.how), None, *(None for _ in ctx.how)
 
 
 differentiate(rope, setup=_setup_rope, backward=_differentiate_rope)

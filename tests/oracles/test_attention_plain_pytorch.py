@@ -15,7 +15,14 @@ CAUSALITY = {
     "both ways": "mha(heads = 3, causal = false)",
     "both ways, grouped": "gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope(), causal = false, bias = all)",
 }
-KINDS = CAUSALITY
+ROTARY = {
+    "half of the dims turn": "mha(heads = 3, rope = rope(fraction = 0.5))",
+    "of an odd head some dims turn": "gqa(heads = 4, kv_heads = 2, head_dim = 7, rope = rope(fraction = 0.6))",
+    "neighbours turn": "mha(heads = 3, rope = rope(theta = 100, interleaved = true))",
+    "some neighbours turn": "gqa(heads = 4, kv_heads = 2, head_dim = 8, qk_norm = head, "
+    "rope = rope(fraction = 0.75, interleaved = true))",
+}
+KINDS = CAUSALITY | ROTARY
 EMBEDDINGS = {
     "plain": "tokens()",
     "packed": f"tokens(separator = {SEPARATOR}, positions = learned)",

@@ -15,6 +15,11 @@ KINDS = {
         "mha(heads = 4, causal = false)",
         "gqa(heads = 4, kv_heads = 2, rope = rope(), causal = false, qk_norm = projection)",
     ],
+    "fraction, interleaved": [
+        "mha(heads = 4, head_dim = 4, rope = rope(fraction = 0.5))",
+        "gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope(fraction = 0.7, interleaved = true), bias = all)",
+        "gqa(heads = 4, kv_heads = 1, rope = rope(interleaved = true), qk_norm = head)",
+    ],
 }
 """Attentions with 4 heads, by the word that they show."""
 

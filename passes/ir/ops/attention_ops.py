@@ -4,18 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise, fused_attention
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED, Shard
+from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value, promoted
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
+
+
+DimCount = Annotated[int, Field(ge=0, le=MAX_DIM)]
+MAX_PAIRS = 4096
+"""Frequencies in an attribute."""
 
 
 def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
@@ -33,9 +41,12 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope(Op):
-    """Rotary positions on `[batch, sequence, heads, head_dim]`, half-split convention (Su et al. 2021).
+    """Rotary positions on `[batch, sequence, heads, head_dim]` (Su et al. 2021).
 
-    `positions` `[batch, sequence]`: default 0, 1, … in each sequence.
+    The `width` dims from dim `start` turn, all where `width` is 0: the first half of them with the second (Llama), or
+    `interleaved` neighbours in pairs (GPT-J). `positions` `[batch, sequence]`: default 0, 1, … in each sequence.
+    `frequencies` are the radians per position of each pair; where there are none they follow from `theta`. Turned dims
+    are multiplied by `factor`.
     """
 
     mnemonic: ClassVar[str] = "rope"
@@ -43,11 +54,20 @@ class Rope(Op):
     gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "rope"
     theta: Positive
+    start: DimCount = 0
+    width: DimCount = 0
+    interleaved: bool = False
+    frequencies: Annotated[tuple[Positive, ...], Field(max_length=MAX_PAIRS)] = ()
+    factor: Positive = 1.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         x, *positions = operands
-        width = x.shape[-1]
-        require(len(x.shape) == 4 and isinstance(width, int) and width % 2 == 0, self, "wants heads of even width")
+        require(len(x.shape) == 4 and isinstance(x.shape[-1], int), self, "wants heads of a known width")
+        assert isinstance(x.shape[-1], int)
+        width = self.width or x.shape[-1] - self.start
+        fits = width > 0 and width % 2 == 0 and self.start + width <= x.shape[-1]
+        require(fits, self, "wants heads in which an even number of dims turns")
+        require(len(self.frequencies) in (0, width // 2), self, "wants a frequency for each pair")
         _require_of_tokens(self, x, positions)
         return (Type(shape=x.shape, dtype=x.dtype),)
 

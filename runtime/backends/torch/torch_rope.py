@@ -2,44 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def rope(x: Tensor, positions: Tensor | None, theta: float) -> Tensor:
-    return _rotate(x, positions, theta, 1)
+@dataclass(frozen=True, slots=True)
+class _Rotation:
+    """The attributes of the op `Rope`, which says what they mean."""
+
+    theta: float
+    start: int = 0
+    width: int = 0
+    interleaved: bool = False
+    frequencies: tuple[float, ...] = ()
+    factor: float = 1.0
+
+    @classmethod
+    def of(cls, how: tuple[Any, ...]) -> _Rotation:
+        """From the operator's arguments, in which frequencies are a list."""
+        values: list[Any] = [tuple(value) if isinstance(value, Sequence) else value for value in how]
+        return cls(*values)
 
 
-def rope_backward(grad: Tensor, positions: Tensor | None, theta: float) -> Tensor:
+def rope(x: Tensor, positions: Tensor | None, *how: Any) -> Tensor:
+    return _rotate(x, positions, _Rotation.of(how), 1)
+
+
+def rope_backward(grad: Tensor, positions: Tensor | None, *how: Any) -> Tensor:
     """The transpose of a rotation is the rotation by the opposite angle."""
-    return _rotate(grad, positions, theta, -1)
+    return _rotate(grad, positions, _Rotation.of(how), -1)
 
 
-def _rotate(x: Tensor, positions: Tensor | None, theta: float, direction: int) -> Tensor:
+def _rotate(x: Tensor, positions: Tensor | None, how: _Rotation, direction: int) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = _tables(x.shape[1], x.shape[3], theta, dtype, x.device)
+    start, width = how.start, how.width or x.shape[3] - how.start
+    cos, sin = _tables(x.shape[1], width, how.theta, dtype, x.device, how.frequencies, how.factor)
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
-    first, second = x.to(dtype).chunk(2, dim=-1)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    out_first, out_second = out.chunk(2, dim=-1)
+    for still in (slice(0, start), slice(start + width, x.shape[3])):
+        out[..., still] = x[..., still]
+    turning = slice(start, start + width)
+    first, second = _pairs(x[..., turning].to(dtype), how.interleaved)
+    out_first, out_second = _pairs(out[..., turning], how.interleaved)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
     return out.to(x.dtype)
 
 
+def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """The first and the second dims of all pairs."""
+    if interleaved:
+        return x[..., 0::2], x[..., 1::2]
+    first, second = x.chunk(2, dim=-1)
+    return first, second
+
+
 @lru_cache(maxsize=16)
 def _tables(
-    length: int, head_dim: int, theta: float, dtype: torch.dtype, device: torch.device
+    length: int,
+    width: int,
+    theta: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    frequencies: tuple[float, ...] = (),
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of position · theta^(-2i / head dim): [length, 1, head dim / 2] each.
+    """Cosines and sines of position · frequency, times `factor`: [length, 1, width / 2] each.
 
-    The order of operations is that of Hugging Face's Llama, so that float32 tables are equal bit for bit.
+    Frequencies that are not given are theta^(-2i / width). The order of operations is that of Hugging Face's Llama, so
+    that float32 tables are equal bit for bit.
     """
     with torch.inference_mode(False):
-        exponents = torch.arange(0, head_dim, 2, dtype=dtype, device=device) / head_dim
-        frequencies = 1.0 / theta**exponents
-        angles = torch.outer(torch.arange(length, dtype=dtype, device=device), frequencies)[:, None]
-        return angles.cos(), angles.sin()
+        if frequencies:
+            of_pairs = torch.tensor(frequencies, dtype=dtype, device=device)
+        else:
+            exponents = torch.arange(0, width, 2, dtype=dtype, device=device) / width
+            of_pairs = 1.0 / theta**exponents
+        angles = torch.outer(torch.arange(length, dtype=dtype, device=device), of_pairs)[:, None]
+        return angles.cos().mul_(factor), angles.sin().mul_(factor)

@@ -268,7 +268,10 @@ def gated(backend: Backend, numbers: Numbers, activation: str, parameters: Seque
 
 def rope(backend: Backend, numbers: Numbers) -> list[Tensor]:
     x = numbers.normal(2, 7, 3, 8)
-    return [backend.rope(x, None, 1e4), backend.rope_backward(numbers.normal(*x.shape), None, 1e4)]
+    results = []
+    for how in ((1e4,), (1e4, 2, 4, True), (1e4, 0, 6, False, [1.0, 0.5, 0.25], 1.25)):
+        results += [backend.rope(x, None, *how), backend.rope_backward(numbers.normal(*x.shape), None, *how)]
+    return results
 
 
 def balance(backend: Backend, numbers: Numbers, padding: float | None = None) -> list[Tensor]:

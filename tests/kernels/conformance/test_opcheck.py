@@ -151,6 +151,7 @@ def elementwise(numbers: Numbers) -> Iterator[Call]:
     for given in (None, positions):
         yield "rope", (x.clone().requires_grad_(), given, 1e4)
         yield "rope_backward", (x, given, 1e4)
+    yield "rope", (x.clone().requires_grad_(), None, 1e4, 2, 2, True, [0.5], 1.5)
     for activation in GATED:
         yield "gated", (x.clone().requires_grad_(), activation)
         yield "gated_backward", (x[..., 0, :], x, activation)

@@ -183,6 +183,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "bool": (_of(bool),),
     "str": (_of(str),),
     "List[int]": (_list_of(int),),
+    "List[float]": (_list_of(float),),
     "Optional[List[int]]": (_list_of(int), _NONE),
 }
 """The Python types of an argument by its type in a schema, which writes a dtype as an int."""

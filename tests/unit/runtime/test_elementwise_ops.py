@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,40 @@ def test_rope_agrees_with_hugging_face_llama_and_shares_its_tables_bit_for_bit()
     torch.testing.assert_close(ops.rope(x, None, 10_000.0), theirs.transpose(1, 2), rtol=0, atol=1e-6)
 
 
+HOW = {
+    "some dims": (100.0, 1, 4),
+    "neighbours": (100.0, 0, 0, True),
+    "frequencies and a factor": (100.0, 0, 6, True, [0.5, 0.25, 3.0], 1.5),
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_rope_turns_some_dims_and_neighbours_as_complex_numbers(how: tuple[Any, ...]) -> None:
+    theta, start, width, interleaved, frequencies, factor = (*how, *(None, 0, 0, False, (), 1.0)[len(how) :])
+    width = width or 8
+    x = torch.randn(2, 7, 3, 8, dtype=torch.float64)
+    expected = x.clone()
+    for pair in range(width // 2):
+        dims = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + width // 2)
+        first, second = (start + dim for dim in dims)
+        frequency = frequencies[pair] if frequencies else theta ** (-2 * pair / width)
+        angle = torch.arange(7, dtype=torch.float64)[:, None] * frequency
+        turned = torch.complex(x[..., first], x[..., second]) * torch.polar(torch.full_like(angle, factor), angle)
+        expected[..., first], expected[..., second] = turned.real, turned.imag
+    torch.testing.assert_close(ops.rope(x, None, *how), expected, rtol=1e-12, atol=1e-12)
+    assert gradcheck(lambda x: ops.rope(x, None, *how), (x[:, :3].clone().requires_grad_(),))
+    positions = torch.tensor([[0, 1, 0, 1, 2, 0, 1]]).expand(2, 7)
+    torch.testing.assert_close(ops.rope(x, positions, *how)[:, 2:5], ops.rope(x[:, 2:5].contiguous(), None, *how))
+
+
+def test_rope_refuses_dims_outside_of_the_head_and_lists_of_another_length() -> None:
+    x = torch.randn(1, 2, 1, 6)
+    with pytest.raises(RuntimeError, match="4 dims from 4 must be in a head dim of 6"):
+        ops.rope(x, None, 1e4, 4, 4)
+    with pytest.raises(RuntimeError, match="there must be 3 frequencies or none, not 2"):
+        ops.rope(x, None, 1e4, 0, 0, False, [1.0, 0.5])
+
+
 def test_rope_is_undone_by_its_backward() -> None:
     x = torch.randn(2, 9, 3, 8, dtype=torch.float64)
     torch.testing.assert_close(ROPE(ops.rope(x, None, 1e4), None, 1e4), x)
@@ -104,7 +139,7 @@ def test_rope_table_cache_is_bounded() -> None:
 
 
 def test_rope_refuses_an_odd_head_dim() -> None:
-    with pytest.raises(RuntimeError, match="head dim must be even, not 5"):
+    with pytest.raises(RuntimeError, match="dims that turn must be even, not 5"):
         ops.rope(torch.randn(1, 2, 1, 5), None, 1e4)
 
 
