@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.source import Span
-from moec.grammar.spec import Rope
+from moec.grammar.spec import Llama3, LongRope, Rope, Yarn
 
 
 def rotary(rope: Rope, width: int, declared: Span | None) -> Iterator[Diagnostic]:
@@ -24,6 +24,36 @@ def rotary(rope: Rope, width: int, declared: Span | None) -> Iterator[Diagnostic
             labels=_label(declared, f"heads are {width} wide"),
             help=f"set `fraction = {better / width:.6g}`, which turns {better}" if fits else "",
         )
+    if isinstance(rope.scaling, LongRope):
+        yield from _factors_of_pairs(rope.scaling, turning // 2, declared)
+    yield from _computable(rope)
+
+
+def _factors_of_pairs(scaling: LongRope, pairs: int, declared: Span | None) -> Iterator[Diagnostic]:
+    """`longrope` has a factor for each pair that turns."""
+    for name, factors in (("short", scaling.short), ("long", scaling.long)):
+        if len(factors) != pairs:
+            message = f"{len(factors)} factors for {pairs} pairs"
+            yield diagnose("MOE0361", scaling.span(name), message, labels=_label(declared, "the width is given here"))
+
+
+def _computable(rope: Rope) -> Iterator[Diagnostic]:
+    """The formulas of scalings divide by the differences of their limits, and by logarithms."""
+    scaling = rope.scaling
+    match scaling:
+        case Yarn() if scaling.beta_slow >= scaling.beta_fast:
+            fast = _label(scaling.span("beta_fast"), f"kept above {scaling.beta_fast:g} turns")
+            message = f"`beta_slow = {scaling.beta_slow:g}` is not below `beta_fast = {scaling.beta_fast:g}`"
+            yield diagnose("MOE0364", scaling.span("beta_slow"), message, labels=fast)
+        case Yarn() if rope.theta <= 1:
+            message = "`yarn` wants wavelengths that grow: a `theta` above 1"
+            yield diagnose("MOE0364", rope.span("theta"), message, labels=_label(scaling.span(), "`yarn` is here"))
+        case Llama3() if scaling.low >= scaling.high:
+            high = _label(scaling.span("high"), f"kept above {scaling.high:g} turns")
+            message = f"`low = {scaling.low:g}` is not below `high = {scaling.high:g}`"
+            yield diagnose("MOE0364", scaling.span("low"), message, labels=high)
+        case LongRope() if scaling.original == 1:
+            yield diagnose("MOE0364", scaling.span("original"), "a context of one token has no logarithm to divide by")
 
 
 def _label(span: Span | None, message: str) -> tuple[Label, ...]:

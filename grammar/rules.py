@@ -86,6 +86,8 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
         if node.rope and node.rope_dim % 2:
             label = _labels((node.span("rope_dim"), f"{node.rope_dim} dimensions have positions"))
             yield diagnose("MOE0303", node.span("rope"), "it turns pairs of dimensions", labels=label)
+        elif node.rope:
+            yield from rotary(node.rope, node.rope_dim, node.span("rope_dim"))
         return
     if node.head_dim is None and dim is not None and dim % node.heads:
         yield diagnose(

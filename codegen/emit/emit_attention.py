@@ -20,11 +20,12 @@ def _attention(e: Emitter, op: Op) -> None:
     given = op.named(e.refs(op))
     q, k, v = (e.call(op, aten.transpose.int, given[name], 1, 2) for name in ("q", "k", "v"))
     heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
-    # mask, dropout, causal; the scale is 1/sqrt(head_dim).
+    # mask, dropout, causal
     attend = aten.scaled_dot_product_attention.default
     mask = _mask(e, op, [given[name] for name in ("segments", "real") if name in given], op.causal)
     fused_causal = op.causal and mask is None
-    attended = e.call(op, attend, q, k, v, mask, 0.0, fused_causal, enable_gqa=heads != kv_heads)
+    scale = {"scale": op.scale} if op.scale else {}
+    attended = e.call(op, attend, q, k, v, mask, 0.0, fused_causal, enable_gqa=heads != kv_heads, **scale)
     e.result(op, aten.transpose.int, attended, 1, 2)
 
 

@@ -89,6 +89,8 @@ CODES: dict[str, str] = {
     "MOE0351": "an order of places has no effect",
     "MOE0354": "this option does not go with this gate",
     "MOE0360": "rotary positions turn pairs of dimensions",
+    "MOE0361": "a list of factors does not fit the pairs of dimensions",
+    "MOE0364": "this scaling of positions cannot be computed",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

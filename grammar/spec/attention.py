@@ -25,7 +25,6 @@ class Linear(Node):
 
     word = "linear"
     source = "Chen et al. 2023, arXiv 2306.15595"
-    implemented = False
     positional = ("factor",)
     factor: Annotated[float, at_least(1), Doc("how many times longer the context becomes")]
 
@@ -35,10 +34,11 @@ class Ntk(Node):
 
     word = "ntk"
     source = "bloc97 2023; Hugging Face calls it `dynamic`"
-    implemented = False
     positional = ("factor",)
     factor: Annotated[float, at_least(1), Doc("how many times longer the context becomes")]
-    original: Annotated[PositiveInt | None, Doc("context that was trained; default: `context`")] = None
+    original: Annotated[
+        PositiveInt | None, Doc("context that was trained; default: `context`, which changes nothing")
+    ] = None
 
 
 class Yarn(Node):
@@ -46,7 +46,6 @@ class Yarn(Node):
 
     word = "yarn"
     source = "Peng et al. 2023, arXiv 2309.00071"
-    implemented = False
     positional = ("factor",)
     factor: Annotated[float, at_least(1), Doc("how many times longer the context becomes")]
     original: Annotated[PositiveInt, Doc("context that was trained")]
@@ -55,7 +54,9 @@ class Yarn(Node):
     mscale: Annotated[float, at_least(0), Doc("factor in the sharpening of rotated dimensions; 0 for the paper's")] = (
         0.0
     )
-    mscale_all: Annotated[float, at_least(0), Doc("the same for all dimensions, as DeepSeek has it")] = 0.0
+    mscale_all: Annotated[
+        float, at_least(0), Doc("factor in the sharpening of all dimensions, as DeepSeek has it; 0 for none")
+    ] = 0.0
     truncate: Annotated[bool, Doc("round the limits of the ramp to whole dimensions")] = True
 
 
@@ -64,7 +65,6 @@ class Llama3(Node):
 
     word = "llama3"
     source = "Llama 3.1, Grattafiori et al. 2024, arXiv 2407.21783"
-    implemented = False
     positional = ("factor",)
     factor: Annotated[float, at_least(1), Doc("how many times longer low frequencies become")]
     low: Annotated[Positive, Doc("turns in the original context below which a frequency is low")] = 1.0
@@ -77,9 +77,8 @@ class LongRope(Node):
 
     word = "longrope"
     source = "Ding et al. 2024, arXiv 2402.13753"
-    implemented = False
-    short: Annotated[tuple[Positive, ...], Doc("factors up to the original context")]
-    long: Annotated[tuple[Positive, ...], Doc("factors beyond it")]
+    short: Annotated[tuple[Positive, ...], Doc("factors for a `context` up to the original one")]
+    long: Annotated[tuple[Positive, ...], Doc("factors for a longer one")]
     original: Annotated[PositiveInt, Doc("context that was trained")]
 
 
@@ -89,9 +88,7 @@ class Rope(Node):
     word = "rope"
     source = "Su et al. 2021, arXiv 2104.09864"
     theta: Annotated[Positive, Doc("base of the wavelengths")] = 10_000.0
-    scaling: Annotated[
-        Linear | Ntk | Yarn | Llama3 | LongRope | None, NotYet(), Doc("how a longer context is reached")
-    ] = None
+    scaling: Annotated[Linear | Ntk | Yarn | Llama3 | LongRope | None, Doc("how a longer context is reached")] = None
     fraction: Annotated[float, more_than(0), at_most(1), Doc("of a head's dimensions that turn, the first ones")] = 1.0
     interleaved: Annotated[bool, Doc("turn neighbours in pairs, as GPT-J and DeepSeek do")] = False
 

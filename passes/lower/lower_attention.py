@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from moec.grammar.spec import Attention, Gqa, Mha, Model, Rope
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import PROJECTION, Builder, normal, residual_init
-from moec.passes.lower.rotary import rotation
+from moec.passes.lower.rotary import rotation, score_factor
 
 
 def rope_of(attention: Attention) -> Rope | None:
@@ -17,10 +18,10 @@ def rope_of(attention: Attention) -> Rope | None:
     return attention.rope
 
 
-def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str]) -> str:
+def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str], context: int) -> str:
     """Attention over h `[batch, sequence, dim]`; returns the name of what it adds to the residual stream.
 
-    `of_texts` has the layer's `segments` and `positions` where sequences are packed.
+    `of_texts` has the layer's `segments` and `positions` where sequences are packed. `context` is the longest sequence.
     """
     assert isinstance(attention, Gqa | Mha)
     heads = attention.heads
@@ -47,11 +48,18 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
 
     q, k, v = normed("q", heads), normed("k", kv_heads), project("v", kv_heads)
     if attention.rope is not None:
-        line, turning = attention.rope.span(), rotation(attention.rope, width)
+        line, turning = attention.rope.span(), rotation(attention.rope, width, context)
         q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **turning)
         k = b.one(o.Rope, k, beside=of_texts, to="k", span=line, **turning)
-    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span, causal=attention.causal)
+    how = {"causal": attention.causal, "scale": _scale(attention, width)}
+    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span, **how)
     shape, init = (model.dim, heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
     y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
     return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
+
+
+def _scale(attention: Attention, width: int) -> float:
+    """The factor on scores of heads `width` wide; 0 for 1 / sqrt(width), the operator's default."""
+    factor = score_factor(attention.rope)
+    return 0.0 if factor == 1 else factor / math.sqrt(width)

@@ -41,7 +41,7 @@ def _model_blocks(spec: Spec) -> list[Block]:
     model = spec.model
     subject, layers = model.subject, distinct_layers(model.layers)
     found = [
-        with_update(_layer_block(model, subject, layer, numbers), layer.moe.gate if layer.moe else None, numbers)
+        with_update(_layer_block(spec, subject, layer, numbers), layer.moe.gate if layer.moe else None, numbers)
         for layer, numbers in layers
     ]
     blocks = [block for block, *_ in found]
@@ -59,14 +59,16 @@ def context_of(spec: Spec) -> int:
     return context
 
 
-def _layer_block(model: Model, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
+def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
+    model = spec.model
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
     beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
     of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
     if "real" in beside and not layer.attention.causal:
         of_texts["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
-    attended = attend(b, model, layer.attention, before(b, model, "x", "attention"), of_texts)
+    h = before(b, model, "x", "attention")
+    attended = attend(b, model, layer.attention, h, of_texts, context_of(spec))
     residual = added(b, model, "x", attended, "attention")
     h = before(b, model, residual, "ffn")
     if layer.moe is None:

@@ -190,8 +190,7 @@ def plain_frequencies(rope: Rope, width: int, context: int) -> tuple[Tensor, flo
                 low, high = math.floor(low), math.ceil(high)
             low, high = max(low, 0), min(high, width - 1)
             ramp = ((pair - low) / (high - low if high != low else 0.001)).clamp(0, 1)
-            sharper = [sharpening(scaling.factor, m) for m in (scaling.mscale or 1.0, scaling.mscale_all)]
-            factor = sharper[0] / sharper[1] if scaling.mscale and scaling.mscale_all else sharpening(scaling.factor, 1)
+            factor = sharpening(scaling.factor, scaling.mscale or 1) / sharpening(scaling.factor, scaling.mscale_all)
             return plain * (1 - ramp) + plain / scaling.factor * ramp, factor
     raise AssertionError(scaling)
 

@@ -22,7 +22,25 @@ ROTARY = {
     "some neighbours turn": "gqa(heads = 4, kv_heads = 2, head_dim = 8, qk_norm = head, "
     "rope = rope(fraction = 0.75, interleaved = true))",
 }
-KINDS = CAUSALITY | ROTARY
+SCALINGS = {
+    "linear": "linear(3)",
+    "ntk": "ntk(2, original = 5)",
+    "ntk within the context": "ntk(2)",
+    "yarn": "yarn(4, original = 6, beta_fast = 2, beta_slow = 0.05)",
+    "yarn, not truncated": "yarn(4, original = 40, beta_fast = 2, beta_slow = 0.05, truncate = false)",
+    "yarn, sharpened": "yarn(40, original = 64, mscale = 0.7, mscale_all = 1.5)",
+    "yarn, DeepSeek": "yarn(40, original = 64, mscale = 1, mscale_all = 1)",
+    "llama3": "llama3(8, original = 64)",
+    "longrope, short": "longrope(short = [1, 1.5, 2.5], long = [1, 4, 9], original = 13)",
+    "longrope, long": "longrope(short = [1, 1.5, 2.5], long = [1, 4, 9], original = 12)",
+}
+SCALED = {
+    name: f"gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope(theta = 50, scaling = {scaling}))"
+    for name, scaling in SCALINGS.items()
+} | {
+    "scaled in part": "mha(heads = 3, rope = rope(fraction = 0.5, interleaved = true, scaling = yarn(4, original = 6)))"
+}
+KINDS = CAUSALITY | ROTARY | SCALED
 EMBEDDINGS = {
     "plain": "tokens()",
     "packed": f"tokens(separator = {SEPARATOR}, positions = learned)",

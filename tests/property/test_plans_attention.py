@@ -20,6 +20,16 @@ KINDS = {
         "gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope(fraction = 0.7, interleaved = true), bias = all)",
         "gqa(heads = 4, kv_heads = 1, rope = rope(interleaved = true), qk_norm = head)",
     ],
+    "scaling": [
+        f"mha(heads = 4, head_dim = 4, rope = rope(theta = 100, scaling = {scaling}))"
+        for scaling in (
+            "linear(2)",
+            "ntk(2, original = 3)",
+            "yarn(4, original = 6, mscale = 0.7, mscale_all = 1)",
+            "llama3(8, original = 64)",
+            "longrope(short = [1, 1.5], long = [1, 4], original = 4)",
+        )
+    ],
 }
 """Attentions with 4 heads, by the word that they show."""
 

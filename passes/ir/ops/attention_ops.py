@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 DimCount = Annotated[int, Field(ge=0, le=MAX_DIM)]
+NonNegative = Annotated[float, Field(ge=0)]
 MAX_PAIRS = 4096
 """Frequencies in an attribute."""
 
@@ -57,7 +58,7 @@ class Rope(Op):
     start: DimCount = 0
     width: DimCount = 0
     interleaved: bool = False
-    frequencies: Annotated[tuple[Positive, ...], Field(max_length=MAX_PAIRS)] = ()
+    frequencies: Annotated[tuple[NonNegative, ...], Field(max_length=MAX_PAIRS)] = ()
     factor: Positive = 1.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -91,13 +92,14 @@ class Attention(Op):
 
     A token attends to itself and to the tokens before it; not `causal`, to those after it too. With `segments`
     `[batch, sequence]` it attends to tokens of its own segment alone; with `real` `[batch, sequence]` real tokens
-    attend to real tokens and padding to padding.
+    attend to real tokens and padding to padding. Scores are multiplied by `scale`, 0 for 1 / sqrt(head_dim).
     """
 
     mnemonic: ClassVar[str] = "attention"
     takes: ClassVar[str] = "q k v segments? real?"
     gives: ClassVar[str] = "attended"
     causal: bool = True
+    scale: NonNegative = 0.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         q, k, v, *numbers = operands

@@ -29,7 +29,6 @@ def refused(**given: str) -> list[Diagnostic]:
     [
         ({"attention": "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = 4, value_dim = 4)"}, "`mla`", "gqa, mha"),
         ({"attention": "mha(heads = 4, window = 128)"}, "`window`", ""),
-        ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),
         ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),

@@ -1,0 +1,62 @@
+"""Options of attention that cannot stand together are refused, each at its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from moec.driver import compile as compile_source
+from moec.grammar import load_text
+
+MODEL = """
+model "m" {{
+  vocab = 64; dim = 32; depth = 2; context = 16{context}
+  layers {{ attention = {attention}; ffn = gelu(8) }}
+}}
+"""
+
+
+def refused(attention: str, context: str = "") -> list[tuple[str, str]]:
+    """The code of each diagnostic and the text that it points at."""
+    text = MODEL.format(attention=attention, context=context)
+    loaded = load_text(text)
+    return [(d.code, text[d.span.start : d.span.end] if d.span else "") for d in loaded.diagnostics]
+
+
+def rope(**options: str) -> str:
+    return f"mha(heads = 4, rope = rope({', '.join(f'{name} = {value}' for name, value in options.items())}))"
+
+
+@pytest.mark.parametrize(
+    ("attention", "found"),
+    [
+        (rope(fraction="0.1"), [("MOE0360", "0.1")]),
+        (rope(fraction="0.4"), [("MOE0360", "0.4")]),
+        (rope(fraction="0.5"), []),
+        (
+            rope(scaling="longrope(short = [1], long = [1, 2, 3, 4, 5], original = 4)"),
+            [("MOE0361", "[1]"), ("MOE0361", "[1, 2, 3, 4, 5]")],
+        ),
+        (rope(fraction="0.5", scaling="longrope(short = [1, 2], long = [1, 2], original = 4)"), []),
+        (
+            rope(fraction="0.5", scaling="longrope(short = [1, 2, 3, 4], long = [1, 2], original = 4)"),
+            [("MOE0361", "[1, 2, 3, 4]")],
+        ),
+        (
+            rope(scaling="longrope(short = [1, 1, 1, 1], long = [1, 1, 1, 1], original = 1)"),
+            [("MOE0364", "1")],
+        ),
+        (rope(scaling="yarn(2, original = 4, beta_fast = 1)"), [("MOE0364", "yarn(2, original = 4, beta_fast = 1)")]),
+        (rope(scaling="yarn(2, original = 4, beta_slow = 40)"), [("MOE0364", "40")]),
+        (rope(theta="1", scaling="yarn(2, original = 4)"), [("MOE0364", "1")]),
+        (rope(scaling="llama3(2, original = 4, low = 4)"), [("MOE0364", "4")]),
+    ],
+)
+def test_what_cannot_stand_together_is_refused_at_its_place(attention: str, found: list[tuple[str, str]]) -> None:
+    assert refused(attention) == found
+
+
+@pytest.mark.parametrize("scaling", ["ntk(1e30, original = 1)", "ntk(2)", "yarn(1, original = 1)", "linear(1e300)"])
+def test_the_ends_of_the_ranges_compile(scaling: str) -> None:
+    """Two dims turn, the fewest, and factors are large."""
+    compile_source(MODEL.format(attention=f"mha(heads = 16, rope = rope(scaling = {scaling}))", context=""))
+    compile_source(MODEL.format(attention=rope(theta="1e300", scaling=scaling), context=""))
