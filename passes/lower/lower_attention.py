@@ -62,4 +62,6 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
 def _scale(attention: Attention, width: int) -> float:
     """The factor on scores of heads `width` wide; 0 for 1 / sqrt(width), the operator's default."""
     factor = score_factor(attention.rope)
-    return 0.0 if factor == 1 else factor / math.sqrt(width)
+    if attention.multiplier is None and factor == 1:
+        return 0.0
+    return factor * (attention.multiplier or 1 / math.sqrt(width))

@@ -40,7 +40,13 @@ SCALED = {
 } | {
     "scaled in part": "mha(heads = 3, rope = rope(fraction = 0.5, interleaved = true, scaling = yarn(4, original = 6)))"
 }
-KINDS = CAUSALITY | ROTARY | SCALED
+SCORES = {
+    "multiplier": "mha(heads = 3, rope = rope(), multiplier = 0.9)",
+    "multiplier, grouped": "gqa(heads = 4, kv_heads = 2, qk_norm = projection, causal = false, multiplier = 2)",
+    "multiplier, sharpened": "mha(heads = 3, multiplier = 0.1, "
+    "rope = rope(scaling = yarn(9, original = 4, mscale_all = 1)))",
+}
+KINDS = CAUSALITY | ROTARY | SCALED | SCORES
 EMBEDDINGS = {
     "plain": "tokens()",
     "packed": f"tokens(separator = {SEPARATOR}, positions = learned)",

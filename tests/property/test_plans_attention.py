@@ -30,6 +30,10 @@ KINDS = {
             "longrope(short = [1, 1.5], long = [1, 4], original = 4)",
         )
     ],
+    "multiplier": [
+        "mha(heads = 4, multiplier = 0.8)",
+        "gqa(heads = 4, kv_heads = 2, rope = rope(), multiplier = 0.1, qk_norm = head)",
+    ],
 }
 """Attentions with 4 heads, by the word that they show."""
 
