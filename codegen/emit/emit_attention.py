@@ -50,6 +50,11 @@ def _of_pairs(e: Emitter, op: Op, compare: Any, numbers: fx.Node) -> fx.Node:
     return e.call(op, compare, rows, columns)
 
 
+def _clip(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.Clip)
+    e.result(op, aten.clamp.default, *e.refs(op), -op.limit, op.limit)
+
+
 def _repeat_heads(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.RepeatHeads)
     e.result(op, aten.repeat_interleave.self_int, *e.refs(op), op.copies, 0)
@@ -57,5 +62,6 @@ def _repeat_heads(e: Emitter, op: Op) -> None:
 
 ATTENTION: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.Attention: _attention,
+    o.Clip: _clip,
     o.RepeatHeads: _repeat_heads,
 }

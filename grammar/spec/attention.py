@@ -114,7 +114,7 @@ class _Attention(Node):
     ] = "none"
     window: Annotated[PositiveInt | None, NotYet(), Doc("each token sees this many, itself included")] = None
     sinks: Annotated[bool, NotYet(), Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
-    clip: Annotated[Positive | None, NotYet(), Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
+    clip: Annotated[Positive | None, Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
     causal: Annotated[bool, Doc("whether a token sees only itself and those before it")] = True
     multiplier: Annotated[Positive | None, Doc("factor on scores; default 1 / sqrt(head_dim) (Granite)")] = None
 

@@ -34,9 +34,11 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
         heads_are_rows = Matrices(rows=2, hidden=True)
         weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, heads_are_rows)
         projected = b.one(o.Linear, h, weight, to=name, span=span)
-        if attention.bias == "none":
+        if attention.bias != "none":
+            projected = b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
+        if attention.clip is None:
             return projected
-        return b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
+        return b.one(o.Clip, projected, to=name, span=attention.span("clip"), limit=attention.clip)
 
     def normed(name: str, count: int) -> str:
         projected, line = project(name, count), attention.span("qk_norm")

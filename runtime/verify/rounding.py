@@ -13,6 +13,7 @@ from torch import Tensor
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan
 from moec.passes.ir import Op, Program
+from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.attributes import attributes_of_type
@@ -32,7 +33,7 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
     """Runs plan and unsharded model in the plan's dtype, from the parameters of `model`, and both against float64.
 
     All runs start from the same parameters, rounded once, send every token to the same experts, and run gelu where the
-    model has relu.
+    model has relu, and attention without its clip.
     """
     program, plan = smooth(reference_program(plan.spec)), replace(plan, program=smooth(plan.program))
     narrow = {name: p.detach().to(DTYPES[plan.parameters[name].dtype]) for name, p in model.named_parameters()}
@@ -81,7 +82,7 @@ def _run_exactly(
 
 
 def smooth(program: Program) -> Program:
-    """The same Program with gelu for relu, without clamps, and so on: see `ActivationKind.smooth`."""
+    """The same Program with gelu for relu, and so on (`ActivationKind.smooth`), and with clamps that cut nothing."""
 
     def change(op: Op) -> Op:
         words: dict[str, Any] = {
@@ -89,8 +90,11 @@ def smooth(program: Program) -> Program:
             for name in attributes_of_type(type(op), ActivationName)
             if (kind := ACTIVATIONS[getattr(op, name)]).smooth
         }
-        unclamped: dict[str, Any] = {"clamp": None} if "clamp" in op.attribute_names() else {}
-        return replace(op, **words, **unclamped)
+        if "clamp" in op.attribute_names():
+            words["clamp"] = None
+        if isinstance(op, o.Clip):
+            words["limit"] = math.inf
+        return replace(op, **words)
 
     return replace(program, blocks=tuple(replace(b, ops=tuple(map(change, b.ops))) for b in program.blocks))
 

@@ -45,6 +45,8 @@ SCORES = {
     "multiplier, grouped": "gqa(heads = 4, kv_heads = 2, qk_norm = projection, causal = false, multiplier = 2)",
     "multiplier, sharpened": "mha(heads = 3, multiplier = 0.1, "
     "rope = rope(scaling = yarn(9, original = 4, mscale_all = 1)))",
+    "clip": "mha(heads = 3, rope = rope(), clip = 0.7)",
+    "clip, before norms": "gqa(heads = 4, kv_heads = 2, rope = rope(), bias = qkv, qk_norm = head, clip = 1.2)",
 }
 KINDS = CAUSALITY | ROTARY | SCALED | SCORES
 EMBEDDINGS = {

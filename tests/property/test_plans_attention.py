@@ -34,6 +34,10 @@ KINDS = {
         "mha(heads = 4, multiplier = 0.8)",
         "gqa(heads = 4, kv_heads = 2, rope = rope(), multiplier = 0.1, qk_norm = head)",
     ],
+    "clip": [
+        "mha(heads = 4, clip = 0.02)",
+        "gqa(heads = 4, kv_heads = 2, rope = rope(), clip = 0.04, bias = qkv, qk_norm = projection)",
+    ],
 }
 """Attentions with 4 heads, by the word that they show."""
 

@@ -87,6 +87,28 @@ def _require_of_tokens(op: Op, x: Value, numbers: Sequence[Value]) -> None:
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Clip(Op):
+    """Clamps x `[batch, sequence, heads, head_dim]` to ± `limit` (`clip_qkv` of DBRX, Databricks 2024)."""
+
+    mnemonic: ClassVar[str] = "clip"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "y"
+    limit: Positive
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        layout = settled(operands[0], meshes)
+        return Placing((layout,), (layout,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, keeps=workload.keep(*operands))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Op):
     """Softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads.
 

@@ -63,6 +63,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},
     "attention to later tokens": {"attention": "mha(heads = 4, causal = false)"},
     "multipliers": {"model": "residual_multiplier = 0.22; embedding = tokens(multiplier = 12.0)", "tp": 2},
+    "clip": {"attention": "mha(heads = 4, clip = 8.0)"},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""
@@ -178,6 +179,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "int": (_of(int, torch.dtype),),
     "Optional[int]": (_of(int, torch.dtype), _NONE),
     "number": (_of(int, float),),
+    "Optional[number]": (_of(int, float), _NONE),
     "float": (_of(float),),
     "Optional[float]": (_of(float), _NONE),
     "bool": (_of(bool),),

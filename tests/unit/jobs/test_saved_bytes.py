@@ -52,6 +52,7 @@ MODELS = {
     },
     "post-norms": {"model": "norm_place = post; norm = layer_norm()"},
     "sandwich": {"model": "norm_place = sandwich", "dtype": "bf16"},
+    "clip": {"attention": "mha(heads = 4, clip = 8.0, rope = rope())"},
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {
