@@ -12,6 +12,7 @@ from moec.grammar.attention_rules import rotary
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
@@ -28,6 +29,7 @@ def check(spec: Spec) -> list[Diagnostic]:
         *modules(spec),
         *capacities(spec),
         *microbatches_and_recomputation(spec),
+        *model_forms(spec),
         *optimizer_options(train),
     ]
     if not spec.has_model:

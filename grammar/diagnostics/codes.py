@@ -91,6 +91,7 @@ CODES: dict[str, str] = {
     "MOE0360": "rotary positions turn pairs of dimensions",
     "MOE0361": "a list of factors does not fit the pairs of dimensions",
     "MOE0364": "this scaling of positions cannot be computed",
+    "MOE0365": "parallel residuals need `norm_place = pre`",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

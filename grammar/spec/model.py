@@ -176,6 +176,13 @@ class Model(Node):
             "x + norm(f(x)) (Swin V2, OLMo 2); `sandwich` x + norm(f(norm(x))) (CogView, Gemma 2)"
         ),
     ] = "pre"
+    parallel_residual: Annotated[
+        Literal["none", "one_norm", "two_norms"],
+        Doc(
+            "attention and the feed-forward side by side, x + attention(norm(x)) + ffn(norm(x)): with `one_norm` for "
+            "both (GPT-J, PaLM), or with `two_norms` (GPT-NeoX)"
+        ),
+    ] = "none"
     embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
     residual_multiplier: Annotated[
         Positive, Doc("factor on what attention and the feed-forward add to the residual stream (Granite: 0.22)")

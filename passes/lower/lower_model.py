@@ -67,16 +67,19 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
     if "real" in beside and not layer.attention.causal:
         of_texts["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
+    parallel, others = model.parallel_residual, list[Output]()
     h = before(b, model, "x", "attention")
     attended = attend(b, model, layer.attention, h, of_texts, context_of(spec))
-    residual = added(b, model, "x", attended, "attention")
-    h = before(b, model, residual, "ffn")
+    residual = "x" if parallel != "none" else added(b, model, "x", attended, "attention")
+    h = h if parallel == "one_norm" else before(b, model, residual, "ffn")
     if layer.moe is None:
         assert layer.ffn is not None
         fed = feed_forward(b, subject, layer.ffn, "ffn", h)
-        return b.block([Output(added(b, model, residual, fed, "ffn"), "residual")])
-    mixed, *others = mixture(b, subject, layer.moe, h, {role: value.name for role, value in beside.items()})
-    return b.block([Output(added(b, model, residual, mixed, "ffn"), "residual"), *others])
+    else:
+        fed, *others = mixture(b, subject, layer.moe, h, {role: value.name for role, value in beside.items()})
+    if parallel != "none":  # under tp two partial sums are one, and reduced once (PaLM, arXiv 2204.02311, section 2)
+        fed = b.one(o.Add, attended, fed, to="both", span=model.span("parallel_residual"))
+    return b.block([Output(added(b, model, residual, fed, "ffn"), "residual"), *others])
 
 
 def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:

@@ -1,4 +1,4 @@
-"""The places of norms against handwritten models."""
+"""The places of norms, and parallel residuals, against handwritten models."""
 
 from __future__ import annotations
 
@@ -66,7 +66,18 @@ def sandwich(p: Parameters, x: Tensor, r: float) -> Tensor:
     return x + r * normed(p, "ffn_post_norm", feed(p, normed(p, "ffn_norm", x)))
 
 
+def one_norm(p: Parameters, x: Tensor, r: float) -> Tensor:
+    h = normed(p, "attention_norm", x)
+    return x + r * (attention(p, h) + feed(p, h))
+
+
+def two_norms(p: Parameters, x: Tensor, r: float) -> Tensor:
+    return x + r * (attention(p, normed(p, "attention_norm", x)) + feed(p, normed(p, "ffn_norm", x)))
+
+
 FORMS = {
+    "parallel_residual = one_norm": one_norm,
+    "parallel_residual = two_norms": two_norms,
     "norm_place = post": post,
     "norm_place = res_post": res_post,
     "norm_place = sandwich": sandwich,

@@ -20,6 +20,10 @@ WORDS = {
     ],
     "post": ["norm_place = post; norm = layer_norm()", "norm_place = post; residual_multiplier = 0.5"],
     "res_post": ["norm_place = res_post", "norm_place = res_post; norm = layer_norm(); residual_multiplier = 0.5"],
+    "parallel_residual": [
+        "parallel_residual = one_norm",
+        "parallel_residual = two_norms; norm = layer_norm(); residual_multiplier = 0.5",
+    ],
     "sandwich": ["norm_place = sandwich", "norm_place = sandwich; norm = layer_norm(bias = false)"],
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from faults import bypass, change_op
+from faults import bypass, change_op, change_ops
 from models import moe_plan
 
+from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 from moec.runtime.verify.verification import verify
 
@@ -46,3 +49,28 @@ def test_only_post_norms_have_none_at_the_end() -> None:
     for place in ("pre", "post", "res_post", "sandwich"):
         names = {p.name for p in moe_plan(model=f"norm_place = {place}").program.block("forward").parameters}
         assert ("norm.weight" in names) == (place != "post")
+
+
+def test_a_feed_forward_that_reads_the_other_norm_is_found() -> None:
+    plan = moe_plan(model="parallel_residual = two_norms", **TP)
+    first, second = (op.results[0].name for op in plan.program.block(BODY).ops if isinstance(op, o.RmsNorm))
+    swapped = {first: second, second: first}
+
+    def exchanged(ops: list[Op]) -> list[Op]:
+        return [replace(op, operands=tuple(swapped.get(name, name) for name in op.operands)) for op in ops]
+
+    assert verify(plan, float32=False).ok
+    wrong = change_ops(plan, BODY, lambda ops: sorted(exchanged(ops), key=lambda op: not isinstance(op, o.RmsNorm)))
+    assert not verify(wrong, float32=False).ok
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_two_partial_sums_side_by_side_are_reduced_once(sequence_parallel: bool) -> None:
+    """A dense layer: one reduction in place of two."""
+
+    def reductions(model: str) -> int:
+        plan = moe_plan(model=model, **TP, sequence_parallel=sequence_parallel)
+        kind = o.ReduceScatter if sequence_parallel else o.AllReduce
+        return sum(isinstance(op, kind) for op in plan.program.block("layers[0]").ops)
+
+    assert (reductions(""), reductions("parallel_residual = one_norm")) == (2, 1)

@@ -53,6 +53,7 @@ MODELS = {
     "post-norms": {"model": "norm_place = post; norm = layer_norm()"},
     "sandwich": {"model": "norm_place = sandwich", "dtype": "bf16"},
     "clip": {"attention": "mha(heads = 4, clip = 8.0, rope = rope())"},
+    "parallel residual": {"model": "parallel_residual = one_norm"},
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {
