@@ -31,7 +31,15 @@ def _second_at_random(e: Emitter, op: Op) -> None:
     e.result(op, aten.where.ScalarOther, taken, experts, -1)
 
 
+def _add_noise(e: Emitter, op: Op) -> None:
+    clean, spread, noise = e.refs(op)
+    deviation = e.call(op, aten.softplus.default, spread)
+    noisy = e.call(op, aten.add.Tensor, clean, e.call(op, aten.mul.Tensor, noise, deviation))
+    e.several(op, noisy, deviation)
+
+
 RANDOM_GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.AddNoise: _add_noise,
     o.SecondAtRandom: _second_at_random,
     o.Uniform: _uniform,
 }

@@ -83,11 +83,11 @@ class GShard(_Gate):
 
 
 class NoisyTopK(_Gate):
-    """Top-k of logits with learned noise."""
+    """The k best logits, with normal noise of a learned standard deviation in training; weights are their softmax."""
 
     word = "noisy_topk"
     source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 3 to 5"
-    implemented = False
+    draws = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]
 

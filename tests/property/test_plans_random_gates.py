@@ -17,6 +17,7 @@ from moec.runtime.verify.verification import verify
 USUAL = ["[switch_loss(0.1), z_loss(0.01)]", "[]"]
 WORDS: dict[str, dict[str, Any]] = {
     "gshard": {"gates": ["gshard"], "balances": USUAL, "least_experts": 2},
+    "noisy_topk": {"gates": ["noisy_topk({k})"], "balances": USUAL},
     "gshard_loss": {"gates": ["topk({k})", "gshard"], "balances": ["[gshard_loss(0.1)]"], "least_experts": 2},
 }
 """What `specs` draws from, for each word."""

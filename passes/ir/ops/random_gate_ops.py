@@ -1,16 +1,21 @@
-"""Ops of gates that choose at random: uniform numbers of tokens, and the random second expert."""
+"""Ops of gates that choose at random: uniform numbers of tokens, the random second expert, and learned noise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Stream
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
 
 
 def require_training(op: Op, training: Value) -> None:
@@ -76,3 +81,28 @@ class SecondAtRandom(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens_in_training(self, 3, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNoise(Op):
+    """`clean + noise · softplus(spread)`: H of Shazeer et al. 2017 (arXiv 1701.06538, eq. 4), all
+    `[batch, sequence, experts]`; also the standard deviation softplus(spread). No gradient flows to the noise."""
+
+    mnemonic: ClassVar[str] = "add_noise"
+    takes: ClassVar[str] = "clean spread noise"
+    gives: ClassVar[str] = "noisy deviation"
+    constants: ClassVar[frozenset[str]] = frozenset({"noise"})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        clean, *others = operands
+        same = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in others)
+        require(same and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
+        return (Type(shape=clean.shape, dtype=clean.dtype),) * 2
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 3, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        _, spread, noise = operands
+        return elementwise(self, operands, results, workload, keeps=workload.keep(spread, noise), forward=3, backward=2)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 
 from moec.grammar.spec import Subject
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import BatchPriority, GShard, Hash, Switch, TopK
+from moec.grammar.spec.gates import BatchPriority, GShard, Hash, NoisyTopK, Switch, TopK
 from moec.passes.ir import Role
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import Gated, Given
 from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
+from moec.passes.lower.gates.noisy_gate import noisy_topk
 from moec.passes.lower.gates.topk_gates import BIAS, batch_priority, switch, topk
 
 __all__ = ["BIAS", "Gated", "lower_gate"]
@@ -26,6 +27,7 @@ _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
     GShard: gshard,
     BatchPriority: batch_priority,
     Hash: hash_gate,
+    NoisyTopK: noisy_topk,
     Switch: switch,
     TopK: topk,
 }

@@ -37,8 +37,11 @@ class Given:
     h: str
     beside: Mapping[Role, str]
 
-    def router(self, b: Builder, span: Located, h: str | None = None) -> str:
-        """Logits `[batch, sequence, experts]`, in at least fp32, from h (default: the tokens' vectors)."""
+    def router(self, b: Builder, span: Located, h: str | None = None, name: str = "", to: str = "logits") -> str:
+        """Logits `[batch, sequence, experts]`, in at least fp32, from h (default: the tokens' vectors).
+
+        `name` (`noise.`) tells apart the weights of a gate that has several.
+        """
         shape = (self.experts, self.subject.dim)
-        weight = b.parameter("moe.gate.weight", shape, self.subject.dtype, normal(), span, matrices=TABLE)
-        return b.one(Router, h or self.h, weight, to="logits", span=span)
+        weight = b.parameter(f"moe.gate.{name}weight", shape, self.subject.dtype, normal(), span, matrices=TABLE)
+        return b.one(Router, h or self.h, weight, to=to, span=span)

@@ -59,6 +59,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "biases that balance": {"gate": "topk(2, bias = online(0.01))", "tp": 2, "ep": 4},
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},
     "a random second expert": {"gate": "gshard", "tp": 2},
+    "learned noise": {"gate": "noisy_topk(2)", "tp": 2},
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},
     "attention to later tokens": {"attention": "mha(heads = 4, causal = false)"},

@@ -34,6 +34,11 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topology(2) }"}, "`topology`", "gshard, hash, switch, topk"),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"}, "`gshard`", "batch_priority, hash, switch, topk"),
+        (
+            {"ffn": "moe { experts = 4 * gelu(8); gate = topology(2) }"},
+            "`topology`",
+            "gshard, hash, noisy_topk, switch, topk",
+        ),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, noise = 0.1) }"}, "`noise`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = learned) }"}, "`bias = learned`", "none, online"),
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
