@@ -19,6 +19,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.suggest import advice
+from moec.grammar.token_rules import token_inputs
 from moec.grammar.training_rules import optimizer_options
 
 
@@ -31,6 +32,7 @@ def check(spec: Spec) -> list[Diagnostic]:
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(train),
+        *token_inputs(spec),
     ]
     if not spec.has_model:
         return found

@@ -37,6 +37,9 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
             yield _refused(layer.span(), "a `layer` beside a `model`", "")
     elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
         yield _refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
+    if not spec.has_model and spec.train is not None and spec.train.replay:
+        help = "a layer by itself sees one mixture of its host's; use it in a `model`"
+        yield _refused(spec.train.span("replay"), "`replay` in the file of one `layer`", help)
     for layer in () if spec.has_model else spec.layers:
         gate = layer.moe.gate
         if needed := gate.inputs():

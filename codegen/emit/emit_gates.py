@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, fx
 
 from moec.codegen.emit.emitter import Emitter
@@ -81,19 +80,37 @@ GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
 def _weights_of_route(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
     assert isinstance(op, g.Route)
     weights = _unscaled(op, logits, experts)
-    return weights if op.scale == 1 else weights * op.scale
+    if op.scale != 1:
+        weights = aten.mul.Scalar(weights, op.scale)
+    return weights
 
 
 def _unscaled(op: g.Route, logits: Tensor, experts: Tensor) -> Tensor:
+    if op.score == "sigmoid" and op.normalize:
+        return _normalized(aten.log_sigmoid.default(logits), experts)
     if op.score == "sigmoid":
-        return _normalized(F.logsigmoid(logits), experts) if op.normalize else logits.gather(-1, experts).sigmoid()
+        scored: Tensor = aten.sigmoid.default(_of_choices(logits, experts))
+        return scored
     if op.normalize or op.order == "after":
         return _normalized(logits, experts)
-    return logits.softmax(-1).gather(-1, experts)
+    return _of_choices(aten.softmax.int(logits, -1), experts)
+
+
+def _of_choices(scores: Tensor, experts: Tensor) -> Tensor:
+    """The scores of the choices; any score for a choice of −1."""
+    found: Tensor = aten.gather.default(scores, -1, aten.clamp_min.default(experts, 0))
+    return found
 
 
 def _normalized(logarithms: Tensor, experts: Tensor) -> Tensor:
-    return logarithms.gather(-1, experts).softmax(-1)
+    """A softmax over the choices that are not −1; equal weights for a token that has none."""
+    none = aten.lt.Scalar(experts, 0)
+    weights: Tensor = aten.softmax.int(aten.masked_fill.Scalar(_of_choices(logarithms, experts), none, _LEAST), -1)
+    return weights
+
+
+_LEAST = -1e30
+"""Finite, so that a token without choices has no NaN, and below every logit of a choice."""
 
 
 WEIGHTS: dict[type[Op], Callable[[Op, Tensor, Tensor], Tensor]] = {
@@ -101,5 +118,6 @@ WEIGHTS: dict[type[Op], Callable[[Op, Tensor, Tensor], Tensor]] = {
 }
 """For each op with `scores`: the weights `[…, k]` that it would give to the choices `[…, k]`, from scores `[…, E]`.
 
-`moec verify` repeats the choices of one dtype in another with them.
+`moec verify` repeats the choices of one dtype in another with them, and the op `replay` those of a rollout; there a
+choice may be −1, which must not change the others' weights. Functions of operators on tensors alone: they also emit.
 """

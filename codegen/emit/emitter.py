@@ -8,6 +8,7 @@ words and lists that the op's class declares.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,6 +140,16 @@ class Emitter:
     def call(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """An intermediate node of an op."""
         return self._note(self.graph.call_function(target, args, kwargs), op)
+
+    def traced(self, op: Op, function: Callable[..., Any], *operands: fx.Node) -> fx.Node:
+        """The last of the intermediate nodes of `function`, which calls operators on tensors and reads no values."""
+        tracer, last = fx.proxy.GraphAppendingTracer(self.graph), next(reversed(self.graph.nodes))
+        result: fx.Node = function(*(fx.Proxy(node, tracer) for node in operands)).node
+        node = last.next
+        while node.op != "root":
+            self._note(node, op)
+            node = node.next
+        return result
 
     def result(self, op: Op, target: Any, *args: Any, **kwargs: Any) -> None:
         """The node that gives an op's one result."""

@@ -16,6 +16,7 @@ from moec.codegen.emit.emit_loads import LOADS
 from moec.codegen.emit.emit_loss import LOSS
 from moec.codegen.emit.emit_mixtures import MIXTURES
 from moec.codegen.emit.emit_random_gates import RANDOM_GATES
+from moec.codegen.emit.emit_replay import REPLAY
 from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
 from moec.codegen.emit.emitter import Emitter, site_of
@@ -36,6 +37,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **BALANCE,
     **LOADS,
     **LOSS,
+    **REPLAY,
 }
 """How each op is emitted."""
 

@@ -26,6 +26,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import ClusterText, Device, Layer, LayerModule, Model, Parallel, Spec, TokenEmbedding, Train
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
+from moec.grammar.token_rules import token_inputs
 from moec.grammar.training_rules import optimizer_options
 
 _DEFAULT_CLUSTER = "clusters/one_rank"
@@ -155,6 +156,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),
+        *token_inputs(spec),
     ]
     return spec
 

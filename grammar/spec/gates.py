@@ -21,12 +21,14 @@ class _Gate(Node):
     """How tokens choose experts, or experts tokens.
 
     `takes` is what it needs beside the vectors of the tokens, `gives` what it has of every expert for each token.
+    `replays`: whether its choices can be given, because each token's k weights follow from scores and choices alone.
     """
 
     takes: ClassVar[tuple[Literal["tokens"], ...]] = ()
     gives: ClassVar[tuple[Literal["logits", "probabilities"], ...]] = ("logits", "probabilities")
     draws: ClassVar[bool] = False
     """Whether it always draws random numbers."""
+    replays: ClassVar[bool] = False
 
     def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
         """What it needs beside the vectors of the tokens: `takes`, and keys of tokens where it draws random numbers."""
@@ -41,6 +43,7 @@ class TopK(_Gate):
 
     word = "topk"
     source = "Shazeer et al. 2017, arXiv 1701.06538; Mixtral, arXiv 2401.04088, section 2.1"
+    replays = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]
     score: Annotated[Literal["softmax", "sigmoid"], Doc("how logits become scores")] = "softmax"
@@ -70,6 +73,7 @@ class Switch(_Gate):
 
     word = "switch"
     source = "Fedus et al. 2021, arXiv 2101.03961, section 2.1"
+    replays = True
     jitter: Annotated[Portion, Doc(_JITTER)] = 0.0
 
 

@@ -108,4 +108,8 @@ class Train(Node):
         Doc("dtype of the weights that the optimizer updates"),
     ] = "fp32"
     state: Annotated[Literal["fp32", "bf16"], Doc("dtype of the optimizer's states between steps")] = "fp32"
+    replay: Annotated[
+        bool,
+        Doc("whether a step can take the experts that each token goes to: `job.step(…, routes=…)`, `.routes`"),
+    ] = False
     routing: Annotated[Uniform | Zipf | Trace, Doc("the expert load to plan for")] = Uniform()

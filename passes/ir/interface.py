@@ -1,8 +1,8 @@
 """Inputs and outputs of the blocks of a whole Program, on which jobs, layers and `moec verify` rely.
 
 `forward` runs the layers. In a model it maps `tokens` to `logits`; in a single layer it maps `residual` to `residual`.
-Either may also give `balance` and the `counts` of each layer. Update blocks give states (`state_rules.py`). Every other
-block gives one scalar.
+Either may also give `balance` and the `counts` of each layer, and a model that takes `routes` gives them. Update
+blocks give states (`state_rules.py`). Every other block gives one scalar.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import replace
 
 from moec.grammar.diagnostics import InternalError
 from moec.passes.ir.layout import REPLICATED, Partial
-from moec.passes.ir.ops import Call
+from moec.passes.ir.ops import Call, Replay
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.roles import ROLES, WIDTH, Role
 from moec.passes.ir.state_rules import require_updates, update_blocks
 from moec.passes.ir.value import SETTINGS, TRAINING, Value
 
 FORWARD = "forward"
+
+BESIDE_TOKENS: tuple[Role, ...] = ("routes", "sequences")
+"""The inputs that `forward` of a model may have beside `tokens`, in this order."""
 
 LOSS_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
     "valid_labels": (("labels",), "valid"),
@@ -78,6 +81,7 @@ def has_interface(program: Program) -> None:
     _require(not unknown, f"nothing runs the block {unknown[0] if unknown else ''}")
     for name in dict.fromkeys(call.block for call in calls):
         _require_layer(program.block(name))
+        _require_gates_of_replay(program.block(name))
     for call in calls:
         _require_handed_on(program, call, forward)
     counted = {
@@ -128,8 +132,8 @@ def _has_type_of(value: Value, role: Role) -> bool:
 
 def _require_forward(forward: Block) -> None:
     beside = [value.role for value in forward.inputs[1:]]
-    fits = beside in ([], ["sequences"]) if forward.input("tokens") is not None else not beside
-    _require(bool(forward.inputs) and fits, "forward takes more than tokens and their sequences, or x")
+    known = [role for role in BESIDE_TOKENS if role in beside] if forward.input("tokens") is not None else []
+    _require(bool(forward.inputs) and beside == known, f"forward takes {_listed(beside)} beside tokens or x")
     _require(bool(forward.outputs), "forward gives nothing")
     taken, (first, *others) = forward.inputs[0].role, forward.outputs
     wanted: dict[Role | None, Role] = {"tokens": "logits", "residual": "residual"}
@@ -137,8 +141,12 @@ def _require_forward(forward: Block) -> None:
     if first.role == "residual":
         y, x = forward.output_values()[0], forward.inputs[0]
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
-    allowed = all(output.role == ("balance" if output.layer is None else "counts") for output in others)
-    _require(allowed and first.layer is None, "forward gives more than its result, balance and the counts of layers")
+    of_model = ("balance", "routes")
+    allowed = all(output.role in (of_model if output.layer is None else ("counts",)) for output in others)
+    _require(allowed and first.layer is None, "forward gives more than its result, balance, routes and layers' counts")
+    taken_routes, given_routes = forward.input("routes"), forward.output("routes")
+    shapes = [None if value is None else value.shape for value in (taken_routes, given_routes)]
+    _require(shapes[0] == shapes[1], "forward does not give routes as it takes them")
 
 
 def _require_scalar(block: Block, forward: Block) -> None:
@@ -166,8 +174,20 @@ def _require_layer(block: Block) -> None:
     gives = given[:1] == [("residual", None, None)] and set(given[1:]) <= {
         ("counts", None, None),
         ("balance", None, None),
+        ("choices", None, None),
     }
     _require(gives, f"{block.name} gives {_listed(role for role, *_ in given)}")
+
+
+def _require_gates_of_replay(block: Block) -> None:
+    """Requires that given choices replace those that a gate made by the same scores."""
+    made = {value.name: op for op in block.ops for value in op.results}
+    for op in (op for op in block.ops if isinstance(op, Replay)):
+        scores, experts, _ = op.operands
+        gate = made.get(experts)
+        results = {} if gate is None else dict(zip(gate.gives.split(), gate.results, strict=False))
+        chose = gate is not None and gate.scores and gate.named(gate.operands)[gate.scores] == scores
+        _require(bool(chose) and results["experts"].name == experts, f"%{experts}, which no gate chose by %{scores}")
 
 
 def _require_handed_on(program: Program, call: Call, forward: Block) -> None:

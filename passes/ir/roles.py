@@ -21,6 +21,7 @@ Role = Literal[
     "residual",
     "logits",
     "routes",
+    "choices",
     "counts",
     "balance",
     "valid",
@@ -37,6 +38,9 @@ ranks; in the layout of the residual stream; as `forward` gives its output of th
 
 IGNORED_LABEL = -100
 """The label of a token whose loss does not count."""
+
+FREE_ROUTE = -2
+"""The choice, in a forward pass without given routes, that a gate makes itself."""
 
 WIDTH = -1
 """In the shape of a role: a dim of any constant size."""
@@ -88,7 +92,17 @@ ROLES: Mapping[Role, RoleSpec] = {
         _FLOATING,
         "as given",
     ),
-    "routes": RoleSpec("the experts that each token goes to, chosen by somebody else"),
+    "routes": RoleSpec(
+        "the experts that each token goes to in each mixture, -1 for none, [batch, sequence, mixtures, k]",
+        ("batch", "sequence", WIDTH, WIDTH),
+        lies="sharded over dp",
+    ),
+    "choices": RoleSpec(
+        "the experts that each token goes to in one layer, -1 for none, [batch, sequence, k]",
+        ("batch", "sequence", WIDTH),
+        lies="sharded over dp",
+        in_layers=True,
+    ),
     "counts": RoleSpec(
         "rows that a rank's tokens sent to each expert of one layer, [sources, experts]",
         ("sources", WIDTH),

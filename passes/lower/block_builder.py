@@ -82,6 +82,16 @@ class Builder:
         self.scope[f"@{name}"] = parameter
         return f"@{name}"
 
+    def input(self, value: Value) -> str:
+        """Declares one more input; returns its name."""
+        self.inputs = (*self.inputs, value)
+        self.scope[value.name] = value
+        return value.name
+
+    def maker(self, name: str) -> Op:
+        """The op that gave the value `name`."""
+        return next(op for op in self.ops if any(value.name == name for value in op.results))
+
     def setting(self, setting: Setting) -> str:
         """Declares a setting unless the block has it already; returns its operand name."""
         if setting not in self.settings:

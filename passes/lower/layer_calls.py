@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from moec.passes.ir import Block, Output
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.lower_replay import given_routes
 
 
 def call_layer(b: Builder, block: Block, number: int, operands: Sequence[str], to: str = "x") -> list[Output]:
@@ -18,8 +19,8 @@ def call_layer(b: Builder, block: Block, number: int, operands: Sequence[str], t
 
 
 def forward_outputs(b: Builder, first: Output, of_layers: Sequence[Output]) -> list[Output]:
-    """The outputs of `forward`: its result, the sum of the layers' balance terms, and the counts of each layer."""
+    """The outputs of `forward`: its result, the sum of balance terms, the layers' choices, and the counts of each."""
     counts = [output for output in of_layers if output.role == "counts"]
     balances = [output.name for output in of_layers if output.role == "balance"]
     balance = [Output(b.one(o.Add, *balances, to="balance"), "balance")] if balances else []
-    return [first, *balance, *counts]
+    return [first, *balance, *given_routes(b, of_layers), *counts]

@@ -23,31 +23,37 @@ from moec.passes.lower.gates import lower_gate
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_feed_forward import beside_experts, parameters_of
 from moec.passes.lower.lower_queues import capacity_of, varying, with_places
+from moec.passes.lower.lower_replay import replayed
 
 UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
 """The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
 
 
 def mixture(
-    b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str]
+    b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], *, replay: bool = False
 ) -> tuple[str, Output, *tuple[Output, ...]]:
     """Returns the mixed value's name, the counts of rows per expert, and the layer's balance term if it has one.
+
+    With `replay` the layer also takes choices, and gives those that were made before a capacity drops any.
 
     `beside` names the layer's inputs beside the residual stream: `tokens` where the gate takes them, and `real` in a
     model with a padding id.
     """
-    routed = _routed(b, subject, moe, h, beside)
+    routed = _routed(b, subject, moe, h, beside, replay)
     run = _dropless if isinstance(moe.capacity, Dropless) else _padded
     mixed, counts = run(b, subject, moe, h, routed)
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
-    return mixed, Output(counts, "counts"), *balance
+    choices = (Output(routed.e, "choices"),) if replay else ()
+    return mixed, Output(counts, "counts"), *balance, *choices
 
 
-def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str]) -> Routed:
+def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], replay: bool) -> Routed:
     declared = moe.experts
     assert isinstance(declared, Experts)
     gated = lower_gate(b, subject, moe.gate, declared.count, h, beside)
+    if replay:
+        gated = replayed(b, gated, moe.gate.span())
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())

@@ -18,6 +18,7 @@ from moec.passes.lower.lower_layer import layer_blocks
 from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, loss_blocks, of_tokens
 from moec.passes.lower.lower_mixture import mixture
 from moec.passes.lower.lower_norms import added, before, norm
+from moec.passes.lower.lower_replay import choices_of_layers, routes_input
 from moec.passes.lower.lower_states import with_update
 
 
@@ -60,7 +61,7 @@ def context_of(spec: Spec) -> int:
 
 
 def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
-    model = spec.model
+    model, replay = spec.model, spec.train is not None and spec.train.replay
     x = Value(name="x", shape=(*TOKENS, model.dim), dtype=model.dtype, role="residual")
     beside = {role: of_tokens(role) for role in _beside_residual(model, layer)}
     of_texts: dict[str, str] = {role: role for role in ("segments", "positions") if role in beside}
@@ -76,7 +77,8 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
         assert layer.ffn is not None
         fed = feed_forward(b, subject, layer.ffn, "ffn", h)
     else:
-        fed, *others = mixture(b, subject, layer.moe, h, {role: value.name for role, value in beside.items()})
+        named = {role: value.name for role, value in beside.items()}
+        fed, *others = mixture(b, subject, layer.moe, h, named, replay=replay)
     if parallel != "none":  # under tp two partial sums are one, and reduced once (PaLM, arXiv 2204.02311, section 2)
         fed = b.one(o.Add, attended, fed, to="both", span=model.span("parallel_residual"))
     return b.block([Output(added(b, model, residual, fed, "ffn"), "residual"), *others])
@@ -96,9 +98,9 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     model = spec.model
     draws = any(block.input("keys") is not None for block in layers)
     sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
-    b = Builder("forward", [of_tokens("tokens"), *sequences], model.span())
+    b = Builder("forward", [of_tokens("tokens"), *routes_input(layers), *sequences], model.span())
     span = model.embedding.span()
-    handed = _numbers_of_tokens(b, model, layers)
+    handed, choices = _numbers_of_tokens(b, model, layers), choices_of_layers(b, layers)
     shape = (model.vocab, model.dim)
     table = b.parameter("embedding.weight", shape, model.dtype, normal(), span, {"tp": 0}, TABLE)
     x = b.one(o.Embed, "tokens", table, to="x", span=span)
@@ -112,6 +114,7 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
         x = b.one(o.Add, x, added, to="x", span=span)
     of_layers: list[Output] = []
     for number, block in enumerate(layers):
+        handed["choices"] = choices[number]
         stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
         x = stream.name
         of_layers += others

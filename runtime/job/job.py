@@ -32,6 +32,7 @@ from moec.runtime.errors import speak_once
 from moec.runtime.job import groups, loads
 from moec.runtime.job.accumulate import accumulating
 from moec.runtime.job.batches import limits_of
+from moec.runtime.job.beside import Beside
 from moec.runtime.job.checks import Checks, JobChecks
 from moec.runtime.job.clipping import hand_over, take_back, takes_scale, watch_steps
 from moec.runtime.job.finite import Finite
@@ -187,6 +188,7 @@ class Job:
         logprob_loss: Loss | None = None,
         count: Counter | None = None,
         inputs: Mapping[str, Tensor] | None = None,
+        routes: Tensor | None = None,
     ) -> Tensor:
         """Forward, backward and gradient sums over this rank's part of the batch; returns the global loss, detached.
 
@@ -203,12 +205,15 @@ class Job:
         A count that takes `logits` first needs the forward pass, and so one micro-batch. `inputs` are tensors `[batch,
         sequence, …]`, split as tokens are. The model's balance terms are added (`.aux_loss`).
 
+        `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`.
+
         Raises `JobError` on every rank for a loss that is no scalar or not finite, a count that is 0 on all ranks, and
         inputs of other shapes.
         """
         step = Step(
             tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=dict(inputs or {}),
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
+            beside=Beside(routes),
         )  # fmt: skip
         with self._one_step(model):
             self._in_step = True

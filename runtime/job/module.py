@@ -19,6 +19,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.job import unscored
 from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.batches import Limits, device_of
+from moec.runtime.job.beside import NOTHING, Beside, Takes
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.forward_checks import HOOKS, KINDS, SHAPES, Claims, counts_own_tokens
 from moec.runtime.job.home import Home
@@ -41,12 +42,15 @@ class ModelOutput:
     divide `vocab`; `Job.whole_logits` gathers them. `loss` is the loss of the global batch, the same on every rank:
     cross-entropy over the global number of valid labels, and in training plus `aux_loss`. `aux_loss` is the sum of the
     weighted balance terms, a scalar, None if the model has none. In `Job.step` and `Job.accumulate` both are a
-    micro-batch's share: those of all micro-batches add up to the step's.
+    micro-batch's share: those of all micro-batches add up to the step's. `routes`, of a plan with `replay`: the experts
+    of this rank's tokens before a capacity drops any, int64 `[batch, sequence, mixtures, k]`; −1 for padding and for
+    places beyond a layer's k.
     """
 
     logits: Tensor
     loss: Tensor | None = None
     aux_loss: Tensor | None = None
+    routes: Tensor | None = None
 
 
 class PlanModule(nn.Module):
@@ -83,6 +87,7 @@ class PlanModule(nn.Module):
         }
         self._updates = Updates(program, home, float64=float64)
         self._draws = program.block(FORWARD).input("sequences") is not None
+        self.takes = Takes.of(program)
         self._places_by_shape = counts_own_tokens(program)
         self.num_tokens: int | Tensor = 0
         """Tokens of the last forward pass, without padding."""
@@ -92,8 +97,11 @@ class PlanModule(nn.Module):
         self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_drop_loads)  # type: ignore[no-untyped-call]
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> ModelOutput:
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, *, routes: Tensor | None = None) -> ModelOutput:
         """tokens int64 `[batch, sequence]`, labels of the same shape, already shifted, −100 where ignored.
+
+        `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`, −1 for
+        none; without them gates choose.
 
         Raises `JobError` on every rank: for a wrong dtype, shape or id before any collective of the model, and for
         router logits that are NaN or infinite at the end of the pass, before any gradient.
@@ -101,9 +109,10 @@ class PlanModule(nn.Module):
         self._home.require_running()
         refuse_autocast(device_of(tokens).type)
         refuse_data_parallel(self)
-        look = self._require_batch(tokens, labels)
+        beside = Beside(routes)
+        look = self._require_batch(tokens, labels, beside)
         self.num_tokens = self.limits.real_tokens(tokens)
-        given: dict[Role, Tensor] = {"tokens": tokens}
+        given: dict[Role, Tensor] = {"tokens": tokens, **self.takes.inputs(beside, tokens)}
         if self._draws:
             given["sequences"] = self._number_sequences(tokens, labels)
         with unscored.noting() as noted:
@@ -112,6 +121,7 @@ class PlanModule(nn.Module):
             self.next_step()
         unfit = unscored.complaint(noted, self._routers) if look else None
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
+        chosen = results.get(("routes", None, None))
         self.expert_counts = {
             n: rows[0] for (role, n, _), rows in results.items() if role == "counts" and n is not None
         }
@@ -127,7 +137,7 @@ class PlanModule(nn.Module):
         if labels is None:
             if refuses and self._routers:
                 self._home.checks.require("end of a forward pass", unfit)
-            return ModelOutput(logits, aux_loss=aux_loss)
+            return ModelOutput(logits, aux_loss=aux_loss, routes=chosen)
         if unfit is not None:  # the loss sums over all ranks: NaN here is NaN on every rank
             labels = torch.zeros_like(labels)
         loss = self._loss(logits, labels)
@@ -135,7 +145,8 @@ class PlanModule(nn.Module):
             self._home.checks.require("end of a forward pass", unfit)
         if not in_backward():
             self._counts.add_loss(loss if aux_loss is None else loss + aux_loss)
-        return ModelOutput(logits, loss + aux_loss if self.training and aux_loss is not None else loss, aux_loss)
+        whole = loss + aux_loss if self.training and aux_loss is not None else loss
+        return ModelOutput(logits, whole, aux_loss, chosen)
 
     def _refuse_late_recomputation(self) -> None:
         """Raises `JobError` if `torch.utils.checkpoint` computes a pass of `job.accumulate` again after its block."""
@@ -321,29 +332,29 @@ class PlanModule(nn.Module):
 
     # ---- checks ------------------------------------------------------------------------------------
 
-    def _require_batch(self, tokens: Tensor, labels: Tensor | None) -> bool:
+    def _require_batch(self, tokens: Tensor, labels: Tensor | None, beside: Beside) -> bool:
         """Raises `JobError` for an invalid batch; returns whether this pass checks tensors' values."""
         agreed, self._agreed = self._agreed, None
         if agreed is not None and agreed[0] is tokens:
             return agreed[1]
         checks = self._home.checks
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), device_of(tokens))
-        complaint, matching = self.claims(tokens, labels, look=look)
+        complaint, matching = self.claims(tokens, labels, beside, look=look)
         # The tokens that `job.accumulate` counts: those of `StepCounts.add`.
         counts = self._counts.labels is not None and labels is not None and not in_backward()
         given = tokens.numel() if counts and complaint is None else 0
-        inputs = TpInputs((tokens, labels), look)
+        inputs = TpInputs((tokens, labels, *beside.given().values()), look)
         (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
         self._counts.given_of_all += of_all
         return look
 
-    def claims(self, tokens: Tensor, labels: Tensor | None, *, look: bool) -> Claims:
+    def claims(self, tokens: Tensor, labels: Tensor | None, beside: Beside = NOTHING, *, look: bool) -> Claims:
         """The first error of this rank's batch or parameters, and what must match on all ranks of a forward pass.
 
         Without `look` it reads no tensor's values.
         """
         words = self.limits.complaint(tokens, labels, look=look)
-        complaint = Complaint("MOE0702", words) if words else None
+        complaint = Complaint("MOE0702", words) if words else self.takes.complaint(beside, tokens, look=look)
         if look and complaint is None and (name := self._updates.not_finite(self.layers)):
             complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", unscored.HELP)
         needed: list[bool] = []
@@ -357,7 +368,8 @@ class PlanModule(nn.Module):
         shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
         # Ranks with different frozen parameters would start different sums of gradients, and ranks whose parameters
         # were changed between micro-batches would gather weights that others have kept.
-        kind = (int(self.training), int(labels is not None), int(torch.is_grad_enabled()), hash(tuple(needed)))
+        given = int(labels is not None), beside.kinds()
+        kind = (int(self.training), *given, int(torch.is_grad_enabled()), hash(tuple(needed)))
         settings = same_on_ranks(self.settings if self._draws else {})
         return Claims(complaint, (MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kind), settings))
 

@@ -17,6 +17,7 @@ from moec.passes.ir import Shard
 from moec.runtime.backends import warn_first
 from moec.runtime.errors import JobError
 from moec.runtime.job.batches import device_of
+from moec.runtime.job.beside import NOTHING, Beside
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
@@ -45,6 +46,7 @@ class Step:
     logprob_loss: Loss | None
     count: Counter | None
     inputs: Mapping[str, Tensor]
+    beside: Beside = NOTHING
 
     @property
     def count_takes_logits(self) -> bool:
@@ -102,11 +104,15 @@ class Step:
             (self.microbatches if isinstance(self.microbatches, int) else 0, *map(int, given), names),
         )
 
-    def parts(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Tokens, labels and inputs of each micro-batch. Sizes differ by at most one sequence, larger ones first."""
+    def parts(self) -> Iterator[tuple[Tensor, Tensor, Beside, dict[str, Tensor]]]:
+        """Tokens, labels, what is beside them, and inputs of each micro-batch.
+
+        Sizes differ by at most one sequence, larger ones first.
+        """
+        beside = iter(self.beside.parts(self.microbatches))
         names, tensors = list(self.inputs), [self.tokens, self.labels, *self.inputs.values()]
         for tokens, labels, *inputs in zip(*(t.tensor_split(self.microbatches) for t in tensors), strict=True):
-            yield tokens, labels, dict(zip(names, inputs, strict=True))
+            yield tokens, labels, next(beside), dict(zip(names, inputs, strict=True))
 
 
 def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
@@ -129,15 +135,15 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
             skips=job.finite.skips,
         ),
     ):
-        for index, (tokens, labels, inputs) in enumerate(step.parts()):
+        for index, (tokens, labels, beside, inputs) in enumerate(step.parts()):
             microbatches.more = index < step.microbatches - 1
             if agreed and index == 0:
                 model.agreed(tokens, look)
             if step.has_custom_loss:
-                loss, depends = _custom_loss(job, model, step, tokens, labels, inputs, total)
+                loss, depends = _custom_loss(job, model, step, (tokens, labels), beside, inputs, total)
                 graded |= depends
             else:
-                output = model(tokens, labels)
+                output = model(tokens, labels, **beside.given())
                 assert output.loss is not None
                 loss, graded = output.loss, True
             if not loss.requires_grad:
@@ -165,14 +171,14 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     """
     device = device_of(step.tokens)
     look = job.checks.looks(model.seen, ("step", model.training, step.has_custom_loss), device)
-    complaint, matching = model.claims(step.tokens, step.labels, look=look)
+    complaint, matching = model.claims(step.tokens, step.labels, step.beside, look=look)
     if complaint is None and (words := step.complaint()):
         complaint = Complaint("MOE0713", words)
     if complaint is None and step.microbatches > 1:
-        parts = (model.limits.complaint(tokens, labels, look=False) for tokens, labels, _ in step.parts())
+        parts = (model.limits.complaint(tokens, labels, look=False) for tokens, labels, *_ in step.parts())
         if words := next(filter(None, parts), None):
             complaint = Complaint("MOE0702", words)
-    inputs = TpInputs((step.tokens, step.labels, *step.inputs.values()), look)
+    inputs = TpInputs((step.tokens, step.labels, *step.beside.given().values(), *step.inputs.values()), look)
     on_host = device.type == "cpu"
     counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else (0, 0)
     matching = (*matching, step.must_match())
@@ -211,8 +217,8 @@ def _custom_loss(
     job: Job,
     model: PlanModule,
     step: Step,
-    tokens: Tensor,
-    labels: Tensor,
+    batch: tuple[Tensor, Tensor],
+    beside: Beside,
     inputs: Mapping[str, Tensor],
     total: Tensor,
 ) -> tuple[Tensor, bool]:
@@ -220,7 +226,8 @@ def _custom_loss(
 
     Also returns whether any rank's loss depends on the model.
     """
-    output: ModelOutput = model(tokens)
+    tokens, labels = batch
+    output: ModelOutput = model(tokens, **beside.given())
     if step.count_takes_logits:
         total = _count(job, step, job.whole_logits(output).detach(), inputs)
     if step.loss is not None:

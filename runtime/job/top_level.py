@@ -127,6 +127,8 @@ def _layer_number(node: fx.Node) -> int:
 
 
 def _value(arg: Any, values: Mapping[fx.Node, Any]) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_value(each, values) for each in arg]
     return values[arg] if isinstance(arg, fx.Node) else arg
 
 

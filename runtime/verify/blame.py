@@ -96,7 +96,7 @@ def _run_reference(
     whole = Lockstep(graphs, 1, {}, leaves, states=states_of(model), training=model.training)
     loads = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
     with plain_torch():
-        _, (loss,) = whole.run([inputs.given], [inputs.targets], loads=loads, record=True)
+        _, (loss,) = whole.run([inputs.given], [inputs.targets], loads=loads, record=True, beside=inputs.beside_alone)
     return whole, loss
 
 
@@ -172,7 +172,9 @@ def _has_gradient(value: object) -> bool:
 def _run(cluster: VirtualCluster, inputs: Inputs) -> tuple[PerRank, StepError | None]:
     try:
         run = cluster.lockstep.run
-        _, losses = run(inputs.rank_given, inputs.rank_targets, loads=inputs.loads, record=True)
+        _, losses = run(
+            inputs.rank_given, inputs.rank_targets, loads=inputs.loads, record=True, beside=inputs.rank_beside
+        )
     except StepError as failure:
         return [], failure
     return losses, None

@@ -85,7 +85,10 @@ def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, b
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
         errors = _Errors({}, largest=dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
-    output, gradient = errors.of("output", "loss", "aux_loss", "counts", "states"), errors.of("gradient", "parameter")
+    output, gradient = (
+        errors.of("output", "loss", "aux_loss", "counts", "routes", "states"),
+        errors.of("gradient", "parameter"),
+    )
     ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
     worst = max(errors.largest.items(), key=lambda item: item[1][0])
     first = None
@@ -145,12 +148,17 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len(cluster.parameters)
     results, losses = cluster.lockstep.run(
-        inputs.rank_given, inputs.rank_targets, loads=inputs.loads, microbatches=inputs.microbatches
+        inputs.rank_given,
+        inputs.rank_targets,
+        loads=inputs.loads,
+        microbatches=inputs.microbatches,
+        beside=inputs.rank_beside,
     )
     scales = {
         "output": largest(expected.result),
         **{name: largest(scalar) for name, scalar in expected.scalars.items()},
         "counts": 0.0,
+        "routes": 0.0,
         "states": 0.0,
         "gradient": max(largest(g) for g in gradients.values()),
         "parameter": max(largest(p) for p in model.parameters()),
@@ -159,6 +167,7 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
     noise = cache(partial(gradient_noise, plan.spec, model, inputs, FLOAT32_NOISE)) if is_float64 else dict
     errors = _Errors(scales, noise)
     _add_results(errors, plan, cluster.lockstep, expected, results, inputs.microbatches)
+    _add_routes(errors, plan, cluster.lockstep.routes, expected.routes, inputs.microbatches)
     try:
         summed = cluster.backward(losses)
     except BackwardError as failure:
@@ -188,6 +197,15 @@ def _add_results(
     for name, state in expected.states.items():
         for rank, got in enumerate(lockstep.new_states.get(name, [None] * plan.world_size)):
             errors.add("states", f"{name} on rank {rank}", got, state, state)
+
+
+def _add_routes(errors: _Errors, plan: Plan, given: PerRank | None, expected: Tensor | None, microbatches: int) -> None:
+    """Compares the routes that a model gives."""
+    for rank in range(plan.world_size) if expected is not None else ():
+        assert expected is not None
+        parts = [part.chunk(plan.data_size)[plan.data_rank(rank)] for part in expected.chunk(microbatches)]
+        got = None if given is None else given[rank]
+        errors.add("routes", f"the routes of rank {rank}", got, torch.cat(parts), expected)
 
 
 def _add_gradient_of_x(errors: _Errors, inputs: Inputs) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.passes.ir.interface import layer_calls
-from moec.passes.ir.roles import IGNORED_LABEL
+from moec.passes.ir.roles import FREE_ROUTE, IGNORED_LABEL, Role
 from moec.passes.lower.lower_model import context_of
+from moec.runtime.job.beside import Takes
 from moec.runtime.job.reference import reference_program
 
 SEQUENCES_PER_RANK = 2
@@ -41,6 +42,19 @@ class Inputs:
     """For each layer with states, random expert loads of each rank, int64 `[ranks, experts]`. The loads of a batch may
     be too similar on all ranks to show that a rank's are left out."""
     microbatches: int = 1
+    beside: Mapping[Role, Tensor] = field(default_factory=dict)
+    """The other inputs of `forward` by role, of the global batch."""
+    rank_beside: Mapping[Role, Sequence[Tensor]] = field(default_factory=dict)
+
+    @property
+    def arguments(self) -> dict[str, Tensor]:
+        """`beside`, as an unsharded model takes it."""
+        return {str(role): whole for role, whole in self.beside.items()}
+
+    @property
+    def beside_alone(self) -> dict[Role, Sequence[Tensor]]:
+        """`beside`, for the one rank of an unsharded model."""
+        return {role: [whole] for role, whole in self.beside.items()}
 
     def to(self, dtype: torch.dtype) -> Inputs:
         """Copies of x rounded to `dtype`, without gradients; ids and labels unchanged."""
@@ -54,6 +68,8 @@ class Inputs:
             self.rank_rows,
             self.loads,
             self.microbatches,
+            self.beside,
+            self.rank_beside,
         )
 
 
@@ -80,8 +96,24 @@ def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:
     rows = [numbers[:, plan.data_rank(rank)].flatten() for rank in range(plan.world_size)]
     first = [slice(int(each[0]), int(each[0]) + SEQUENCES_PER_RANK) for each in rows]
     parts = [given[part] for part in rows], [targets[part] for part in rows]
-    inputs = Inputs(given, targets, *parts, first, _loads(plan, generator), microbatches)
-    return inputs.to(torch.float64)
+    loads = _loads(plan, generator)
+    beside = _beside(plan, generator, given)
+    of_ranks = {role: [whole[part] for part in rows] for role, whole in beside.items()}
+    return Inputs(given, targets, *parts, first, loads, microbatches, beside, of_ranks).to(torch.float64)
+
+
+def _beside(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dict[Role, Tensor]:
+    """Random routes: half of the tokens choose by themselves; of the others a choice in eight is none."""
+    takes, found = Takes.of(plan.program), dict[Role, Tensor]()
+    if takes.k:
+        routes = tokens.new_full((*tokens.shape, len(takes.k), max(takes.k)), -1)
+        for mixture, (experts, k) in enumerate(zip(takes.experts, takes.k, strict=True)):
+            shuffled = torch.rand((*tokens.shape, experts), generator=generator).argsort(-1)[..., :k]
+            none = torch.rand(shuffled.shape, generator=generator) < 1 / 8
+            routes[:, :, mixture, :k] = shuffled.masked_fill(none, -1)
+        free = torch.rand(tokens.shape, generator=generator) < 1 / 2
+        found["routes"] = routes.masked_fill(free[..., None, None], FREE_ROUTE)
+    return found
 
 
 def _loads(plan: Plan, generator: torch.Generator) -> dict[int, Tensor]:

@@ -31,6 +31,7 @@ VERIFY_SETTINGS: Mapping[str, int] = {SEED.name: 5, STEP.name: 3}
 
 PerRank = list[Any]
 Loads = Mapping[int, Tensor]
+_NOTHING: Mapping[Role, Sequence[Tensor]] = {}
 Use = tuple[str, str, str]
 """The module's path, the consumer's key and its operand's key."""
 
@@ -110,6 +111,8 @@ class Lockstep:
         """Each consumer's view of a value with several consumers: its gradient is that consumer's part."""
         self.counts: dict[int, PerRank] = {}
         """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
+        self.routes: PerRank | None = None
+        """The routes of each rank's tokens in the last run; None of a model that gives none."""
         self.losses: dict[str, PerRank] = {}
         """The terms of the last run's loss on every rank, by the name of their graph."""
         self.scalars: dict[str, PerRank] = {}
@@ -131,18 +134,24 @@ class Lockstep:
         loads: Loads | None = None,
         record: bool = False,
         microbatches: int = 1,
+        beside: Mapping[Role, Sequence[Tensor]] = _NOTHING,
     ) -> tuple[PerRank, PerRank]:
         """Logits and training loss of every rank, from its tokens and labels.
 
         For a layer: y and `(y * cotangent).sum()` plus `aux_loss`, from x and a cotangent of y.
         In training `loads`, the expert loads of each rank `[ranks, experts]` by layer, give states new values.
+        `beside` has the other inputs of `forward` by role, of every rank.
         `record` keeps all steps in `self.steps`, with their gradients. Each of the `microbatches` has equally many of a
         rank's sequences; its loss is divided by the counts of the whole step.
         """
         self.steps, self.uses = [] if record else None, {}
         parts = [[x.tensor_split(microbatches) for x in each] for each in (inputs, targets)]
         given, wanted = ([list(part) for part in zip(*each, strict=True)] for each in parts)
-        outputs = [self._forward(part, index) for index, part in enumerate(given)]
+        others = {role: [each.tensor_split(microbatches) for each in ranks] for role, ranks in beside.items()}
+        outputs = [
+            self._forward(part, index, {role: [cut[index] for cut in ranks] for role, ranks in others.items()})
+            for index, part in enumerate(given)
+        ]
         self.counts = {
             output.layer: _sums(*(found[output.key] for found in outputs))
             for output in self._graphs[FORWARD].results
@@ -151,6 +160,8 @@ class Lockstep:
         self.new_states = self._updated(loads or {}) if self._training else {}
         role: Role = "residual" if any(x.is_floating_point() for x in inputs) else "logits"
         results = [found[role, None, None] for found in outputs]
+        routes = [found["routes", None, None] for found in outputs if ("routes", None, None) in found]
+        self.routes = [torch.cat(parts) for parts in zip(*routes, strict=True)] if routes else None
         self.losses = {}
         if role == "logits":
             valid = self._scalar("valid_labels", list(targets))
@@ -167,16 +178,20 @@ class Lockstep:
         self.scalars = dict(self.losses)
         return whole, _sums(self._products(whole, targets), *self.losses.values())
 
-    def _forward(self, inputs: PerRank, index: int) -> dict[OutputKey, PerRank]:
+    def _forward(self, inputs: PerRank, index: int, beside: Mapping[Role, PerRank]) -> dict[OutputKey, PerRank]:
         """The results of the forward pass of micro-batch `index`, by `Output.key`.
 
         Sequences are numbered as rows of the reference's batch (`moec.runtime.verify.inputs`).
         """
         forward, operands = self._graphs[FORWARD], [inputs]
-        if self._graphs.program.block(FORWARD).input("sequences") is not None:
-            before = index * (max(self._data_ranks) + 1)
-            sizes = zip(self._data_ranks, map(len, inputs), strict=True)
-            operands.append([sequence_numbers(before + rank, size, size) for rank, size in sizes])
+        for value in self._graphs.program.block(FORWARD).inputs[1:]:
+            if value.role == "sequences":
+                before = index * (max(self._data_ranks) + 1)
+                sizes = zip(self._data_ranks, map(len, inputs), strict=True)
+                operands.append([sequence_numbers(before + rank, size, size) for rank, size in sizes])
+            else:
+                assert value.role is not None
+                operands.append(list(beside[value.role]))
         found = {o.key: values for o, values in zip(forward.results, self._run(forward, "", operands), strict=True)}
         role: Role = "residual" if any(x.is_floating_point() for x in inputs) else "logits"
         roles: list[Role] = [role, "balance"] if self._graphs.has("aux_loss") else [role]
@@ -278,7 +293,7 @@ class Lockstep:
         assert callable(node.target)
         target, results = node.target, []
         for rank in self.ranks:
-            args = [values[arg][rank] if isinstance(arg, fx.Node) else arg for arg in node.args]
+            args = [_of_rank(arg, values, rank) for arg in node.args]
             results.append(target(*args, **node.kwargs))
         return results
 
@@ -310,6 +325,12 @@ class Lockstep:
             for rank, result in zip(ranks, shuffle(node.args, inputs), strict=True):
                 results[rank] = result
         return results
+
+
+def _of_rank(arg: Any, values: Mapping[fx.Node, PerRank], rank: int) -> Any:
+    if isinstance(arg, list | tuple):
+        return [_of_rank(each, values, rank) for each in arg]
+    return values[arg][rank] if isinstance(arg, fx.Node) else arg
 
 
 def _sums(*terms: PerRank) -> PerRank:

@@ -53,7 +53,7 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
     name = str(plan.spec.subject.dtype)
     confident = confident_logits(inputs, plan.spec.model.vocab, dtype) if plan.spec.has_model else None
     try:
-        results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets)
+        results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets, beside=inputs.rank_beside)
         summed = cluster.backward(losses)
         of_logits = None if confident is None else loss_alone(plan, cluster.lockstep, inputs, confident)
     except (StepError, BackwardError) as failure:

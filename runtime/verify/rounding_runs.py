@@ -35,7 +35,7 @@ class UnshardedRun:
     def run(self, inputs: Inputs) -> None:
         """Over the global batch."""
         with plain_torch():
-            (result,), (loss,) = self._lockstep.run([inputs.given], [inputs.targets])
+            (result,), (loss,) = self._lockstep.run([inputs.given], [inputs.targets], beside=inputs.beside_alone)
             loss.backward()
         self.result = result.detach().double()
         self.scalars = {name: float(scalar.detach()) for name, (scalar,) in self._lockstep.scalars.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ class Outcome:
 
     `result`: logits or y. `scalars`: equal on every rank, the loss of a model or the `aux_loss` of a layer.
     `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: rows per expert, by layer.
-    `states`: the new value that `Inputs.loads` give each state, by full name; none in evaluation.
+    `states`: the new value that `Inputs.loads` give each state, by full name; none in evaluation. `routes`: the choices
+    that a model gives, if it does.
     """
 
     result: Tensor
@@ -42,6 +43,7 @@ class Outcome:
     differentiated: Tensor
     counts: Mapping[int, Tensor]
     states: Mapping[str, Tensor]
+    routes: Tensor | None = None
 
 
 def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype, microbatches: int = 1) -> Unsharded:
@@ -55,11 +57,12 @@ def outcome(model: Unsharded, inputs: Inputs) -> Outcome:
     """Runs the global batch."""
     if isinstance(model, PlanModule):
         model.set(**VERIFY_SETTINGS)
-        output = model(inputs.given, inputs.targets)
+        model.takes = replace(model.takes, mixed=True)
+        output = model(inputs.given, inputs.targets, **inputs.arguments)
         loss = training_loss(model, output)
         whole = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
         states = model.new_states(whole) if model.training else {}
-        return Outcome(output.logits, {"loss": loss}, loss, model.expert_counts, states)
+        return Outcome(output.logits, {"loss": loss}, loss, model.expert_counts, states, output.routes)
     (layer,) = model.layer
     y = layer(inputs.given)
     assert layer.expert_counts is not None

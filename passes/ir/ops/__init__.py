@@ -28,6 +28,7 @@ from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepFirst, Ra
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
 from moec.passes.ir.ops.random_gate_ops import AddNoise, SecondAtRandom, Uniform
 from moec.passes.ir.ops.random_ops import Jitter, NormalNoise, TokenKeys
+from moec.passes.ir.ops.replay_ops import Replay, StackRoutes, TakeRoutes, WholeSequences
 from moec.passes.ir.ops.segment_ops import Segments
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
@@ -89,6 +90,7 @@ __all__ = [
     "RealTokens",
     "ReduceScatter",
     "RepeatHeads",
+    "Replay",
     "Reroute",
     "RmsNorm",
     "Rope",
@@ -99,13 +101,16 @@ __all__ = [
     "Segments",
     "SigmoidGate",
     "Slice",
+    "StackRoutes",
     "SumExp",
     "SumRows",
     "SumSources",
     "SwitchLoss",
+    "TakeRoutes",
     "TokenKeys",
     "Uniform",
     "WeightedSum",
+    "WholeSequences",
     "Widen",
     "ZLoss",
 ]

@@ -65,6 +65,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "attention to later tokens": {"attention": "mha(heads = 4, causal = false)"},
     "multipliers": {"model": "residual_multiplier = 0.22; embedding = tokens(multiplier = 12.0)", "tp": 2},
     "clip": {"attention": "mha(heads = 4, clip = 8.0)"},
+    "replay": {"optimizer": "sgd(lr = 0.1); replay = true", "tp": 2, "gate": "topk(2, score = sigmoid)"},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""
@@ -187,6 +188,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "str": (_of(str),),
     "List[int]": (_list_of(int),),
     "List[float]": (_list_of(float),),
+    "List[Tensor]": (_list_of(fx.Node),),
     "Optional[List[int]]": (_list_of(int), _NONE),
 }
 """The Python types of an argument by its type in a schema, which writes a dtype as an int."""

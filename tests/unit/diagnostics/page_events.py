@@ -99,6 +99,17 @@ def too_large_to_verify() -> Sequence[Diagnostic]:
     return raised(lambda: verify(compile_source(device + text), scale=False))
 
 
+def routes_of_fewer_choices() -> Sequence[Diagnostic]:
+    import torch
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model = reference(moe_spec(optimizer="adamw(); replay = true"))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    return raised(lambda: model(tokens, routes=torch.zeros(1, 4, 2, 1, dtype=torch.int64)))
+
+
 def drifted() -> Sequence[Diagnostic]:
     from moec.runtime.job.replicas import require_equal
 
@@ -347,5 +358,6 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0722": parameter_changed_before_backward,
     "MOE0723": gradient_that_is_nan,
     "MOE0724": save_in_a_step,
+    "MOE0726": routes_of_fewer_choices,
     **CHECKPOINT_EVENTS,
 }

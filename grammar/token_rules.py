@@ -1,0 +1,29 @@
+"""Rules of what a batch has beside ids and labels: the routes of a rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.spec import Spec
+
+
+def token_inputs(spec: Spec) -> Iterator[Diagnostic]:
+    """Refuses gates whose choices cannot be given, in a file with `replay`."""
+    if spec.train is not None and spec.train.replay and spec.has_model:
+        yield from _replayed(spec)
+
+
+def _replayed(spec: Spec) -> Iterator[Diagnostic]:
+    assert spec.train is not None
+    line = spec.train.span("replay")
+    here = (Label(span=line, message="routes replace the choices of every gate"),) if line else ()
+    help = "leave `replay` out, or use `topk` or `switch`"
+    gates = {id(layer.moe.gate): layer.moe.gate for layer in spec.model.layers if layer.moe}
+    if not gates:
+        yield diagnose("MOE0370", line, "the model has no gate", help="leave `replay` out")
+    for gate in gates.values():
+        if not gate.replays:
+            message = f"the weights of `{gate.word}` do not follow from scores and given choices"
+            yield diagnose("MOE0370", gate.span(), message, labels=here, help=help)

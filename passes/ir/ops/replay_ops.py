@@ -1,0 +1,133 @@
+"""Ops of a model that takes the experts of each token, and gives them, to replay a rollout (R3, arXiv 2510.11370).
+
+Routes are int64 `[batch, sequence, mixtures, k]` over the layers with a mixture; k is the largest of all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count, LayerNumber
+from moec.passes.ir.layout import Shard
+from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens, own_tokens
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay(Op):
+    """Replaces a gate's choices by given ones: scores `[batch, sequence, experts]`, experts and choices
+    `[batch, sequence, k]` → weights of the choices in the scores' dtype, experts.
+
+    `experts` are the choices of the gate by these scores; where a given choice is `FREE_ROUTE`, the gate's stays. A
+    choice of −1 is none. The weights are those that the gate gives to the choices, a choice of −1 left out: the table
+    `WEIGHTS` of `codegen/emit`. The router's gradient flows through them (Ma et al. 2025, arXiv 2510.11370, section 4).
+    """
+
+    mnemonic: ClassVar[str] = "replay"
+    takes: ClassVar[str] = "scores experts choices"
+    gives: ClassVar[str] = "weights experts"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        scores, experts, choices = operands
+        require(
+            experts.dtype == choices.dtype == "int64" and len(experts.shape) == 3, self, "wants experts and choices"
+        )
+        require(experts.shape == choices.shape, self, "wants as many given choices as the gate makes")
+        require(scores.shape[:-1] == experts.shape[:-1] and scores.dtype != "int64", self, "wants scores of each token")
+        return Type(shape=experts.shape, dtype=scores.dtype), Type(shape=experts.shape, dtype="int64")
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 3, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (scores, *_), (weights, experts) = operands, results
+        # At most: gates that normalise do not keep the softmax of all scores.
+        softmax = workload.inner(weights, "softmax", workload.count(scores), scores.dtype)
+        chosen = workload.inner(weights, "chosen", workload.count(experts), "int64")
+        none = workload.inner(weights, "none", workload.count(experts), "bool")
+        kept = (*workload.keep(weights), softmax, chosen, none)
+        return elementwise(self, operands, results, workload, keeps=kept, forward=3, backward=3)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeRoutes(Op):
+    """The first k choices of one mixture: routes `[batch, sequence, mixtures, most]` → `[batch, sequence, k]`.
+
+    `mixture` numbers the layers with a mixture from 0.
+    """
+
+    mnemonic: ClassVar[str] = "take_routes"
+    takes: ClassVar[str] = "routes"
+    gives: ClassVar[str] = "choices"
+    mixture: LayerNumber
+    k: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (routes,) = operands
+        require(routes.dtype == "int64" and len(routes.shape) == 4, self, "wants routes of every mixture")
+        *tokens, mixtures, most = routes.shape
+        within = isinstance(mixtures, int) and isinstance(most, int) and self.mixture < mixtures and self.k <= most
+        require(within, self, f"routes are of {mixtures} mixtures, with {most} choices")
+        return (Type(shape=(*tokens, self.k), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackRoutes(Op):
+    """Every mixture's choices side by side: choices `[batch, sequence, kᵢ]` → `[batch, sequence, mixtures, most]`.
+
+    `most` is at least each k; −1 fills the places beyond.
+    """
+
+    mnemonic: ClassVar[str] = "stack_routes"
+    takes: ClassVar[str] = "choices*"
+    gives: ClassVar[str] = "routes"
+    most: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        tokens = operands[0].shape[:2]
+        fits = all(v.dtype == "int64" and len(v.shape) == 3 and v.shape[:2] == tokens for v in operands)
+        require(fits, self, "wants choices of the same tokens")
+        require(
+            all(isinstance(v.shape[2], int) and v.shape[2] <= self.most for v in operands), self, "has too few places"
+        )
+        return (Type(shape=(*tokens, len(operands), self.most), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSequences(Op):
+    """The same whole numbers `[batch, sequence, …]`, of whole sequences on every rank of a tp group, as tokens are."""
+
+    mnemonic: ClassVar[str] = "whole_sequences"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "whole"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        require(x.dtype == "int64" and len(x.shape) >= 2, self, "wants whole numbers of tokens")
+        return (Type(shape=x.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = layout_of(operands[0]).only(Shard(0))
+        return Placing((whole,), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return Cost()

@@ -1,0 +1,113 @@
+"""What a batch has beside ids and labels: the routes of a rollout. Checks, and inputs of `forward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from moec.passes.ir import Program, Role
+from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.ops import Replay
+from moec.passes.ir.roles import FREE_ROUTE
+from moec.runtime.job.checks import Complaint
+
+REPLAY = "compile the file with `train { replay = true }`"
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Tensors of one batch, each None where it is not given.
+
+    `routes`: int64 `[batch, sequence, mixtures, k]`, the experts of each token, −1 for none.
+    """
+
+    routes: Tensor | None = None
+
+    def given(self) -> dict[str, Tensor]:
+        """What is given, by the names of a model's arguments."""
+        pairs = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: tensor for name, tensor in pairs if tensor is not None}
+
+    def parts(self, number: int) -> list[Beside]:
+        """The parts of `number` micro-batches."""
+        cut = {name: tensor.tensor_split(number) for name, tensor in self.given().items()}
+        return [Beside(**{name: parts[index] for name, parts in cut.items()}) for index in range(number)]
+
+    def kinds(self) -> int:
+        """A number that says what is given."""
+        return sum(1 << index for index, field in enumerate(fields(self)) if field.name in self.given())
+
+
+NOTHING = Beside()
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a model's `forward` takes beside ids. `experts` and `k` of each mixture whose choices can be given."""
+
+    experts: tuple[int, ...] = ()
+    k: tuple[int, ...] = ()
+    mixed: bool = False
+    """Whether routes may have `FREE_ROUTE`, as `moec verify` gives them."""
+
+    @classmethod
+    def of(cls, program: Program) -> Takes:
+        """What the Program takes."""
+        if program.block(FORWARD).input("routes") is None:
+            return cls()
+        experts, k = list[int](), list[int]()
+        for block in (program.block(call.block) for call in layer_calls(program)):
+            for op in (op for op in block.ops if isinstance(op, Replay)):
+                scores, own, _ = block.operands(op)
+                experts.append(cast(int, scores.shape[-1]))
+                k.append(cast(int, own.shape[-1]))
+        return cls(tuple(experts), tuple(k))
+
+    def inputs(self, beside: Beside, tokens: Tensor) -> dict[Role, Tensor]:
+        """The inputs of `forward` by role; what is not given gets values without effect."""
+        found: dict[Role, Tensor] = {}
+        if self.k:
+            free = tokens.new_full((), FREE_ROUTE).expand(*tokens.shape, len(self.k), max(self.k))
+            found["routes"] = free if beside.routes is None else beside.routes
+        return found
+
+    def complaint(self, beside: Beside, tokens: Tensor, *, look: bool) -> Complaint | None:
+        """The first error of what is given for valid `tokens`, or None. Without `look` it reads no tensor's values."""
+        if beside.routes is None:
+            return None
+        words = self._of_routes(beside.routes, tokens, look)
+        return None if words is None else Complaint("MOE0726", words, "" if self.k else REPLAY)
+
+    def _of_routes(self, routes: object, tokens: Tensor, look: bool) -> str | None:
+        if not self.k:
+            return "routes were given, and the plan cannot take any"
+        if not isinstance(routes, Tensor):
+            return f"routes are of class {type(routes).__name__}, and must be a torch.Tensor"
+        if routes.dtype != torch.int64:
+            return f"routes are {routes.dtype}, and must be torch.int64"
+        wanted = [*tokens.shape, len(self.k), max(self.k)]
+        if list(routes.shape) != wanted:
+            return f"routes have shape {list(routes.shape)}, and must be [batch, sequence, mixtures, k] = {wanted}"
+        if routes.device != tokens.device:
+            return f"routes are on {routes.device}, and tokens on {tokens.device}"
+        return self._of_values(routes) if look and routes.numel() else None
+
+    def _of_values(self, routes: Tensor) -> str | None:
+        for mixture, (experts, k) in enumerate(zip(self.experts, self.k, strict=True)):
+            own, beyond = routes[:, :, mixture, :k], routes[:, :, mixture, k:]
+            low, high = (int(bound) for bound in own.aminmax())
+            least = FREE_ROUTE if self.mixed else -1
+            if low < least or high >= experts:
+                wrong = low if low < least else high
+                return (
+                    f"routes of mixture {mixture} have expert {wrong}; experts are 0 to {experts - 1}, and -1 is none"
+                )
+            if beyond.numel() and bool((beyond >= 0).any()):
+                return f"routes of mixture {mixture} have more than its {k} choices: the others must be -1"
+            ordered = own.sort(-1)[0]
+            if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
+                return f"routes of mixture {mixture} send a token to one expert twice"
+        return None

@@ -1,0 +1,48 @@
+"""Random models that take more than ids: routes of a rollout. Every plan equals the unsharded model."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from random_specs import specs
+
+from moec.driver import compile as compile_source
+from moec.grammar import load_text, to_text
+from moec.grammar.spec import Spec
+from moec.runtime.verify.verification import verify
+
+GATES = [
+    "topk({k}, normalize = true)",
+    "topk({k}, score = sigmoid, order = after)",
+    "topk({k}, score = sigmoid, normalize = true, bias = online(0.01), jitter = 0.1)",
+    "topk({k})",
+]
+few, many = (
+    settings(max_examples=n, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    for n in (3, 25)
+)
+
+
+def replaying(spec: Spec) -> Spec:
+    """`spec` with `train { replay = true }`."""
+    text = to_text(spec)
+    assert text.count("\ntrain {") == 1
+    return load_text(text.replace("\ntrain {", "\ntrain {\n  replay = true", 1), name="replay.moe").unwrap()
+
+
+def require_equal(spec: Spec) -> None:
+    report = verify(compile_source(spec), float32=False)
+    assert report.ok, report
+
+
+@few
+@given(specs(max_ranks=8, max_layers=3, gates=GATES))
+def test_every_plan_that_replays_routes_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(replaying(spec))
+
+
+@pytest.mark.slow
+@many
+@given(specs(max_ranks=16, gates=GATES))
+def test_every_plan_that_replays_routes_equals_the_unsharded_model_at_length(spec: Spec) -> None:
+    require_equal(replaying(spec))
