@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, fx
@@ -52,20 +53,7 @@ def _signed(x: int) -> int:
 
 
 def _chosen_weights(e: Emitter, op: Op) -> None:
-    assert isinstance(op, o.ChosenWeights)
-    logits, experts = e.refs(op)
-    chosen = e.call(op, aten.clamp_min.default, experts, 0)
-    sigmoid, over_chosen = op.score == "sigmoid", op.normalize or (op.order == "after" and op.score == "softmax")
-    if over_chosen and sigmoid:
-        logits = e.call(op, aten.log_sigmoid.default, logits)
-    elif not over_chosen and not sigmoid:
-        logits = e.call(op, aten.softmax.int, logits, -1)
-    weights = e.call(op, aten.gather.default, logits, -1, chosen)
-    if over_chosen:
-        weights = e.call(op, aten.softmax.int, weights, -1)
-    elif sigmoid:
-        weights = e.call(op, aten.sigmoid.default, weights)
-    e.result(op, aten.mul.Scalar, weights, op.scale)
+    e.several(op, e.traced(op, partial(_weights_of_route, op), *e.refs(op)))
 
 
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
@@ -78,14 +66,14 @@ GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
 
 
 def _weights_of_route(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
-    assert isinstance(op, g.Route)
+    assert isinstance(op, g.Route | o.ChosenWeights)
     weights = _unscaled(op, logits, experts)
     if op.scale != 1:
         weights = aten.mul.Scalar(weights, op.scale)
     return weights
 
 
-def _unscaled(op: g.Route, logits: Tensor, experts: Tensor) -> Tensor:
+def _unscaled(op: g.Route | o.ChosenWeights, logits: Tensor, experts: Tensor) -> Tensor:
     if op.score == "sigmoid" and op.normalize:
         return _normalized(aten.log_sigmoid.default(logits), experts)
     if op.score == "sigmoid":
