@@ -111,7 +111,7 @@ def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tup
     places = PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
     counting = ("count", "scan")
     match op:
-        case o.Route() if not op.optional:  # its kernel takes no optional operand
+        case o.Route():
             shape = _route_shape(op, experts, k)
             yield shape, () if shape == shape.of_backward else ("route",)
             if shape != shape.of_backward:
@@ -157,6 +157,7 @@ def _route_shape(op: o.Route, experts: int, k: int) -> RouteShape:
         groups=op.groups,
         keep_groups=op.keep_groups,
         group_score=op.group_score,
+        biased="bias" in op.optional,
         dtype="fp32",
     )
 

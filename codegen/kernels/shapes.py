@@ -63,12 +63,13 @@ class RouteShape(KernelShape):
     groups: int = 1
     keep_groups: int = 1
     group_score: str = "top2_sum"
+    biased: bool = False
     dtype: str
 
     @property
     def of_backward(self) -> RouteShape:
-        """The shape with the kernel `route_backward`, which is given the choices: it needs no groups."""
-        return replace(self, groups=1, keep_groups=1, group_score="top2_sum")
+        """The shape with the kernel `route_backward`, which is given choices: it needs no groups and biases."""
+        return replace(self, groups=1, keep_groups=1, group_score="top2_sum", biased=False)
 
     def constants(self) -> dict[str, Any]:
         """Blocks of about 2,048 scores: with twice as many, backward spills from 64 experts on (sm_90)."""

@@ -17,8 +17,9 @@ from triton.runtime.jit import KernelInterface
 
 import moec
 from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
-from moec.codegen.kernels.shapes import KernelShape
+from moec.codegen.kernels.shapes import KernelShape, RouteShape
 from moec.runtime.backends import BackendError
+from moec.runtime.backends.torch import torch_routing
 from moec.runtime.backends.triton import (
     triton_backend,
     triton_experts,
@@ -187,6 +188,32 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, positions, weights, *of_experts)
     assert run == listed
     assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+
+
+GATE = """topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 2, keep_groups = 1,
+                                    bias = online(0.01))"""
+
+
+def test_the_whole_gate_of_deepseek_v3_is_one_kernel_that_the_plan_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TINY.replace("topk(2, normalize = true)", GATE)
+    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
+    listed = {(kernel.shape, kernel.only) for kernel in kernels_of(plan) if isinstance(kernel.shape, RouteShape)}
+    monkeypatch.setattr(torch_routing, "route", None)
+    run, launched = noting(monkeypatch), noting_launches(monkeypatch)
+    logits, bias = torch.randn(1, 4, 4), torch.randn(4)
+    options = ("sigmoid", "before", True, 2.5)
+    probabilities, weights, experts = triton_backend.route(logits, bias, 2, *options, 2, 1, "top2_sum")
+    triton_backend.route_backward(logits, probabilities, weights, weights, experts, *options)
+    assert run == {shape for shape, _ in listed}
+    assert launched == {name for _, only in listed for name in only} == {"route", "route_backward"}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_verify_proves_the_kernels_of_gates_with_groups_and_biases(order: str) -> None:
+    gate = GATE.replace("sigmoid", f"sigmoid, order = {order}")
+    report = moec.verify(moec.compile(TINY.replace("topk(2, normalize = true)", gate)))
+    assert report.ok, report
+    assert report.max_gradient_error > 0  # kernels and definition round differently, so that both have run
 
 
 def _names(kernel: PlanKernel) -> Iterator[str]:

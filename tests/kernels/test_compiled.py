@@ -101,6 +101,39 @@ def test_all_kernels_of_a_layer_compile() -> None:
         require_fits(shape, "sm_90")
 
 
+def gate_of_deepseek_v3(experts: int = 256, groups: int = 8, dtype: str = "fp32") -> RouteShape:
+    """arXiv 2412.19437, section 4.2: sigmoid scores, biases, 4 of 8 groups, 8 of 256 experts, scaled by 2.5."""
+    return RouteShape(
+        experts=experts,
+        k=8,
+        score="sigmoid",
+        after=False,
+        normalize=True,
+        scale=2.5,
+        groups=groups,
+        keep_groups=4,
+        biased=True,
+        dtype=dtype,
+    )
+
+
+def test_the_gate_of_deepseek_v3_compiles_as_one_kernel() -> None:
+    require_fits(gate_of_deepseek_v3(), "sm_90")
+    require_fits(gate_of_deepseek_v3().of_backward, "sm_90")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_gates_with_groups_of_any_size_compile(target: str) -> None:
+    for experts, groups in ((256, 8), (160, 8), (72, 6), (2048, 16)):
+        for dtype in ("fp32", "fp64"):
+            for shape in (
+                gate_of_deepseek_v3(experts, groups, dtype),
+                gate_of_deepseek_v3(experts, groups).of_backward,
+            ):
+                require_fits(shape, target)
+
+
 def test_experts_of_weighted_rows_in_places_compile() -> None:
     dim, hidden, experts, k = LAYERS["olmoe"]
     tile = tiles_for("bf16", 8192 * k, experts, (dim, hidden), "hopper").down

@@ -1,4 +1,4 @@
-"""Routing by rendered kernels: logits read once, ties to the lower index."""
+"""Routing by rendered kernels, with all options of `route`: logits read once, ties to the lower index."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def _shape(
     groups: int = 1,
     keep_groups: int = 1,
     group_score: str = "top2_sum",
+    biased: bool = False,
 ) -> RouteShape:
     return RouteShape(
         experts=logits.shape[-1],
@@ -32,6 +33,7 @@ def _shape(
         groups=groups,
         keep_groups=keep_groups,
         group_score=group_score,
+        biased=biased,
         dtype=dtype_name(logits),
     )
 
@@ -49,16 +51,16 @@ def route(
     group_score: str = "top2_sum",
 ) -> tuple[Tensor, Tensor, Tensor]:
     how = (score, order, normalize, scale, groups, keep_groups, group_score)
-    if bias is not None or too_many(logits.shape[-1]):
+    if too_many(logits.shape[-1]):
         return torch_routing.route(logits, bias, k, *how)
     logits = logits.contiguous()
     probabilities, weights = torch.empty_like(logits), logits.new_empty((*logits.shape[:-1], k))
     experts = torch.empty_like(weights, dtype=torch.int64)
     num_tokens = weights.numel() // k
     if num_tokens:
-        shape = _shape(logits, k, *how)
-        kernels = kernels_of(shape, logits)
-        kernels.launch("route", kernels.blocks(num_tokens), logits, probabilities, weights, experts, num_tokens)
+        kernels = kernels_of(_shape(logits, k, *how, biased=bias is not None), logits)
+        given = (logits,) if bias is None else (logits, bias.to(logits.dtype).contiguous())
+        kernels.launch("route", kernels.blocks(num_tokens), *given, probabilities, weights, experts, num_tokens)
     note_or_refuse(probabilities, weights)
     return probabilities, weights, experts
 

@@ -72,12 +72,16 @@ def equal_groups(backend: Backend, numbers: Numbers, score: str) -> list[Tensor]
 
 
 def biased_route(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:
-    """No kernel takes a bias: every backend runs plain torch."""
-    logits = numbers.logits(65, 13)
-    bias = numbers.of_router(13) / 13
-    probabilities, weights, chosen = backend.route(logits, bias, 3, *how)
-    gradients = numbers.of_router(*probabilities.shape), numbers.of_router(*weights.shape)
-    return [probabilities, weights, chosen, backend.route_backward(logits, *gradients, weights, chosen, *how)]
+    """Alone, far below 0, and with groups and a scale (DeepSeek-V3's whole gate)."""
+    results = []
+    for experts, level, options in ((13, 0, ()), (24, 0, GROUPS["max"]), (24, -1e3, GROUPS["top2_sum"])):
+        logits = numbers.logits(65, experts)
+        bias = numbers.of_router(experts) / 13 if level == 0 else numbers.logits(1, experts).flatten() * 64 + level
+        probabilities, weights, chosen = backend.route(logits, bias, 3, *how, *options)
+        gradients = numbers.of_router(*probabilities.shape), numbers.of_router(*weights.shape)
+        grad = backend.route_backward(logits, *gradients, weights, chosen, *how, *options[:1])
+        results += [probabilities, weights, chosen, grad]
+    return results
 
 
 def equal_scores(backend: Backend, numbers: Numbers, how: tuple[str, str, bool]) -> list[Tensor]:

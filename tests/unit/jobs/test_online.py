@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.shapes import RouteShape
 from moec.codegen.plan import Plan
 from moec.commands.inspect_plan import inspect_plan
 from moec.driver import compile as compile_source
@@ -100,18 +101,20 @@ def test_a_planted_fault_is_found(fault: str) -> None:
         assert report.first_difference.span == "tiny.moe:11"
 
 
-def test_the_update_is_listed_and_the_router_runs_in_plain_torch(tmp_path: Path) -> None:
+def test_the_update_and_the_kernel_that_takes_biases_are_listed(tmp_path: Path) -> None:
     path = moe_plan(ep=2, tp=2, **BIASED).save(tmp_path / "p.plan")
     text = inspect_plan(path, None, None)
     assert "all_reduce %loads.1" in text[text.index(UPDATE) :]
     assert f"moe.gate.bias            fp32[8]  updated by {UPDATE}" in inspect_plan(path, 0, None)
     assert moec.load(path) == moe_plan(ep=2, tp=2, **BIASED)
 
-    def templates(gate: str) -> set[str]:
+    def biased(gate: str) -> set[bool]:
         text = moe_text(gate=gate, dim=64, expert="swiglu(64)").replace("device = cpu", "device = h100")
-        return {kernel.shape.template for kernel in kernels_of(compile_source(load_text(text).unwrap()))}
+        shapes = {kernel.shape for kernel in kernels_of(compile_source(load_text(text).unwrap()))}
+        return {shape.biased for shape in shapes if isinstance(shape, RouteShape)}
 
-    assert templates(GATE.replace(f", bias = online({RATE})", "")) - templates(GATE) == {"route"}
+    assert biased(GATE.replace(f", bias = online({RATE})", "")) == {False}
+    assert biased(GATE) == {False, True}  # backward needs no biases
 
 
 # ---- when a state moves ------------------------------------------------------------------------------------
