@@ -117,13 +117,12 @@ def _give_sum(e: Emitter, op: Op, terms: Sequence[fx.Node]) -> None:
 
 
 def _router(e: Emitter, op: Op) -> None:
-    x, weight = e.refs(op)
     wide = op.results[0].dtype
-    x, weight = (
+    given = [
         node if e.value(name).dtype == wide else e.call(op, aten.to.dtype, node, e.dtype(wide))
-        for name, node in zip(op.operands, (x, weight), strict=True)
-    )
-    e.result(op, aten.linear.default, x, weight)
+        for name, node in zip(op.operands, e.refs(op), strict=True)
+    ]
+    e.result(op, aten.linear.default, *given)
 
 
 def _sigmoid_gate(e: Emitter, op: Op) -> None:

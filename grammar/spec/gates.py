@@ -55,8 +55,10 @@ class TopK(_Gate):
     scale: Annotated[float, more_than(0), Doc("factor on the weights, after `normalize` (DeepSeek-V3: 2.5)")] = 1.0
     bias: Annotated[
         Online | Literal["none", "learned"],
-        NotYet(("learned",)),
-        Doc("added to scores to choose by: `online(rate)` balances (DeepSeek-V3); `learned` is part of the router"),
+        Doc(
+            "`online(rate)`: added to the scores that choose, and balances (DeepSeek-V3); "
+            "`learned`: added to the logits, a parameter of the router (gpt-oss)"
+        ),
     ] = "none"
     groups: Annotated[PositiveInt, Doc("experts are in this many groups of neighbours, of which some are kept")] = 1
     keep_groups: Annotated[PositiveInt | None, Doc("groups that a token may choose from; default: all")] = None

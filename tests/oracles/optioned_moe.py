@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from oracles.specs import VOCAB
 from plain_moe import PlainModel, PlainMoe
 from plain_weights import plain_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 
 from moec.grammar.spec import Spec
 from moec.runtime.job.module import PlanModule
@@ -25,6 +26,10 @@ class OptionedMoe(PlainMoe):
         weights, chosen = self.choose(logits)
         mixed = self.mix(x.flatten(0, 1), weights, chosen).view_as(x)
         return self.with_dense_paths(x, mixed), self.balance(logits, chosen)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """With the router's own bias, where it has one."""
+        return F.linear(x, self.gate.weight, self.gate.bias)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Each token's experts and their weights."""
@@ -60,6 +65,8 @@ def pair(spec: Spec, mixture: type[PlainMoe]) -> tuple[PlanModule, PlainModel]:
     for module in plain.modules():
         if isinstance(module, PlainMoe):
             module.__class__ = mixture
+            if getattr(module.topk, "bias", "none") == "learned":
+                module.gate.bias = nn.Parameter(torch.zeros(module.num_experts, dtype=torch.float64))
     return ours, plain
 
 

@@ -21,6 +21,7 @@ EVERY_TERM = ["[]", "[switch_loss(0.1)]", "[switch_loss(0.1), z_loss(0.01)]"]
 WORDS: dict[str, Sequence[str]] = {
     "scale": ["topk({k}, scale = 2.5)", "topk({k}, score = sigmoid, normalize = true, scale = 0.3)"],
     "groups": ["topk({k}, groups = 4, keep_groups = 2)", "topk({k}, groups = 4, keep_groups = 3, group_score = max)"],
+    "learned bias": ["topk({k}, order = after, bias = learned)", "topk({k}, score = sigmoid, bias = learned)"],
 }
 """Gates by the word that they show."""
 UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]

@@ -175,24 +175,27 @@ class Scale(Op):
 class Router(Op):
     """Logits in at least fp32: `[batch, sequence, dim]`, weight `[experts, dim]` → `[batch, sequence, experts]`.
 
-    x has the weight's dtype, or that of the logits.
+    x has the weight's dtype, or that of the logits. `bias` `[experts]`, of the weight's dtype, is added to the logits
+    (gpt-oss, arXiv 2508.10925, section 2.3).
     """
 
     mnemonic: ClassVar[str] = "router"
-    takes: ClassVar[str] = "x weight"
+    takes: ClassVar[str] = "x weight bias?"
     gives: ClassVar[str] = "logits"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        x, weight = operands
+        x, weight, *biases = self.named(operands).values()
         require(x.shape[-1] == weight.shape[-1], self, "widths differ")
+        fits = all((bias.shape, bias.dtype) == (weight.shape[:1], weight.dtype) for bias in biases)
+        require(fits, self, "wants a bias for each expert")
         require(x.dtype in (weight.dtype, promoted(weight.dtype)), self, "wants x of the weight's dtype or of fp32")
         return (Type(shape=(*x.shape[:-1], weight.shape[0]), dtype=promoted(weight.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return own_tokens(self, 1, meshes, parameters=1)
+        return own_tokens(self, 1, meshes, parameters=len(operands) - 1)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        x, weight = operands
+        x, weight, *_ = operands
         (logits,) = results
         work = projection(x, weight, logits.dtype, 1, workload)
         # The router widens x and the weight where they are narrower, and saves the wide copies.

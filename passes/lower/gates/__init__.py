@@ -9,11 +9,11 @@ from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import BatchPriority, GShard, Hash, NoisyTopK, Switch, TopK
 from moec.passes.ir import Role
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.gates.gated import Gated, Given
+from moec.passes.lower.gates.gated import BIAS, Gated, Given
 from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
 from moec.passes.lower.gates.noisy_gate import noisy_topk
-from moec.passes.lower.gates.topk_gates import BIAS, batch_priority, switch, topk
+from moec.passes.lower.gates.topk_gates import batch_priority, switch, topk
 
 __all__ = ["BIAS", "Gated", "lower_gate"]
 

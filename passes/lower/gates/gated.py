@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from moec.grammar.spec import Subject
-from moec.passes.ir import Role
+from moec.passes.ir import Init, Role
 from moec.passes.ir.ops import Router
 from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
+
+BIAS = "moe.gate.bias"
+"""A bias per expert: a parameter if it is learned, a state if it is moved online. No gate has both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +40,15 @@ class Given:
     h: str
     beside: Mapping[Role, str]
 
-    def router(self, b: Builder, span: Located, h: str | None = None, name: str = "", to: str = "logits") -> str:
+    def router(
+        self, b: Builder, span: Located, h: str | None = None, name: str = "", to: str = "logits", biased: bool = False
+    ) -> str:
         """Logits `[batch, sequence, experts]`, in at least fp32, from h (default: the tokens' vectors).
 
-        `name` (`noise.`) tells apart the weights of a gate that has several.
+        `name` (`noise.`) tells apart the weights of a gate that has several. `biased` adds a learned bias per expert,
+        initially zeros.
         """
-        shape = (self.experts, self.subject.dim)
-        weight = b.parameter(f"moe.gate.{name}weight", shape, self.subject.dtype, normal(), span, matrices=TABLE)
-        return b.one(Router, h or self.h, weight, to=to, span=span)
+        dtype, shape = self.subject.dtype, (self.experts, self.subject.dim)
+        weight = b.parameter(f"moe.gate.{name}weight", shape, dtype, normal(), span, matrices=TABLE)
+        beside = {"bias": b.parameter(BIAS, shape[:1], dtype, Init(kind="zeros"), span)} if biased else {}
+        return b.one(Router, h or self.h, weight, to=to, span=span, beside=beside)

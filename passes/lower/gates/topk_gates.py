@@ -8,9 +8,7 @@ from moec.passes.ir import TRAINING
 from moec.passes.ir.ops import Jitter
 from moec.passes.ir.ops import gate_ops as g
 from moec.passes.lower.block_builder import Builder
-from moec.passes.lower.gates.gated import Gated, Given
-
-BIAS = "moe.gate.bias"
+from moec.passes.lower.gates.gated import BIAS, Gated, Given
 
 
 def topk(b: Builder, gate: Node, given: Given) -> Gated:
@@ -19,9 +17,9 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
     if gate.jitter:
         training, line = b.setting(TRAINING), gate.span("jitter") or span
         h = b.one(Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=0)
-    logits = given.router(b, span, h)
-    biased = isinstance(gate.bias, Online)
-    beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if biased else {}
+    logits = given.router(b, span, h, biased=gate.bias == "learned")
+    online = isinstance(gate.bias, Online)
+    beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if online else {}
     limited = {} if gate.keep_groups in (None, gate.groups) else _groups(gate)
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, beside=beside,

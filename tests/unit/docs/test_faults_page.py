@@ -23,7 +23,6 @@ LATER = re.compile(r"not built yet: `([^`]+)`")
 
 PARALLEL = "parallel {"
 REFUSED: dict[str, tuple[str, str]] = {
-    "sinks": ("rope(theta = 1e4)", "rope(theta = 1e4), sinks = true"),
     "cp": (PARALLEL, f"{PARALLEL} cp = 2;"),
     "etp": (PARALLEL, f"{PARALLEL} etp = 2;"),
     "pp": (PARALLEL, f"{PARALLEL} pp = 2;"),

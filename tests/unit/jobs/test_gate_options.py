@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from faults import change_op
+from faults import change_op, change_sums
 from models import moe_plan
 
 from moec.runtime.verify.verification import verify
@@ -25,3 +25,23 @@ def test_a_wrong_option_of_route_is_found(fault: str) -> None:
     plan = moe_plan(ep=2, tp=2, gate=GATE)
     (route,) = (op for op in plan.program.block(BODY).ops if op.mnemonic == "route")
     assert not verify(change_op(plan, BODY, route.results[0].name, **FAULTS[fault]), float32=False).ok
+
+
+def test_a_learned_bias_is_a_parameter_and_no_state() -> None:
+    plan = moe_plan(ep=2, tp=2, zero=1, gate="topk(2, order = after, bias = learned)", dtype="bf16")
+    names = [f"layers.{layer}.moe.gate.bias" for layer in (1, 2)]
+    assert not plan.states
+    for name in names:
+        bias = plan.parameters[name]
+        assert (bias.shape, bias.dtype, bias.init.kind, bias.decays) == ((8,), "bf16", "zeros", False)
+        assert not bias.layout.axes  # a whole copy on every rank, whose gradients are summed over all of them
+        assert set(bias.sum_over) == {"dp", "tp"}
+    online = moe_plan(ep=2, gate="topk(2, bias = online(0.01))")
+    assert list(online.states) == names
+    assert not set(names) & set(online.parameters)
+
+
+def test_a_gradient_of_a_learned_bias_that_is_not_summed_over_tp_is_found() -> None:
+    plan = moe_plan(ep=2, tp=2, gate="topk(2, order = after, bias = learned)")
+    assert verify(plan, float32=False).ok
+    assert not verify(change_sums(plan, "moe.gate.bias", ("dp",)), float32=False).ok

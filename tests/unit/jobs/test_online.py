@@ -383,11 +383,6 @@ def test_a_layer_by_itself_does_not_know_when_a_step_ends() -> None:
     assert diagnostic.span.source.text[diagnostic.span.start :].startswith("online(")
 
 
-def test_a_bias_that_is_learned_is_not_compiled_yet() -> None:
-    with pytest.raises(DiagnosticError, match=r"MOE0202.*`bias = learned`"):
-        moe_plan(gate="topk(2, bias = learned)")
-
-
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 def test_a_bias_that_is_not_finite_is_refused_before_a_pass(number: float) -> None:
     model = reference(moe_spec(**ONE), seed=1)

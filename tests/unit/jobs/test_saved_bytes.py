@@ -43,6 +43,8 @@ MODELS = {
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
     "noisy_topk": {"gate": "noisy_topk(2)"},
+    "router with biases, bf16": {"gate": "topk(2, scale = 2.5, bias = learned)", "dtype": "bf16"},
+    "groups": {"gate": "topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 4, keep_groups = 2)"},
     "packed texts": {"model": "embedding = tokens(separator = 3, positions = learned)"},
     "attention both ways": {
         "attention": "mha(heads = 4, causal = false)",
