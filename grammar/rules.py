@@ -132,12 +132,14 @@ def balanced(moe: Moe) -> Iterator[Diagnostic]:
     gate = moe.gate
     for term in moe.balance:
         if term.needs not in gate.gives:
+            fixed = "leave the term out: what this gate chooses does not change while it trains"
+            others = f"leave the term out, or use a gate with {term.needs} of its own"
             yield diagnose(
                 "MOE0325",
                 term.span(),
                 f"`{term.word}` is over the {term.needs} of experts",
                 labels=_labels((gate.span(), f"`{gate.word}` computes none")),
-                help="leave the term out: what this gate chooses does not change while it trains",
+                help=others if gate.gives else fixed,
             )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import fx
 
+from moec.codegen.emit.emit_tokens import real_column
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
@@ -17,6 +19,75 @@ def _first_choices(e: Emitter, op: Op) -> None:
     e.result(op, aten.narrow.default, *e.refs(op), -1, 0, 1)
 
 
+def _expert_weights(e: Emitter, op: Op) -> None:
+    """Scatters to one place more than there are experts; choices of −1 go there."""
+    assert isinstance(op, o.ExpertWeights)
+    weights, experts = e.refs(op)
+    k = e.shape(op.operands[0])[-1]
+    assert isinstance(k, int)
+    beside = [0, op.num_experts + 1 - k]
+    zeros = e.call(op, aten.constant_pad_nd.default, e.call(op, aten.zeros_like.default, weights), beside)
+    chosen = e.call(op, aten.ge.Scalar, experts, 0)
+    index = e.call(op, aten.where.ScalarOther, chosen, experts, op.num_experts)
+    placed = e.call(op, aten.scatter_add.default, zeros, -1, index, weights)
+    e.result(op, aten.narrow.default, placed, -1, 0, op.num_experts)
+
+
+def _group_totals(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.GroupTotals)
+    parts, *real = e.refs(op)
+    counted = e.call(op, aten.constant_pad_nd.default, e.call(op, aten.detach.default, parts), [0, 1], 1.0)
+    e.result(op, aten.sum.dim_IntList, _by_group(e, op, _of_real(e, op, counted, real)), [1, 2])
+
+
+def _variation_loss(e: Emitter, op: Op) -> None:
+    """`s - detach(s) + v`: the value is v, the gradient is that of s, which is linear in the parts."""
+    assert isinstance(op, o.VariationLoss)
+    parts, totals, *real = e.refs(op)
+    experts = e.shape(op.operands[0])[-1]
+    assert isinstance(experts, int)
+    sums = e.call(op, aten.narrow.default, totals, -1, 0, experts)
+    tokens = e.call(op, aten.narrow.default, totals, -1, experts, 1)
+    mean = e.call(op, aten.mean.dim, sums, [-1], True)
+    empty = e.call(op, aten.eq.Scalar, mean, 0)
+    mean = e.call(op, aten.where.ScalarSelf, empty, 1.0, mean)
+    # In units of the mean: the variance is CV², and ∂CV²/∂sumᵢ = 2 / (E · mean) · (differenceᵢ - CV²).
+    differences = e.call(op, aten.sub.Scalar, e.call(op, aten.div.Tensor, sums, mean), 1.0)
+    differences = e.call(op, aten.where.ScalarSelf, empty, 0.0, differences)
+    squares = e.call(op, aten.mean.dim, e.call(op, aten.square.default, differences), [-1], True)
+    scale = e.call(op, aten.mul.Scalar, e.call(op, aten.div.Tensor, tokens, mean), 2.0 / experts)
+    slopes = e.call(op, aten.mul.Tensor, e.call(op, aten.sub.Tensor, differences, squares), scale)
+    own = _by_group(e, op, _of_real(e, op, parts, real))
+    linear = e.call(op, aten.sum.default, e.call(op, aten.mul.Tensor, own, _over_tokens(e, op, slopes)))
+    first = e.call(op, aten.narrow.default, e.call(op, aten.detach.default, parts), -1, 0, 1)
+    ones = _by_group(e, op, _of_real(e, op, e.call(op, aten.ones_like.default, first), real))
+    value = e.call(op, aten.sum.default, e.call(op, aten.mul.Tensor, ones, _over_tokens(e, op, squares)))
+    nothing = e.call(op, aten.sub.Tensor, linear, e.call(op, aten.detach.default, linear))
+    e.result(op, aten.add.Tensor, nothing, value)
+
+
+def _of_real(e: Emitter, op: Op, values: fx.Node, real: Sequence[fx.Node]) -> fx.Node:
+    """Values of tokens [batch, sequence, …], 0 for padding."""
+    return e.call(op, aten.where.ScalarOther, real_column(e, op, *real), values, 0) if real else values
+
+
+def _by_group(e: Emitter, op: Op, values: fx.Node) -> fx.Node:
+    """Values of tokens [batch, sequence, …] as [groups, sequences, sequence, …]."""
+    assert isinstance(op, o.GroupTotals | o.VariationLoss)
+    groups = e.program.routing_groups(op.group)  # 0: every sequence is one
+    if groups > 1:
+        return e.call(op, aten.unflatten.int, values, 0, [groups, -1])
+    return e.call(op, aten.unsqueeze.default, values, int(groups == 0))
+
+
+def _over_tokens(e: Emitter, op: Op, values: fx.Node) -> fx.Node:
+    """Values of groups [groups, n] as [groups, 1, 1, n]."""
+    return e.call(op, aten.unsqueeze.default, e.call(op, aten.unsqueeze.default, values, 1), 1)
+
+
 LOADS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.ExpertWeights: _expert_weights,
     o.FirstChoices: _first_choices,
+    o.GroupTotals: _group_totals,
+    o.VariationLoss: _variation_loss,
 }

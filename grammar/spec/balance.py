@@ -10,7 +10,7 @@ from moec.grammar.spec.base import Doc, Node, PositiveInt, Ratio, at_least
 class _Loss(Node):
     """A term of the loss; `needs` is what the gate must have of every expert for each token."""
 
-    needs: ClassVar[Literal["logits", "probabilities"]] = "probabilities"
+    needs: ClassVar[Literal["logits", "probabilities", "weights", "noise"]] = "probabilities"
     positional = ("weight",)
     weight: Annotated[float, at_least(0), Doc("factor in the total loss, per layer")]
 
@@ -30,11 +30,11 @@ class GShardLoss(_Loss):
 
 
 class ImportanceLoss(_Loss):
-    """Squared coefficient of variation of the experts' summed weights."""
+    """Squared coefficient of variation of the experts' summed weights over each routing group; 0 when balanced."""
 
     word = "importance_loss"
     source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 6 and 7"
-    implemented = False
+    needs = "weights"
 
 
 class LoadLoss(_Loss):

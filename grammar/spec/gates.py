@@ -25,7 +25,9 @@ class _Gate(Node):
     """
 
     takes: ClassVar[tuple[Literal["tokens"], ...]] = ()
-    gives: ClassVar[tuple[Literal["logits", "probabilities"], ...]] = ("logits", "probabilities")
+    gives: ClassVar[tuple[Literal["logits", "probabilities", "weights", "noise"], ...]] = (
+        *("logits", "probabilities", "weights"),
+    )
     draws: ClassVar[bool] = False
     """Whether it always draws random numbers."""
     replays: ClassVar[bool] = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moec.grammar.spec import GShardLoss, Moe, SwitchLoss, ZLoss
+from moec.grammar.spec import GShardLoss, ImportanceLoss, Moe, SwitchLoss, ZLoss
 from moec.grammar.spec.base import Node
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
@@ -62,6 +62,20 @@ def _of_choices(b: Builder, moe: Moe, term: Node, routed: Routed, e: str) -> str
     return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=str(term.word), span=span, group=moe.group)
 
 
+def _importance_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    w, span = routed.gated.w, term.span()
+    return _variation(
+        b, moe, term, routed, b.one(o.ExpertWeights, w, routed.e, to="parts", span=span, num_experts=routed.experts)
+    )
+
+
+def _variation(b: Builder, moe: Moe, term: Node, routed: Routed, parts: str) -> str:
+    """The squared coefficient of variation of the experts' `parts`, summed over each routing group."""
+    span, real = term.span(), routed.beside
+    totals = b.one(o.GroupTotals, parts, beside=real, to="totals", span=span, group=moe.group)
+    return b.one(o.VariationLoss, parts, totals, beside=real, to=str(term.word), span=span, group=moe.group)
+
+
 def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     logits = routed.gated.logits
     assert logits is not None, "the language refuses a term over what the gate does not give"
@@ -70,6 +84,7 @@ def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
 
 _LOWERED: dict[type[Node], Callable[[Builder, Moe, Node, Routed], str]] = {
     GShardLoss: _gshard_loss,
+    ImportanceLoss: _importance_loss,
     SwitchLoss: _switch_loss,
     ZLoss: _z_loss,
 }

@@ -133,8 +133,19 @@ def gshard_loss(found: Routed, count: int) -> Tensor:
     return count * (share * found.probabilities.mean(0)).sum()
 
 
+def squared_variation(loads: Tensor) -> Tensor:
+    """(standard deviation / mean)² over experts."""
+    return loads.var(unbiased=False) / loads.mean() ** 2
+
+
+def importance_loss(found: Routed, count: int) -> Tensor:
+    """Shazeer et al. 2017, eq. 6 and 7."""
+    return squared_variation(torch.stack([found.weights[found.experts == i].sum() for i in range(count)]))
+
+
 LOSSES: dict[str, Callable[[Routed, int], Tensor]] = {
     "gshard_loss": gshard_loss,
+    "importance_loss": importance_loss,
     "switch_loss": switch_loss,
     "z_loss": z_loss,
 }

@@ -26,7 +26,7 @@ class TopKMoe(OracleMoe):
 
 @pytest.mark.parametrize("group", ["sequence", "batch"])
 @pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("term", ["gshard_loss"])
+@pytest.mark.parametrize("term", ["gshard_loss", "importance_loss"])
 @pytest.mark.parametrize("padding", [None, 3])
 def test_reference_equals_the_definition(term: str, k: int, group: str, padding: int | None) -> None:
     compare(TopKMoe, LAYERS.format(k=k, term=term, group=group), padding=padding)

@@ -19,6 +19,11 @@ WORDS: dict[str, dict[str, Any]] = {
     "gshard": {"gates": ["gshard"], "balances": USUAL, "least_experts": 2},
     "noisy_topk": {"gates": ["noisy_topk({k})"], "balances": USUAL},
     "gshard_loss": {"gates": ["topk({k})", "gshard"], "balances": ["[gshard_loss(0.1)]"], "least_experts": 2},
+    "importance_loss": {
+        "gates": ["topk({k})", "gshard", "noisy_topk({k})"],
+        "balances": ["[importance_loss(0.1)]", "[importance_loss(0.2), switch_loss(0.1)]"],
+        "least_experts": 2,
+    },
 }
 """What `specs` draws from, for each word."""
 

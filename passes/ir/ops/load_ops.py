@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count, RoutingGroup
+from moec.passes.ir.layout import Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
-from moec.passes.ir.value import Value
+from moec.passes.ir.value import Dim, Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
 
 
 @register
@@ -31,3 +40,99 @@ class FirstChoices(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights(Op):
+    """The weight that each token gives to each expert: weights, experts `[batch, sequence, k]` →
+    `[batch, sequence, experts]`, 0 where it did not choose the expert. A choice of −1 adds to none."""
+
+    mnemonic: ClassVar[str] = "expert_weights"
+    takes: ClassVar[str] = "weights experts"
+    gives: ClassVar[str] = "parts"
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        weights, experts = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require(weights.shape == experts.shape and weights.dtype != "int64", self, "wants a weight for each choice")
+        k = experts.shape[-1]
+        require(isinstance(k, int) and k <= self.num_experts, self, f"k = {k} of {self.num_experts} experts")
+        return (Type(shape=(*experts.shape[:-1], self.num_experts), dtype=weights.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 2, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        index = workload.inner(results[0], "index", workload.count(operands[1]), "int64")
+        return elementwise(self, operands, results, workload, keeps=(index,), forward=4, backward=2)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTotals(Op):
+    """Sums of a routing group: parts `[batch, sequence, experts]` → `[groups, experts + 1]`, the last one its tokens.
+
+    With the operand `real`, the sums and the number of tokens are those of real tokens. Groups are as in
+    `count_choices`. Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "group_totals"
+    takes: ClassVar[str] = "parts real?"
+    gives: ClassVar[str] = "totals"
+    constants: ClassVar[frozenset[str]] = frozenset({"parts"})
+    group: RoutingGroup
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        parts, *real = self.named(operands).values()
+        experts = parts.shape[-1]
+        require(len(parts.shape) == 3 and isinstance(experts, int), self, "wants parts of each token")
+        require_real(self, parts, real)
+        groups: Dim = {"sequence": parts.shape[0], "batch": 1, "rank": "data_ranks"}[self.group]
+        return (Type(shape=(groups, experts + 1), dtype=parts.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens, whole = meshes.own_tokens, grouped(self.group, meshes)
+        counted = Layout.of((axis, whole.get(axis) or Partial()) for axis in tokens.axes)
+        return Placing((tokens,) * len(operands), (counted,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariationLoss(Op):
+    """Sum over routing groups of `tokens · CV²` (Shazeer et al. 2017, eq. 7): parts, totals → scalar.
+
+    CV² is the squared coefficient of variation of the sums of `parts` `[batch, sequence, experts]` over a group: their
+    variance over experts / their squared mean, 0 where the mean is 0. `totals` are these sums over whole groups and
+    their numbers of tokens (`group_totals`), constants. A part of a group's tokens gives its share of the value, and
+    the gradient `∂loss/∂sumᵢ` at the totals: CV² is not linear in the sums, so a rank's own sums would give another
+    gradient. With the operand `real`, tokens are real tokens.
+    """
+
+    mnemonic: ClassVar[str] = "variation_loss"
+    takes: ClassVar[str] = "parts totals real?"
+    gives: ClassVar[str] = "loss"
+    constants: ClassVar[frozenset[str]] = frozenset({"totals"})
+    group: RoutingGroup
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        parts, totals, *real = self.named(operands).values()
+        experts = parts.shape[-1]
+        require(len(parts.shape) == 3 and isinstance(experts, int), self, "wants parts of each token")
+        fits = len(totals.shape) == 2 and totals.shape[1] == int(experts) + 1 and totals.dtype == parts.dtype
+        require(fits, self, "wants the totals of each group")
+        require_real(self, parts, real)
+        return (Type(shape=(), dtype=parts.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        real = (tokens,) * len(operands[2:])
+        wanted = (tokens, grouped(self.group, meshes), *real)
+        return Placing(wanted, (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        _, totals, *real = operands
+        masks = [workload.inner(results[0], "real", workload.count(value), "bool") for value in real]
+        slopes = workload.inner(results[0], "slopes", workload.count(totals), totals.dtype)
+        return elementwise(self, operands, results, workload, keeps=(slopes, *masks), forward=8, backward=2)

@@ -36,6 +36,12 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = learned) }"}, "`bias = learned`", "none, online"),
         ({"ffn": MOE.format("capacity = factor(1.25); overflow = pad")}, "`overflow = pad`", "drop"),
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
+        (
+            {"ffn": MOE.format("balance = [load_loss(1)]")},
+            "`load_loss`",
+            "gshard_loss, importance_loss, switch_loss, z_loss",
+        ),
+        ({"model": "embedding = tokens(multiplier = 2.0)"}, "`multiplier`", ""),
         ({"tail": "parallel { tp = auto }"}, "`tp = auto`", ""),
         ({"tail": "parallel { ep = auto }"}, "`ep = auto`", ""),
         ({"tail": "parallel { dp = [1, 2] }"}, "a list for `dp`", ""),

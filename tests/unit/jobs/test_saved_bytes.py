@@ -45,6 +45,7 @@ MODELS = {
     "noisy_topk": {"gate": "noisy_topk(2)"},
     "router with biases, bf16": {"gate": "topk(2, scale = 2.5, bias = learned)", "dtype": "bf16"},
     "groups": {"gate": "topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 4, keep_groups = 2)"},
+    "importance_loss": {"balance": "[importance_loss(0.1)]", "model": "embedding = tokens(padding = 3)"},
     "packed texts": {"model": "embedding = tokens(separator = 3, positions = learned)"},
     "attention both ways": {
         "attention": "mha(heads = 4, causal = false)",

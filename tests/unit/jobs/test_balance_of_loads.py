@@ -1,0 +1,56 @@
+"""Balance terms over the loads of experts: their values, and plans that take a rank's loads for the group's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from faults import bypass
+from models import moe_plan, moe_spec
+
+from moec.codegen.plan import Plan
+from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.ir.ops import AllReduce
+from moec.runtime.job.reference import reference
+from moec.runtime.verify.verification import verify
+
+BODY = "layers[1..2]"
+
+
+def test_even_weights_have_no_variation_and_one_busy_expert_has_the_most() -> None:
+    """Of E equal weights CV² is 0; of one weight that is not 0, E − 1."""
+    model = reference(moe_spec(gate="topk(8)", balance="[importance_loss(1.0)]", depth=2), seed=1)
+    tokens = torch.randint(32, (4, 8))
+    router = model.get_parameter("layers.1.moe.gate.weight")
+    with torch.no_grad():
+        router.zero_()
+    assert model(tokens).aux_loss.item() == pytest.approx(0, abs=1e-9)
+    spec = moe_spec(gate="topk(1)", experts=5, ep=1, balance="[importance_loss(1.0)]", depth=2)
+    model = reference(spec, seed=1)
+    with torch.no_grad():
+        model.get_parameter("layers.1.moe.gate.weight").zero_()  # ties go to expert 0
+    assert model(tokens).aux_loss.item() == pytest.approx(5 - 1, rel=1e-6)
+
+
+def unreduced(plan: Plan) -> Plan:
+    """Each rank takes its own sums for those of the group."""
+    block = plan.program.block(BODY)
+    sums = [op for op in block.ops if isinstance(op, AllReduce) and op.operands[0].startswith("totals")]
+    assert sums
+    for op in reversed(sums):
+        plan = bypass(plan, BODY, op.results[0].name)
+    return plan
+
+
+@pytest.mark.parametrize(("degrees", "group"), [({"ep": 4}, "batch"), ({"tp": 2, "ep": 2}, "sequence")])
+def test_verify_finds_a_rank_that_takes_its_own_loads_for_the_groups(degrees: dict[str, int], group: str) -> None:
+    plan = moe_plan(balance="[importance_loss(0.5)]", beside=f"group = {group}", **degrees)
+    assert verify(plan, float32=False).ok
+    report = verify(unreduced(plan), float32=False)
+    assert not report.ok
+
+
+def test_a_gate_whose_weights_are_constant_is_refused() -> None:
+    with pytest.raises(DiagnosticError) as error:
+        moe_spec(gate="hash(2)", balance="[importance_loss(0.1)]")
+    (found,) = error.value.diagnostics
+    assert (found.code, found.message) == ("MOE0325", "`importance_loss` is over the weights of experts")
