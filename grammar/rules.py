@@ -141,6 +141,14 @@ def balanced(moe: Moe) -> Iterator[Diagnostic]:
                 labels=_labels((gate.span(), f"`{gate.word}` computes none")),
                 help=others if gate.gives else fixed,
             )
+        elif term.needs == "noise" and getattr(gate, "k", 1) == moe.num_experts:
+            yield diagnose(
+                "MOE0345",
+                gate.span("k") or gate.span(),
+                f"each token takes all {moe.num_experts}",
+                labels=_labels((term.span(), "their loads are equal whatever the noise is")),
+                help=f"leave `{term.word}` out, or give each token fewer experts",
+            )
 
 
 def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,6 +32,22 @@ def _expert_weights(e: Emitter, op: Op) -> None:
     index = e.call(op, aten.where.ScalarOther, chosen, experts, op.num_experts)
     placed = e.call(op, aten.scatter_add.default, zeros, -1, index, weights)
     e.result(op, aten.narrow.default, placed, -1, 0, op.num_experts)
+
+
+def _expected_loads(e: Emitter, op: Op) -> None:
+    """For a chosen expert the threshold is the best logit that was not chosen, for any other one the k-th best."""
+    clean, noisy, deviation, experts = e.refs(op)
+    k = e.shape(op.operands[3])[-1]
+    assert isinstance(k, int)
+    marks = e.call(op, aten.zeros_like.default, e.call(op, aten.detach.default, noisy))
+    chosen = e.call(op, aten.gt.Scalar, e.call(op, aten.scatter.value, marks, -1, experts, 1.0), 0)
+    last = e.call(op, aten.gather.default, noisy, -1, e.call(op, aten.narrow.default, experts, -1, k - 1, 1))
+    others = e.call(op, aten.where.ScalarSelf, chosen, -math.inf, noisy)
+    following = e.call(op, aten.amax.default, others, [-1], True)
+    distance = e.call(op, aten.sub.Tensor, clean, e.call(op, aten.where.self, chosen, following, last))
+    scaled = e.call(op, aten.div.Tensor, distance, e.call(op, aten.clamp_min.default, deviation, 1e-10))
+    tail = e.call(op, aten.erfc.default, e.call(op, aten.mul.Scalar, scaled, -(0.5**0.5)))
+    e.result(op, aten.mul.Scalar, tail, 0.5)
 
 
 def _group_totals(e: Emitter, op: Op) -> None:
@@ -86,6 +103,7 @@ def _over_tokens(e: Emitter, op: Op, values: fx.Node) -> fx.Node:
 
 
 LOADS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.ExpectedLoads: _expected_loads,
     o.ExpertWeights: _expert_weights,
     o.FirstChoices: _first_choices,
     o.GroupTotals: _group_totals,

@@ -93,6 +93,7 @@ CODES: dict[str, str] = {
     "MOE0364": "this scaling of positions cannot be computed",
     "MOE0365": "parallel residuals need `norm_place = pre`",
     "MOE0370": "the choices of this gate cannot be given",
+    "MOE0345": "expected loads are constant where tokens take all experts",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

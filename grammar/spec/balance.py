@@ -38,11 +38,11 @@ class ImportanceLoss(_Loss):
 
 
 class LoadLoss(_Loss):
-    """Squared coefficient of variation of the experts' expected loads under the gate's noise."""
+    """Squared coefficient of variation of the experts' expected loads under the gate's noise; 0 when balanced."""
 
     word = "load_loss"
-    source = "Shazeer et al. 2017, arXiv 1701.06538, appendix A"
-    implemented = False
+    source = "Shazeer et al. 2017, arXiv 1701.06538, appendix A, eq. 8 to 11"
+    needs = "noise"
 
 
 class SequenceLoss(_Loss):

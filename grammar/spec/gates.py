@@ -95,6 +95,7 @@ class NoisyTopK(_Gate):
 
     word = "noisy_topk"
     source = "Shazeer et al. 2017, arXiv 1701.06538, eq. 3 to 5"
+    gives = ("logits", "probabilities", "weights", "noise")
     draws = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]

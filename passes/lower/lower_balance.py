@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moec.grammar.spec import GShardLoss, ImportanceLoss, Moe, SwitchLoss, ZLoss
+from moec.grammar.spec import GShardLoss, ImportanceLoss, LoadLoss, Moe, SwitchLoss, ZLoss
 from moec.grammar.spec.base import Node
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
@@ -69,6 +69,14 @@ def _importance_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     )
 
 
+def _load_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    gated = routed.gated
+    assert gated.logits is not None, "the language refuses a term over what the gate does not give"
+    clean, deviation = (gated.others[name] for name in ("clean", "deviation"))
+    loads = b.one(o.ExpectedLoads, clean, gated.logits, deviation, gated.e, to="parts", span=term.span())
+    return _variation(b, moe, term, routed, loads)
+
+
 def _variation(b: Builder, moe: Moe, term: Node, routed: Routed, parts: str) -> str:
     """The squared coefficient of variation of the experts' `parts`, summed over each routing group."""
     span, real = term.span(), routed.beside
@@ -85,6 +93,7 @@ def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
 _LOWERED: dict[type[Node], Callable[[Builder, Moe, Node, Routed], str]] = {
     GShardLoss: _gshard_loss,
     ImportanceLoss: _importance_loss,
+    LoadLoss: _load_loss,
     SwitchLoss: _switch_loss,
     ZLoss: _z_loss,
 }

@@ -143,9 +143,21 @@ def importance_loss(found: Routed, count: int) -> Tensor:
     return squared_variation(torch.stack([found.weights[found.experts == i].sum() for i in range(count)]))
 
 
+def load_loss(found: Routed, count: int) -> Tensor:
+    """Shazeer et al. 2017, eq. 8 to 11, with the threshold looked up for each token and expert."""
+    normal, loads = torch.distributions.Normal(0.0, 1.0), []
+    k = found.experts.shape[-1]
+    for i in range(count):
+        without = torch.cat([found.logits[:, :i], found.logits[:, i + 1 :]], -1)
+        threshold = without.sort(-1, descending=True).values[:, k - 1]
+        loads.append(normal.cdf((found.more["clean"][:, i] - threshold) / found.more["deviation"][:, i]).sum())
+    return squared_variation(torch.stack(loads))
+
+
 LOSSES: dict[str, Callable[[Routed, int], Tensor]] = {
     "gshard_loss": gshard_loss,
     "importance_loss": importance_loss,
+    "load_loss": load_loss,
     "switch_loss": switch_loss,
     "z_loss": z_loss,
 }

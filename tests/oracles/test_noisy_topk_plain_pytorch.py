@@ -62,3 +62,12 @@ def test_reference_equals_the_equations(beside: str, k: int, training: bool) -> 
 
 def test_padding_takes_no_part() -> None:
     compare(NoisyMoe, LAYERS.format(k=2, beside="group = batch", balance="switch_loss(0.3)"), padding=3)
+
+
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("group", ["sequence", "batch"])
+def test_loads_equal_the_equations(group: str, k: int, training: bool, padding: int | None) -> None:
+    layers = LAYERS.format(k=k, beside=f"group = {group}", balance="load_loss(0.3), importance_loss(0.1)")
+    compare(NoisyMoe, layers, training=training, padding=padding)

@@ -24,6 +24,11 @@ WORDS: dict[str, dict[str, Any]] = {
         "balances": ["[importance_loss(0.1)]", "[importance_loss(0.2), switch_loss(0.1)]"],
         "least_experts": 2,
     },
+    "load_loss": {
+        "gates": ["noisy_topk({k})"],
+        "balances": ["[load_loss(0.1)]", "[load_loss(0.1), importance_loss(0.1)]"],
+        "least_experts": 5,
+    },
 }
 """What `specs` draws from, for each word."""
 

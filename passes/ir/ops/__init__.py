@@ -18,7 +18,7 @@ from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, R
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.gate_ops import HashRoute, Route
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
-from moec.passes.ir.ops.load_ops import ExpertWeights, FirstChoices, GroupTotals, VariationLoss
+from moec.passes.ir.ops.load_ops import ExpectedLoads, ExpertWeights, FirstChoices, GroupTotals, VariationLoss
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
 from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
@@ -63,6 +63,7 @@ __all__ = [
     "Embed",
     "EmbedPositions",
     "ExchangeCounts",
+    "ExpectedLoads",
     "ExpertMlp",
     "ExpertMlpPadded",
     "ExpertWeights",

@@ -71,6 +71,49 @@ class ExpertWeights(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectedLoads(Op):
+    """P(x, i), the probability that noise drawn again for expert i alone leaves it among the k of token x.
+
+    `Φ((cleanᵢ - kth_excluding) / deviationᵢ)`, with kth_excluding the k-th largest of `noisy` without noisyᵢ (Shazeer
+    et al. 2017, arXiv 1701.06538, appendix A, eq. 8 and 9; summed over a batch, eq. 10). `clean`, `noisy`, `deviation`
+    `[batch, sequence, experts]` and experts `[batch, sequence, k]`, the k largest of `noisy`, best first → P. Gradients
+    flow to all three. A deviation counts as at least 1e-10. Where k is all experts, there is no such threshold.
+    """
+
+    mnemonic: ClassVar[str] = "expected_loads"
+    takes: ClassVar[str] = "clean noisy deviation experts"
+    gives: ClassVar[str] = "probabilities"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        clean, noisy, deviation, experts = operands
+        same = all((v.shape, v.dtype) == (clean.shape, clean.dtype) for v in (noisy, deviation))
+        require(same and clean.dtype != "int64" and len(clean.shape) == 3, self, "wants three numbers for each expert")
+        k, count = experts.shape[-1], clean.shape[-1]
+        require(
+            experts.dtype == "int64" and experts.shape[:-1] == clean.shape[:-1], self, "wants experts of each token"
+        )
+        require(isinstance(k, int) and isinstance(count, int) and k < count, self, f"k = {k} of {count} experts")
+        return (Type(shape=clean.shape, dtype=clean.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 4, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        clean, _, deviation, experts = operands
+        chosen = workload.inner(results[0], "chosen", workload.count(clean), "bool")
+        (result,), tokens = results, workload.count(clean) / workload.shape(clean)[-1]
+        wide = [workload.inner(result, name, workload.count(clean), clean.dtype) for name in _WIDE]
+        next_best = workload.inner(result, "next", tokens, clean.dtype)
+        keeps = (*wide, chosen, next_best, *workload.keep(deviation, experts))
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=12, backward=12)
+
+
+_WIDE = ("others", "distance", "clamped_deviation", "scaled")
+"""What backward keeps of `expected_loads` for every expert."""
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTotals(Op):
     """Sums of a routing group: parts `[batch, sequence, experts]` → `[groups, experts + 1]`, the last one its tokens.
 

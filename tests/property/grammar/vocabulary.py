@@ -101,7 +101,9 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
         else:
             given["experts"] = parts[0].replace(body=ungated(parts[0].body))
         if given.get("balance"):
-            given["balance"] = tuple(term for term in given["balance"] if term.needs in given["gate"].gives)
+            refused = {"noise"} if getattr(given["gate"], "k", 1) == total else set()  # MOE0345
+            gives = {*given["gate"].gives} - refused
+            given["balance"] = tuple(term for term in given["balance"] if term.needs in gives)
         if given.get("residual"):
             given["residual"] = ungated(given["residual"])
     return given

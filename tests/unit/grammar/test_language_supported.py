@@ -37,9 +37,9 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": MOE.format("capacity = factor(1.25); overflow = pad")}, "`overflow = pad`", "drop"),
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         (
-            {"ffn": MOE.format("balance = [load_loss(1)]")},
-            "`load_loss`",
-            "gshard_loss, importance_loss, switch_loss, z_loss",
+            {"ffn": MOE.format("balance = [sequence_loss(1)]")},
+            "`sequence_loss`",
+            "gshard_loss, importance_loss, load_loss, switch_loss, z_loss",
         ),
         ({"model": "embedding = tokens(multiplier = 2.0)"}, "`multiplier`", ""),
         ({"tail": "parallel { tp = auto }"}, "`tp = auto`", ""),

@@ -54,3 +54,27 @@ def test_a_gate_whose_weights_are_constant_is_refused() -> None:
         moe_spec(gate="hash(2)", balance="[importance_loss(0.1)]")
     (found,) = error.value.diagnostics
     assert (found.code, found.message) == ("MOE0325", "`importance_loss` is over the weights of experts")
+
+
+REFUSED = [
+    ("topk(2)", "MOE0325", "`load_loss` is over the noise of experts"),
+    ("noisy_topk(8)", "MOE0345", "each token takes all 8"),
+]
+
+
+@pytest.mark.parametrize(("gate", "code", "message"), REFUSED)
+def test_loads_without_noise_or_without_a_choice_are_refused(gate: str, code: str, message: str) -> None:
+    with pytest.raises(DiagnosticError) as error:
+        moe_spec(gate=gate, balance="[load_loss(0.1)]")
+    (found,) = error.value.diagnostics
+    assert (found.code, found.message) == (code, message)
+    assert found.span
+
+
+def test_a_gate_that_has_lost_its_noise_has_finite_gradients() -> None:
+    model = reference(moe_spec(gate="noisy_topk(2)", balance="[load_loss(1.0)]"), seed=1)
+    with torch.no_grad():
+        model.get_parameter("layers.1.moe.gate.noise.weight").mul_(1e6)  # deviations from 0 to 10^5
+    tokens, labels = torch.randint(32, (2, 4, 8))
+    model(tokens, labels).loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
