@@ -12,6 +12,7 @@ from moec.grammar.attention_rules import rotary
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.group_gate_rules import group_gates
 from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.parts import Part
@@ -29,6 +30,7 @@ def check(spec: Spec) -> list[Diagnostic]:
     found: list[Diagnostic] = [
         *modules(spec),
         *capacities(spec),
+        *group_gates(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(train),

@@ -31,7 +31,7 @@ class Fuse:
 
     Without conversions between the three ops, they become one op. It computes no empty places: `keep_choices` marks
     the dropped choices. Where rows go to other ranks, their weights go with them: `expert_mlp` applies the weights, and
-    `sum_rows` adds the weighted rows of each token. With `overflow = pad` nothing changes.
+    `sum_rows` adds the weighted rows of each token. Some mixtures stay as they are (`_stays_apart`).
     """
 
     def apply(self, program: Program) -> Program:
@@ -57,12 +57,24 @@ def _fused(block: Block) -> Block:
     for combine in block.ops:
         if isinstance(combine, Combine | CombinePadded):
             mixture = _mixture(combine, given)
-            if isinstance(mixture.experts, ExpertMlpPadded) and mixture.experts.all_places and not mixture.out:
+            if not mixture.out and _stays_apart(block, mixture):
                 continue
             replaced |= (_travelling if mixture.out else _local)(block, mixture, names)
             if isinstance(mixture.permute, PermuteDynamic) and not mixture.out:
                 replaced |= {id(op): () for op in _largest_load(mixture.permute, given)}
     return replace(block, ops=tuple(op for each in block.ops for op in replaced.get(id(each), (each,))))
+
+
+def _stays_apart(block: Block, mixture: _Mixture) -> bool:
+    """Whether `mixture_mlp` would not serve: it computes no empty places, and makes room for a row of each choice.
+
+    Where experts choose tokens, a token has a choice of every expert, and most are −1.
+    """
+    permute, experts = mixture.permute, mixture.experts
+    if isinstance(experts, ExpertMlpPadded):
+        return experts.all_places
+    assert isinstance(permute, Permute)
+    return permute.some_are_none and block.scope[permute.operands[1]].shape[-1] == permute.num_experts > 2
 
 
 def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture:

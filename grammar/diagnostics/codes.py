@@ -87,6 +87,7 @@ CODES: dict[str, str] = {
     "MOE0338": "bf16 cannot follow a state that changes so slowly",
     "MOE0350": "this overflow needs a capacity of fixed places",
     "MOE0351": "an order of places has no effect",
+    "MOE0352": "this gate lets later tokens decide for earlier ones",
     "MOE0354": "this option does not go with this gate",
     "MOE0360": "rotary positions turn pairs of dimensions",
     "MOE0361": "a list of factors does not fit the pairs of dimensions",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from moec.grammar import rules
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.group_gate_rules import group_gates
 from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
@@ -153,6 +154,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     scope.diagnostics += [
         *rules.modules(spec),
         *capacities(spec),
+        *group_gates(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),

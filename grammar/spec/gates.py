@@ -1,8 +1,9 @@
 """`gate = …`: how tokens choose experts, or experts tokens."""
 
+from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
-from moec.grammar.spec.base import Doc, Node, NotYet, Portion, PositiveInt, at_least, at_most, more_than
+from moec.grammar.spec.base import Doc, Node, NotYet, Portion, PositiveInt, Ratio, at_least, at_most, more_than
 from moec.grammar.units import LARGEST_WHOLE
 
 Weight = Annotated[float, at_least(0)]
@@ -22,6 +23,8 @@ class _Gate(Node):
 
     `takes` is what it needs beside the vectors of the tokens, `gives` what it has of every expert for each token.
     `replays`: whether its choices can be given, because each token's k weights follow from scores and choices alone.
+    `decides_rows`: it decides how many rows an expert takes, so that there is no capacity. `leaks`: when a token's
+    result depends on later tokens.
     """
 
     takes: ClassVar[tuple[Literal["tokens"], ...]] = ()
@@ -31,6 +34,9 @@ class _Gate(Node):
     draws: ClassVar[bool] = False
     """Whether it always draws random numbers."""
     replays: ClassVar[bool] = False
+
+    decides_rows: ClassVar[bool] = False
+    leaks: ClassVar[Literal["", "training", "training and evaluation"]] = ""
 
     def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
         """What it needs beside the vectors of the tokens: `takes`, and keys of tokens where it draws random numbers."""
@@ -113,13 +119,14 @@ class SparseMixer(_Gate):
 
 
 class ExpertChoice(_Gate):
-    """Each expert takes its best tokens, as many as every other; a token may get none, or many."""
+    """Each expert takes its `ceil(factor * tokens / experts)` best tokens of a group; a token may get none, or many."""
 
     word = "expert_choice"
-    source = "Zhou et al. 2022, arXiv 2202.09368"
-    implemented = False
+    source = "Zhou et al. 2022, arXiv 2202.09368, section 3.2"
+    decides_rows = True
+    leaks = "training and evaluation"
     positional = ("factor",)
-    factor: Annotated[float, more_than(0), Doc("experts per token on average")] = 2.0
+    factor: Annotated[Ratio, Doc("experts per token on average")] = Fraction(2)
 
 
 class Hash(_Gate):

@@ -51,7 +51,7 @@ def mixture(
 def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], replay: bool) -> Routed:
     declared = moe.experts
     assert isinstance(declared, Experts)
-    gated = lower_gate(b, subject, moe.gate, declared.count, h, beside)
+    gated = lower_gate(b, subject, moe.gate, declared.count, h, beside, moe.group)
     if replay:
         gated = replayed(b, gated, moe.gate.span())
     e, real = gated.e, (beside["real"],) if "real" in beside else ()

@@ -6,10 +6,12 @@ from collections.abc import Callable, Mapping
 
 from moec.grammar.spec import Subject
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import BatchPriority, GShard, Hash, NoisyTopK, Switch, TopK
+from moec.grammar.spec.gates import BatchPriority, ExpertChoice, GShard, Hash, NoisyTopK, Switch, TopK
 from moec.passes.ir import Role
+from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import BIAS, Gated, Given
+from moec.passes.lower.gates.group_gates import expert_choice
 from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
 from moec.passes.lower.gates.noisy_gate import noisy_topk
@@ -18,14 +20,17 @@ from moec.passes.lower.gates.topk_gates import batch_priority, switch, topk
 __all__ = ["BIAS", "Gated", "lower_gate"]
 
 
-def lower_gate(b: Builder, subject: Subject, gate: Node, experts: int, h: str, beside: Mapping[Role, str]) -> Gated:
+def lower_gate(
+    b: Builder, subject: Subject, gate: Node, experts: int, h: str, beside: Mapping[Role, str], group: RoutingGroup
+) -> Gated:
     """Lowers any gate that moec compiles."""
-    return _LOWERED[type(gate)](b, gate, Given(subject=subject, experts=experts, h=h, beside=beside))
+    return _LOWERED[type(gate)](b, gate, Given(subject=subject, experts=experts, h=h, beside=beside, group=group))
 
 
 _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
     GShard: gshard,
     BatchPriority: batch_priority,
+    ExpertChoice: expert_choice,
     Hash: hash_gate,
     NoisyTopK: noisy_topk,
     Switch: switch,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from moec.grammar.spec import Subject
 from moec.passes.ir import Init, Role
+from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.ir.ops import Router
 from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
 
@@ -33,12 +34,16 @@ class Gated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """The inputs of a gate: the tokens' vectors `h`, the number of experts, and by role the inputs that it `takes`."""
+    """The inputs of a gate: the tokens' vectors `h`, the number of experts, and by role the inputs that it `takes`.
+
+    `group` is the mixture's routing group.
+    """
 
     subject: Subject
     experts: int
     h: str
     beside: Mapping[Role, str]
+    group: RoutingGroup = "sequence"
 
     def router(
         self, b: Builder, span: Located, h: str | None = None, name: str = "", to: str = "logits", biased: bool = False

@@ -302,7 +302,8 @@ def padded(
     first = backend.keep_first(choices, numbers.of_router(4, tokens), num_experts, *how, 1)
     logits, bias = numbers.of_router(4, tokens, num_experts), numbers.of_router(num_experts)
     others = backend.reroute(logits, choices, None, bias, "sigmoid", *how, 1)
-    results = [queues, starts, kept, largest, first, *others]
+    taken = backend.choose_tokens(logits, None, 5, 4, groups)
+    results = [queues, starts, kept, largest, first, *others, taken]
     for given, counts, positions in (
         backend.permute_padded(x, choices, starts, *how, least),
         backend.permute_dynamic(x, kept, largest, num_experts),

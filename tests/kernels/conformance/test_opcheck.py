@@ -197,6 +197,8 @@ def padded(numbers: Numbers) -> Iterator[Call]:
             logits, how_in_order = numbers.of_router(4, 5, 6), (training, 5, 4, 3, 4, 1, "softmax", groups)
             yield "reroute", (logits, choices, numbers.of_router(4, 5), numbers.of_router(6), *how_in_order)
             yield "reroute", (logits, choices, None, None, *how_in_order)
+        for real in (None, numbers.choices(4, 5, 2, 1)[..., 0]):
+            yield "choose_tokens", (logits, real, 3, 2, groups)
         kept = ops.keep_choices(choices, starts, *how)
         yield "largest_load", (kept, 6)
         yield "permute_dynamic", (x.clone().requires_grad_(), kept, ops.largest_load(kept, 6), 6)

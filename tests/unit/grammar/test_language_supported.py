@@ -32,6 +32,11 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
+        (
+            {"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"},
+            "`gshard`",
+            "batch_priority, expert_choice, hash, switch, topk",
+        ),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, noise = 0.1) }"}, "`noise`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = learned) }"}, "`bias = learned`", "none, online"),
         ({"ffn": MOE.format("capacity = factor(1.25); overflow = pad")}, "`overflow = pad`", "drop"),

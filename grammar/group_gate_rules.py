@@ -1,0 +1,50 @@
+"""Rules of gates that look at all tokens of a routing group: what they decide themselves, and what they let leak."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.source import Span
+from moec.grammar.spec import Moe, Spec
+
+
+def group_gates(spec: Spec) -> list[Diagnostic]:
+    """Every diagnostic of these gates in the file's model or layer, once for all layers with the same mixture.
+
+    A `layer` file has no causality warning: only its host knows whether the model is causal.
+    """
+    causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
+    mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
+    found: list[Diagnostic] = []
+    for moe in {id(moe): moe for moe in mixtures if moe}.values():
+        found += _decided(moe)
+        found += _leaks(moe) if causal else ()
+    return list(dict.fromkeys(found))
+
+
+def _decided(moe: Moe) -> Iterator[Diagnostic]:
+    """Refuses a capacity or an overflow where the gate decides how many rows an expert takes."""
+    gate = moe.gate
+    if not gate.decides_rows:
+        return
+    label = _label(gate.span(), "this gate decides how many rows an expert takes")
+    if moe.capacity.word != "dropless":
+        message = f"`{moe.capacity.word}` is another number of rows"
+        yield diagnose("MOE0354", moe.span("capacity"), message, labels=label, help="leave `capacity` out")
+    if moe.overflow != "drop":
+        yield diagnose("MOE0354", moe.span("overflow"), "no expert is ever full", labels=label, help="leave it out")
+
+
+def _leaks(moe: Moe) -> Iterator[Diagnostic]:
+    """Warns of a gate whose choices for a token depend on later tokens."""
+    gate = moe.gate
+    if gate.leaks:
+        message = f"in {gate.leaks}, what a token gets depends on later tokens of its group"
+        help = "give the model `causal = false`, or use `topk`"
+        yield diagnose("MOE0352", gate.span(), message, help=help, severity=Severity.WARNING)
+
+
+def _label(span: Span | None, message: str) -> tuple[Label, ...]:
+    return (Label(span=span, message=message),) if span else ()

@@ -1,0 +1,61 @@
+"""Ops of gates that choose for all tokens of a routing group at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import RoutingGroup, WideCount
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.padding_ops import require_real
+from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChooseTokens(Op):
+    """Each expert takes its best tokens of each routing group: scores `[batch, sequence, E]` → experts, same shape.
+
+    The result is e for each token that expert e takes, else −1. An expert takes `⌈parts / whole · T / E⌉` of a group's
+    T tokens, at most T; equal scores go to the earlier token (Zhou et al. 2022, arXiv 2202.09368, section 3.2). With
+    the operand `real`, no expert takes a padding token; T includes padding. Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "choose_tokens"
+    takes: ClassVar[str] = "scores real?"
+    gives: ClassVar[str] = "experts"
+    operator: ClassVar[str | None] = "choose_tokens"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
+    chooses: ClassVar[str] = "experts"
+    group: RoutingGroup
+    parts: WideCount
+    whole: WideCount
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        scores, *real = operands
+        fits = scores.dtype != "int64" and len(scores.shape) == 3 and isinstance(scores.shape[2], int)
+        require(fits, self, "wants scores of every expert")
+        require_real(self, scores, real)
+        return (Type(shape=scores.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        return Placing((whole,) * len(operands), (whole,))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        tokens, experts = workload.tokens, workload.shape(operands[0])[2]
+        groups = {"sequence": workload.batch, "batch": 1, "rank": int(workload.sizes["data_ranks"])}[self.group]
+        of_group = tokens // groups
+        return {"rows": groups * experts * min(of_group, -(-self.parts * of_group // (self.whole * experts)))}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=6)

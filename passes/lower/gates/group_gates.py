@@ -1,0 +1,25 @@
+"""Lowers gates that choose for all tokens of a routing group at once."""
+
+from __future__ import annotations
+
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import ExpertChoice
+from moec.passes.ir.ops import gate_ops as g
+from moec.passes.ir.ops import group_gate_ops as gg
+from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates.gated import Gated, Given
+
+
+def expert_choice(b: Builder, gate: Node, given: Given) -> Gated:
+    """Weights are the probabilities of `route`, which reports tokens without scores; its own choice is unused."""
+    assert isinstance(gate, ExpertChoice)
+    span, logits = gate.span(), given.router(b, gate.span())
+    p, _, _ = b.add(
+        g.Route, logits, to="p best best_expert", span=span, k=1, score="softmax", order="before", normalize=False
+    )
+    real = {"real": given.beside["real"]} if "real" in given.beside else {}
+    e = b.one(
+        gg.ChooseTokens, p, beside=real, to="e", span=span,
+        group=given.group, parts=gate.factor.numerator, whole=gate.factor.denominator,
+    )  # fmt: skip
+    return Gated(w=p, e=e, logits=logits, p=p, some_are_none=True)

@@ -1,0 +1,31 @@
+"""Operators of gates that choose for all tokens of a routing group at once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moec.passes.ir.operator_schema import schema_of
+from moec.passes.ir.ops.group_gate_ops import ChooseTokens
+from moec.runtime.ops.registry import check, define
+
+
+def _check_group(operator: str, scores: Tensor, real: Tensor | None, groups: int) -> None:
+    check(scores.dim() == 3, lambda: f"moec::{operator}: scores must be [B, S, E], not {list(scores.shape)}")
+    check(
+        real is None or real.shape == scores.shape[:2],
+        lambda: f"moec::{operator}: real must be {list(scores.shape[:2])}",
+    )
+    check(not groups or scores.shape[0] % groups == 0, lambda: f"moec::{operator}: {scores.shape[0]} sequences")
+
+
+choose_tokens = define(
+    schema_of(ChooseTokens),
+    fake=lambda scores, real, parts, whole, groups: scores.new_empty(scores.shape, dtype=torch.int64),
+    check=lambda scores, real, parts, whole, groups: _check_group("choose_tokens", scores, real, groups),
+)
+"""Each expert takes its best tokens of each group: scores [B, S, E], real int64 [B, S] or None -> int64 [B, S, E].
+
+The result is e where expert e takes the token, else −1: see `ChooseTokens`. `groups` is 0 where every sequence is a
+group, else the number of equal groups that these sequences form. Not differentiated.
+"""

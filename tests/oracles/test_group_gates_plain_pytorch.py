@@ -1,0 +1,89 @@
+"""Gates that choose for whole routing groups against handwritten models of their papers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracles.specs import VOCAB, small_spec
+from plain_moe import PlainModel, PlainMoe
+from plain_weights import plain_state_dict
+from torch import Tensor
+
+from moec.runtime.job.module import PlanModule
+from moec.runtime.job.reference import reference
+
+EXPERTS, BATCH, SEQUENCE = 5, 3, 13
+LAYERS = """
+    layers {{
+      attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())
+      moe {{ experts = 5 * {body}; gate = {gate}; {beside} }}
+    }}
+"""
+TIGHT = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class GroupMoe(PlainMoe):
+    """`PlainMoe` whose `mixed` gives the mixture of one group's tokens [T, dim], from all logits [T, E]."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
+        whole = x if self.group == "sequence" else x.reshape(1, -1, x.shape[-1])
+        mixed = torch.stack([self.mixed(group, self.logits(group)) for group in whole]).view_as(x)
+        return self.with_dense_paths(x, mixed), 0.0
+
+    def mixed(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The mixture of one routing group."""
+        raise NotImplementedError
+
+
+class ExpertChoiceMoe(GroupMoe):
+    """Zhou et al. 2022, section 3.2: S = softmax(X W), and the k best rows of each column of S."""
+
+    def mixed(self, x: Tensor, logits: Tensor) -> Tensor:
+        scores = logits.softmax(-1)
+        k = math.ceil(float(self.topk.factor) * len(x) / EXPERTS)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            ranked = sorted(range(len(x)), key=lambda t, e=number: -float(scores[t, e].detach()))
+            for token in ranked[:k]:
+                out[token] = out[token] + scores[token, number] * expert(x[token])
+        return out
+
+
+def both(gate: str, beside: str, body: str, kind: type[GroupMoe]) -> tuple[PlanModule, PlainModel]:
+    """moec's reference and the handwritten model, with the same weights."""
+    spec = small_spec(LAYERS.format(gate=gate, body=body, beside=beside))
+    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
+    for layer in plain.layers:
+        layer.moe.__class__ = kind
+    return ours, plain
+
+
+def assert_same(ours: PlanModule, plain: PlainModel) -> None:
+    """The same logits, loss and gradients in training, and the same logits in evaluation."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = (torch.randint(VOCAB, (BATCH, SEQUENCE), generator=generator) for _ in range(2))
+    output, (logits, loss) = ours(tokens, labels), plain(tokens, labels)
+    torch.testing.assert_close(output.logits, logits, **TIGHT)
+    torch.testing.assert_close(output.loss, loss, **TIGHT)
+    output.loss.backward()
+    loss.backward()
+    found = plain_state_dict({name: parameter.grad for name, parameter in ours.named_parameters()})
+    for name, parameter in plain.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name], expected, **TIGHT, msg=lambda text, name=name: f"{name}: {text}")
+    with torch.no_grad():
+        torch.testing.assert_close(ours.eval()(tokens).logits, plain.eval()(tokens)[0], **TIGHT)
+
+
+@pytest.mark.parametrize("factor", ["0.5", "2.0", "1.7", "9.0"])
+@pytest.mark.parametrize("beside", ["", "group = batch; shared = swiglu(12, gated = true)"])
+def test_experts_choose_their_best_tokens(factor: str, beside: str) -> None:
+    factor = str(min(float(factor), float(EXPERTS)))
+    assert_same(*both(f"expert_choice({factor})", beside, "swiglu(8)", ExpertChoiceMoe))

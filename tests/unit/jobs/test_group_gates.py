@@ -1,0 +1,107 @@
+"""Gates that choose for whole routing groups: their operators' definitions, wrong plans, and bad words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from faults import bypass, change_op, op_giving
+from models import moe_plan, moe_text
+from torch import Tensor
+
+from moec.codegen.plan import Plan
+from moec.grammar import load_text
+from moec.passes.ir.ops import AllGatherAlike
+from moec.runtime import ops
+from moec.runtime.verify.verification import verify
+
+BODY = "layers[1..2]"
+
+
+# ---- expert_choice -----------------------------------------------------------------------------------------
+
+
+def taken_by_hand(scores: Tensor, real: Tensor, capacity: int) -> Tensor:
+    """One group: scores [T, E], real [T] -> [T, E]."""
+    chosen = torch.full(scores.shape, -1, dtype=torch.int64)
+    for e in range(scores.shape[1]):
+        ranked = sorted((t for t in range(len(scores)) if real[t]), key=lambda t, e=e: (-float(scores[t, e]), t))
+        chosen[ranked[:capacity], e] = e
+    return chosen
+
+
+@pytest.mark.parametrize("groups", [0, 2, 1])
+@pytest.mark.parametrize("padding", [False, True])
+def test_each_expert_takes_its_best_real_tokens_and_ties_go_to_the_earlier(groups: int, padding: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randint(0, 4, (4, 9, 3), generator=generator).double()  # many ties
+    real = torch.randint(0, 3, (4, 9), generator=generator).clamp_max(1) if padding else torch.ones(4, 9).long()
+    found = ops.choose_tokens(scores, real if padding else None, 5, 4, groups)
+    tokens = 9 * 4 // (groups or 4)
+    capacity = -(-5 * tokens // 12)
+    for each, of_group, are_real in zip(
+        found.view(-1, tokens, 3), scores.view(-1, tokens, 3), real.view(-1, tokens), strict=True
+    ):
+        assert torch.equal(each, taken_by_hand(of_group, are_real, capacity))
+
+
+def test_no_expert_takes_more_tokens_than_there_are() -> None:
+    assert torch.equal(ops.choose_tokens(torch.rand(1, 3, 2), None, 9, 1, 0), torch.tensor([[[0, 1]] * 3]))
+    assert ops.choose_tokens(torch.rand(0, 3, 2), None, 9, 1, 0).shape == (0, 3, 2)
+
+
+EXPERT_CHOICE = {"gate": "expert_choice(1.5)", "balance": "[]"}
+FAULTS: dict[str, Callable[[Plan], Plan]] = {
+    "more tokens": lambda p: change_op(p, BODY, "e", parts=2, whole=1),
+    "another group": lambda p: change_op(p, BODY, "e", group="batch"),
+    "choices by logits": lambda p: change_op(p, BODY, "e", operands=("logits",)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_plan_whose_experts_choose_otherwise_is_refused(fault: str) -> None:
+    plan = moe_plan(ep=2, ranks=2, experts=4, **EXPERT_CHOICE)
+    assert not verify(FAULTS[fault](plan), float32=False).ok
+
+
+def test_a_choice_among_a_part_of_the_group_is_refused() -> None:
+    plan = moe_plan(ranks=4, tp=2, ep=2, experts=4, **EXPERT_CHOICE)
+    block = plan.program.block(BODY)
+    (gathered,) = op_giving(plan, BODY, "e").operands
+    assert isinstance(op_giving(plan, BODY, gathered), AllGatherAlike)
+    assert str(block.scope[gathered].layout) == "dp:shard(0)"
+    assert not verify(bypass(plan, BODY, gathered), float32=False).ok
+
+
+def test_no_room_is_made_for_the_choices_that_are_none() -> None:
+    kinds = {op.mnemonic for op in moe_plan(ranks=1, ep=1, **EXPERT_CHOICE).program.block(BODY).ops}
+    assert "mixture_mlp" not in kinds
+    assert {"permute", "expert_mlp"} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("beside", "codes"),
+    [
+        ("", ["MOE0352"]),
+        ("group = batch", ["MOE0352"]),
+        ("capacity = factor(1.0)", ["MOE0352", "MOE0354"]),
+        ("capacity = dynamic()", ["MOE0352", "MOE0354"]),
+        ("overflow = pad", ["MOE0352", "MOE0354"]),
+    ],
+)
+def test_a_gate_that_decides_rows_has_no_capacity_and_leaks(beside: str, codes: list[str]) -> None:
+    found = load_text(moe_text(gate="expert_choice", balance="[]", beside=beside)).diagnostics
+    assert sorted({d.code for d in found} - {"MOE0350"}) == codes
+
+
+def test_a_model_that_is_not_causal_is_not_warned() -> None:
+    text = moe_text(gate="expert_choice", attention="mha(heads = 4, causal = false)").replace(
+        "mha(heads = 4);", "mha(heads = 4, causal = false);"
+    )
+    assert not load_text(text).diagnostics
+
+
+@pytest.mark.parametrize("gate", ["expert_choice(0)", "expert_choice(-1.0)", 'expert_choice("2")'])
+def test_a_factor_that_is_no_positive_number_is_refused(gate: str) -> None:
+    assert load_text(moe_text(gate=gate)).diagnostics
