@@ -144,11 +144,15 @@ class Hash(_Gate):
 
 
 class Base(_Gate):
-    """Balanced assignment: the matching of tokens and experts with the largest sum of scores."""
+    """Balanced assignment in training: the matching of tokens and experts with the largest sum of scores, equal loads.
+
+    In evaluation each token goes to its best expert. The weight is the sigmoid of the score.
+    """
 
     word = "base"
-    source = "Lewis et al. 2021, arXiv 2103.16716"
-    implemented = False
+    source = "Lewis et al. 2021, arXiv 2103.16716, section 3.1"
+    decides_rows = True
+    leaks = "training"
 
 
 class DSelectK(_Gate):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
-from moec.passes.ir.ops.group_gate_ops import ChooseTokens
+from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
 from moec.runtime.ops.registry import check, define
 
 
@@ -28,4 +28,21 @@ choose_tokens = define(
 
 The result is e where expert e takes the token, else −1: see `ChooseTokens`. `groups` is 0 where every sequence is a
 group, else the number of equal groups that these sequences form. Not differentiated.
+"""
+
+
+def _check_assignment(scores: Tensor, training: Tensor, real: Tensor | None, groups: int) -> None:
+    _check_group("balanced_assignment", scores, real, groups)
+    check(training.dim() == 0, lambda: f"moec::balanced_assignment: training must be a scalar, not {training.shape}")
+
+
+balanced_assignment = define(
+    schema_of(BalancedAssignment),
+    fake=lambda scores, training, real, groups: scores.new_empty((*scores.shape[:2], 1), dtype=torch.int64),
+    check=_check_assignment,
+)
+"""An expert for each token, as many tokens for each: scores [B, S, E], real int64 [B, S] or None -> int64 [B, S, 1].
+
+With `training` 0, the best expert of each token: see `BalancedAssignment`. Copies the scores to the host. Not
+differentiated.
 """

@@ -87,3 +87,33 @@ def assert_same(ours: PlanModule, plain: PlainModel) -> None:
 def test_experts_choose_their_best_tokens(factor: str, beside: str) -> None:
     factor = str(min(float(factor), float(EXPERTS)))
     assert_same(*both(f"expert_choice({factor})", beside, "swiglu(8)", ExpertChoiceMoe))
+
+
+class BaseMoe(GroupMoe):
+    """Lewis et al. 2021, eq. 1 and 2: the best of all balanced assignments, by trying loads token by token."""
+
+    def mixed(self, x: Tensor, logits: Tensor) -> Tensor:
+        chosen = best_assignment(logits.detach()) if self.training else logits.argmax(-1).tolist()
+        rows = [torch.sigmoid(logits[t, e]) * self.experts[e](x[t]) for t, e in enumerate(chosen)]
+        return torch.stack(rows)
+
+
+def best_assignment(scores: Tensor) -> list[int]:
+    """The balanced assignment with the largest sum of scores [T, E]: dynamic programming over the experts' loads."""
+    tokens, num_experts = scores.shape
+    least, most = tokens // num_experts, -(-tokens // num_experts)
+    best: dict[tuple[int, ...], tuple[float, list[int]]] = {(0,) * num_experts: (0.0, [])}
+    for row in scores.tolist():
+        following: dict[tuple[int, ...], tuple[float, list[int]]] = {}
+        for loads, (total, chosen) in best.items():
+            for e in range(num_experts):
+                after = (*loads[:e], loads[e] + 1, *loads[e + 1 :])
+                if loads[e] < most and (after not in following or total + row[e] > following[after][0]):
+                    following[after] = (total + row[e], [*chosen, e])
+        best = following
+    return max(found for loads, found in best.items() if min(loads) >= least)[1]
+
+
+@pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
+def test_base_matches_tokens_with_experts(beside: str) -> None:
+    assert_same(*both("base", beside, "swiglu(8)", BaseMoe))

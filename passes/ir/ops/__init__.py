@@ -17,7 +17,7 @@ from moec.passes.ir.ops.dense_conversions import (
 from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, RmsNorm
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.gate_ops import HashRoute, Route
-from moec.passes.ir.ops.group_gate_ops import ChooseTokens
+from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
 from moec.passes.ir.ops.load_ops import ExpectedLoads, ExpertWeights, FirstChoices, GroupTotals, VariationLoss
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
@@ -45,6 +45,7 @@ __all__ = [
     "AllToAll",
     "AllToAllPadded",
     "Attention",
+    "BalancedAssignment",
     "BestScore",
     "Call",
     "Capacity",

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, ClassVar
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import RoutingGroup, WideCount
+from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
-from moec.passes.ir.value import Value
+from moec.passes.ir.value import TRAINING, Setting, Value
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
@@ -59,3 +60,39 @@ class ChooseTokens(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=6)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BalancedAssignment(Op):
+    """An expert for each token: scores `[batch, sequence, E]` → experts `[batch, sequence, 1]`.
+
+    In training the matching of a group's tokens and experts with the largest sum of scores in which each expert gets
+    ⌊T/E⌋ or ⌈T/E⌉ of the T tokens (Lewis et al. 2021, arXiv 2103.16716, section 3.1, eq. 2); in evaluation the best
+    expert (section 3.1.2). With the operand `real`, T counts real tokens, and a padding token has −1. The matching is
+    computed on the host. Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "balanced_assignment"
+    takes: ClassVar[str] = "scores training real?"
+    gives: ClassVar[str] = "experts"
+    operator: ClassVar[str | None] = "balanced_assignment"
+    resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
+    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
+    chooses: ClassVar[str] = "experts"
+    group: RoutingGroup
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        scores, training, *real = operands
+        fits = scores.dtype != "int64" and len(scores.shape) == 3 and isinstance(scores.shape[2], int)
+        require(fits, self, "wants scores of every expert")
+        require(isinstance(training, Setting) and training.name == TRAINING.name, self, "wants the setting $training")
+        require_real(self, scores, real)
+        return (Type(shape=(*scores.shape[:2], 1), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped(self.group, meshes)
+        return Placing((whole, REPLICATED, *(whole,) * len(operands[2:])), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=40)

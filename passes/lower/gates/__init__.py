@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 
 from moec.grammar.spec import Subject
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import BatchPriority, ExpertChoice, GShard, Hash, NoisyTopK, Switch, TopK
+from moec.grammar.spec.gates import Base, BatchPriority, ExpertChoice, GShard, Hash, NoisyTopK, Switch, TopK
 from moec.passes.ir import Role
 from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import BIAS, Gated, Given
-from moec.passes.lower.gates.group_gates import expert_choice
+from moec.passes.lower.gates.group_gates import base, expert_choice
 from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
 from moec.passes.lower.gates.noisy_gate import noisy_topk
@@ -29,6 +29,7 @@ def lower_gate(
 
 _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
     GShard: gshard,
+    Base: base,
     BatchPriority: batch_priority,
     ExpertChoice: expert_choice,
     Hash: hash_gate,

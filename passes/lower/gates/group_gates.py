@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import ExpertChoice
+from moec.grammar.spec.gates import Base, ExpertChoice
+from moec.passes.ir import TRAINING
+from moec.passes.ir.ops import ChosenWeights
 from moec.passes.ir.ops import gate_ops as g
 from moec.passes.ir.ops import group_gate_ops as gg
 from moec.passes.lower.block_builder import Builder
@@ -23,3 +25,17 @@ def expert_choice(b: Builder, gate: Node, given: Given) -> Gated:
         group=given.group, parts=gate.factor.numerator, whole=gate.factor.denominator,
     )  # fmt: skip
     return Gated(w=p, e=e, logits=logits, p=p, some_are_none=True)
+
+
+def base(b: Builder, gate: Node, given: Given) -> Gated:
+    """The weight is the sigmoid of the logit (Lewis et al. 2021, eq. 1); `route` reports tokens without scores."""
+    assert isinstance(gate, Base)
+    span, logits = gate.span(), given.router(b, gate.span())
+    p, _, _ = b.add(
+        g.Route, logits, to="p best best_expert", span=span, k=1, score="softmax", order="before", normalize=False
+    )
+    real = {"real": given.beside["real"]} if "real" in given.beside else {}
+    training = b.setting(TRAINING)
+    e = b.one(gg.BalancedAssignment, logits, training, beside=real, to="e", span=span, group=given.group)
+    w = b.one(ChosenWeights, logits, e, to="w", span=span, score="sigmoid")
+    return Gated(w=w, e=e, logits=logits, p=p, some_are_none=bool(real))

@@ -304,6 +304,7 @@ def padded(
     others = backend.reroute(logits, choices, None, bias, "sigmoid", *how, 1)
     taken = backend.choose_tokens(logits, None, 5, 4, groups)
     results = [queues, starts, kept, largest, first, *others, taken]
+    results += [backend.balanced_assignment(logits, torch.tensor(training), None, groups) for training in (0, 1)]
     for given, counts, positions in (
         backend.permute_padded(x, choices, starts, *how, least),
         backend.permute_dynamic(x, kept, largest, num_experts),

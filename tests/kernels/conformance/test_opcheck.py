@@ -199,6 +199,7 @@ def padded(numbers: Numbers) -> Iterator[Call]:
             yield "reroute", (logits, choices, None, None, *how_in_order)
         for real in (None, numbers.choices(4, 5, 2, 1)[..., 0]):
             yield "choose_tokens", (logits, real, 3, 2, groups)
+            yield "balanced_assignment", (logits, torch.tensor(1), real, groups)
         kept = ops.keep_choices(choices, starts, *how)
         yield "largest_load", (kept, 6)
         yield "permute_dynamic", (x.clone().requires_grad_(), kept, ops.largest_load(kept, 6), 6)

@@ -46,6 +46,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "capacity by priority": {"beside": "capacity = factor(1.0, order = priority)", "tp": 2, "ep": 4},
     "capacity with reroutes": {"beside": "capacity = factor(1.0); overflow = reroute", "tp": 2, "ep": 4},
     "capacity at random": {"beside": "capacity = dynamic(max = 1.0, order = random)"},
+    "balanced assignment": {"gate": "base", "tp": 2, "ep": 4},
     "experts choose": {"gate": "expert_choice(2)", "balance": "[]", "tp": 2, "ep": 4},
     "capacity of the busiest": {"beside": "capacity = dynamic()", "ep": 4},
     "capacity of the busiest, up to one": {"beside": "capacity = dynamic(max = 1.0)", "ep": 4},

@@ -35,7 +35,7 @@ def refused(**given: str) -> list[Diagnostic]:
         (
             {"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"},
             "`gshard`",
-            "batch_priority, expert_choice, hash, switch, topk",
+            "base, batch_priority, expert_choice, hash, switch, topk",
         ),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, noise = 0.1) }"}, "`noise`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = learned) }"}, "`bias = learned`", "none, online"),

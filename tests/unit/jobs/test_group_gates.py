@@ -105,3 +105,72 @@ def test_a_model_that_is_not_causal_is_not_warned() -> None:
 @pytest.mark.parametrize("gate", ["expert_choice(0)", "expert_choice(-1.0)", 'expert_choice("2")'])
 def test_a_factor_that_is_no_positive_number_is_refused(gate: str) -> None:
     assert load_text(moe_text(gate=gate)).diagnostics
+
+
+# ---- base ------------------------------------------------------------------------------------------------------
+
+
+def best_sum(scores: Tensor) -> float:
+    """The largest sum of a balanced assignment, by dynamic programming over the experts' loads."""
+    tokens, num_experts = scores.shape
+    least, most = tokens // num_experts, -(-tokens // num_experts)
+    best = {(0,) * num_experts: 0.0}
+    for row in scores.tolist():
+        following: dict[tuple[int, ...], float] = {}
+        for loads, total in best.items():
+            for e in (e for e in range(num_experts) if loads[e] < most):
+                after = (*loads[:e], loads[e] + 1, *loads[e + 1 :])
+                following[after] = max(total + row[e], following.get(after, -float("inf")))
+        best = following
+    return max(total for loads, total in best.items() if min(loads) >= least)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_matching_is_balanced_and_has_the_largest_sum(ties: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        tokens, experts = (int(torch.randint(1, most, (), generator=generator)) for most in (15, 5))
+        scores = torch.randn(1, tokens, experts, generator=generator, dtype=torch.float64)
+        scores += 2 * torch.randn(experts, generator=generator)
+        scores = scores.round() if ties else scores
+        chosen = ops.balanced_assignment(scores, torch.tensor(1), None, 0)
+        loads = torch.bincount(chosen.flatten(), minlength=experts)
+        assert loads.min() >= tokens // experts
+        assert loads.max() <= -(-tokens // experts)
+        assert float(scores.gather(2, chosen).sum()) == pytest.approx(best_sum(scores[0]), abs=1e-9)
+
+
+def test_equal_scores_and_one_wish_of_all_are_matched_too() -> None:
+    for scores in (torch.zeros(2, 9, 4), torch.tensor([9.0, 0, 0, 0]).expand(2, 9, 4)):
+        chosen = ops.balanced_assignment(scores, torch.tensor(1), None, 1).flatten()
+        assert sorted(torch.bincount(chosen, minlength=4).tolist()) == [4, 4, 5, 5]
+
+
+def test_scores_that_are_no_numbers_end_and_padding_is_not_matched() -> None:
+    scores = torch.randn(1, 8, 4)
+    scores[0, 0] = torch.nan
+    scores[0, 1] = torch.inf
+    real = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 1]])
+    chosen = ops.balanced_assignment(scores, torch.tensor(1), real, 0).flatten()
+    assert (chosen < 0).tolist() == (real == 0).flatten().tolist()
+    assert sorted(torch.bincount(chosen[chosen >= 0], minlength=4).tolist()) == [1, 1, 2, 2]
+    none = ops.balanced_assignment(scores, torch.tensor(1), torch.zeros_like(real), 0)
+    assert bool((none == -1).all())
+
+
+def test_evaluation_takes_the_best_expert() -> None:
+    scores = torch.randn(2, 7, 5)
+    assert torch.equal(ops.balanced_assignment(scores, torch.tensor(0), None, 0)[..., 0], scores.argmax(-1))
+
+
+@pytest.mark.parametrize("group", ["rank", "batch"])
+def test_a_plan_that_matches_another_group_is_refused(group: str) -> None:
+    plan = moe_plan(ep=2, ranks=2, experts=4, gate="base", balance="[]")
+    assert not verify(change_op(plan, BODY, "e", group=group), float32=False).ok
+
+
+def test_base_warns_of_training_alone_and_has_no_capacity() -> None:
+    (found,) = load_text(moe_text(gate="base", balance="[]")).diagnostics
+    assert (found.code, "evaluation" in found.message) == ("MOE0352", False)
+    codes = {d.code for d in load_text(moe_text(gate="base", beside="capacity = factor(1.0)")).diagnostics}
+    assert "MOE0354" in codes
