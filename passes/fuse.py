@@ -57,7 +57,7 @@ def _fused(block: Block) -> Block:
     for combine in block.ops:
         if isinstance(combine, Combine | CombinePadded):
             mixture = _mixture(combine, given)
-            if not mixture.out and _stays_apart(block, mixture):
+            if mixture is None or (not mixture.out and _stays_apart(block, mixture)):
                 continue
             replaced |= (_travelling if mixture.out else _local)(block, mixture, names)
             if isinstance(mixture.permute, PermuteDynamic) and not mixture.out:
@@ -77,11 +77,15 @@ def _stays_apart(block: Block, mixture: _Mixture) -> bool:
     return permute.some_are_none and block.scope[permute.operands[1]].shape[-1] == permute.num_experts > 2
 
 
-def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture:
-    """The mixture that ends in `combine`, found by following operands back; `given` maps a value to its op."""
+def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture | None:
+    """The mixture that ends in `combine`, found by following operands back; `given` maps a value to its op.
+
+    None for experts without an activation, which have no fused form.
+    """
     back, experts = _journey(combine.operands[0], given)
+    if not isinstance(experts, Experts):
+        return None
     out, permute = _journey(experts.operands[0], given)
-    assert isinstance(experts, Experts)
     assert given[combine.operands[1]] is permute
     return _Mixture(permute, out, experts, back, combine)
 

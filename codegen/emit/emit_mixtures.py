@@ -44,8 +44,23 @@ def _random_order(e: Emitter, op: Op) -> None:
     e.result(op, aten.squeeze.dim, drawn, -1)
 
 
+def _expert_linear(e: Emitter, op: Op) -> None:
+    """Of padded rows, over all places of each expert, empty ones too."""
+    assert isinstance(op, o.ExpertLinear)
+    given = op.named(e.refs(op))
+    rows, weight, bias = given["rows"], given["weight"], given.get("bias")
+    if "counts" in given:
+        e.result(op, moec.expert_linear.default, rows, given["counts"], weight, bias)
+        return
+    counts = e.call(op, moec.even_counts.default, rows)
+    flat = e.call(op, aten.flatten.using_ints, rows, 0, 1)
+    out = e.call(op, moec.expert_linear.default, flat, counts, weight, bias)
+    e.result(op, aten.unflatten.int, out, 0, [e.shape(op.operands[1])[0], -1])
+
+
 MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.BestScore: _best_score,
+    o.ExpertLinear: _expert_linear,
     o.ExpertMlpPadded: _expert_mlp_padded,
     o.RandomOrder: _random_order,
 }

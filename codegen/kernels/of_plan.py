@@ -26,7 +26,7 @@ from moec.passes.cost.workload import Workload
 from moec.passes.ir import Block, Op, Program, local_shape
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.ir.mixture_values import choices_per_token
+from moec.passes.ir.mixture_values import choices_of, choices_per_token
 
 FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 """The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""
@@ -81,34 +81,39 @@ def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
 
 
 def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
-    experts = next((op for op in block.ops if isinstance(op, Experts)), None)
-    if experts is None:
+    chosen = choices_of(block)
+    if chosen is None:
         return
-    up = experts.named(block.operands(experts))["up"]
-    (count, *_, dim), dtype, k = up.shape, up.dtype, choices_per_token(block)
-    assert isinstance(count, int)
-    assert isinstance(dim, int)
+    k = choices_per_token(block)
 
     def kernel(shape: KernelShape, op: Op, *only: str) -> PlanKernel:
         return PlanKernel(shape, block.name, k, op, only)
 
     asked: dict[KernelShape, tuple[Op, list[str]]] = {}
     for op in block.ops:
-        for shape, names in _of_rows(op, count, k, dim, dtype):
+        for shape, names in _of_rows(op, block, k):
             asked.setdefault(shape, (op, []))[1].extend(names)
     for shape, (op, launched) in asked.items():
         yield kernel(shape, op, *dict.fromkeys(launched))
     sources = sources_of(plan.program, block)
-    tiles, *products = _products(plan, block, experts, k, sources)
-    yield kernel(tiles, experts, *(("table",) if sources == 1 else ()))
-    for shape in products:
-        yield kernel(shape, experts)
+    tables: set[KernelShape] = set()
+    for experts in block.ops:
+        if isinstance(experts, Experts):
+            tiles, *products = _products(plan, block, experts, k, sources)
+            if tiles not in tables:
+                yield kernel(tiles, experts, *(("table",) if sources == 1 else ()))
+            tables.add(tiles)
+            for shape in products:
+                yield kernel(shape, experts)
 
 
-def _of_rows(op: Op, experts: int, k: int, dim: int, dtype: str) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
+def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
     """The kernels that an op and its backward launch to choose experts, count choices and move rows."""
+    experts = _experts_of(op, block)
     own, every = QueuesShape(experts=experts, k=k), QueuesShape(experts=experts, k=1)
-    places = PlacesShape(k=k, dim=dim, dtype=dtype, weights="fp32")
+    moved = block.scope[op.operands[0]]  # tokens or rows
+    dim = moved.shape[-1] if moved.shape else 1
+    places = PlacesShape(k=k, dim=dim if isinstance(dim, int) else 1, dtype=moved.dtype, weights="fp32")
     counting = ("count", "scan")
     match op:
         case o.Route():
@@ -160,6 +165,26 @@ def _route_shape(op: o.Route, experts: int, k: int) -> RouteShape:
         biased="bias" in op.optional,
         dtype="fp32",
     )
+
+
+def _experts_of(op: Op, block: Block) -> int:
+    """The experts that an op of a gate or a permutation tells apart; 1 for other ops."""
+    given = op.named(block.operands(op))
+    match op:
+        case o.Permute() | o.PermuteDynamic() | o.CountQueues() | o.LargestLoad():
+            return op.num_experts
+        case o.MixtureMlp():
+            experts = given["up"].shape[0]
+        case o.Route():
+            experts = given["logits"].shape[-1]
+        case o.QueueStarts():
+            experts = given["counts"].shape[-1]
+        case o.PermutePadded() | o.KeepChoices():
+            experts = given["starts"].shape[-1]
+        case _:
+            experts = 1
+    assert isinstance(experts, int)
+    return experts
 
 
 def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:

@@ -79,7 +79,6 @@ class LinearMap(Node):
 
     word = "linear"
     source = "the least that an expert can be"
-    implemented = False
     bias: Annotated[bool, Doc("whether a bias is added")] = False
     gated: Annotated[bool, Doc("of `shared` only: scaled by a learned sigmoid per token")] = False
 

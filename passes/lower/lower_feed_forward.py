@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moec.grammar.spec import Activated, FeedForward, Moe, Subject
+from moec.grammar.spec import Activated, FeedForward, LinearMap, Moe, Subject
 from moec.passes.ir import Matrices
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
@@ -21,7 +21,9 @@ def parameters_of(body: Activated) -> dict[str, Any]:
 
 
 def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h: str) -> str:
-    """`down(activation(up(h)))`, with parameters named under `prefix`; returns the result's name."""
+    """`down(activation(up(h)))`, or what the word says, with parameters named under `prefix`; the result's name."""
+    if isinstance(body, LinearMap):
+        return _linear(b, subject, body, prefix, h)
     assert isinstance(body, Activated)
     activation, span = ACTIVATIONS[body.word], body.span()
     up_shape, down_shape = (activation.parts, body.hidden, subject.dim), (subject.dim, body.hidden)
@@ -36,6 +38,14 @@ def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h
     return b.biased(y, f"{prefix}.down.bias", body.span("bias")) if body.bias else y
 
 
+def _linear(b: Builder, subject: Subject, body: LinearMap, prefix: str, h: str) -> str:
+    """One matrix, whole on every rank of `tp`."""
+    shape, init, span = (subject.dim, subject.dim), residual_init(subject.depth), body.span()
+    weight = b.parameter(f"{prefix}.weight", shape, subject.dtype, init, span, matrices=PROJECTION)
+    y = b.one(o.Linear, h, weight, to="y", span=span)
+    return b.biased(y, f"{prefix}.bias", body.span("bias")) if body.bias else y
+
+
 def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -> str:
     """`mixed · c₀ + residual(h) · c₁ + shared(h)`, with the terms that the layer has; returns the result's name."""
     if moe.residual is not None:
@@ -47,9 +57,8 @@ def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -
         )
         mixed = b.one(o.Mix, mixed, beside, logits, to="mixed", span=span)
     if moe.shared is not None:
-        assert isinstance(moe.shared, Activated)
         shared = feed_forward(b, subject, moe.shared, "moe.shared", h)
-        if moe.shared.gated:
+        if getattr(moe.shared, "gated", False):
             logits = _logits(b, subject, "moe.shared_gate.weight", 1, moe.shared, h)
             shared = b.one(o.SigmoidGate, shared, logits, to="shared", span=moe.shared.span("gated"))
         mixed = b.one(o.Add, mixed, shared, to="mixed", span=moe.shared.span())

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from moec.grammar.source import Span
 from moec.grammar.spec import (
-    Activated,
     Dropless,
     Dynamic,
     Experts,
@@ -15,18 +12,15 @@ from moec.grammar.spec import (
     Moe,
     Subject,
 )
-from moec.passes.ir import Init, Matrices, Output, Role
+from moec.passes.ir import Output, Role
 from moec.passes.ir import ops as o
-from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.lower.block_builder import Builder, normal, residual_init
+from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate
 from moec.passes.lower.lower_balance import Routed, balance_terms
-from moec.passes.lower.lower_feed_forward import beside_experts, parameters_of
+from moec.passes.lower.lower_experts import Sent, apply_experts
+from moec.passes.lower.lower_feed_forward import beside_experts
 from moec.passes.lower.lower_queues import capacity_of, varying, with_places
 from moec.passes.lower.lower_replay import replayed
-
-UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
-"""The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
 
 
 def mixture(
@@ -61,34 +55,13 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     return with_places(b, moe, routed, beside)
 
 
-def _expert_weights(b: Builder, subject: Subject, moe: Moe) -> tuple[tuple[str, str], dict[str, str], dict[str, Any]]:
-    """The names of the up and down weights, of their biases (if any), and the activation as attributes of ops."""
-    declared = moe.experts
-    assert isinstance(declared, Experts)
-    body, span = declared.body, declared.span()
-    assert isinstance(body, Activated)
-    attributes: dict[str, Any] = {"activation": body.word, **parameters_of(body)}
-    shard = {"ep": 0}
-    up_shape = (declared.count, ACTIVATIONS[body.word].parts, body.hidden, subject.dim)
-    up = b.parameter("moe.experts.up.weight", up_shape, subject.dtype, normal(), span, shard, UP)
-    down_shape, init = (declared.count, subject.dim, body.hidden), residual_init(subject.depth)
-    down = b.parameter("moe.experts.down.weight", down_shape, subject.dtype, init, span, shard, DOWN)
-    if not body.bias:
-        return (up, down), {}, attributes
-    zeros, span = Init(kind="zeros"), body.span("bias")
-    up_bias = b.parameter("moe.experts.up.bias", up_shape[:-1], subject.dtype, zeros, span, shard, EXPERTS)
-    down_bias = b.parameter("moe.experts.down.bias", down_shape[:-1], subject.dtype, zeros, span, shard, EXPERTS)
-    return (up, down), {"up_bias": up_bias, "down_bias": down_bias}, attributes
-
-
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     span = moe.span("capacity")
     rows, counts, positions = b.add(
         o.Permute, h, routed.e, to="rows counts positions", span=span,
         num_experts=routed.experts, some_are_none=routed.some_are_none,
     )  # fmt: skip
-    (up, down), biases, activation = _expert_weights(b, subject, moe)
-    y = b.one(o.ExpertMlp, rows, counts, up, down, beside=biases, to="y", span=_declared(moe), **activation)
+    y = apply_experts(b, _sent(subject, moe, rows, counts))
     return b.one(o.Combine, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 
@@ -113,14 +86,17 @@ def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> t
         rows, counts, positions = b.add(
             o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts
         )
-    (up, down), biases, activation = _expert_weights(b, subject, moe)
-    y = b.one(
-        o.ExpertMlpPadded, rows, up, down, beside=biases, to="y", span=_declared(moe),
-        all_places=moe.overflow == "pad", **activation,
-    )  # fmt: skip
+    y = apply_experts(b, _sent(subject, moe, rows))
     return b.one(o.CombinePadded, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 
-def _declared(moe: Moe) -> Span | None:
+def _sent(subject: Subject, moe: Moe, rows: str, counts: str | None = None) -> Sent:
     assert isinstance(moe.experts, Experts)
-    return moe.experts.span()
+    return Sent(
+        subject=subject,
+        experts=moe.experts,
+        rows=rows,
+        counts=counts,
+        prefix="moe.experts",
+        all_places=moe.overflow == "pad",
+    )

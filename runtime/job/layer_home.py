@@ -111,7 +111,7 @@ class LayerHome(RankHome):
     @property
     def local_experts(self) -> range:
         """The experts that this rank has."""
-        data = self.plan.parameters[f"{EXPERTS}up.weight"]
+        data = next(data for name, data in self.plan.parameters.items() if name.startswith(EXPERTS))
         first, *_ = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
         return range(first.start, first.stop)
 

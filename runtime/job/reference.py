@@ -56,7 +56,7 @@ class AloneInHost(Alone):
     @property
     def local_experts(self) -> range:
         """All experts."""
-        return range(self._parameters[f"{PREFIX}experts.up.weight"].shape[0])
+        return range(next(p.shape[0] for name, p in self._parameters.items() if name.startswith(f"{PREFIX}experts.")))
 
 
 def reference_program(spec: Spec, microbatches: int = 1) -> Program:

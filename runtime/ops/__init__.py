@@ -14,6 +14,7 @@ from moec.runtime.ops import dense_collectives, ragged_collectives, sharded_voca
 from moec.runtime.ops.balance_terms import count_choices, switch_loss
 from moec.runtime.ops.elementwise import gated, rope
 from moec.runtime.ops.embed import embed
+from moec.runtime.ops.expert_linear import expert_linear, expert_linear_backward
 from moec.runtime.ops.expert_mlp import expert_mlp
 from moec.runtime.ops.group_gates import balanced_assignment, choose_tokens
 from moec.runtime.ops.layer_norm import layer_norm

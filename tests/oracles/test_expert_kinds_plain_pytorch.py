@@ -77,7 +77,32 @@ def bounded_beside(p: Parameters, x: Tensor) -> Tensor:
     return (result + swiglu(p, "shared", flat, 0.5, 1.702, None)).view_as(x)
 
 
+def linear(p: Parameters, prefix: str, x: Tensor, expert: int | None) -> Tensor:
+    """One matrix and a bias."""
+    weight, bias = p[f"{prefix}.weight"], p[f"{prefix}.bias"]
+    return x @ (weight if expert is None else weight[expert]).T + (bias if expert is None else bias[expert])
+
+
+def linear_beside(p: Parameters, x: Tensor) -> Tensor:
+    flat = x.flatten(0, -2)
+    share = (flat @ p["coefficient.weight"].T + p["coefficient.bias"]).softmax(-1)
+    result = mixed(p, x, lambda p, e, x: linear(p, "experts", x, e)).flatten(0, -2) * share[:, :1]
+    result = result + linear(p, "residual", flat, None) * share[:, 1:]
+    gate = torch.sigmoid(flat @ p["shared_gate.weight"].T)
+    return (result + linear(p, "shared", flat, None) * gate).view_as(x)
+
+
 CASES: dict[str, Case] = {
+    "linear": (
+        "5 * linear(bias = true)",
+        "residual = linear(bias = true); shared = linear(bias = true, gated = true)",
+        linear_beside,
+    ),
+    "linear in places": (
+        "5 * linear(bias = true)",
+        "capacity = dynamic()",
+        lambda p, x: mixed(p, x, lambda p, e, x: linear(p, "experts", x, e)),
+    ),
     "clamp and alpha": bounded(0.5, 1.702),
     "clamp": bounded(0.3, None),
     "alpha": bounded(None, 0.7),

@@ -23,6 +23,13 @@ DRAWS: dict[str, st.SearchStrategy[Spec]] = {
         ffns=["swiglu({0}, clamp = 0.03, alpha = 1.702)"],
         paths=["", "shared = swiglu({0}, alpha = 1.5, gated = true)", "residual = swiglu({1}, clamp = 0.01)"],
     ),
+    "linear": specs(
+        max_ranks=8,
+        max_layers=3,
+        experts_of=["linear", "linear(bias = true)"],
+        ffns=["linear(bias = true)"],
+        paths=["", "shared = linear(gated = true)", "residual = linear(bias = true); shared = linear"],
+    ),
 }
 """Clamps lie inside of what the small initial weights give."""
 

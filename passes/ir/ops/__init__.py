@@ -15,6 +15,7 @@ from moec.passes.ir.ops.dense_conversions import (
     Slice,
 )
 from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, RmsNorm
+from moec.passes.ir.ops.expert_linear_ops import ExpertLinear
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.gate_ops import HashRoute, Route
 from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
@@ -67,6 +68,7 @@ __all__ = [
     "EmbedPositions",
     "ExchangeCounts",
     "ExpectedLoads",
+    "ExpertLinear",
     "ExpertMlp",
     "ExpertMlpPadded",
     "ExpertWeights",

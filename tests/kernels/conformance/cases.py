@@ -201,6 +201,15 @@ def experts(
     return [out, *backend.expert_mlp_backward(grad, given, saved, *rest)]
 
 
+def linear(backend: Backend, numbers: Numbers, counts: list[list[int]], bias: bool = True) -> list[Tensor]:
+    """One matrix for each expert, forward and backward."""
+    of_experts = numbers.whole(torch.tensor(counts))
+    rows, weight = numbers.normal(int(of_experts.sum()), 20), numbers.normal(of_experts.shape[1], 9, 20, scale=0.2)
+    given = rows, of_experts, weight
+    out = backend.expert_linear(*given, numbers.normal(*weight.shape[:2]) if bias else None)
+    return [out, *backend.expert_linear_backward(numbers.normal(*out.shape), *given, bias)]
+
+
 def random_experts() -> Iterator[tuple[str, Case]]:
     draw = random.Random(0)
     for number in range(6):
@@ -429,6 +438,8 @@ CASES: dict[str, Case] = {
         experts, counts=COUNTS["four sources"], widths=(70, 40), activation="swiglu", parameters=(None, 1.702)
     ),
     "mixture with alpha": partial(mixture, shape=(2, 20, 5, 2), dropped=0.3, parameters=(None, 1.702)),
+    **{f"linear experts, {name}": partial(linear, counts=counts) for name, counts in COUNTS.items()},
+    "linear experts, no bias": partial(linear, counts=COUNTS["four sources"], bias=False),
     "rope": rope,
     "padded, sequences": partial(padded, groups=0, least=1),
     "padded, groups": partial(padded, groups=2, least=1),

@@ -112,6 +112,16 @@ def recomputed(numbers: Numbers) -> Iterator[Call]:
     yield "mixture_mlp_recomputed", (given, choices, weights, up, down, None, None, "gelu")
 
 
+def linear(numbers: Numbers) -> Iterator[Call]:
+    for name in ("uneven", "four sources", "no rows"):
+        counts = numbers.whole(torch.tensor(COUNTS[name]))
+        rows, experts = int(counts.sum()), counts.shape[1]
+        given, weight = numbers.normal(rows, 4), numbers.normal(experts, 3, 4)
+        for bias in (None, leaf(numbers.normal(experts, 3))):
+            yield "expert_linear", (leaf(given), counts, leaf(weight), bias)
+            yield "expert_linear_backward", (numbers.normal(rows, 3), given, counts, weight, bias is not None)
+
+
 def with_parameters(numbers: Numbers) -> Iterator[Call]:
     """`swiglu` with a clamp and an alpha: the arguments of autograd that have defaults."""
     counts, choices = numbers.whole(torch.tensor(COUNTS["uneven"])), numbers.choices(2, 3, 3, 2)
@@ -220,6 +230,7 @@ TABLE = {
         rows,
         experts,
         recomputed,
+        linear,
         with_parameters,
         mixture,
         other_experts,

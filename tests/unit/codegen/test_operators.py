@@ -59,6 +59,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "clamp and alpha": {"expert": "swiglu(8, clamp = 7)", "ffn": "swiglu(8, clamp = 7, alpha = 1.7)"},
     "balance of weights": {"balance": "[importance_loss(0.1)]", "tp": 2},
     "balance of loads": {"gate": "noisy_topk(2)", "balance": "[load_loss(0.1)]", "tp": 2},
+    "linear": {"expert": "linear(bias = true)", "ffn": "linear"},
+    "linear, places": {"expert": "linear", "ffn": "linear", "beside": "capacity = factor(1.0)"},
     "no balance": {"balance": "[]"},
     "biases that balance": {"gate": "topk(2, bias = online(0.01))", "tp": 2, "ep": 4},
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},

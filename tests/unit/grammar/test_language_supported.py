@@ -31,6 +31,13 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"attention": "mha(heads = 4, window = 128)"}, "`window`", ""),
         ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, silu, swiglu"),
+        ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),
+        ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, linear, relu, relu2, silu, swiglu"),
+        (
+            {"ffn": "moe { experts = 4 * conv(8); gate = topk(2) }"},
+            "`conv`",
+            "geglu, gelu, linear, relu, relu2, silu, swiglu",
+        ),
         ({"ffn": "moe { experts = [4 * gelu(8)]; gate = topk(2) }"}, "a list for `experts`", ""),
         (
             {"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"},
@@ -47,6 +54,8 @@ def refused(**given: str) -> list[Diagnostic]:
             "gshard_loss, importance_loss, load_loss, switch_loss, z_loss",
         ),
         ({"model": "embedding = tokens(multiplier = 2.0)"}, "`multiplier`", ""),
+        ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, linear, relu, relu2, silu, swiglu"),
+        ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),
         ({"tail": "parallel { tp = auto }"}, "`tp = auto`", ""),
         ({"tail": "parallel { ep = auto }"}, "`ep = auto`", ""),
         ({"tail": "parallel { dp = [1, 2] }"}, "a list for `dp`", ""),

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from faults import change_op, op_giving
-from models import moe_plan, moe_text
+from faults import change_op, change_sums, op_giving
+from models import layer_plan, moe_plan, moe_text
 
 import moec
 from moec.codegen.kernels.of_plan import kernel_sources
@@ -16,6 +16,7 @@ from moec.passes.ir.verifier import check_program
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
+DEVICE = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }\n'
 
 # ---- clamp and alpha -----------------------------------------------------------------------------------
 
@@ -67,9 +68,8 @@ def test_an_activation_without_parameters_takes_none() -> None:
 
 
 def test_kernels_hold_clamp_and_alpha_as_constants() -> None:
-    device = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS } }\n'
     text = moe_text(expert="swiglu(16, clamp = 0.01, alpha = 1.7)", ffn="swiglu(8, clamp = 3)", ranks=1, ep=1)
-    sources = kernel_sources(moec.compile(text.replace("device = cpu", "device = toy") + device))
+    sources = kernel_sources(moec.compile(text.replace("device = cpu", "device = toy") + DEVICE))
     both = [source for name, source in sources.items() if "clamp0p01_alpha1p7" in name]
     assert len(both) == 2  # up and down
     assert all("tl.sigmoid(1.7 * x)" in source and "0.01" in source for source in both)
@@ -79,3 +79,39 @@ def test_kernels_hold_clamp_and_alpha_as_constants() -> None:
 def test_the_op_of_experts_has_the_words_numbers() -> None:
     op = op_giving(bounded(ep=2), BODY, "weighted")
     assert (op.attributes()["clamp"], op.attributes()["alpha"]) == (0.01, 1.7)
+
+
+# ---- linear --------------------------------------------------------------------------------------------
+
+
+def linear(beside: str = "", **options: object) -> Plan:
+    return moe_plan(expert="linear(bias = true)", beside=beside, **options)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("beside", ["", "capacity = factor(1.25)"])
+def test_a_forgotten_bias_of_linear_experts_is_found(beside: str, ep: int) -> None:
+    plan = linear(beside, ep=ep)
+    op = op_giving(plan, BODY, "y")
+    without = {name: operand for name, operand in op.named(op.operands).items() if name != "bias"}
+    found = verify(change_op(plan, BODY, "y", **op.taking(without))).first_difference
+    assert found is not None
+    assert (found.layer, found.value, found.span) == ("layers.1", "y", "tiny.moe:10")
+
+
+def test_a_gradient_of_linear_experts_that_is_not_summed_is_found() -> None:
+    found = verify(change_sums(linear(ep=2), "experts.weight", ())).first_difference
+    assert found is not None
+    assert (found.layer, found.value) == ("layers.1", "@moe.experts.weight")
+
+
+def test_linear_experts_of_a_layer_file_equal_the_unsharded_ones_in_both_dtypes() -> None:
+    for dtype in ("fp32", "bf16"):
+        report = verify(layer_plan(expert="linear(bias = true)", ep=2, dtype=dtype, beside="shared = linear"))
+        assert report.ok, report
+
+
+def test_the_kernels_of_linear_experts_are_those_of_their_rows() -> None:
+    text = moe_text(expert="linear", ffn="gelu(8)", ranks=1, ep=1)
+    sources = kernel_sources(moec.compile(text.replace("device = cpu", "device = toy") + DEVICE))
+    assert sorted({name.split("_")[0] for name in sources}) == ["places", "queues", "route"]

@@ -39,6 +39,8 @@ MODELS = {
     },
     "residual": {"beside": "residual = gelu(8)", "ffn": "relu(64)"},
     "clamp and alpha": {"expert": "swiglu(48, clamp = 7, alpha = 1.7)", "ffn": "swiglu(64, alpha = 1.7)"},
+    "linear": {"expert": "linear(bias = true)", "ffn": "linear", "beside": "shared = linear"},
+    "linear, places": {"expert": "linear", "beside": "capacity = factor(1.25)"},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},

@@ -1,0 +1,64 @@
+"""`expert_linear`: one matrix for each expert, over ragged or padded rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost, Direction, Product, Work
+from moec.passes.cost.formulas import used_share
+from moec.passes.ir.layout import Shard
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import experts_layout, weights_layout
+from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertLinear(Op):
+    """Multiplies each row by its expert's matrix: rows `[experts, rows, in]`, weight `[experts, out, in]` → `[…, out]`.
+
+    `bias` is `[experts, out]`. `counts` are those of ragged rows; padded rows `[experts, places, in]` have none.
+    """
+
+    mnemonic: ClassVar[str] = "expert_linear"
+    takes: ClassVar[str] = "rows weight bias? counts?"
+    gives: ClassVar[str] = "y"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        rows, weight = given["rows"], given["weight"]
+        experts, out, width = weight.shape
+        require(rows.shape[0] == experts and rows.shape[-1] == width, self, f"{rows.shape} does not fit {weight.shape}")
+        counted = given["counts"].name if "counts" in given else None
+        require(rows.ragged == counted, self, f"rows are counted by {rows.ragged}, not {counted}")
+        biases = [given["bias"]] if "bias" in given else []
+        require(all(bias.shape == (experts, out) for bias in biases), self, "wants a bias for each output")
+        require(all(v.dtype == rows.dtype for v in (weight, *biases)), self, "wants one dtype")
+        return (Type(shape=(*rows.shape[:-1], out), dtype=rows.dtype, ragged=rows.ragged),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        given = self.named(operands)
+        stored = weights_layout(self, given["weight"])
+        rows = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(0)), Shard(1))
+        counts = experts_layout(meshes, dict.fromkeys(stored.axes, Shard(1)), Shard(0))
+        wanted = {"rows": rows, "counts": counts}
+        return Placing(tuple(wanted.get(name, stored) for name in given), (rows,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        given = self.named(operands)
+        rows, weight = given["rows"], given["weight"]
+        groups, out, width = workload.shape(weight)
+        count = workload.count(results[0]) / out
+        largest = workload.most_rows(rows) if rows.ragged else count / groups
+        element = workload.width(weight.dtype)
+        ahead = Product(name="linear", m=count, n=out, k=width, groups=groups, largest=largest, width=element)
+        behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
+        work = Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))
+        saved = workload.keep(*(given[name] for name in ("rows", "weight", "counts") if name in given))
+        return Cost(work=work, saved=saved, used=used_share(weight, workload))

@@ -1,0 +1,84 @@
+"""Lowers the feed-forwards of experts over rows that a mixture sent to them, one function for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moec.grammar.spec import Activated, Experts, LinearMap, Subject
+from moec.grammar.spec.base import Node
+from moec.passes.ir import Init, Matrices
+from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.lower.block_builder import Builder, normal, residual_init
+from moec.passes.lower.lower_feed_forward import parameters_of
+
+UP, DOWN, EXPERTS = Matrices(2, 1, hidden=True), Matrices(1, 1, hidden=True), Matrices(1)
+"""The experts' weights and biases: every expert is a matrix of its own, and so is each half of a gated `up`."""
+
+SHARD = {"ep": 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """The rows of experts `[experts, rows, dim]`, their `counts` if they are ragged, and a prefix for parameters.
+
+    `all_places`: whether padded rows are computed in empty places too, where no row changes rank.
+    """
+
+    subject: Subject
+    experts: Experts
+    rows: str
+    counts: str | None
+    prefix: str
+    all_places: bool = False
+
+    @property
+    def counted(self) -> Mapping[str, str]:
+        """The counts of ragged rows, by the name of the operand."""
+        return {} if self.counts is None else {"counts": self.counts}
+
+
+def apply_experts(b: Builder, sent: Sent) -> str:
+    """The name of the experts' results, of the type of the rows."""
+    body = sent.experts.body
+    return _LOWERED[Activated if isinstance(body, Activated) else type(body)](b, sent)
+
+
+def _activated(b: Builder, sent: Sent) -> str:
+    body, count, span = sent.experts.body, sent.experts.count, sent.experts.span()
+    assert isinstance(body, Activated)
+    dim, dtype = sent.subject.dim, sent.subject.dtype
+    up_shape = (count, ACTIVATIONS[body.word].parts, body.hidden, dim)
+    up = b.parameter(f"{sent.prefix}.up.weight", up_shape, dtype, normal(), span, SHARD, UP)
+    down_shape, init = (count, dim, body.hidden), residual_init(sent.subject.depth)
+    down = b.parameter(f"{sent.prefix}.down.weight", down_shape, dtype, init, span, SHARD, DOWN)
+    biases = {}
+    if body.bias:
+        zeros, at = Init(kind="zeros"), body.span("bias")
+        biases = {
+            "up_bias": b.parameter(f"{sent.prefix}.up.bias", up_shape[:-1], dtype, zeros, at, SHARD, EXPERTS),
+            "down_bias": b.parameter(f"{sent.prefix}.down.bias", down_shape[:-1], dtype, zeros, at, SHARD, EXPERTS),
+        }
+    numbers: dict[str, Any] = {"activation": body.word, **parameters_of(body)}
+    if sent.counts is not None:
+        return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, beside=biases, to="y", span=span, **numbers)
+    numbers["all_places"] = sent.all_places
+    return b.one(o.ExpertMlpPadded, sent.rows, up, down, beside=biases, to="y", span=span, **numbers)
+
+
+def _linear(b: Builder, sent: Sent) -> str:
+    body, count, span = sent.experts.body, sent.experts.count, sent.experts.span()
+    assert isinstance(body, LinearMap)
+    dim, dtype = sent.subject.dim, sent.subject.dtype
+    init = residual_init(sent.subject.depth)
+    weight = b.parameter(f"{sent.prefix}.weight", (count, dim, dim), dtype, init, span, SHARD, DOWN)
+    bias = {}
+    if body.bias:
+        zeros = Init(kind="zeros")
+        bias["bias"] = b.parameter(f"{sent.prefix}.bias", (count, dim), dtype, zeros, body.span("bias"), SHARD, EXPERTS)
+    return b.one(o.ExpertLinear, sent.rows, weight, beside={**bias, **sent.counted}, to="y", span=span)
+
+
+_LOWERED: Mapping[type[Node], Callable[[Builder, Sent], str]] = {Activated: _activated, LinearMap: _linear}
