@@ -84,11 +84,10 @@ class LinearMap(Node):
 
 
 class Lora(Node):
-    """A low-rank map, `up(down(x))`."""
+    """A low-rank map, `up(down(x)) · alpha / rank`; up starts at zeros."""
 
     word = "lora"
     source = "Hu et al. 2021, arXiv 2106.09685"
-    implemented = False
     positional = ("rank",)
     rank: Annotated[PositiveInt, Doc("width between the two matrices")]
     alpha: Annotated[Positive | None, Doc("the result is scaled by alpha / rank; default: rank")] = None

@@ -81,6 +81,11 @@ RELU2 = Function(
     keeps="inner",
 )
 
+# Of low-rank maps, which have no word of their own here: two products with nothing between.
+IDENTITY = Function(
+    name="identity", aten=("clone",), triton="return x", derivative="return tl.full(x.shape, 1.0, x.dtype)"
+)
+
 _KINDS = (
     ActivationKind(word="swiglu", parts=2, function=SILU, parameters=("clamp", "alpha")),
     ActivationKind(word="geglu", parts=2, function=GELU),
@@ -88,6 +93,7 @@ _KINDS = (
     ActivationKind(word="relu", parts=1, function=RELU, smooth="gelu"),
     ActivationKind(word="relu2", parts=1, function=RELU2),
     ActivationKind(word="silu", parts=1, function=SILU),
+    ActivationKind(word="identity", parts=1, function=IDENTITY),
 )
 
 ACTIVATIONS: Mapping[str, ActivationKind] = {kind.word: kind for kind in _KINDS}

@@ -62,18 +62,19 @@ class Builder:
         span: Located,
         shard: Mapping[str, int] | None = None,
         matrices: Matrices = VECTOR,
+        decays: bool | None = None,
     ) -> str:
         """Declares a parameter; returns its operand name. `shard` maps a mesh axis to the dim it cuts, `{"tp": 0}`:
         `tp` cuts heads, hidden widths and the vocabulary, as in Megatron-LM (Shoeybi et al. 2019, section 3).
 
-        Norm weights and biases, which start as ones or zeros, get no weight decay.
+        Norm weights and biases, which start as ones or zeros, get no weight decay, unless `decays` says so.
         """
         parameter = Parameter(
             name=name,
             shape=tuple(shape),
             dtype=dtype,
             init=init,
-            decays=init.kind == "normal",
+            decays=init.kind == "normal" if decays is None else decays,
             matrices=matrices,
             shard=tuple((shard or {}).items()),
             span=SourceLine.of(span) or self.span,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moec.grammar.spec import Activated, Experts, LinearMap, Subject
+from moec.grammar.spec import Activated, Experts, LinearMap, Lora, Subject
 from moec.grammar.spec.base import Node
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
@@ -81,4 +81,20 @@ def _linear(b: Builder, sent: Sent) -> str:
     return b.one(o.ExpertLinear, sent.rows, weight, beside={**bias, **sent.counted}, to="y", span=span)
 
 
-_LOWERED: Mapping[type[Node], Callable[[Builder, Sent], str]] = {Activated: _activated, LinearMap: _linear}
+def _lora(b: Builder, sent: Sent) -> str:
+    """`up(down(x))`, without `alpha / rank` (`scale_of`): two products with the identity between."""
+    body, count, span = sent.experts.body, sent.experts.count, sent.experts.span()
+    assert isinstance(body, Lora)
+    dim, dtype, zeros = sent.subject.dim, sent.subject.dtype, Init(kind="zeros")
+    down = b.parameter(f"{sent.prefix}.down.weight", (count, 1, body.rank, dim), dtype, normal(), span, SHARD, UP)
+    up_shape = (count, dim, body.rank)
+    up = b.parameter(f"{sent.prefix}.up.weight", up_shape, dtype, zeros, span, SHARD, DOWN, decays=True)
+    op, rows = (o.ExpertMlpPadded, (sent.rows,)) if sent.counts is None else (o.ExpertMlp, (sent.rows, sent.counts))
+    return b.one(op, *rows, down, up, to="y", span=span, activation="identity")
+
+
+_LOWERED: Mapping[type[Node], Callable[[Builder, Sent], str]] = {
+    Activated: _activated,
+    LinearMap: _linear,
+    Lora: _lora,
+}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from moec.grammar.spec import Activated, FeedForward, LinearMap, Moe, Subject
-from moec.passes.ir import Matrices
+from moec.grammar.spec import Activated, FeedForward, LinearMap, Lora, Moe, Subject
+from moec.grammar.spec.base import Node
+from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.lower.block_builder import PROJECTION, TABLE, Builder, normal, residual_init
@@ -24,6 +25,8 @@ def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h
     """`down(activation(up(h)))`, or what the word says, with parameters named under `prefix`; the result's name."""
     if isinstance(body, LinearMap):
         return _linear(b, subject, body, prefix, h)
+    if isinstance(body, Lora):
+        return _lora(b, subject, body, prefix, h)
     assert isinstance(body, Activated)
     activation, span = ACTIVATIONS[body.word], body.span()
     up_shape, down_shape = (activation.parts, body.hidden, subject.dim), (subject.dim, body.hidden)
@@ -44,6 +47,21 @@ def _linear(b: Builder, subject: Subject, body: LinearMap, prefix: str, h: str) 
     weight = b.parameter(f"{prefix}.weight", shape, subject.dtype, init, span, matrices=PROJECTION)
     y = b.one(o.Linear, h, weight, to="y", span=span)
     return b.biased(y, f"{prefix}.bias", body.span("bias")) if body.bias else y
+
+
+def _lora(b: Builder, subject: Subject, body: Lora, prefix: str, h: str) -> str:
+    """`up(down(h)) · alpha / rank`, both matrices whole on every rank of `tp`: rank is small."""
+    dim, dtype, span = subject.dim, subject.dtype, body.span()
+    down = b.parameter(f"{prefix}.down.weight", (body.rank, dim), dtype, normal(), span, matrices=PROJECTION)
+    zeros = Init(kind="zeros")
+    up = b.parameter(f"{prefix}.up.weight", (dim, body.rank), dtype, zeros, span, matrices=PROJECTION, decays=True)
+    narrow = b.one(o.Linear, h, down, to="hidden", span=span)
+    return b.scaled(b.one(o.Linear, narrow, up, to="y", span=span), scale_of(body), span)
+
+
+def scale_of(body: Node) -> float:
+    """What a feed-forward's result is multiplied by: alpha / rank of a low-rank map (Hu et al. 2021, section 4.1)."""
+    return body.alpha / body.rank if isinstance(body, Lora) and body.alpha is not None else 1.0
 
 
 def beside_experts(b: Builder, subject: Subject, moe: Moe, h: str, mixed: str) -> str:

@@ -18,7 +18,7 @@ from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_experts import Sent, apply_experts
-from moec.passes.lower.lower_feed_forward import beside_experts
+from moec.passes.lower.lower_feed_forward import beside_experts, scale_of
 from moec.passes.lower.lower_queues import capacity_of, varying, with_places
 from moec.passes.lower.lower_replay import replayed
 
@@ -36,6 +36,8 @@ def mixture(
     routed = _routed(b, subject, moe, h, beside, replay)
     run = _dropless if isinstance(moe.capacity, Dropless) else _padded
     mixed, counts = run(b, subject, moe, h, routed)
+    assert isinstance(moe.experts, Experts)
+    mixed = b.scaled(mixed, scale_of(moe.experts.body), moe.experts.span())
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
     choices = (Output(routed.e, "choices"),) if replay else ()

@@ -92,7 +92,27 @@ def linear_beside(p: Parameters, x: Tensor) -> Tensor:
     return (result + linear(p, "shared", flat, None) * gate).view_as(x)
 
 
+def lora(p: Parameters, prefix: str, x: Tensor, scale: float, expert: int | None) -> Tensor:
+    """Hu et al. 2021, eq. 3: `B A x · alpha / r`."""
+    a, b = p[f"{prefix}.down.weight"], p[f"{prefix}.up.weight"]
+    return scale * ((b if expert is None else b[expert]) @ ((a if expert is None else a[expert, 0]) @ x.T)).T
+
+
+def lora_beside(p: Parameters, x: Tensor) -> Tensor:
+    flat = x.flatten(0, -2)
+    share = (flat @ p["coefficient.weight"].T + p["coefficient.bias"]).softmax(-1)
+    result = mixed(p, x, lambda p, e, x: lora(p, "experts", x, 8 / 3, e)).flatten(0, -2) * share[:, :1]
+    result = result + lora(p, "residual", flat, 1.0, None) * share[:, 1:]
+    return (result + lora(p, "shared", flat, 0.5 / 2, None)).view_as(x)
+
+
 CASES: dict[str, Case] = {
+    "lora": ("5 * lora(3, alpha = 8)", "residual = lora(4); shared = lora(2, alpha = 0.5)", lora_beside),
+    "lora in places": (
+        "5 * lora(3)",
+        "capacity = dynamic()",
+        lambda p, x: mixed(p, x, lambda p, e, x: lora(p, "experts", x, 1.0, e)),
+    ),
     "linear": (
         "5 * linear(bias = true)",
         "residual = linear(bias = true); shared = linear(bias = true, gated = true)",

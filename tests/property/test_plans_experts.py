@@ -30,6 +30,13 @@ DRAWS: dict[str, st.SearchStrategy[Spec]] = {
         ffns=["linear(bias = true)"],
         paths=["", "shared = linear(gated = true)", "residual = linear(bias = true); shared = linear"],
     ),
+    "lora": specs(
+        max_ranks=8,
+        max_layers=3,
+        experts_of=["lora(3)", "lora(2, alpha = 5)"],
+        ffns=["lora(3, alpha = 6)"],
+        paths=["", "shared = swiglu({0}, gated = true)", "residual = lora(2); shared = lora(3, alpha = 1)"],
+    ),
 }
 """Clamps lie inside of what the small initial weights give."""
 

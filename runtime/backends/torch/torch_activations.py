@@ -30,11 +30,20 @@ def _relu2_backward(grad: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
     return torch.mul(positive, grad, out=grad_input).mul_(2)
 
 
+def _identity(x: Tensor, *, out: Tensor) -> Tensor:
+    return out.copy_(x)
+
+
+def _identity_backward(grad: Tensor, x: Tensor, *, grad_input: Tensor) -> Tensor:
+    return grad_input.copy_(grad)
+
+
 FUNCTIONS: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "silu": (torch.ops.aten.silu.out, torch.ops.aten.silu_backward.grad_input),
     "gelu": (torch.ops.aten.gelu.out, torch.ops.aten.gelu_backward.grad_input),
     "relu": (_relu, _relu_backward),
     "relu2": (_relu2, _relu2_backward),
+    "identity": (_identity, _identity_backward),
 }
 """`function(x, out=…)` and `gradient(grad, x, grad_input=…)` of each `Function` of `passes/ir/activations.py`.
 

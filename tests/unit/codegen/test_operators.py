@@ -61,6 +61,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "balance of loads": {"gate": "noisy_topk(2)", "balance": "[load_loss(0.1)]", "tp": 2},
     "linear": {"expert": "linear(bias = true)", "ffn": "linear"},
     "linear, places": {"expert": "linear", "ffn": "linear", "beside": "capacity = factor(1.0)"},
+    "lora": {"expert": "lora(3, alpha = 8)", "ffn": "lora(2)"},
     "no balance": {"balance": "[]"},
     "biases that balance": {"gate": "topk(2, bias = online(0.01))", "tp": 2, "ep": 4},
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},

@@ -32,7 +32,6 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),
-        ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, linear, relu, relu2, silu, swiglu"),
         (
             {"ffn": "moe { experts = 4 * conv(8); gate = topk(2) }"},
             "`conv`",
@@ -55,6 +54,7 @@ def refused(**given: str) -> list[Diagnostic]:
         ),
         ({"model": "embedding = tokens(multiplier = 2.0)"}, "`multiplier`", ""),
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, linear, relu, relu2, silu, swiglu"),
+        ({"ffn": MOE.format("shared = conv(8)")}, "`conv`", "geglu, gelu, linear, lora, relu, relu2, silu, swiglu"),
         ({"ffn": MOE.format("balance = [load_loss(1)]")}, "`load_loss`", "switch_loss, z_loss"),
         ({"tail": "parallel { tp = auto }"}, "`tp = auto`", ""),
         ({"tail": "parallel { ep = auto }"}, "`ep = auto`", ""),
@@ -97,11 +97,11 @@ def test_what_is_written_as_its_default_is_not_refused() -> None:
 
 
 def test_layers_that_share_a_word_share_its_diagnostic() -> None:
-    assert len(refused(ffn="ffn = lora(8)")) == 1
+    assert len(refused(ffn="ffn = conv(8)")) == 1
 
 
 def test_compiling_refuses_it_too() -> None:
-    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = lora(8)", model="", tail="")
+    text = MODEL.format(attention="mha(heads = 4)", ffn="ffn = conv(8)", model="", tail="")
     with pytest.raises(DiagnosticError, match="MOE0202"):
         compile_source(text)
 
@@ -116,7 +116,7 @@ LAYER = 'layer "x" {{ dim = 8; moe {{ experts = {}; gate = topk(1) }} }}\n{}'
         ("2 * gelu(4)", "parallel { pp = 2 }", "`pp`"),
         ("2 * gelu(4)", "parallel { cp = 2 }", "`cp`"),
         ("2 * gelu(4)", "parallel { etp = 2 }", "`etp`"),
-        ("2 * lora(4)", "", "`lora`"),
+        ("2 * conv(4)", "", "`conv`"),
     ],
 )
 def test_a_layer_file_refuses_what_a_layer_cannot_do_yet(experts: str, tail: str, what: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from faults import change_op, change_sums, op_giving
-from models import layer_plan, moe_plan, moe_text
+from models import layer_plan, moe_plan, moe_spec, moe_text
 
 import moec
 from moec.codegen.kernels.of_plan import kernel_sources
 from moec.codegen.plan import Plan
 from moec.passes.ir.ir_error import IrError
+from moec.passes.ir.ops import Scale
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
@@ -115,3 +117,37 @@ def test_the_kernels_of_linear_experts_are_those_of_their_rows() -> None:
     text = moe_text(expert="linear", ffn="gelu(8)", ranks=1, ep=1)
     sources = kernel_sources(moec.compile(text.replace("device = cpu", "device = toy") + DEVICE))
     assert sorted({name.split("_")[0] for name in sources}) == ["places", "queues", "route"]
+
+
+# ---- lora ----------------------------------------------------------------------------------------------
+
+
+def test_a_layer_of_low_rank_experts_gives_zeros_at_the_start_and_learns() -> None:
+    spec = moe_spec(expert="lora(2, alpha = 8)", ranks=1, ep=1)
+    model = moec.reference(spec)
+    parameters = dict(model.named_parameters())
+    assert not parameters["layers.1.moe.experts.up.weight"].any()
+    tokens = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+    model(tokens, tokens).loss.backward()
+    assert parameters["layers.1.moe.experts.up.weight"].grad.abs().max() > 0
+
+
+def test_both_matrices_of_a_low_rank_expert_decay_and_lie_with_their_experts() -> None:
+    program = moe_plan(expert="lora(2)", ep=2).program
+    down, up = (p for p in program.block(BODY).parameters if ".experts." in p.name)
+    assert (down.name, down.shape, up.name, up.shape) == (
+        "moe.experts.down.weight",
+        (8, 1, 2, 16),
+        "moe.experts.up.weight",
+        (8, 16, 2),
+    )
+    assert (up.decays, down.decays, up.layout) == (True, True, down.layout)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_another_factor_of_low_rank_experts_is_found(ep: int) -> None:
+    plan = moe_plan(expert="lora(2, alpha = 8)", ep=ep)
+    (op,) = (op for op in plan.program.block(BODY).ops if isinstance(op, Scale))
+    # At the start the results are zeros, and so is every difference: only gradients show it.
+    report = verify(change_op(plan, BODY, op.results[0].name, factor=8.0))
+    assert not report.ok

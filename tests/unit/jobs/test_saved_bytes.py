@@ -41,6 +41,7 @@ MODELS = {
     "clamp and alpha": {"expert": "swiglu(48, clamp = 7, alpha = 1.7)", "ffn": "swiglu(64, alpha = 1.7)"},
     "linear": {"expert": "linear(bias = true)", "ffn": "linear", "beside": "shared = linear"},
     "linear, places": {"expert": "linear", "beside": "capacity = factor(1.25)"},
+    "lora": {"expert": "lora(3, alpha = 8)", "ffn": "lora(4)", "beside": "shared = lora(4, alpha = 1)"},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},

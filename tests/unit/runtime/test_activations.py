@@ -28,13 +28,13 @@ def composed(function: Function, x: Tensor) -> Tensor:
 
 
 def test_every_activation_is_a_word_of_the_language_and_has_its_function_in_torch() -> None:
-    assert CLASSES.keys() == ACTIVATIONS.keys()
+    assert {*CLASSES, "identity"} == ACTIVATIONS.keys()  # of low-rank maps
     assert TABLE.keys() == FUNCTIONS.keys()
 
 
 def test_the_parameters_of_an_activation_are_the_fields_that_its_class_adds() -> None:
     common = set(field_names(Activated))
-    for word, kind in ACTIVATIONS.items():
+    for word, kind in ACTIVATIONS.items() - {("identity", ACTIVATIONS["identity"])}:
         assert set(kind.parameters) == set(field_names(CLASSES[word])) - common
 
 

@@ -43,6 +43,7 @@ ACTIVE = {
     "relu": lambda x: x * (x > 0),
     "relu2": lambda x: x * x * (x > 0),
     "silu": lambda x: x / (1 + torch.exp(-x)),
+    "identity": lambda x: x,
 }
 
 
