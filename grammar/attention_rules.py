@@ -7,7 +7,29 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.source import Span
-from moec.grammar.spec import Llama3, LongRope, Rope, Yarn
+from moec.grammar.spec import Llama3, LongRope, Rope, Spec, Yarn
+
+
+def windows(spec: Spec) -> Iterator[Diagnostic]:
+    """No window is longer than the longest sequence, once for all layers with the same attention."""
+    if not spec.has_model:
+        return
+    model, train = spec.model, spec.train
+    if model.context is not None:
+        longest, place = model.context, model.span("context")
+    elif train is not None and train.sequence is not None:
+        longest, place = train.sequence, train.span("sequence")
+    else:
+        return
+    for attention in {id(layer.attention): layer.attention for layer in model.layers}.values():
+        if attention.window is not None and attention.window > longest:
+            yield diagnose(
+                "MOE0362",
+                attention.span("window"),
+                f"a window of {attention.window} tokens",
+                labels=_label(place, f"sequences of at most {longest}"),
+                help="leave `window` out: every token sees all before it",
+            )
 
 
 def rotary(rope: Rope, width: int, declared: Span | None) -> Iterator[Diagnostic]:

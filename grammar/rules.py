@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from moec.grammar.attention_rules import rotary
+from moec.grammar.attention_rules import rotary, windows
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
@@ -31,6 +31,7 @@ def check(spec: Spec) -> list[Diagnostic]:
         *modules(spec),
         *capacities(spec),
         *group_gates(spec),
+        *windows(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(train),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -22,31 +22,52 @@ def _attention(e: Emitter, op: Op) -> None:
     heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
     # mask, dropout, causal
     attend = aten.scaled_dot_product_attention.default
-    mask = _mask(e, op, [given[name] for name in ("segments", "real") if name in given], op.causal)
+    mask = _mask(e, op, given)
     fused_causal = op.causal and mask is None
     scale = {"scale": op.scale} if op.scale else {}
     attended = e.call(op, attend, q, k, v, mask, 0.0, fused_causal, enable_gqa=heads != kv_heads, **scale)
     e.result(op, aten.transpose.int, attended, 1, 2)
 
 
-def _mask(e: Emitter, op: Op, alike: Sequence[fx.Node], causal: bool) -> fx.Node | None:
-    """Which tokens a token attends to, `[batch, 1, sequence, sequence]`: those whose numbers, `alike` `[batch,
-    sequence]`, are its own, if `causal` up to itself. None where `alike` is empty."""
-    if not alike:
+def _mask(e: Emitter, op: o.Attention, given: Mapping[str, fx.Node]) -> fx.Node | None:
+    """Which tokens a token attends to, `[batch or 1, 1, sequence, sequence]`; None where `causal` says it all.
+
+    Those whose segment and kind, real or padding, are its own, if `causal` up to itself, and in its window.
+    """
+    alike = [given[name] for name in ("segments", "real") if name in given]
+    if not alike and not op.window:
         return None
-    compared = [_of_pairs(e, op, aten.eq.Tensor, numbers) for numbers in alike]
-    if causal:
-        index = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, alike[0]), 1)
-        compared.append(_of_pairs(e, op, aten.ge.Tensor, index))
+    compared = [_of_pairs(e, op, aten.eq.Tensor, numbers, numbers) for numbers in alike]
+    if op.causal or op.window:
+        index = _index(e, op, alike[0] if alike else None, given["q"])
+        if op.causal:
+            compared.append(_of_pairs(e, op, aten.ge.Tensor, index, index))
+        if op.window:
+            first = e.call(op, aten.sub.Scalar, index, op.window)
+            compared.append(_of_pairs(e, op, aten.lt.Tensor, first, index))
+        if op.window and not op.causal:
+            last = e.call(op, aten.add.Scalar, index, op.window)
+            compared.append(_of_pairs(e, op, aten.gt.Tensor, last, index))
     mask, *others = compared
     for other in others:
         mask = e.call(op, aten.logical_and.default, mask, other)
     return e.call(op, aten.unsqueeze.default, mask, 1)
 
 
-def _of_pairs(e: Emitter, op: Op, compare: Any, numbers: fx.Node) -> fx.Node:
+def _index(e: Emitter, op: Op, numbers: fx.Node | None, q: fx.Node) -> fx.Node:
+    """1, 2, … along the sequence, `[batch or 1, sequence]`, counted so that the graph holds no length: of `numbers`
+    `[batch, sequence]`, else of q."""
+    if numbers is None:
+        column = e.call(op, aten.select.int, e.call(op, aten.select.int, q, 3, 0), 2, 0)
+        numbers = e.call(op, aten.sum.dim_IntList, column, [0], True)  # one row, also of an empty batch
+        ones = e.call(op, aten.ones_like.default, numbers, dtype=torch.int32)
+        return e.call(op, aten.cumsum.default, ones, 1, dtype=torch.int32)
+    return e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, numbers), 1)
+
+
+def _of_pairs(e: Emitter, op: Op, compare: Any, of_queries: fx.Node, of_keys: fx.Node) -> fx.Node:
     """`compare` of each query's number with each key's, `[batch, sequence, sequence]`."""
-    rows, columns = (e.call(op, aten.unsqueeze.default, numbers, dim) for dim in (2, 1))
+    rows, columns = (e.call(op, aten.unsqueeze.default, x, dim) for x, dim in ((of_queries, 2), (of_keys, 1)))
     return e.call(op, compare, rows, columns)
 
 

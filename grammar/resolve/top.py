@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from moec.grammar import rules
+from moec.grammar.attention_rules import windows
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.group_gate_rules import group_gates
@@ -155,6 +156,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
         *rules.modules(spec),
         *capacities(spec),
         *group_gates(spec),
+        *windows(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),

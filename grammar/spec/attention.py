@@ -112,7 +112,9 @@ class _Attention(Node):
     bias: Annotated[
         Literal["none", "qkv", "all"], Doc("which projections have a bias: `qkv` (Qwen2), `all` (gpt-oss)")
     ] = "none"
-    window: Annotated[PositiveInt | None, NotYet(), Doc("each token sees this many, itself included")] = None
+    window: Annotated[
+        PositiveInt | None, Doc("each token sees this many, itself included; not `causal`, as many after it too")
+    ] = None
     sinks: Annotated[bool, NotYet(), Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
     clip: Annotated[Positive | None, Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
     causal: Annotated[bool, Doc("whether a token sees only itself and those before it")] = True

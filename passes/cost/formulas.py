@@ -55,13 +55,13 @@ def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Wor
     return Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))
 
 
-def fused_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload, *, causal: bool) -> Work:
-    """The products q·kᵀ and scores·v; of causal attention half of each, the convention of MFU figures.
+def fused_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload, *, keys: float) -> Work:
+    """The products q·kᵀ and scores·v with `keys` keys for each token: those that it attends to, as in MFU figures.
 
     Scores stay on chip. Backward counts twice the forward, without the scores that a fused kernel recomputes.
     """
     batch, sequence, heads, width = workload.shape(q)
-    rows, keys, groups = batch * sequence * heads, sequence / 2 if causal else sequence, batch * heads
+    rows, groups = batch * sequence * heads, batch * heads
     scores = Product(name="scores", m=rows, n=keys, k=width, groups=groups, width=0)
     values = Product(name="values", m=rows, n=width, k=keys, groups=groups, width=0)
     moved = workload.bytes(q, k, v, out)

@@ -53,7 +53,7 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
         line, turning = attention.rope.span(), rotation(attention.rope, width, context)
         q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **turning)
         k = b.one(o.Rope, k, beside=of_texts, to="k", span=line, **turning)
-    how = {"causal": attention.causal, "scale": _scale(attention, width)}
+    how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
     a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span, **how)
     shape, init = (model.dim, heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)

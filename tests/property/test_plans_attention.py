@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_specs import specs
+from random_specs import MODELS, specs
 
 from moec.driver import compile as compile_source
 from moec.runtime.verify.verification import verify
@@ -38,15 +38,23 @@ KINDS = {
         "mha(heads = 4, clip = 0.02)",
         "gqa(heads = 4, kv_heads = 2, rope = rope(), clip = 0.04, bias = qkv, qk_norm = projection)",
     ],
+    "window": [
+        "mha(heads = 4, window = 3)",
+        "gqa(heads = 4, kv_heads = 2, rope = rope(), window = 2, causal = false, qk_norm = head)",
+    ],
 }
 """Attentions with 4 heads, by the word that they show."""
+
+IN_CONTEXT = [f"context = 16; {model}" for model in MODELS]
+"""A context longer than the sequences, so that a window may be longer than these too."""
 
 
 @pytest.mark.parametrize("word", KINDS)
 @settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_plan_equals_the_unsharded_model(word: str, data: st.DataObject) -> None:
-    report = verify(compile_source(data.draw(specs(max_ranks=8, max_layers=3, attentions=KINDS[word]))), float32=False)
+    spec = data.draw(specs(max_ranks=8, max_layers=3, attentions=KINDS[word], models=IN_CONTEXT))
+    report = verify(compile_source(spec), float32=False)
     assert report.ok, report
 
 
@@ -55,5 +63,6 @@ def test_every_plan_equals_the_unsharded_model(word: str, data: st.DataObject) -
 @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_plan_equals_the_unsharded_model_at_length(word: str, data: st.DataObject) -> None:
-    report = verify(compile_source(data.draw(specs(max_ranks=8, attentions=KINDS[word]))), float32=False)
+    spec = data.draw(specs(max_ranks=8, attentions=KINDS[word], models=IN_CONTEXT))
+    report = verify(compile_source(spec), float32=False)
     assert report.ok, report

@@ -114,13 +114,16 @@ class Attention(Op):
 
     A token attends to itself and to the tokens before it; not `causal`, to those after it too. With `segments`
     `[batch, sequence]` it attends to tokens of its own segment alone; with `real` `[batch, sequence]` real tokens
-    attend to real tokens and padding to padding. Scores are multiplied by `scale`, 0 for 1 / sqrt(head_dim).
+    attend to real tokens and padding to padding. With a `window`, 0 for none, it attends to tokens less than that far
+    away (Beltagy et al. 2020, section 3.1, whose window has tokens on both sides). Scores are multiplied by `scale`, 0
+    for 1 / sqrt(head_dim).
     """
 
     mnemonic: ClassVar[str] = "attention"
     takes: ClassVar[str] = "q k v segments? real?"
     gives: ClassVar[str] = "attended"
     causal: bool = True
+    window: DimCount = 0
     scale: NonNegative = 0.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -138,11 +141,18 @@ class Attention(Op):
         (attended,) = results
         batch, sequence, heads, _ = workload.shape(q)
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
-        work = fused_attention(q, k, v, attended, workload, causal=self.causal)
+        work = fused_attention(q, k, v, attended, workload, keys=self._keys(sequence))
         saved = (*workload.keep(q, k, v, attended), log_sums)
-        if masking:  # torch turns the mask into numbers of q's dtype
-            saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))
+        if masking or self.window:  # torch turns the mask into numbers of q's dtype
+            masks = batch if masking else 1
+            saved = (*saved, workload.inner(attended, "mask", masks * sequence * sequence, q.dtype))
         return Cost(work=work, saved=saved)
+
+    def _keys(self, sequence: float) -> float:
+        """The keys that a token attends to, on average, half of the sequence for causal attention."""
+        window = min(self.window or sequence, sequence)
+        behind = window - window**2 / (2 * sequence)
+        return behind if self.causal else 2 * behind
 
 
 @register

@@ -74,6 +74,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "multipliers": {"model": "residual_multiplier = 0.22; embedding = tokens(multiplier = 12.0)", "tp": 2},
     "clip": {"attention": "mha(heads = 4, clip = 8.0)"},
     "replay": {"optimizer": "sgd(lr = 0.1); replay = true", "tp": 2, "gate": "topk(2, score = sigmoid)"},
+    "window": {"attention": "mha(heads = 4, window = 3)"},
+    "window both ways": {"attention": "mha(heads = 4, window = 3, causal = false)"},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""

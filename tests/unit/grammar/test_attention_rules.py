@@ -55,6 +55,12 @@ def test_what_cannot_stand_together_is_refused_at_its_place(attention: str, foun
     assert refused(attention) == found
 
 
+@pytest.mark.parametrize("window", [16, 17])
+def test_a_window_longer_than_the_context_is_refused(window: int) -> None:
+    found = [("MOE0362", "17")] if window > 16 else []
+    assert refused(f"mha(heads = 4, window = {window})") == found
+
+
 @pytest.mark.parametrize("scaling", ["ntk(1e30, original = 1)", "ntk(2)", "yarn(1, original = 1)", "linear(1e300)"])
 def test_the_ends_of_the_ranges_compile(scaling: str) -> None:
     """Two dims turn, the fewest, and factors are large."""

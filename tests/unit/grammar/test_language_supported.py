@@ -28,7 +28,6 @@ def refused(**given: str) -> list[Diagnostic]:
     ("given", "what", "today"),
     [
         ({"attention": "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = 4, value_dim = 4)"}, "`mla`", "gqa, mha"),
-        ({"attention": "mha(heads = 4, window = 128)"}, "`window`", ""),
         ({"ffn": "ffn = lora(4)"}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"ffn": "moe { experts = 4 * linear; gate = topk(2) }"}, "`linear`", "geglu, gelu, relu, relu2, silu, swiglu"),
         ({"attention": "mha(heads = 4, rope = rope(scaling = linear(2)))"}, "`scaling`", ""),

@@ -62,6 +62,12 @@ MODELS = {
     "sandwich": {"model": "norm_place = sandwich", "dtype": "bf16"},
     "clip": {"attention": "mha(heads = 4, clip = 8.0, rope = rope())"},
     "parallel residual": {"model": "parallel_residual = one_norm"},
+    "window": {"attention": "mha(heads = 4, window = 5)"},
+    "window, packed, bf16": {
+        "attention": "mha(heads = 4, window = 5, causal = false)",
+        "model": "embedding = tokens(separator = 3)",
+        "dtype": "bf16",
+    },
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {
