@@ -157,7 +157,7 @@ def _tokens_in_evaluation(spec: Spec, moe: Moe) -> int | None:
     """The most tokens of a group; None where a group spans sequences, as batches have any size in evaluation."""
     if moe.group != "sequence":
         return None
-    return spec.model.context or (spec.train.sequence if spec.train else None)
+    return spec.model.length or spec.model.context or (spec.train.sequence if spec.train else None)
 
 
 def _label(span: Span | None, message: str) -> tuple[Label, ...]:

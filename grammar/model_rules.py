@@ -6,13 +6,17 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
-from moec.grammar.spec import Model, Spec
+from moec.grammar.source import Span
+from moec.grammar.spec import Model, Patches, Spec
 
 
 def model_forms(spec: Spec) -> Iterator[Diagnostic]:
     """Every rule of the file's model, if it has one."""
     if spec.has_model:
         yield from _parallel_residual(spec.model)
+        yield from _images(spec)
+    if spec.train is not None and spec.train.sequence is None and not (spec.has_model and spec.model.length):
+        yield diagnose("MOE0203", spec.train.span(), "`train` needs `sequence`")
 
 
 def _parallel_residual(model: Model) -> Iterator[Diagnostic]:
@@ -27,3 +31,53 @@ def _parallel_residual(model: Model) -> Iterator[Diagnostic]:
         labels=[Label(span=place, message="these norms come after each of them")] if place else (),
         help="set `norm_place = pre`, or leave `parallel_residual` out",
     )
+
+
+def _images(spec: Spec) -> Iterator[Diagnostic]:
+    """Images and tokens have words of their own; an image's grid fixes the length of its sequence."""
+    model, embedding = spec.model, spec.model.embedding
+    if not isinstance(embedding, Patches):
+        yield from _tokens(spec)
+        return
+    here = _labels((embedding.span(), "the model takes images"))
+    if embedding.image % embedding.size:
+        over = embedding.image % embedding.size
+        yield diagnose(
+            "MOE0366",
+            embedding.span("size"),
+            f"{embedding.image} / {embedding.size} leaves {over} pixels over",
+            labels=_labels((embedding.span("image"), f"images are {embedding.image} pixels wide")),
+            help="crop or pad the images, or take a size that divides them",
+        )
+        return
+    if model.vocab is not None:
+        yield diagnose("MOE0367", model.span("vocab"), "a patch has no id", labels=here, help="leave `vocab` out")
+    if model.head is None:
+        help = "give the number of classes: `head = classes(10)`"
+        yield diagnose("MOE0367", embedding.span(), "the scores of an image's next token are not defined", help=help)
+    for gate in dict.fromkeys(layer.moe.gate for layer in model.layers if layer.moe is not None):
+        if "tokens" in gate.inputs():
+            help = "`topk` chooses by the patch's vector"
+            message = f"`{gate.word}` chooses by ids, and a patch has none"
+            yield diagnose("MOE0367", gate.span(), message, labels=here, help=help)
+    grid = f"{embedding.side} x {embedding.side} patches make sequences of {embedding.tokens}"
+    lengths = [(model.context, model.span("context"))]
+    lengths += [(spec.train.sequence, spec.train.span("sequence"))] if spec.train else []
+    for length, span in lengths:
+        if length not in (None, embedding.tokens):
+            label, help = _labels((embedding.span(), grid)), "leave it out: the grid says it"
+            yield diagnose("MOE0368", span, f"{length} tokens", labels=label, help=help)
+
+
+def _tokens(spec: Spec) -> Iterator[Diagnostic]:
+    """What a file made in Python may lack, and a class head, which is for images."""
+    model = spec.model
+    if model.vocab is None:
+        yield diagnose("MOE0203", model.span(), "`model` needs `vocab`")
+    if model.head is not None:
+        help = "leave `head` out, or take images: `embedding = patches(image = 32, size = 4)`"
+        yield diagnose("MOE0367", model.head.span(), "classes are of images, and this model takes tokens", help=help)
+
+
+def _labels(*places: tuple[Span | None, str]) -> list[Label]:
+    return [Label(span=span, message=message) for span, message in places if span]

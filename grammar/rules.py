@@ -54,8 +54,11 @@ def check(spec: Spec) -> list[Diagnostic]:
     for block in spec.parallel.layers:
         for first, last in ((block.layers[0], block.layers[-1]),) if block.layers else ():
             found += selected(first, last, block.span(), model.depth, model.span("depth"))
-    found += special_ids(model.embedding, model.vocab, model.span("vocab"))
-    sequence = (train.sequence, train.span("sequence")) if train else None
+    if model.length is not None:  # images have no ids, and `model_forms` compares their lengths
+        return found
+    if isinstance(model.embedding, TokenEmbedding) and model.vocab is not None:
+        found += special_ids(model.embedding, model.vocab, model.span("vocab"))
+    sequence = (train.sequence, train.span("sequence")) if train and train.sequence else None
     found += lengths((model.context, model.span("context")), sequence, model.span())
     return found
 

@@ -12,14 +12,14 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
 from moec.grammar.source import Span
-from moec.grammar.spec import Spec
+from moec.grammar.spec import Patches, Spec
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Online
 
 
 def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
-    return list(dict.fromkeys((*_walk(spec, None, set()), *_of_layers(spec), *_of_devices(spec))))
+    return list(dict.fromkeys((*_walk(spec, None, set()), *_of_layers(spec), *_of_images(spec), *_of_devices(spec))))
 
 
 def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
@@ -28,6 +28,12 @@ def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
     if kind != "cpu" and parallel.offload != "none":
         span = parallel.span("offload")
         yield _refused(span, f"`offload = {parallel.offload}` on {kind} devices", "use more ranks, or a higher `zero`")
+
+
+def _of_images(spec: Spec) -> Iterator[Diagnostic]:
+    """What a model of images may not ask for yet."""
+    if spec.has_model and isinstance(spec.model.embedding, Patches) and spec.train is not None and spec.train.replay:
+        yield _refused(spec.train.span("replay"), "`replay` in a model of images", "")
 
 
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:

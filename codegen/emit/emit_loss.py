@@ -20,11 +20,12 @@ SUM = 2
 
 def _cross_entropy(e: Emitter, op: Op) -> None:
     logits, labels = e.refs(op)
-    flat = e.call(op, aten.flatten.using_ints, logits, 0, 1)
+    last = len(e.value(op.operands[1]).shape) - 1  # labels [batch, sequence], or [batch] of images
+    flat = e.call(op, aten.flatten.using_ints, logits, 0, last)
     dtype = op.results[0].dtype
     if e.value(op.operands[0]).dtype != dtype:
         flat = e.call(op, aten.to.dtype, flat, e.dtype(dtype))
-    targets = e.call(op, aten.flatten.using_ints, labels, 0, 1)
+    targets = e.call(op, aten.flatten.using_ints, labels, 0, last)
     e.result(op, aten.cross_entropy_loss.default, flat, targets, None, SUM, IGNORED_LABEL, 0.0)
 
 

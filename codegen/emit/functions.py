@@ -12,6 +12,7 @@ from moec.codegen.emit.emit_attention import ATTENTION
 from moec.codegen.emit.emit_balance import BALANCE
 from moec.codegen.emit.emit_dense import DENSE
 from moec.codegen.emit.emit_gates import GATES
+from moec.codegen.emit.emit_images import IMAGES
 from moec.codegen.emit.emit_loads import LOADS
 from moec.codegen.emit.emit_loss import LOSS
 from moec.codegen.emit.emit_mixtures import MIXTURES
@@ -29,6 +30,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
     **ATTENTION,
     **DENSE,
+    **IMAGES,
     **GATES,
     **RANDOM_GATES,
     **MIXTURES,

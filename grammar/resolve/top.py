@@ -25,7 +25,17 @@ from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.resolve.values import unknown
 from moec.grammar.schema import fields
 from moec.grammar.source import Span
-from moec.grammar.spec import ClusterText, Device, Layer, LayerModule, Model, Parallel, Spec, TokenEmbedding, Train
+from moec.grammar.spec import (
+    ClusterText,
+    Device,
+    Layer,
+    LayerModule,
+    Model,
+    Parallel,
+    Spec,
+    TokenEmbedding,
+    Train,
+)
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
 from moec.grammar.token_rules import token_inputs
@@ -141,7 +151,10 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
         top.default_cluster()
     values: dict[str, object] = {"cluster": resolve_clusters(scope, top.machines)}
     spans: dict[str, Span] = {}
+    model = top.singles.get(Model.word)
     for word, part in top.singles.items():
+        if part.cls is Train and model and _of_images(model) and "sequence" not in part.given:
+            part = _without(part, "sequence")
         values[word] = _model(scope, part) if part.cls is Model else build(scope, _placed(scope, part, top))
         spans[word] = part.span
     modules = [build(scope, part) for part in top.modules.values()]
@@ -172,10 +185,23 @@ def _model(scope: Scope, part: Part) -> Node | Broken:
         first = part.blocks[Layer.word][0].span if part.blocks[Layer.word] else part.span
         given = part.given | {Layer.word: Given(layers, first, first)}
         part = replace(part, given=given)
+    if _of_images(part) and "vocab" not in part.given:
+        part = _without(part, "vocab")
     vocab, embedding = (part.given.get(name) for name in ("vocab", "embedding"))
     if vocab and embedding and isinstance(vocab.value, int) and isinstance(embedding.value, TokenEmbedding):
         scope.diagnostics += rules.special_ids(embedding.value, vocab.value, vocab.span)
     return build(scope, part)
+
+
+def _of_images(model: Part) -> bool:
+    """Whether a model takes images, which have no `vocab` and fix `sequence`; also where its embedding is broken."""
+    embedding = model.given.get("embedding")
+    return embedding is not None and not isinstance(embedding.value, TokenEmbedding)
+
+
+def _without(part: Part, name: str) -> Part:
+    """The block with no value for a name that it does not need."""
+    return replace(part, given=part.given | {name: Given(None, part.span, part.span)})
 
 
 def _placed(scope: Scope, part: Part, top: _Top) -> Part:
@@ -201,7 +227,13 @@ def _placed(scope: Scope, part: Part, top: _Top) -> Part:
 
 def _lengths(scope: Scope, top: _Top) -> None:
     model, train = top.singles.get(Model.word), top.singles.get(Train.word)
-    if top.incomplete or model is None or model.incomplete or (train is not None and train.incomplete):
+    if (
+        top.incomplete
+        or model is None
+        or model.incomplete
+        or _of_images(model)
+        or (train is not None and train.incomplete)
+    ):
         return
     context = model.given.get("context")
     sequence = train.given.get("sequence") if train else None

@@ -59,6 +59,7 @@ from moec.grammar.spec.gates import (
     TopK,
     Topology,
 )
+from moec.grammar.spec.images import Classes, Patches
 from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, Subject, TokenEmbedding, distinct_layers
 from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
 from moec.grammar.spec.training import Adafactor, AdamW, Muon, Optimizer, Sgd, Trace, Train, Uniform, Zipf
@@ -98,7 +99,9 @@ class Spec(Node):
 
     @property
     def sequence(self) -> int | None:
-        """Tokens of a sequence in training: `train.sequence`, else the model's `context`, else None."""
+        """Tokens of a sequence in training: an image's patches, or `train.sequence`, else `context`, else None."""
+        if self.has_model and self.model.length is not None:
+            return self.model.length
         if self.train is not None:
             return self.train.sequence
         return self.model.context if self.has_model else None
@@ -113,6 +116,7 @@ __all__ = [
     "AttentionRouter",
     "Base",
     "BatchPriority",
+    "Classes",
     "Cluster",
     "ClusterText",
     "Conv",
@@ -159,6 +163,7 @@ __all__ = [
     "Optimizer",
     "Parallel",
     "ParallelLayers",
+    "Patches",
     "Peak",
     "Reference",
     "Replicate",

@@ -10,6 +10,7 @@ from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
 from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
 from moec.grammar.spec.experts import Experts, FeedForward
 from moec.grammar.spec.gates import BatchPriority, Gate
+from moec.grammar.spec.images import Classes, Patches
 
 MAX_LAYERS = 10_000
 
@@ -157,13 +158,13 @@ class LayerModule(Node):
 
 
 class Model(Node):
-    """`model "name" { … }`: a decoder-only language model."""
+    """`model "name" { … }`: a decoder-only language model, or a classifier of images."""
 
     word = "model"
     form = "block"
     labelled = True
     name: BlockLabel
-    vocab: Annotated[PositiveInt, Doc("number of token ids")]
+    vocab: Annotated[PositiveInt | None, Doc("number of token ids; left out for images")]
     dim: Annotated[PositiveInt, Doc("width of the residual stream")]
     depth: Annotated[int, at_least(1), at_most(MAX_LAYERS, "MOE0401"), Doc("number of layers")]
     context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None
@@ -183,7 +184,10 @@ class Model(Node):
             "both (GPT-J, PaLM), or with `two_norms` (GPT-NeoX)"
         ),
     ] = "none"
-    embedding: Annotated[TokenEmbedding, Doc("how token ids become vectors")] = TokenEmbedding()
+    embedding: Annotated[TokenEmbedding | Patches, Doc("how token ids, or patches of images, become vectors")] = (
+        TokenEmbedding()
+    )
+    head: Annotated[Classes | None, Doc("the classes of images; default: scores of the next token")] = None
     residual_multiplier: Annotated[
         Positive, Doc("factor on what attention and the feed-forward add to the residual stream (Granite: 0.22)")
     ] = 1.0
@@ -193,6 +197,18 @@ class Model(Node):
     def subject(self) -> Subject:
         """The model as what a file compiles to."""
         return Subject(self.name, self.dim, self.dtype, tuple(layer.moe for layer in self.layers))
+
+    @property
+    def outputs(self) -> int:
+        """Logits of a token, or of an image: ids or classes."""
+        outputs = self.head.count if self.head is not None else self.vocab
+        assert outputs is not None, "the language requires `vocab` or `head`"
+        return outputs
+
+    @property
+    def length(self) -> int | None:
+        """The length of every sequence where the model fixes it: the patches of an image."""
+        return self.embedding.tokens if isinstance(self.embedding, Patches) else None
 
 
 def distinct_layers(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:

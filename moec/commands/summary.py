@@ -138,7 +138,8 @@ def _recomputed(program: Program) -> list[str]:
 
 
 def _whole_vocabulary(spec: Spec, tp: int) -> str:
-    if not spec.has_model or (vocab := spec.model.vocab) % tp == 0:
+    vocab = spec.model.vocab if spec.has_model else None
+    if vocab is None or vocab % tp == 0:
         return ""
     fits = -(-vocab // tp) * tp
     return f"tp = {tp} does not divide the vocabulary: every rank has all of it; `vocab = {fits}` would be divided"

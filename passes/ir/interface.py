@@ -1,8 +1,8 @@
 """Inputs and outputs of the blocks of a whole Program, on which jobs, layers and `moec verify` rely.
 
-`forward` runs the layers. In a model it maps `tokens` to `logits`; in a single layer it maps `residual` to `residual`.
-Either may also give `balance` and the `counts` of each layer, and a model that takes `routes` gives them. Update
-blocks give states (`state_rules.py`). Every other block gives one scalar.
+`forward` runs the layers. In a model it maps `tokens` or `images` to `logits`; in a single layer it maps `residual` to
+`residual`. Either may also give `balance` and the `counts` of each layer, and a model that takes `routes` gives them.
+Update blocks give states (`state_rules.py`). Every other block gives one scalar.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from moec.passes.ir.ops import Call, Replay
 from moec.passes.ir.program import Block, Program
 from moec.passes.ir.roles import ROLES, WIDTH, Role
 from moec.passes.ir.state_rules import require_updates, update_blocks
-from moec.passes.ir.value import SETTINGS, TRAINING, Value
+from moec.passes.ir.value import SETTINGS, TRAINING, Dim, Value
 
 FORWARD = "forward"
 
@@ -34,6 +34,13 @@ BALANCE_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
     "aux_loss": (("balance", "num_tokens"), "loss"),
 }
 """The blocks of the balance terms, where there are any. `num_tokens` has the first input of `forward`."""
+
+
+def taken_role(program: Program) -> Role:
+    """The role of the first input of `forward`: `tokens` or `images` of a model, `residual` of a single layer."""
+    role = program.block(FORWARD).inputs[0].role
+    assert role is not None
+    return role
 
 
 def result_role(program: Program) -> Role:
@@ -123,8 +130,14 @@ def _require_type(block: Block, value: Value, role: Role) -> None:
 
 
 def _has_type_of(value: Value, role: Role) -> bool:
-    shape, dtypes = ROLES[role].shape, ROLES[role].dtypes
-    if shape is None or len(value.shape) != len(shape) or value.dtype not in dtypes or value.ragged is not None:
+    spec = ROLES[role]
+    if value.dtype not in spec.dtypes or value.ragged is not None:
+        return False
+    return any(_has_shape(value, shape) for shape in (spec.shape, spec.of_images) if shape is not None)
+
+
+def _has_shape(value: Value, shape: tuple[Dim, ...]) -> bool:
+    if len(value.shape) != len(shape):
         return False
     pairs = zip(value.shape, shape, strict=True)
     return all(isinstance(dim, int) if wanted == WIDTH else dim == wanted for dim, wanted in pairs)
@@ -132,12 +145,17 @@ def _has_type_of(value: Value, role: Role) -> bool:
 
 def _require_forward(forward: Block) -> None:
     beside = [value.role for value in forward.inputs[1:]]
-    known = [role for role in BESIDE_TOKENS if role in beside] if forward.input("tokens") is not None else []
-    _require(bool(forward.inputs) and beside == known, f"forward takes {_listed(beside)} beside tokens or x")
+    wanted: tuple[Role, ...] = () if forward.input("residual") is not None else BESIDE_TOKENS
+    if forward.input("images") is not None:
+        wanted = ("sequences",)
+    known = [role for role in wanted if role in beside]
+    _require(bool(forward.inputs) and beside == known, f"forward takes {_listed(beside)} beside tokens, images or x")
     _require(bool(forward.outputs), "forward gives nothing")
     taken, (first, *others) = forward.inputs[0].role, forward.outputs
-    wanted: dict[Role | None, Role] = {"tokens": "logits", "residual": "residual"}
+    wanted: dict[Role | None, Role] = {"tokens": "logits", "images": "logits", "residual": "residual"}
     _require(wanted.get(taken) == first.role, f"forward takes {taken} and gives {first.role} first")
+    dims = 2 if taken == "images" else 3
+    _require(len(forward.output_values()[0].shape) == dims, f"of {taken}, forward does not give {dims} dims")
     if first.role == "residual":
         y, x = forward.output_values()[0], forward.inputs[0]
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 
 Role = Literal[
     "tokens",
+    "images",
     "positions",
     "segments",
     "real",
@@ -50,7 +51,8 @@ WIDTH = -1
 class RoleSpec:
     """The values of one role: their shape, the dtypes that they may have, and where an input of the role lies.
 
-    `in_layers`: whether a layer may have such an input beside the residual stream. No value has a role without a shape,
+    `of_images` is their shape in a model of images, where it is another. `in_layers`: whether a layer may have such an
+    input beside the residual stream. No value has a role without a shape,
     except outputs of the role `state`, whose type is that of the state.
     """
 
@@ -59,6 +61,7 @@ class RoleSpec:
     dtypes: tuple[str, ...] = ("int64",)
     lies: Lies | None = None
     in_layers: bool = False
+    of_images: tuple[Dim, ...] | None = None
 
 
 _FLOATING = ("bf16", "fp16", "fp32", "fp64")
@@ -71,6 +74,12 @@ def _of_tokens(doc: str, *, in_layers: bool = False) -> RoleSpec:
 
 ROLES: Mapping[Role, RoleSpec] = {
     "tokens": _of_tokens("token ids", in_layers=True),
+    "images": RoleSpec(
+        "pixels, [batch, channels, height, width]",
+        ("batch", WIDTH, WIDTH, WIDTH),
+        _FLOATING,
+        "sharded over dp",
+    ),
     "positions": _of_tokens("the place of each token in its text", in_layers=True),
     "segments": _of_tokens("which of several packed texts each token belongs to", in_layers=True),
     "real": _of_tokens("1 for each token that is no padding, else 0", in_layers=True),
@@ -79,7 +88,12 @@ ROLES: Mapping[Role, RoleSpec] = {
     ),
     "keys": _of_tokens("a key of each token in this step, from which its random numbers are drawn", in_layers=True),
     "past": RoleSpec("keys and values of earlier tokens"),
-    "labels": _of_tokens(f"the ids that the model is to predict, {IGNORED_LABEL} where none is"),
+    "labels": RoleSpec(
+        f"the ids that the model is to predict, {IGNORED_LABEL} where none is, [batch, sequence]; classes [batch]",
+        ("batch", "sequence"),
+        lies="sharded over dp",
+        of_images=("batch",),
+    ),
     "residual": RoleSpec(
         "the residual stream, or x and y of a layer by itself, [batch, sequence, dim]",
         ("batch", "sequence", WIDTH),
@@ -87,10 +101,11 @@ ROLES: Mapping[Role, RoleSpec] = {
         "as tokens",
     ),
     "logits": RoleSpec(
-        "scores of every id for each token, [batch, sequence, vocab]",
+        "scores of every id for each token, [batch, sequence, vocab]; of classes for each image, [batch, classes]",
         ("batch", "sequence", WIDTH),
         _FLOATING,
         "as given",
+        of_images=("batch", WIDTH),
     ),
     "routes": RoleSpec(
         "the experts that each token goes to in each mixture, -1 for none, [batch, sequence, mixtures, k]",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from moec.grammar.source import Span
-from moec.grammar.spec import Model
+from moec.grammar.spec import Model, Patches
 from moec.passes.ir import Block, Op, Output, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.lower_images import images_of, patch_numbers
 
 TOKENS = ("batch", "sequence")
 
@@ -18,13 +19,19 @@ def of_tokens(role: Role) -> Value:
     return Value(name=role, shape=TOKENS, dtype="int64", role=role)
 
 
+def input_of(model: Model) -> Value:
+    """The first input of `forward`: ids of tokens, or images."""
+    return images_of(model.embedding) if isinstance(model.embedding, Patches) else of_tokens("tokens")
+
+
 def loss_blocks(model: Model) -> list[Block]:
     """The cross-entropy over labels.
 
     A separate block counts the valid labels, so that several micro-batches can use one count.
     """
-    labels = of_tokens("labels")
-    logits = Value(name="logits", shape=(*TOKENS, model.vocab), dtype=model.dtype, role="logits")
+    labelled = TOKENS[:1] if isinstance(model.embedding, Patches) else TOKENS  # images have one label each
+    labels = Value(name="labels", shape=labelled, dtype="int64", role="labels")
+    logits = Value(name="logits", shape=(*labelled, model.outputs), dtype=model.dtype, role="logits")
     span = model.span()
     count = _count_block("valid_labels", labels, o.CountLabels, "valid", span, valid_only=True)
     b = Builder("loss", [logits, labels, Value(name="valid", shape=(), dtype="int64", role="valid")], span)
@@ -33,9 +40,14 @@ def loss_blocks(model: Model) -> list[Block]:
 
 
 def balance_blocks_of_tokens(model: Model) -> list[Block]:
-    """The balance terms over the tokens of all ranks, counted as ids `[batch, sequence]`, padding left out."""
-    tokens, padding = of_tokens("tokens"), model.embedding.padding
-    if padding is None:
+    """The balance terms over the tokens of all ranks, counted as ids or patches, padding left out."""
+    tokens, padding = input_of(model), model.embedding.padding
+    if isinstance(model.embedding, Patches):
+        b = Builder("num_tokens", [tokens], model.embedding.span())
+        numbers = patch_numbers(b, model.embedding)
+        patches = b.one(o.CountLabels, numbers, to="count", valid_only=False)
+        count = b.block([Output(patches, "num_tokens")], final=True)
+    elif padding is None:
         count = _count_block("num_tokens", tokens, o.CountLabels, "num_tokens", model.span(), valid_only=False)
     else:
         span = model.embedding.span("padding")

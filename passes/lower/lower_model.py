@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Layer, Model, Spec, Subject, distinct_layers
+from moec.grammar.spec import Layer, Model, Patches, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
 from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o
@@ -14,8 +14,9 @@ from moec.passes.lower.block_builder import TABLE, Builder, normal
 from moec.passes.lower.layer_calls import call_layer, forward_outputs
 from moec.passes.lower.lower_attention import attend, rope_of
 from moec.passes.lower.lower_feed_forward import feed_forward
+from moec.passes.lower.lower_images import class_logits, patch_numbers, patch_vectors
 from moec.passes.lower.lower_layer import layer_blocks
-from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, loss_blocks, of_tokens
+from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, input_of, loss_blocks, of_tokens
 from moec.passes.lower.lower_mixture import mixture
 from moec.passes.lower.lower_norms import added, before, norm
 from moec.passes.lower.lower_replay import choices_of_layers, routes_input
@@ -55,7 +56,7 @@ def _model_blocks(spec: Spec) -> list[Block]:
 
 def context_of(spec: Spec) -> int:
     """The longest sequence that the model takes."""
-    context = spec.model.context or (spec.train.sequence if spec.train else None)
+    context = spec.model.length or spec.model.context or (spec.train.sequence if spec.train else None)
     assert context is not None, "the language requires a context or a train.sequence"
     return context
 
@@ -98,43 +99,61 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     model = spec.model
     draws = any(block.input("keys") is not None for block in layers)
     sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
-    b = Builder("forward", [of_tokens("tokens"), *routes_input(layers), *sequences], model.span())
-    span = model.embedding.span()
-    handed, choices = _numbers_of_tokens(b, model, layers), choices_of_layers(b, layers)
-    shape = (model.vocab, model.dim)
-    table = b.parameter("embedding.weight", shape, model.dtype, normal(), span, {"tp": 0}, TABLE)
-    x = b.one(o.Embed, "tokens", table, to="x", span=span)
-    x = b.scaled(x, model.embedding.multiplier, model.embedding.span("multiplier"))
-    if model.embedding.positions == "learned":
-        line = model.embedding.span("positions")
+    embedding = model.embedding
+    b = Builder("forward", [input_of(model), *routes_input(layers), *sequences], model.span())
+    ids = "tokens"
+    if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):
+        ids = patch_numbers(b, embedding)
+    handed, choices = _numbers_of_tokens(b, model, layers, ids), choices_of_layers(b, layers)
+    x, table = _vectors(b, model)
+    if embedding.positions == "learned":
+        line = embedding.span("positions")
         shape = (context_of(spec), model.dim)
         learned = b.parameter("positions.weight", shape, model.dtype, normal(), line, matrices=TABLE)
         beside = {"positions": handed["positions"]} if "positions" in handed else {}
-        added = b.one(o.EmbedPositions, "tokens", learned, beside=beside, to="positions", span=line)
-        x = b.one(o.Add, x, added, to="x", span=span)
+        added = b.one(o.EmbedPositions, ids, learned, beside=beside, to="positions", span=line)
+        x = b.one(o.Add, x, added, to="x", span=embedding.span())
     of_layers: list[Output] = []
     for number, block in enumerate(layers):
         handed["choices"] = choices[number]
         stream, *others = call_layer(b, block, number, [x, *(handed[value.role] for value in block.inputs[1:])])
         x = stream.name
         of_layers += others
+    return b.block(forward_outputs(b, Output(_logits(b, model, x, table), "logits"), of_layers))
+
+
+def _vectors(b: Builder, model: Model) -> tuple[str, str]:
+    """The vectors of tokens without positions, and the table of ids, or nothing for images."""
+    embedding, span = model.embedding, model.embedding.span()
+    if isinstance(embedding, Patches):
+        return patch_vectors(b, model, embedding), ""
+    table = b.parameter("embedding.weight", (model.outputs, model.dim), model.dtype, normal(), span, {"tp": 0}, TABLE)
+    x = b.one(o.Embed, "tokens", table, to="x", span=span)
+    return b.scaled(x, embedding.multiplier, embedding.span("multiplier")), table
+
+
+def _logits(b: Builder, model: Model, x: str, table: str) -> str:
+    """The logits of ids for each token, or of classes for each image, after the last layer's x."""
+    embedding = model.embedding
     # In the form `post` the last layer ends with a norm.
     h = x if model.norm_place == "post" else norm(b, model, x, "norm")
+    if isinstance(embedding, Patches):
+        assert model.head is not None, "the language requires a head of images"
+        return class_logits(b, model, model.head, h, embedding.tokens)
     # The head is linear: a factor on its input costs less than one on every logit.
-    h = b.scaled(h, model.embedding.logits_multiplier, model.embedding.span("logits_multiplier"))
-    head, head_span = table, model.embedding.span("tied")
-    if not model.embedding.tied:
-        shape = (model.vocab, model.dim)
+    h = b.scaled(h, embedding.logits_multiplier, embedding.span("logits_multiplier"))
+    head, head_span = table, embedding.span("tied")
+    if not embedding.tied:
+        shape = (model.outputs, model.dim)
         head = b.parameter("head.weight", shape, model.dtype, normal(), model.span(), {"tp": 0}, TABLE)
         head_span = None
-    logits = b.one(o.Linear, h, head, to="logits", span=head_span)
-    return b.block(forward_outputs(b, Output(logits, "logits"), of_layers))
+    return b.one(o.Linear, h, head, to="logits", span=head_span)
 
 
-def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block]) -> dict[Role | None, str]:
-    """The whole numbers of each token that `forward` has or computes for layers, by role."""
+def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block], ids: str) -> dict[Role | None, str]:
+    """The whole numbers of each token that `forward` has or computes for layers, by role. `ids` has one per token."""
     embedding = model.embedding
-    numbers: dict[Role | None, str] = {"tokens": "tokens"}
+    numbers: dict[Role | None, str] = {"tokens": ids}
     taken = {value.role for block in layers for value in block.inputs}
     if "real" in taken:
         padding = embedding.span("padding")
@@ -145,5 +164,5 @@ def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block]) -> dic
         numbers["segments"], numbers["positions"] = names
     if "keys" in taken:
         settings = b.setting(SEED), b.setting(STEP)
-        numbers["keys"] = b.one(o.TokenKeys, "tokens", "sequences", *settings, to="keys", span=model.span())
+        numbers["keys"] = b.one(o.TokenKeys, ids, "sequences", *settings, to="keys", span=model.span())
     return numbers

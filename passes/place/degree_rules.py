@@ -147,8 +147,12 @@ def _width_problems(spec: Spec) -> list[Diagnostic]:
                 help=f"set {' or '.join(fitting)}",
             )
     problems = list(dict.fromkeys(found.values()))
-    train = spec.train
-    if train is not None and train.sequence is not None and train.sequence % tp:
+    train, patches = spec.train, spec.model.length
+    if patches is not None and patches % tp:
+        grid, help = spec.model.embedding.span(), "take a size of patches whose grid has a multiple of `tp` patches"
+        label = _label(spec.parallel.span("tp"), f"tp = {tp}")
+        problems.append(diagnose("MOE0319", grid, f"{patches} patches over {tp} ranks", labels=label, help=help))
+    elif train is not None and train.sequence is not None and train.sequence % tp:
         problems.append(
             diagnose(
                 "MOE0319",

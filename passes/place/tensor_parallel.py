@@ -37,7 +37,8 @@ def _rewrite(program: Program, block: Block, tp: int) -> Block:
     if (logits := block.input("logits")) is not None:
         vocab = logits.shape[-1]
         assert isinstance(vocab, int)
-        return block if vocab % tp else _Rewriter(program, block).run(_cross_entropy_in_parts)
+        whole = len(logits.shape) == 2 or vocab % tp  # classes of images are on every rank
+        return block if whole else _Rewriter(program, block).run(_cross_entropy_in_parts)
     kv = block.scope.get(KV_PARAMETERS[0])
     heads = kv.shape[0] if kv is not None else tp
     assert isinstance(heads, int)

@@ -29,23 +29,25 @@ def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens
             "the model has a padding id and balance terms, which count real tokens",
             "pass the tokens of every micro-batch of the block: job.accumulate(…, tokens=(…))",
         )
-    if model.draws and any(part.dim() != 2 for part in labels):
+    limits, in_text = model.limits, model.limits.label_dims == 2
+    if model.draws and any(part.dim() != limits.label_dims for part in labels):
         raise JobError(
             "MOE0713",
             "the model draws random numbers, which depend on the numbers of its sequences",
-            "pass the labels of each micro-batch by themselves, `[batch, sequence]`",
+            f"pass the labels of each micro-batch by themselves, `{'[batch, sequence]' if in_text else '[batch]'}`",
         )
     flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
     model.has_accumulated = True
     sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
-    counts = model.count_labels(flat), model.count_tokens(ids)
+    counts = model.count_labels(flat), model.count_tokens_of(flat, ids)
     # The script may change parameters between its forward passes: each gathers weights anew.
     with model.counting(*counts, sequences, passes=1, skips=job.finite.skips) as used:
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)
         used.require_whole(flat, look=look, numbered=model.draws)
         tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
-        job.count_tokens(used.given, used.given_of_all // tp)
+        each = limits.tokens_per_label
+        job.count_tokens(used.given * each, used.given_of_all * each // tp)
         if not job.finite.stops_at_loss(model, torch.as_tensor(used.loss)):
             model.update_states()
 

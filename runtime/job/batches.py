@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from moec.grammar.spec import Spec
+from moec.grammar.spec import Patches, Spec
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.passes.lower.lower_model import context_of
 from moec.passes.place.stated_degrees import data_parallel_size
@@ -26,6 +27,13 @@ class Limits:
     tensor_parallel: int = 1
     routing_groups: int = 1
     padding: int | None = None
+
+    label_dims: ClassVar[int] = 2
+    tokens_per_label: ClassVar[int] = 1
+
+    def labels_of(self, tokens: Tensor) -> int:
+        """The number of labels of a batch."""
+        return tokens.numel()
 
     def real_tokens(self, tokens: Tensor) -> int | Tensor:
         """Tokens that are not padding: an int without a padding id, else a tensor on the tokens' device."""
@@ -77,17 +85,78 @@ class Limits:
         return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}{ignored}"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLimits:
+    """Images have the shape `[batch, *image]` and are cut into `tokens_per_label` patches; labels are below `classes`.
+
+    A rank's batch splits into `routing_groups` equal parts.
+    """
+
+    image: tuple[int, int, int]
+    tokens_per_label: int
+    classes: int
+    routing_groups: int = 1
+
+    label_dims: ClassVar[int] = 1
+    padding: ClassVar[None] = None
+
+    def labels_of(self, images: Tensor) -> int:
+        """The number of labels of a batch: one for each image."""
+        return images.shape[0]
+
+    def real_tokens(self, images: Tensor) -> int:
+        """The patches of a batch."""
+        return images.shape[0] * self.tokens_per_label
+
+    def complaint(self, images: Tensor, labels: Tensor | None, *, look: bool) -> str | None:
+        """Describes the first error of a batch, or None. Without `look` it reads no tensor's values."""
+        given: object = images
+        if not isinstance(given, Tensor):
+            return f"images are of class {type(given).__name__}, and must be a torch.Tensor"
+        if not given.is_floating_point():
+            return f"images are {given.dtype}, and must be of a floating dtype"
+        if given.dim() != 4 or tuple(given.shape[1:]) != self.image:
+            return f"images have shape {list(given.shape)}, and must be [batch, {', '.join(map(str, self.image))}]"
+        if given.shape[0] % self.routing_groups:
+            return (
+                f"there are {given.shape[0]} images, not a multiple of this rank's {self.routing_groups} routing "
+                "groups (`group = rank`)"
+            )
+        return None if labels is None else self._label_complaint(labels, given.shape[0], look=look)
+
+    def _label_complaint(self, labels: object, images: int, *, look: bool) -> str | None:
+        if not isinstance(labels, Tensor):
+            return f"labels are of class {type(labels).__name__}, and must be a torch.Tensor"
+        if labels.dtype != torch.int64:
+            return f"labels are {labels.dtype}, and must be torch.int64"
+        if tuple(labels.shape) != (images,):
+            return f"labels have shape {list(labels.shape)}, and must be [batch], one for each of {images} images"
+        wrong = labels[(labels != IGNORED_LABEL) & ((labels < 0) | (labels >= self.classes))] if look else labels[:0]
+        if not wrong.numel():
+            return None
+        ignored = f" (labels that are ignored are {IGNORED_LABEL})" if int(wrong[0]) < 0 else ""
+        return f"labels contain the class {int(wrong[0])}, and classes are 0 to {self.classes - 1}{ignored}"
+
+
 def device_of(tokens: object) -> torch.device:
     """The device of a batch; CPU if `tokens` is no tensor, so that ranks can still agree on that error."""
     return tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
 
 
-def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits:
+def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits | ImageLimits:
     """The limits of a model on `data_size` data-parallel groups of `tensor_parallel` ranks each."""
     by_rank = any(layer.moe is not None and layer.moe.group == "rank" for layer in spec.model.layers)
     groups = data_parallel_size(spec) // data_size if by_rank else 1
+    patches = spec.model.embedding
+    if isinstance(patches, Patches):
+        return ImageLimits(
+            image=(patches.channels, patches.image, patches.image),
+            tokens_per_label=patches.tokens,
+            classes=spec.model.outputs,
+            routing_groups=max(1, groups),
+        )
     return Limits(
-        vocab=spec.model.vocab,
+        vocab=spec.model.outputs,
         context=context_of(spec),
         tensor_parallel=tensor_parallel,
         routing_groups=max(1, groups),

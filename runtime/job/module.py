@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
 from moec.passes.ir import STEP, Program, Role
-from moec.passes.ir.interface import FORWARD, layer_calls, scalar_blocks
+from moec.passes.ir.interface import FORWARD, layer_calls, scalar_blocks, taken_role
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
 from moec.runtime.job import unscored
 from moec.runtime.job.backward_pass import in_backward
-from moec.runtime.job.batches import Limits, device_of
+from moec.runtime.job.batches import ImageLimits, Limits, device_of
 from moec.runtime.job.beside import NOTHING, Beside, Takes
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.forward_checks import HOOKS, KINDS, SHAPES, Claims, counts_own_tokens
@@ -36,7 +36,8 @@ from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refu
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """`logits` `[batch, sequence, vocab]` of this rank's tokens; `loss`, a scalar, where labels were given; `aux_loss`.
+    """`logits` `[batch, sequence, vocab]` of this rank's tokens, or `[batch, classes]` of its images; `loss`, a scalar,
+    where labels were given; `aux_loss`.
 
     With tensor parallelism a rank has the logits of `vocab / tp` ids, or of `sequence / tp` tokens if `tp` does not
     divide `vocab`; `Job.whole_logits` gathers them. `loss` is the loss of the global batch, the same on every rank:
@@ -62,7 +63,7 @@ class PlanModule(nn.Module):
 
     layers: nn.ModuleList
 
-    def __init__(self, program: Program, limits: Limits, home: Home, *, float64: bool = False) -> None:
+    def __init__(self, program: Program, limits: Limits | ImageLimits, home: Home, *, float64: bool = False) -> None:
         super().__init__()
         self.settings = initial_values(home.seed)
         """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
@@ -86,6 +87,7 @@ class PlanModule(nn.Module):
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
         self._updates = Updates(program, home, float64=float64)
+        self._given = taken_role(program)
         self._draws = program.block(FORWARD).input("sequences") is not None
         self.takes = Takes.of(program)
         self._places_by_shape = counts_own_tokens(program)
@@ -101,7 +103,8 @@ class PlanModule(nn.Module):
         """tokens int64 `[batch, sequence]`, labels of the same shape, already shifted, −100 where ignored.
 
         `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`, −1 for
-        none; without them gates choose.
+        none; without them gates choose. Of a model of images, `tokens` are images `[batch, channels, height, width]` of
+        any floating dtype, and labels classes `[batch]`.
 
         Raises `JobError` on every rank: for a wrong dtype, shape or id before any collective of the model, and for
         router logits that are NaN or infinite at the end of the pass, before any gradient.
@@ -112,7 +115,7 @@ class PlanModule(nn.Module):
         beside = Beside(routes)
         look = self._require_batch(tokens, labels, beside)
         self.num_tokens = self.limits.real_tokens(tokens)
-        given: dict[Role, Tensor] = {"tokens": tokens, **self.takes.inputs(beside, tokens)}
+        given: dict[Role, Tensor] = {self._given: tokens, **self.takes.inputs(beside, tokens)}
         if self._draws:
             given["sequences"] = self._number_sequences(tokens, labels)
         with unscored.noting() as noted:
@@ -210,6 +213,12 @@ class PlanModule(nn.Module):
         """The number of tokens of all ranks, 0-d int64; None for a model without balance terms. A collective."""
         count: Tensor | None = self._scalars["num_tokens"].module(tokens) if "num_tokens" in self._scalars else None
         return count
+
+    def count_tokens_of(self, labels: Tensor, tokens: Tensor) -> Tensor | None:
+        """`count_tokens` by labels where these have several tokens each, as those of images; else by `tokens`."""
+        if self.limits.tokens_per_label == 1 or "num_tokens" not in self._scalars:
+            return self.count_tokens(tokens)
+        return self.count_labels(torch.zeros_like(labels)) * self.limits.tokens_per_label
 
     def local_counts(self, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
         """This rank's addends of `count_labels` and `count_tokens`. Waits for the device."""
@@ -340,9 +349,9 @@ class PlanModule(nn.Module):
         checks = self._home.checks
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), device_of(tokens))
         complaint, matching = self.claims(tokens, labels, beside, look=look)
-        # The tokens that `job.accumulate` counts: those of `StepCounts.add`.
+        # The labels that `job.accumulate` counts: those of `StepCounts.add`.
         counts = self._counts.labels is not None and labels is not None and not in_backward()
-        given = tokens.numel() if counts and complaint is None else 0
+        given = self.limits.labels_of(tokens) if counts and complaint is None else 0
         inputs = TpInputs((tokens, labels, *beside.given().values()), look)
         (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))
         self._counts.given_of_all += of_all
@@ -365,7 +374,7 @@ class PlanModule(nn.Module):
         except JobError as error:
             complaint = complaint or Complaint.of(error)
         one_shape = self._places_by_shape or (self._draws and self.training)
-        shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
+        shape = tuple(tokens.shape[:2]) if one_shape and complaint is None else (0, 0)
         # Ranks with different frozen parameters would start different sums of gradients, and ranks whose parameters
         # were changed between micro-batches would gather weights that others have kept.
         given = int(labels is not None), beside.kinds()

@@ -87,11 +87,10 @@ class Step:
             names = ", ".join(self.inputs)
             return f"job.step got the inputs {names}, but no loss, logprob_loss or count that takes them"
         for name, tensor in self.inputs.items():
-            if not isinstance(tensor, Tensor) or tensor.shape[:2] != self.tokens.shape:
+            if not isinstance(tensor, Tensor) or tensor.shape[: self.labels.dim()] != self.labels.shape:
                 shape = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-                return (
-                    f"inputs[{name!r}] is {shape}, and must be [batch, sequence, …] as tokens {list(self.tokens.shape)}"
-                )
+                wanted = "[batch, sequence, …] as tokens" if self.labels.dim() == 2 else "[batch, …] as labels"
+                return f"inputs[{name!r}] is {shape}, and must be {wanted} {list(self.labels.shape)}"
         return None
 
     def must_match(self) -> MustMatch:
@@ -185,7 +184,7 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     if complaint is None and step.microbatches > 1:
         matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
     users_code = step.has_custom_loss or model.is_hooked
-    given = step.tokens.numel() if complaint is None else 0
+    given = model.limits.labels_of(step.tokens) * model.limits.tokens_per_label if complaint is None else 0
     totals = job.checks.require(
         "start of a step",
         complaint,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from moec.codegen.plan import Plan
+from moec.grammar.spec import Patches
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.roles import FREE_ROUTE, IGNORED_LABEL, Role
 from moec.passes.lower.lower_model import context_of
@@ -26,7 +27,8 @@ MOST_ROWS = 100
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Token ids and labels `[batch, sequence]` of a model; x and a cotangent of y `[batch, sequence, dim]` of a layer.
+    """Token ids and labels `[batch, sequence]` of a model, or images and labels `[batch]`; x and a cotangent of y
+    `[batch, sequence, dim]` of a layer.
 
     Every x is a leaf: its gradient is compared too. The global batch is in the order of micro-batches, and in each in
     the order of data-parallel ranks, so that the sequences of a routing group of the plan follow each other.
@@ -60,6 +62,9 @@ class Inputs:
         """Copies of x rounded to `dtype`, without gradients; ids and labels unchanged."""
         if not self.given.is_floating_point():
             return self
+        if not self.targets.is_floating_point():  # images
+            rounded = [images.to(dtype) for images in self.rank_given]
+            return replace(self, given=self.given.to(dtype), rank_given=rounded)
         return Inputs(
             _leaf(self.given, dtype),
             self.targets.to(dtype),
@@ -83,6 +88,8 @@ def batch_shape(plan: Plan, microbatches: int) -> tuple[int, int]:
     batch = plan.data_size * SEQUENCES_PER_RANK * microbatches
     if not plan.spec.has_model:
         return batch, MAX_SEQUENCE
+    if plan.spec.model.length is not None:
+        return batch, plan.spec.model.length
     sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
     return batch, max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
 
@@ -91,7 +98,7 @@ def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:
     """Two random sequences per data-parallel rank and micro-batch."""
     generator = torch.Generator().manual_seed(seed + 1)
     shape = batch_shape(plan, microbatches)
-    given, targets = _ids(plan, generator, shape) if plan.spec.has_model else _vectors(plan, generator, shape)
+    given, targets = _labelled(plan, generator, shape) if plan.spec.has_model else _vectors(plan, generator, shape)
     numbers = torch.arange(shape[0]).view(microbatches, plan.data_size, SEQUENCES_PER_RANK)
     rows = [numbers[:, plan.data_rank(rank)].flatten() for rank in range(plan.world_size)]
     first = [slice(int(each[0]), int(each[0]) + SEQUENCES_PER_RANK) for each in rows]
@@ -127,18 +134,24 @@ def _loads(plan: Plan, generator: torch.Generator) -> dict[int, Tensor]:
     return found
 
 
-def _ids(plan: Plan, generator: torch.Generator, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """Random ids, one label in eight ignored.
+def _labelled(plan: Plan, generator: torch.Generator, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Random ids or normally distributed pixels, one label in eight ignored.
 
     If the model has a separator, an eighth of the tokens are separators. If it has a padding id, a quarter of the
     tokens and the whole last sequence are padding.
     """
-    tokens = torch.randint(plan.spec.model.vocab, shape, generator=generator)
-    labels = torch.randint(plan.spec.model.vocab, shape, generator=generator)
+    model = plan.spec.model
+    if isinstance(patches := model.embedding, Patches):
+        pixels = (shape[0], patches.channels, patches.image, patches.image)
+        tokens = torch.randn(pixels, generator=generator, dtype=torch.float64)
+        shape = shape[:1]
+    else:
+        tokens = torch.randint(model.outputs, shape, generator=generator)
+    labels = torch.randint(model.outputs, shape, generator=generator)
     labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
-    if (separator := plan.spec.model.embedding.separator) is not None:
+    if (separator := model.embedding.separator) is not None:
         tokens[torch.rand(shape, generator=generator) < 1 / 8] = separator
-    if (padding := plan.spec.model.embedding.padding) is not None:
+    if (padding := model.embedding.padding) is not None:
         tokens[torch.rand(shape, generator=generator) < 1 / 4] = padding
         tokens[-1] = padding
     return tokens, labels

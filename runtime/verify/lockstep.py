@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from moec.codegen.emit import LAYER, info_of, recomputed, target_name
 from moec.passes.ir import SEED, STEP, Op, OutputKey, Role, Setting, State, Value
-from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.interface import FORWARD, layer_calls, result_role
 from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.job.settings import setting_values
@@ -158,7 +158,7 @@ class Lockstep:
             if output.role == "counts" and output.layer is not None
         }
         self.new_states = self._updated(loads or {}) if self._training else {}
-        role: Role = "residual" if any(x.is_floating_point() for x in inputs) else "logits"
+        role = result_role(self._graphs.program)
         results = [found[role, None, None] for found in outputs]
         routes = [found["routes", None, None] for found in outputs if ("routes", None, None) in found]
         self.routes = [torch.cat(parts) for parts in zip(*routes, strict=True)] if routes else None
@@ -193,7 +193,7 @@ class Lockstep:
                 assert value.role is not None
                 operands.append(list(beside[value.role]))
         found = {o.key: values for o, values in zip(forward.results, self._run(forward, "", operands), strict=True)}
-        role: Role = "residual" if any(x.is_floating_point() for x in inputs) else "logits"
+        role = result_role(self._graphs.program)
         roles: list[Role] = [role, "balance"] if self._graphs.has("aux_loss") else [role]
         if missing := [each for each in roles if (each, None, None) not in found]:
             raise StepError("", forward.output, KeyError(", ".join(sorted(missing))))

@@ -51,7 +51,7 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
     routes = Routes(shared_out(plan, choices))
     cluster = VirtualCluster(plan, narrow, single, recompute=recompute, routes=routes)
     name = str(plan.spec.subject.dtype)
-    confident = confident_logits(inputs, plan.spec.model.vocab, dtype) if plan.spec.has_model else None
+    confident = confident_logits(inputs, plan.spec.model.outputs, dtype) if plan.spec.has_model else None
     try:
         results, losses = cluster.lockstep.run(inputs.rank_given, inputs.rank_targets, beside=inputs.rank_beside)
         summed = cluster.backward(losses)

@@ -61,16 +61,16 @@ class ToySpec:
         if not self._spec.has_model:
             return self._spec.replace(layers=(self._layer_module(self._spec.layer),))
         model, train = self._spec.model, self._spec.train
-        tokens = self._shrunk("sequence", context_of(self._spec), self._tokens())
-        vocab = self._shrunk("vocab", model.vocab, VOCAB)
         small = model.replace(
             dim=self._shrunk("dim", model.dim, DIM),
-            vocab=vocab,
-            embedding=self._embedding(vocab),
-            context=tokens,
             layers=tuple(self._once(layer, self._layer) for layer in model.layers),
         )
-        if train is None:
+        if not isinstance(model.embedding, TokenEmbedding) or model.vocab is None:  # images keep their size
+            return self._spec.replace(model=small)
+        tokens = self._shrunk("sequence", context_of(self._spec), self._tokens())
+        vocab = self._shrunk("vocab", model.vocab, VOCAB)
+        small = small.replace(vocab=vocab, embedding=self._embedding(model.embedding, vocab), context=tokens)
+        if train is None or train.sequence is None:
             return self._spec.replace(model=small)
         return self._spec.replace(model=small, train=train.replace(sequence=min(tokens, train.sequence)))
 
@@ -79,9 +79,8 @@ class ToySpec:
         dim = self._shrunk("dim", layer.subject.dim, DIM)
         return layer.replace(dim=dim, moe=self._mixture(layer.moe))
 
-    def _embedding(self, vocab: int) -> TokenEmbedding:
+    def _embedding(self, embedding: TokenEmbedding, vocab: int) -> TokenEmbedding:
         """The embedding with a padding id below the toy vocabulary: the last id if it was above."""
-        embedding = self._spec.model.embedding
         if embedding.padding is None or embedding.padding < vocab:
             return embedding
         self._toys.add(Width("padding", embedding.padding, vocab - 1))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from images import image_plan
 from models import layer_plan, moe_plan
 from sliced_experts import sliced_plan
 from torch import fx
@@ -88,6 +89,7 @@ def emitted(program: Any) -> list[fx.Node]:
 def plans() -> dict[str, Plan]:
     made = {name: moe_plan(**options) for name, options in FORMS.items()}
     made |= {path.name: moec.compile(path) for path in EXAMPLES}
+    made |= {"images": image_plan(), "images, tp": image_plan(ranks=4, tp=2, ep=2)}
     made |= {"a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
     return made | {"sliced experts": sliced_plan(), "copied experts": sliced_plan(copied=True)}
 

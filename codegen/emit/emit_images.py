@@ -1,0 +1,54 @@
+"""Emits the ops of images."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+
+aten = torch.ops.aten
+END = 2**63 - 1
+"""The end of a slice that goes to the end of its dim."""
+
+
+def _patch_numbers(e: Emitter, op: Op) -> None:
+    """Counts one pixel of each patch: the graph holds no device."""
+    assert isinstance(op, o.PatchNumbers)
+    pixels = e.call(op, aten.select.int, *e.refs(op), 1, 0)
+    for dim in (1, 2):
+        pixels = e.call(op, aten.slice.Tensor, pixels, dim, 0, END, op.size)
+    ones = e.call(op, aten.ones_like.default, e.call(op, aten.flatten.using_ints, pixels, 1, 2), dtype=torch.int64)
+    e.result(op, aten.sub.Scalar, e.call(op, aten.cumsum.default, ones, 1), 1)
+
+
+def _patch_embed(e: Emitter, op: Op) -> None:
+    """One matrix product over the unfolded patches, each with its channels, then its rows."""
+    images, weight = e.refs(op)
+    size = e.shape(op.operands[1])[-1]
+    rows = e.call(op, aten.unfold.default, e.call(op, aten.type_as.default, images, weight), 2, size, size)
+    grid = e.call(op, aten.unfold.default, rows, 3, size, size)  # [batch, channels, row, column, size, size]
+    patches = e.call(op, aten.permute.default, grid, [0, 2, 3, 1, 4, 5])
+    for first, last in ((3, 5), (1, 2)):
+        patches = e.call(op, aten.flatten.using_ints, patches, first, last)
+    e.result(op, aten.linear.default, patches, e.call(op, aten.flatten.using_ints, weight, 1, 3))
+
+
+def _mean_tokens(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.MeanTokens)
+    e.result(op, aten.div.Scalar, e.call(op, aten.sum.dim_IntList, *e.refs(op), [1]), op.length)
+
+
+def _classify(e: Emitter, op: Op) -> None:
+    e.result(op, aten.linear.default, *e.refs(op))
+
+
+IMAGES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.Classify: _classify,
+    o.MeanTokens: _mean_tokens,
+    o.PatchEmbed: _patch_embed,
+    o.PatchNumbers: _patch_numbers,
+}

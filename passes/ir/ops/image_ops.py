@@ -1,0 +1,139 @@
+"""Ops of images: patches as tokens, the mean of an image's tokens, and the logits of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise, projection
+from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, settled
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchNumbers(Op):
+    """The number of each patch: images `[batch, channels, height, width]` → int64 `[batch, sequence]`, 0, 1, … by rows.
+
+    They count patches, and stand for ids where an op needs one number per token. No pixel is read.
+    """
+
+    mnemonic: ClassVar[str] = "patch_numbers"
+    takes: ClassVar[str] = "images"
+    gives: ClassVar[str] = "numbers"
+    constants: ClassVar[frozenset[str]] = frozenset({"images"})
+    size: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        _grid(self, operands[0], self.size)
+        return (Type(shape=(operands[0].shape[0], "sequence"), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        images = layout_of(operands[0]).only(Shard(0))
+        return Placing((images,), (images,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PatchEmbed(Op):
+    """Patches of `size` pixels squared, projected: images `[batch, channels, height, width]`, weight `[dim, channels,
+    size, size]` → `[batch, sequence, dim]`, by rows of the grid (Dosovitskiy et al. 2020, equation 1: E).
+
+    Pixels are rounded to the weight's dtype. Images get no gradient.
+    """
+
+    mnemonic: ClassVar[str] = "patch_embed"
+    takes: ClassVar[str] = "images weight"
+    gives: ClassVar[str] = "x"
+    constants: ClassVar[frozenset[str]] = frozenset({"images"})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        images, weight = operands
+        size = weight.shape[-1]
+        require(len(weight.shape) == 4 and weight.shape[2] == size, self, "wants a weight [dim, channels, size, size]")
+        assert isinstance(size, int)
+        _grid(self, images, size)
+        require(weight.shape[1] == images.shape[1], self, "wants as many channels in the weight as in images")
+        return (Type(shape=(images.shape[0], "sequence", weight.shape[0]), dtype=weight.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        images = layout_of(operands[0]).only(Shard(0))
+        return Placing((images, REPLICATED), (images,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        images, weight = operands
+        patches = workload.inner(results[0], "patches", workload.count(images), weight.dtype)
+        wide = Value(name="patches", shape=images.shape, dtype=weight.dtype, layout=images.layout)
+        return Cost(work=projection(wide, weight, weight.dtype, 3, workload), saved=(patches,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeanTokens(Op):
+    """The mean over the tokens of each sequence: `[batch, sequence, dim]` → `[batch, dim]`.
+
+    `length` is that of every whole sequence; a rank with a part of the sequence has a term of the mean.
+    """
+
+    mnemonic: ClassVar[str] = "mean_tokens"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "mean"
+    length: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        require(len(x.shape) == 3 and x.shape[1] == "sequence", self, "wants x [batch, sequence, dim]")
+        return (Type(shape=(x.shape[0], x.shape[2]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        x = settled(operands[0], meshes)
+        if any(placement not in (Shard(0), Shard(1)) for _, placement in x.placements):
+            raise LayoutError(f"mean_tokens has no rule for {x}")
+        mean = ((axis, Partial() if placement == Shard(1) else placement) for axis, placement in x.placements)
+        return Placing((x,), (Layout.of(mean),))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=2, backward=2)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classify(Op):
+    """Logits of classes: x `[batch, dim]`, weight `[classes, dim]`, bias `[classes]` → `[batch, classes]`.
+
+    Every rank with the images has whole x and all classes: a partial mean is reduced first.
+    """
+
+    mnemonic: ClassVar[str] = "classify"
+    takes: ClassVar[str] = "x weight bias"
+    gives: ClassVar[str] = "logits"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight, bias = operands
+        require(len(x.shape) == len(weight.shape) == 2, self, "wants vectors and a matrix")
+        fits = weight.shape[1] == x.shape[1] and bias.shape == weight.shape[:1]
+        require(fits and x.dtype == weight.dtype == bias.dtype, self, "wants a row and a bias for each class")
+        return (Type(shape=(x.shape[0], weight.shape[0]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = layout_of(operands[0]).only(Shard(0))
+        return Placing((whole, REPLICATED, REPLICATED), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, weight, _ = operands
+        return Cost(work=projection(x, weight, x.dtype, 1, workload), saved=workload.keep(x, weight))
+
+
+def _grid(op: Op, images: Value, size: int) -> None:
+    """Requires square images `[batch, channels, side, side]` that patches of `size` pixels divide."""
+    require(len(images.shape) == 4 and images.dtype != "int64", op, "wants images [batch, channels, height, width]")
+    height, width = images.shape[2:]
+    require(isinstance(height, int) and height == width and height % size == 0, op, "wants square images of patches")

@@ -1,0 +1,35 @@
+"""Lowers what a model of images has in place of ids: patches, and the logits of a class."""
+
+from __future__ import annotations
+
+from moec.grammar.spec import Classes, Model, Patches
+from moec.passes.ir import Init, Value
+from moec.passes.ir import ops as o
+from moec.passes.lower.block_builder import TABLE, Builder, normal
+
+
+def images_of(patches: Patches) -> Value:
+    """The input of `forward`: images in any floating dtype, fp32 in the Program."""
+    shape = ("batch", patches.channels, patches.image, patches.image)
+    return Value(name="images", shape=shape, dtype="fp32", role="images")
+
+
+def patch_numbers(b: Builder, patches: Patches) -> str:
+    """The number of each patch in its image, in place of ids."""
+    return b.one(o.PatchNumbers, "images", to="patches", span=patches.span(), size=patches.size)
+
+
+def patch_vectors(b: Builder, model: Model, patches: Patches) -> str:
+    """The projected patches `[batch, sequence, dim]`."""
+    shape = (model.dim, patches.channels, patches.size, patches.size)
+    weight = b.parameter("embedding.weight", shape, model.dtype, normal(), patches.span(), matrices=TABLE)
+    return b.one(o.PatchEmbed, "images", weight, to="x", span=patches.span())
+
+
+def class_logits(b: Builder, model: Model, head: Classes, h: str, length: int) -> str:
+    """Logits `[batch, classes]` of the mean of the normed patches h."""
+    span = head.span()
+    mean = b.one(o.MeanTokens, h, to="mean", span=span, length=length)
+    weight = b.parameter("head.weight", (head.count, model.dim), model.dtype, normal(), span, matrices=TABLE)
+    bias = b.parameter("head.bias", (head.count,), model.dtype, Init(kind="zeros"), span)
+    return b.one(o.Classify, mean, weight, bias, to="logits", span=span)

@@ -1,0 +1,71 @@
+"""A model of images against a handwritten ViT with a mixture: logits, loss and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from images import CHANNELS, CLASSES, IMAGE, PATCH, image_spec
+from oracles.plain_parts import (
+    TIGHT,
+    attention,
+    gelu_ffn,
+    of_layer,
+    require_gradients,
+    rms_norm,
+    spread,
+    swiglu_mixture,
+)
+from torch import Tensor
+
+from moec.runtime.job.reference import reference
+
+SIDE = IMAGE // PATCH
+BATCH = 6
+
+
+def vit(p: dict[str, Tensor], images: Tensor) -> Tensor:
+    """Logits: a convolution whose kernel and stride are a patch, positions, two layers, the mean, a linear map."""
+    x = F.conv2d(images, p["embedding.weight"], stride=PATCH)  # [batch, dim, row, column]
+    x = x.permute(0, 2, 3, 1).reshape(len(images), SIDE * SIDE, -1)
+    if "positions.weight" in p:
+        x = x + p["positions.weight"]
+    for number in range(2):
+        of = of_layer(p, number)
+        x = x + attention(of, rms_norm(x, of["attention_norm.weight"]), causal=False)
+        h = rms_norm(x, of["ffn_norm.weight"])
+        x = x + (gelu_ffn(of, h) if number == 0 else swiglu_mixture(of, h, 2))
+    return rms_norm(x, p["norm.weight"]).mean(1) @ p["head.weight"].T + p["head.bias"]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(BATCH, CHANNELS, IMAGE, IMAGE, generator=generator, dtype=torch.float64)
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    labels[1] = -100
+    return images, labels
+
+
+@pytest.mark.parametrize("positions", ["", ", positions = none"])
+def test_the_reference_equals_the_handwritten_model(positions: str) -> None:
+    ours = reference(image_spec(patches=positions, balance="[]"), dtype=torch.float64)
+    p = spread(ours)
+    images, labels = batch()
+    output, logits = ours(images, labels), vit(p, images)
+    torch.testing.assert_close(output.logits, logits, **TIGHT)
+    loss = F.cross_entropy(logits, labels, ignore_index=-100)
+    torch.testing.assert_close(output.loss, loss, **TIGHT)
+    output.loss.backward()
+    loss.backward()
+    require_gradients(ours, p)
+
+
+def test_the_balance_term_is_a_mean_over_patches() -> None:
+    """With equal probabilities of all experts the term is 1, whatever they choose, times its weight."""
+    ours = reference(image_spec(balance="[switch_loss(0.25)]"), dtype=torch.float64)
+    with torch.no_grad():
+        ours.get_parameter("layers.1.moe.gate.weight").zero_()
+    images, labels = batch()
+    output = ours(images, labels)
+    torch.testing.assert_close(output.aux_loss, torch.tensor(0.25, dtype=torch.float64), **TIGHT)
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits, labels, ignore_index=-100) + 0.25, **TIGHT)

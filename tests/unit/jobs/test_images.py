@@ -1,0 +1,222 @@
+"""Models of images in a job of one process: steps, counts of patches, and batches that are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from faults import bypass, change_op
+from images import CHANNELS, CLASSES, IMAGE, PATCH, image_plan, image_spec, image_text
+from torch import Tensor
+
+import moec
+from moec.grammar import load_text
+from moec.passes.cost.totals import activation_bytes, costs_of
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import ops as o
+from moec.runtime.errors import JobError
+from moec.runtime.job.reference import reference, reference_program
+from moec.runtime.verify.verification import verify
+
+BATCH = 8
+PATCHES = (IMAGE // PATCH) ** 2
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    labels[:3] = -100
+    return torch.randn(BATCH, CHANNELS, IMAGE, IMAGE, generator=generator), labels
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def test_every_way_to_cut_a_batch_gives_one_gradient() -> None:
+    """Also in a loss of one's own, and in one of log-probabilities; `-100` falls unevenly on the parts."""
+    images, labels = batch()
+    with moec.launch(image_plan(), device="cpu") as job:
+        model = job.build()
+        loss = job.step(model, images, labels)
+        whole = gradients(model)
+
+        def own(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+            return (F.cross_entropy(logits, labels, reduction="none", ignore_index=-100) * weights).sum()
+
+        weights = {"weights": torch.ones(BATCH)}
+        ways = {
+            "micro-batches": lambda: job.step(model, images, labels, microbatches=3),
+            "a loss": lambda: job.step(model, images, labels, loss=own, inputs=weights, count=valid, microbatches=2),
+            "log-probabilities": lambda: job.step(model, images, labels, logprob_loss=lambda p, _: -p.sum()),
+        }
+        for name, step in ways.items():
+            torch.testing.assert_close(step(), loss, rtol=1e-5, atol=1e-6, msg=name)
+            require_close(gradients(model), whole, name)
+        with job.accumulate(model, *labels.split(4)):
+            for some, of in zip(images.split(4), labels.split(4), strict=True):
+                model(some, of).loss.backward()
+        require_close(gradients(model), whole, "accumulate")
+        assert job.tokens == 5 * BATCH * PATCHES
+
+
+def valid(labels: Tensor, weights: Tensor) -> int:
+    return int((labels != -100).sum())
+
+
+def require_close(found: dict[str, Tensor], expected: dict[str, Tensor], way: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(
+            found[name], gradient, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{way}, {n}: {m}"
+        )
+
+
+def test_random_numbers_follow_the_image_and_not_the_micro_batch() -> None:
+    images, labels = batch()
+    with moec.launch(image_plan(gate="topk(2, jitter = 0.5)"), device="cpu") as job:
+        model = job.build()
+        model.set(seed=3, step=5)
+        job.step(model, images, labels)
+        whole = gradients(model)
+        model.set(step=5)
+        job.step(model, images, labels, microbatches=2)
+        require_close(gradients(model), whole, "micro-batches")
+        with pytest.raises(JobError) as error, job.accumulate(model, labels.view(2, 4)):
+            pass
+        assert error.value.diagnostics[0].help == "pass the labels of each micro-batch by themselves, `[batch]`"
+
+
+def test_metrics_count_patches(tmp_path: Path) -> None:
+    images, labels = batch()
+    with (
+        moec.launch(image_plan(beside="capacity = factor(0.5)"), device="cpu") as job,
+        job.metrics(tmp_path / "run.jsonl") as metrics,
+    ):
+        model, optimizer = (model := job.build()), job.optimizer(model)
+        for _ in range(2):
+            metrics.step(model, job.step(model, images, labels), optimizer=optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    records = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert [record["tokens"] for record in records] == [BATCH * PATCHES, 2 * BATCH * PATCHES]
+    assert all(0 < record["drop_rate"]["1"] < 1 for record in records)
+
+
+def test_a_model_in_bf16_takes_images_of_any_floating_dtype() -> None:
+    images, labels = batch()
+    model = reference(image_spec(dtype="bf16"))
+    logits = [model(images.to(dtype), labels).logits for dtype in (torch.float32, torch.float64, torch.bfloat16)]
+    assert all(each.dtype == torch.bfloat16 and each.shape == (BATCH, CLASSES) for each in logits)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])  # pixels are rounded first in any case
+
+
+def test_a_checkpoint_is_resumed(tmp_path: Path) -> None:
+    images, labels = batch()
+    with moec.launch(image_plan(), device="cpu") as job:
+        model = job.build()
+        optimizer = job.optimizer(model)
+        job.step(model, images, labels)
+        optimizer.step()
+        job.save(tmp_path / "saved", model, optimizer)
+        expected = model.eval()(images).logits
+    with moec.launch(image_plan(), device="cpu") as job:
+        model = job.build(seed=7)
+        assert not torch.equal(model.eval()(images).logits, expected)
+        job.load(tmp_path / "saved", model)
+        assert torch.equal(model.eval()(images).logits, expected)
+
+
+IMAGES, LABELS = batch()
+WRONG = {
+    "integers": (IMAGES.long(), LABELS, "images are torch.int64, and must be of a floating dtype"),
+    "one channel less": (IMAGES[:, 1:], LABELS, r"images have shape \[8, 1, 8, 8\], and must be \[batch, 2, 8, 8\]"),
+    "another size": (IMAGES[:, :, 1:], LABELS, r"images have shape \[8, 2, 7, 8\]"),
+    "no batch": (IMAGES[0], LABELS, r"images have shape \[2, 8, 8\]"),
+    "an array": (IMAGES.numpy(), LABELS, "images are of class ndarray"),
+    "labels of tokens": (IMAGES, LABELS[:, None], r"labels have shape \[8, 1\], and must be \[batch\]"),
+    "too few labels": (IMAGES, LABELS[1:], r"labels have shape \[7\], and must be \[batch\], one for each of 8 images"),
+    "labels of floats": (IMAGES, LABELS.float(), "labels are torch.float32"),
+    "a class too large": (IMAGES, torch.full_like(LABELS, 5), "labels contain the class 5, and classes are 0 to 4"),
+    "a class below 0": (IMAGES, torch.full_like(LABELS, -1), r"labels contain the class -1.*ignored are -100\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_batch_is_refused_before_anything_is_computed(name: str) -> None:
+    images, labels, words = WRONG[name]
+    model = reference(image_spec())
+    with pytest.raises(JobError, match=f"MOE0702.*{words}"):
+        model(images, labels)
+
+
+def test_words_of_ids_are_unknown_to_patches() -> None:
+    for word in ("padding = 0", "separator = 0", "tied = true"):
+        found = load_text(image_text(patches=f", {word}")).diagnostics
+        assert [each.code for each in found] == ["MOE0201"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ("dim = 16;", "dim = 16; vocab = 32;", "MOE0367"),
+        ("head = classes(5)", "", "MOE0367"),
+        ("topk(2, normalize = true)", "hash(2)", "MOE0367"),
+        ("size = 2", "size = 3", "MOE0366"),
+        ("dim = 16;", "dim = 16; context = 17;", "MOE0368"),
+        ("batch = 8;", "batch = 8; sequence = 15;", "MOE0368"),
+    ],
+)
+def test_words_that_contradict_images_are_refused(old: str, new: str, code: str) -> None:
+    text = image_text(balance="[]")
+    assert old in text
+    assert [each.code for each in load_text(text.replace(old, new)).diagnostics] == [code]
+
+
+def test_tokens_have_no_classes() -> None:
+    patches, tokens = "embedding = patches(image = 8, size = 2, channels = 2)", "vocab = 8"
+    text = image_text().replace(patches, tokens).replace("batch = 8;", "batch = 8; sequence = 8;")
+    assert [each.code for each in load_text(text).diagnostics] == ["MOE0367"]
+
+
+def test_a_length_that_says_what_the_grid_says_is_allowed() -> None:
+    text = (
+        image_text().replace("batch = 8;", "batch = 8; sequence = 16;").replace("dim = 16;", "dim = 16; context = 16;")
+    )
+    assert load_text(text).unwrap().sequence == PATCHES
+
+
+def test_a_faulty_plan_is_found() -> None:
+    plan = image_plan(ranks=4, tp=2, ep=2)
+    forward = plan.program.block("forward").ops
+    (reduced,) = (op.results[0].name for op in forward if isinstance(op, o.AllReduce) and "mean" in op.operands[0])
+    assert not verify(bypass(plan, "forward", reduced), float32=False).ok
+    assert not verify(change_op(plan, "forward", "mean", length=PATCHES - 1), float32=False).ok
+
+
+@pytest.mark.parametrize("options", [{}, {"model": "norm = layer_norm()"}, {"patches": ", positions = none"}], ids=str)
+def test_the_reference_keeps_what_its_ops_say(options: dict[str, str]) -> None:
+    spec = image_spec(**options, batch=32)
+    model, program = reference(spec, seed=0), reference_program(spec)
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(32, CHANNELS, IMAGE, IMAGE, generator=generator)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = model(images, torch.randint(CLASSES, (32,), generator=generator))
+    assert output.loss.requires_grad
+    said = activation_bytes(program, costs_of(program, Workload.of(spec, program)))
+    assert said == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=2e-3)
