@@ -145,10 +145,10 @@ def _has_shape(value: Value, shape: tuple[Dim, ...]) -> bool:
 
 def _require_forward(forward: Block) -> None:
     beside = [value.role for value in forward.inputs[1:]]
-    wanted: tuple[Role, ...] = () if forward.input("residual") is not None else BESIDE_TOKENS
+    allowed: tuple[Role, ...] = () if forward.input("residual") is not None else BESIDE_TOKENS
     if forward.input("images") is not None:
-        wanted = ("sequences",)
-    known = [role for role in wanted if role in beside]
+        allowed = ("sequences",)
+    known = [role for role in allowed if role in beside]
     _require(bool(forward.inputs) and beside == known, f"forward takes {_listed(beside)} beside tokens, images or x")
     _require(bool(forward.outputs), "forward gives nothing")
     taken, (first, *others) = forward.inputs[0].role, forward.outputs
