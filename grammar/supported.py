@@ -49,9 +49,8 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     for layer in () if spec.has_model else spec.layers:
         gate = layer.moe.gate
         if needed := gate.inputs():
-            always = gate.draws or "tokens" in needed
-            what = f"`{gate.word}`" if always else "`jitter`"
-            span = gate.span() if always else gate.span("jitter")
+            drawn = () if gate.draws or "tokens" in needed else gate.random()
+            what, span = f"`{drawn[0] if drawn else gate.word}`", gate.span(drawn[0] if drawn else "")
             help = "a layer is given vectors, without ids or numbers of tokens; use this gate in a `model`"
             yield _refused(span, f"{what} in the file of one `layer`", help)
         if layer.moe.order == "random":

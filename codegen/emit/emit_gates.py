@@ -37,6 +37,12 @@ def _hash_route(e: Emitter, op: Op) -> None:
     e.several(op, weights, chosen)
 
 
+def _add_noise(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.AddNoise)
+    logits, noise = e.refs(op)
+    e.result(op, aten.add.Tensor, logits, noise, alpha=op.std)
+
+
 def _xor_shifted(e: Emitter, op: Op, x: fx.Node, bits: int) -> fx.Node:
     shifted = e.call(op, aten.bitwise_right_shift.Tensor_Scalar, x, bits)
     return e.call(op, aten.bitwise_xor.Tensor, x, e.call(op, aten.bitwise_and.Scalar, shifted, (_WORD >> bits) - 1))
@@ -57,6 +63,7 @@ def _chosen_weights(e: Emitter, op: Op) -> None:
 
 
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.AddNoise: _add_noise,
     o.ChosenWeights: _chosen_weights,
     g.HashRoute: _hash_route,
 }

@@ -39,7 +39,7 @@ def _add_noise(e: Emitter, op: Op) -> None:
 
 
 RANDOM_GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
-    o.AddNoise: _add_noise,
+    o.AddLearnedNoise: _add_noise,
     o.SecondAtRandom: _second_at_random,
     o.Uniform: _uniform,
 }

@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
-from moec.grammar.spec.base import Doc, Node, NotYet, Portion, PositiveInt, Ratio, at_least, at_most, more_than
+from moec.grammar.spec.base import Doc, Node, Portion, PositiveInt, Ratio, at_least, at_most, more_than
 from moec.grammar.units import LARGEST_WHOLE
 
 Weight = Annotated[float, at_least(0)]
@@ -40,7 +40,11 @@ class _Gate(Node):
 
     def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
         """What it needs beside the vectors of the tokens: `takes`, and keys of tokens where it draws random numbers."""
-        return (*self.takes, "keys") if self.draws or bool(getattr(self, "jitter", 0)) else self.takes
+        return (*self.takes, "keys") if self.draws or self.random() else self.takes
+
+    def random(self) -> tuple[str, ...]:
+        """The fields that ask for random numbers."""
+        return tuple(name for name in ("jitter", "noise") if getattr(self, name, 0))
 
 
 _JITTER = "in training each element of the router's input is multiplied by a random number in 1 ± this (Switch, 2.2)"
@@ -75,7 +79,7 @@ class TopK(_Gate):
         Doc("what groups are ranked by: their two best experts (DeepSeek-V3) or their best (V2), biases included"),
     ] = "top2_sum"
     jitter: Annotated[Portion, Doc(_JITTER)] = 0.0
-    noise: Annotated[Weight, NotYet(), Doc("standard deviation of noise on the logits in training")] = 0.0
+    noise: Annotated[Weight, Doc("standard deviation of Gaussian noise that is added to the logits in training")] = 0.0
 
 
 class Switch(_Gate):

@@ -160,8 +160,8 @@ def _require_forward(forward: Block) -> None:
         y, x = forward.output_values()[0], forward.inputs[0]
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
     of_model = ("balance", "routes")
-    allowed = all(output.role in (of_model if output.layer is None else ("counts",)) for output in others)
-    _require(allowed and first.layer is None, "forward gives more than its result, balance, routes and layers' counts")
+    fits = all(output.role in (of_model if output.layer is None else ("counts",)) for output in others)
+    _require(fits and first.layer is None, "forward gives more than its result, balance, routes and layers' counts")
     taken_routes, given_routes = forward.input("routes"), forward.output("routes")
     shapes = [None if value is None else value.shape for value in (taken_routes, given_routes)]
     _require(shapes[0] == shapes[1], "forward does not give routes as it takes them")

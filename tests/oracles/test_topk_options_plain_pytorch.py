@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -61,3 +62,54 @@ def test_the_router_of_gpt_oss_has_a_bias_and_its_weights_are_normalised_once() 
     logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0]]])
     weights = ops.route(logits, None, 2, "softmax", "after", False)[1]
     torch.testing.assert_close(weights, torch.tensor([[[3.0, 2.0]]]).softmax(-1))
+
+
+# ---- noise -----------------------------------------------------------------------------------------------
+
+STD, SEED, STEP = 0.8, 2**61 + 12_345, 2**33 + 7
+
+
+def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
+    """Philox4x32-10 (Salmon et al. 2011, figure 2 and table 2)."""
+    (c0, c1, c2, c3), (k0, k1) = counter, key
+    for _ in range(10):
+        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second % 2**32, (first >> 32) ^ c3 ^ k1, first % 2**32
+        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
+    return [c0, c1, c2, c3]
+
+
+def noise(batch: int, sequence: int, experts: int, layer: int) -> torch.Tensor:
+    """Box and Muller's numbers for each logit: `[batch, sequence, experts]`."""
+
+    def of_token(number: int, place: int) -> list[float]:
+        key = philox((place, number, STEP % 2**32, STEP >> 32), (SEED % 2**32, SEED >> 32))[:2]
+        found: list[float] = []
+        for group in range(-(-experts // 4)):
+            u = [((word >> 8) + 1) / 2**24 for word in philox((group, layer, 1, 0), (key[0], key[1]))]
+            for one, two in ((u[0], u[1]), (u[2], u[3])):
+                radius = math.sqrt(-2 * math.log(one))
+                found += [radius * math.cos(2 * math.pi * two), radius * math.sin(2 * math.pi * two)]
+        return found[:experts]
+
+    return torch.tensor([[of_token(n, i) for i in range(sequence)] for n in range(batch)], dtype=torch.float64)
+
+
+class NoisyMoe(OptionedMoe):
+    """Logits have noise in training."""
+
+    number: int
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        clean = super().logits(x)
+        return clean + STD * noise(*clean.shape, self.number) if self.training else clean
+
+
+@pytest.mark.parametrize("gate", ["topk(2, noise = 0.8)", "topk(3, score = sigmoid, normalize = true, noise = 0.8)"])
+@pytest.mark.parametrize("training", [True, False])
+def test_noise_is_drawn_by_token_in_training_alone(training: bool, gate: str) -> None:
+    ours, plain = pair(small_spec(LAYERS.format(experts=6, gate=gate)), NoisyMoe)
+    for number, layer in enumerate(plain.layers):
+        layer.moe.number = number
+    ours.set(seed=SEED, step=STEP)
+    require_equal(ours.train(training), plain.train(training))

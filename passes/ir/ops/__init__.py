@@ -29,8 +29,8 @@ from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTok
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
 from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepFirst, RandomOrder, Reroute
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
-from moec.passes.ir.ops.random_gate_ops import AddNoise, SecondAtRandom, Uniform
-from moec.passes.ir.ops.random_ops import Jitter, NormalNoise, TokenKeys
+from moec.passes.ir.ops.random_gate_ops import AddLearnedNoise, SecondAtRandom, Uniform
+from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKeys
 from moec.passes.ir.ops.replay_ops import Replay, StackRoutes, TakeRoutes, WholeSequences
 from moec.passes.ir.ops.segment_ops import Segments
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
@@ -40,6 +40,7 @@ __all__ = [
     "Activation",
     "Add",
     "AddBias",
+    "AddLearnedNoise",
     "AddNoise",
     "AllGather",
     "AllGatherAlike",

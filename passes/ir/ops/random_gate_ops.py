@@ -85,11 +85,11 @@ class SecondAtRandom(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AddNoise(Op):
+class AddLearnedNoise(Op):
     """`clean + noise · softplus(spread)`: H of Shazeer et al. 2017 (arXiv 1701.06538, eq. 4), all
     `[batch, sequence, experts]`; also the standard deviation softplus(spread). No gradient flows to the noise."""
 
-    mnemonic: ClassVar[str] = "add_noise"
+    mnemonic: ClassVar[str] = "add_learned_noise"
     takes: ClassVar[str] = "clean spread noise"
     gives: ClassVar[str] = "noisy deviation"
     constants: ClassVar[frozenset[str]] = frozenset({"noise"})

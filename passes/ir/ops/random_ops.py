@@ -14,7 +14,7 @@ from pydantic import Field
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Stream
+from moec.passes.ir.attribute_types import Positive, Stream
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -83,6 +83,26 @@ class Jitter(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, keeps=workload.keep(operands[1]))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AddNoise(Op):
+    """`logits + std · noise`: `[batch, sequence, experts]` both → the same shape. The noise gets no gradient."""
+
+    mnemonic: ClassVar[str] = "add_noise"
+    takes: ClassVar[str] = "logits noise"
+    gives: ClassVar[str] = "noisy"
+    constants: ClassVar[frozenset[str]] = frozenset({"noise"})
+    std: Positive
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, noise = operands
+        require((logits.shape, logits.dtype) == (noise.shape, noise.dtype), self, "wants noise for each logit")
+        return (Type(shape=logits.shape, dtype=logits.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 2, meshes)
 
 
 @register

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import NoisyTopK
 from moec.passes.ir import TRAINING
-from moec.passes.ir.ops import AddNoise, NormalNoise
+from moec.passes.ir.ops import AddLearnedNoise, NormalNoise
 from moec.passes.ir.ops import gate_ops as g
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import Gated, Given
@@ -18,7 +18,7 @@ def noisy_topk(b: Builder, gate: Node, given: Given) -> Gated:
     clean = given.router(b, span, to="clean")
     spread = given.router(b, span, name="noise.", to="spread")
     noise = b.one(NormalNoise, clean, given.beside["keys"], b.setting(TRAINING), to="noise", span=span, stream=1)
-    logits, deviation = b.add(AddNoise, clean, spread, noise, to="logits deviation", span=span)
+    logits, deviation = b.add(AddLearnedNoise, clean, spread, noise, to="logits deviation", span=span)
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, k=gate.k, score="softmax", order="after", normalize=False
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import BatchPriority, Online, Switch, TopK
 from moec.passes.ir import TRAINING
-from moec.passes.ir.ops import Jitter
+from moec.passes.ir.ops import AddNoise, Jitter, NormalNoise
 from moec.passes.ir.ops import gate_ops as g
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import BIAS, Gated, Given
@@ -18,6 +18,8 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
         training, line = b.setting(TRAINING), gate.span("jitter") or span
         h = b.one(Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=0)
     logits = given.router(b, span, h, biased=gate.bias == "learned")
+    if gate.noise:
+        logits = _with_noise(b, gate, given, logits)
     online = isinstance(gate.bias, Online)
     beside = {"bias": b.state(BIAS, (given.experts,), gate.span("bias"))} if online else {}
     limited = {} if gate.keep_groups in (None, gate.groups) else _groups(gate)
@@ -26,6 +28,13 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
         k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale, **limited,
     )  # fmt: skip
     return Gated(w=w, e=e, logits=logits, p=p)
+
+
+def _with_noise(b: Builder, gate: TopK, given: Given, logits: str) -> str:
+    """Logits with noise in training; balance terms are over these, too."""
+    training, line = b.setting(TRAINING), gate.span("noise") or gate.span()
+    noise = b.one(NormalNoise, logits, given.beside["keys"], training, to="noise", span=line, stream=1)
+    return b.one(AddNoise, logits, noise, to="logits", span=line, std=gate.noise)
 
 
 def _groups(gate: TopK) -> dict[str, object]:

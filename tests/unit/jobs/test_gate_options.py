@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from faults import change_op, change_sums
-from models import moe_plan
+from models import layer_plan, moe_plan
 
+from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
@@ -45,3 +46,23 @@ def test_a_gradient_of_a_learned_bias_that_is_not_summed_over_tp_is_found() -> N
     plan = moe_plan(ep=2, tp=2, gate="topk(2, order = after, bias = learned)")
     assert verify(plan, float32=False).ok
     assert not verify(change_sums(plan, "moe.gate.bias", ("dp",)), float32=False).ok
+
+
+NOISE = "topk(2, noise = 0.5)"
+WRONG_NOISE: dict[str, tuple[str, dict[str, Any]]] = {
+    "another stream": ("normal_noise", {"stream": 0}),
+    "more noise": ("add_noise", {"std": 0.51}),
+}
+
+
+@pytest.mark.parametrize("fault", WRONG_NOISE)
+def test_wrong_noise_is_found(fault: str) -> None:
+    mnemonic, changes = WRONG_NOISE[fault]
+    plan = moe_plan(ep=2, tp=2, gate=NOISE)
+    (op,) = (op for op in plan.program.block(BODY).ops if op.mnemonic == mnemonic)
+    assert not verify(change_op(plan, BODY, op.results[0].name, **changes), float32=False).ok
+
+
+def test_noise_in_the_file_of_one_layer_is_refused() -> None:
+    with pytest.raises(DiagnosticError, match=r"MOE0202.*`noise` in the file of one `layer`"):
+        layer_plan(gate=NOISE)

@@ -25,7 +25,7 @@ GROUPS = {
     "batch": {"ep": 2, "tp": 2, "beside": "capacity = factor(0.75); group = batch"},
     "rank": {"ep": 4, "beside": "capacity = factor(0.75); group = rank"},
     "batch, jitter": {
-        "ep": 2, "gate": "topk(2, jitter = 0.2)", "beside": "capacity = dynamic(max = 0.8); group = batch"
+        "ep": 2, "gate": "topk(2, jitter = 0.2, noise = 0.5)", "beside": "capacity = dynamic(max = 0.8); group = batch"
     },
     "states": {"ep": 4, "tp": 2, "gate": "topk(2, bias = online(0.01))", "model": "embedding = tokens(padding = 3)"},
 }  # fmt: skip

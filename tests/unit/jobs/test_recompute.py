@@ -30,6 +30,7 @@ FILES: dict[str, dict[str, Any]] = {
     "capacity of a micro-batch": {"beside": "capacity = factor(0.75); group = batch"},
     "dynamic capacity, shared expert": {"beside": "capacity = dynamic(max = 1.1); shared = swiglu(8)"},
     "jitter": {"gate": "topk(2, jitter = 0.2)"},
+    "noise": {"gate": "topk(2, noise = 0.7)"},
     "states": {"gate": ONLINE, "model": "embedding = tokens(padding = 3)"},
     "experts by ids": {"gate": "hash(2)", "balance": "[]"},
 }
