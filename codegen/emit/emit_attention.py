@@ -13,19 +13,26 @@ from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
 aten = torch.ops.aten
+moec = torch.ops.moec
 
 
 def _attention(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.Attention)
     given = op.named(e.refs(op))
+    mask = _mask(e, op, given)
+    causal = op.causal and mask is None
+    if "sinks" in given:
+        width = e.value(op.operands[0]).shape[3]
+        assert isinstance(width, int)
+        how = (given["sinks"], mask, causal, op.scale or width**-0.5)
+        e.first_of(op, e.call(op, moec.sink_attention.default, given["q"], given["k"], given["v"], *how))
+        return
     q, k, v = (e.call(op, aten.transpose.int, given[name], 1, 2) for name in ("q", "k", "v"))
     heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
     # mask, dropout, causal
     attend = aten.scaled_dot_product_attention.default
-    mask = _mask(e, op, given)
-    fused_causal = op.causal and mask is None
     scale = {"scale": op.scale} if op.scale else {}
-    attended = e.call(op, attend, q, k, v, mask, 0.0, fused_causal, enable_gqa=heads != kv_heads, **scale)
+    attended = e.call(op, attend, q, k, v, mask, 0.0, causal, enable_gqa=heads != kv_heads, **scale)
     e.result(op, aten.transpose.int, attended, 1, 2)
 
 

@@ -7,7 +7,6 @@ from moec.grammar.spec.base import (
     Bound,
     Doc,
     Node,
-    NotYet,
     Positive,
     PositiveInt,
     at_least,
@@ -115,7 +114,7 @@ class _Attention(Node):
     window: Annotated[
         PositiveInt | None, Doc("each token sees this many, itself included; not `causal`, as many after it too")
     ] = None
-    sinks: Annotated[bool, NotYet(), Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
+    sinks: Annotated[bool, Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
     clip: Annotated[Positive | None, Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
     causal: Annotated[bool, Doc("whether a token sees only itself and those before it")] = True
     multiplier: Annotated[Positive | None, Doc("factor on scores; default 1 / sqrt(head_dim) (Granite)")] = None

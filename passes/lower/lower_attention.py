@@ -54,7 +54,11 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
         q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **turning)
         k = b.one(o.Rope, k, beside=of_texts, to="k", span=line, **turning)
     how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
-    a = b.one(o.Attention, q, k, v, beside=of_texts, to="attended", span=span, **how)
+    beside = dict(of_texts)
+    if attention.sinks:
+        line, zeros = attention.span("sinks"), Init(kind="zeros")
+        beside["sinks"] = b.parameter("attention.sinks", (heads,), model.dtype, zeros, line, {"tp": 0})
+    a = b.one(o.Attention, q, k, v, beside=beside, to="attended", span=span, **how)
     shape, init = (model.dim, heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
     y = b.one(o.Linear, a, out, to="o", span=span, contract=2)

@@ -33,4 +33,5 @@ from moec.runtime.ops.random_numbers import jitter, normal_noise, token_keys
 from moec.runtime.ops.recomputed_experts import expert_mlp_recomputed, mixture_mlp_recomputed
 from moec.runtime.ops.routing import route
 from moec.runtime.ops.rows import combine, permute
+from moec.runtime.ops.sink_attention import sink_attention
 from moec.runtime.ops.weighted_rows import permute_weights, sum_rows

@@ -54,7 +54,12 @@ WINDOWS = {
     "window of all": "gqa(heads = 4, kv_heads = 2, window = 13)",
     "window both ways": "gqa(heads = 4, kv_heads = 2, rope = rope(), window = 3, causal = false, multiplier = 0.9)",
 }
-KINDS = CAUSALITY | ROTARY | SCALED | SCORES | WINDOWS
+SINKS = {
+    "sinks": "mha(heads = 3, sinks = true)",
+    "sinks, window": "gqa(heads = 4, kv_heads = 2, rope = rope(), sinks = true, window = 4, bias = all)",
+    "sinks both ways": "gqa(heads = 4, kv_heads = 2, qk_norm = head, sinks = true, causal = false, multiplier = 0.8)",
+}
+KINDS = CAUSALITY | ROTARY | SCALED | SCORES | WINDOWS | SINKS
 EMBEDDINGS = {
     "plain": "tokens()",
     "packed": f"tokens(separator = {SEPARATOR}, positions = learned)",

@@ -42,6 +42,11 @@ KINDS = {
         "mha(heads = 4, window = 3)",
         "gqa(heads = 4, kv_heads = 2, rope = rope(), window = 2, causal = false, qk_norm = head)",
     ],
+    "sinks": [
+        "mha(heads = 4, sinks = true)",
+        "gqa(heads = 4, kv_heads = 2, rope = rope(), sinks = true, window = 3, qk_norm = projection)",
+        "gqa(heads = 4, kv_heads = 1, sinks = true, causal = false, multiplier = 0.5, bias = all)",
+    ],
 }
 """Attentions with 4 heads, by the word that they show."""
 

@@ -11,7 +11,7 @@ from pydantic import Field
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise, fused_attention
 from moec.passes.ir.attribute_types import Count, Positive
-from moec.passes.ir.layout import REPLICATED, Shard
+from moec.passes.ir.layout import REPLICATED, Layout, Shard
 from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
@@ -36,7 +36,14 @@ def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
         elif placement not in (Shard(0), Shard(2)):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
     of_tokens = layout.only(Shard(0))
-    return Placing(tuple(of_tokens if v.dtype == "int64" else layout for v in operands), (layout,))
+    of_heads = Layout.of((axis, Shard(0)) for axis, placement in layout.placements if placement == Shard(2))
+
+    def wanted(value: Value) -> Layout:
+        if value.dtype == "int64":
+            return of_tokens
+        return of_heads if len(value.shape) == 1 else layout
+
+    return Placing(tuple(map(wanted, operands)), (layout,))
 
 
 @register
@@ -117,18 +124,24 @@ class Attention(Op):
     attend to real tokens and padding to padding. With a `window`, 0 for none, it attends to tokens less than that far
     away (Beltagy et al. 2020, section 3.1, whose window has tokens on both sides). Scores are multiplied by `scale`, 0
     for 1 / sqrt(head_dim).
+
+    `sinks` `[heads]` are scores of one more key, whose value is zero, of each head (gpt-oss; Xiao et al. 2023, section
+    3.3, "SoftMax-off-by-One" with a learned one).
     """
 
     mnemonic: ClassVar[str] = "attention"
-    takes: ClassVar[str] = "q k v segments? real?"
+    takes: ClassVar[str] = "q k v segments? real? sinks?"
     gives: ClassVar[str] = "attended"
     causal: bool = True
     window: DimCount = 0
     scale: NonNegative = 0.0
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        q, k, v, *numbers = operands
-        _require_of_tokens(self, q, numbers)
+        q, k, v, *beside = operands
+        _require_of_tokens(self, q, [value for value in beside if value.dtype == "int64"])
+        sinks = [value for value in beside if value.dtype != "int64"]
+        fits = all(value.shape == q.shape[2:3] and value.dtype == q.dtype for value in sinks)
+        require(fits and len(sinks) == ("sinks" in self.optional), self, "wants a sink for each head")
         require(k.shape == v.shape and q.shape[:2] == k.shape[:2], self, "wants k like v, over the tokens of q")
         require(q.shape[3] == k.shape[3], self, "wants one head width")
         return (Type(shape=q.shape, dtype=q.dtype),)
@@ -137,15 +150,18 @@ class Attention(Op):
         return _by_heads(self, operands, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        q, k, v, *masking = operands
+        q, k, v, *beside = operands
         (attended,) = results
         batch, sequence, heads, _ = workload.shape(q)
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
         work = fused_attention(q, k, v, attended, workload, keys=self._keys(sequence))
         saved = (*workload.keep(q, k, v, attended), log_sums)
-        if masking or self.window:  # torch turns the mask into numbers of q's dtype
-            masks = batch if masking else 1
-            saved = (*saved, workload.inner(attended, "mask", masks * sequence * sequence, q.dtype))
+        masking = any(value.dtype == "int64" for value in beside)
+        if (
+            masking or self.window
+        ):  # torch turns the mask into numbers of q's dtype; `sink_attention` does not keep them
+            masks, dtype = batch if masking else 1, "bool" if "sinks" in self.optional else q.dtype
+            saved = (*saved, workload.inner(attended, "mask", masks * sequence * sequence, dtype))
         return Cost(work=work, saved=saved)
 
     def _keys(self, sequence: float) -> float:

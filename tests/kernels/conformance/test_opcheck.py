@@ -167,6 +167,15 @@ def elementwise(numbers: Numbers) -> Iterator[Call]:
         yield "gated_backward", (x[..., 0, :], x, activation)
 
 
+def attention(numbers: Numbers) -> Iterator[Call]:
+    q, (k, v), sinks = numbers.normal(2, 3, 4, 8), (numbers.normal(2, 3, 2, 8) for _ in range(2)), numbers.normal(4)
+    mask = numbers.whole(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])).bool()[None, None]
+    for how in ((None, True, 0.5), (mask, False, 0.5)):
+        yield "sink_attention", (*map(leaf, (q, k, v, sinks)), *how)
+        results = ops.sink_attention(q, k, v, sinks, *how)
+        yield "sink_attention_backward", (q, q, k, v, sinks, how[0], *results, *how[1:])
+
+
 def random_numbers(numbers: Numbers) -> Iterator[Call]:
     ids, zero, one = numbers.choices(2, 3, 6, 1)[..., 0], torch.tensor(0), torch.tensor(1)
     sequences = numbers.whole(torch.tensor([4, 5]))
@@ -235,6 +244,7 @@ TABLE = {
         mixture,
         other_experts,
         elementwise,
+        attention,
         random_numbers,
         embedding,
         norm,

@@ -70,6 +70,8 @@ MODELS = {
         "model": "embedding = tokens(separator = 3)",
         "dtype": "bf16",
     },
+    "sinks": {"attention": "gqa(heads = 4, kv_heads = 2, sinks = true)", "dtype": "bf16"},
+    "sinks, window": {"attention": "gqa(heads = 4, kv_heads = 2, sinks = true, window = 5)"},
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {
