@@ -205,8 +205,7 @@ class Dense(_Gate):
     """Every token goes to every expert, weighted by the softmax."""
 
     word = "dense"
-    source = "Jacobs et al. 1991"
-    implemented = False
+    source = "Jacobs et al. 1991, Adaptive Mixtures of Local Experts, eq. 1"
 
 
 class Soft(_Gate):

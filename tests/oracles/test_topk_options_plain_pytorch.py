@@ -9,6 +9,7 @@ import pytest
 import torch
 from oracles.optioned_moe import OptionedMoe, pair, require_equal
 from oracles.specs import small_spec
+from plain_moe import PlainMoe
 
 from moec.passes.ir.ops import Route
 from moec.passes.lower.lower_model import lower
@@ -62,6 +63,22 @@ def test_the_router_of_gpt_oss_has_a_bias_and_its_weights_are_normalised_once() 
     logits = torch.tensor([[[0.0, 3.0, 1.0, 2.0]]])
     weights = ops.route(logits, None, 2, "softmax", "after", False)[1]
     torch.testing.assert_close(weights, torch.tensor([[[3.0, 2.0]]]).softmax(-1))
+
+
+class DenseMoe(PlainMoe):
+    """Every token goes through every expert (Jacobs et al. 1991, eq. 1)."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = x @ self.gate.weight.T
+        p = logits.softmax(-1)
+        mixed = sum(p[..., [i]] * expert(x) for i, expert in enumerate(self.experts))
+        # Every expert gets 1 / E of the choices, so the switch loss is E · Σ P / E = 1.
+        return mixed, 0.3 * p.mean((0, 1)).sum() + 0.05 * logits.logsumexp(-1).square().mean()
+
+
+@pytest.mark.parametrize("experts", [1, 5])
+def test_dense_is_the_sum_of_all_experts(experts: int) -> None:
+    require_equal(*pair(small_spec(LAYERS.format(experts=experts, gate="dense")), DenseMoe))
 
 
 # ---- noise -----------------------------------------------------------------------------------------------

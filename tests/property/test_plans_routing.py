@@ -23,6 +23,7 @@ WORDS: dict[str, Sequence[str]] = {
     "groups": ["topk({k}, groups = 4, keep_groups = 2)", "topk({k}, groups = 4, keep_groups = 3, group_score = max)"],
     "learned bias": ["topk({k}, order = after, bias = learned)", "topk({k}, score = sigmoid, bias = learned)"],
     "noise": ["topk({k}, noise = 0.5)", "topk({k}, score = sigmoid, noise = 2, jitter = 0.2, scale = 2)"],
+    "dense": ["dense"],
 }
 """Gates by the word that they show."""
 UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]

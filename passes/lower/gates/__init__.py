@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 
 from moec.grammar.spec import Subject
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import Base, BatchPriority, ExpertChoice, GShard, Hash, NoisyTopK, Switch, TopK
+from moec.grammar.spec.gates import Base, BatchPriority, Dense, ExpertChoice, GShard, Hash, NoisyTopK, Switch, TopK
 from moec.passes.ir import Role
 from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates.dense_gate import dense
 from moec.passes.lower.gates.gated import BIAS, Gated, Given
 from moec.passes.lower.gates.group_gates import base, expert_choice
 from moec.passes.lower.gates.gshard_gate import gshard
@@ -32,6 +33,7 @@ _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
     Base: base,
     BatchPriority: batch_priority,
     ExpertChoice: expert_choice,
+    Dense: dense,
     Hash: hash_gate,
     NoisyTopK: noisy_topk,
     Switch: switch,

@@ -45,6 +45,7 @@ def refused(**given: str) -> list[Diagnostic]:
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, noise = 0.1) }"}, "`noise`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = learned) }"}, "`bias = learned`", "none, online"),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"}, "`gshard`", "hash, switch, topk"),
+        ({"ffn": "moe { experts = 4 * gelu(8); gate = gshard }"}, "`gshard`", "dense, hash, switch, topk"),
         ({"ffn": MOE.format("capacity = factor(1.25); overflow = pad")}, "`overflow = pad`", "drop"),
         ({"ffn": MOE.format("shared = lora(8)")}, "`lora`", "geglu, gelu, relu, relu2, silu, swiglu"),
         (
