@@ -18,9 +18,10 @@ from moec.codegen.emit.emit_loss import LOSS
 from moec.codegen.emit.emit_mixtures import MIXTURES
 from moec.codegen.emit.emit_random_gates import RANDOM_GATES
 from moec.codegen.emit.emit_replay import REPLAY
+from moec.codegen.emit.emit_sampling import SAMPLING
 from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
-from moec.codegen.emit.emitter import Emitter, site_of
+from moec.codegen.emit.emitter import Emitter, info_of, site_of, target_name
 from moec.codegen.emit.operators import emit_operator
 from moec.codegen.emit.recompute import RecomputedLayer
 from moec.passes.ir import Block, Op, Output, Program, State
@@ -33,6 +34,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **IMAGES,
     **GATES,
     **RANDOM_GATES,
+    **SAMPLING,
     **MIXTURES,
     **TOKENS,
     **STATES,
@@ -49,7 +51,7 @@ class Function:
     """A block as a function of inputs, settings, states and weights, in the order of their names; it returns `results`.
 
     `module` is its graph, or a `RecomputedLayer` around it. `users` are the first ops that use each weight, `routers`
-    the ops that choose experts by scores.
+    the ops that choose experts by scores, as often as they call `moec::route`, which notes tokens without scores.
     """
 
     module: nn.Module
@@ -86,7 +88,7 @@ def emit_function(
         tuple(p.name for p in found.parameters),
         found.outputs,
         weight_users(found),
-        tuple(op for op in found.ops if op.scores),
+        _routers(found, graph),
     )
 
 
@@ -101,6 +103,11 @@ def emit_graph(
         else:
             EMISSIONS[type(op)](emitter, op)
     return emitter.finish()
+
+
+def _routers(block: Block, graph: fx.Graph) -> tuple[Op, ...]:
+    calls = [info_of(node).op for node in graph.nodes if target_name(node) == "moec.route.default"]
+    return tuple(op for op in block.ops if op.scores for _ in range(max(1, sum(call is op for call in calls))))
 
 
 def weight_users(block: Block) -> dict[str, Op]:

@@ -112,14 +112,14 @@ class NoisyTopK(_Gate):
 
 
 class SparseMixer(_Gate):
-    """Top-k whose choice has a gradient, by an estimate of second order."""
+    """Experts near the best are sampled in training, one after another; weights carry the gradient of that choice."""
 
     word = "sparsemixer"
-    source = "Liu et al. 2023, arXiv 2310.00811; Phi-3.5-MoE"
-    implemented = False
+    source = "Liu et al. 2023, arXiv 2310.00811; GRIN, arXiv 2409.12136 (Phi-3.5-MoE)"
+    draws = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")] = 2
-    jitter: Annotated[Portion, Doc("logits within this part of the best are not masked")] = 0.01
+    jitter: Annotated[Portion, Doc("logits less than the best by at most twice this part of it are candidates")] = 0.01
 
 
 class ExpertChoice(_Gate):

@@ -96,8 +96,8 @@ class Op(ABC):
     numbered: ClassVar[bool] = False
     """Whether the torch operator takes the layer's number, after its operands."""
     scores: ClassVar[str] = ""
-    """The operand by which the op chooses experts; its results `weights` and `experts` follow from it. Empty for other
-    ops."""
+    """The operand by which the op chooses experts; its result `experts` follows from it, and so does `weights`, if it
+    has one. Empty for other ops."""
     chooses: ClassVar[str] = ""
     """Names of int64 results that depend on an order of scores, beside those of `scores`: recomputation keeps them, and
     `moec verify` repeats them in other dtypes."""

@@ -48,7 +48,7 @@ class Routes:
         named = dict(zip(op.gives.split(), op.results, strict=True))
         if value is named["experts"]:
             self.experts[path] = results = results if self._given is None else list(self._given[path])
-        elif value is named["weights"] and self._given is not None:
+        elif value is named.get("weights") and value is not None and self._given is not None:
             pairs = zip(self.scores[path], self._given[path], strict=True)
             results = [WEIGHTS[type(op)](op, of_rank, experts) for of_rank, experts in pairs]
         return results

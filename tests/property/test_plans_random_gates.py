@@ -18,6 +18,7 @@ USUAL = ["[switch_loss(0.1), z_loss(0.01)]", "[]"]
 WORDS: dict[str, dict[str, Any]] = {
     "gshard": {"gates": ["gshard"], "balances": USUAL, "least_experts": 2},
     "noisy_topk": {"gates": ["noisy_topk({k})"], "balances": USUAL},
+    "sparsemixer": {"gates": ["sparsemixer({k}, jitter = 0.3)", "sparsemixer({k}, jitter = 0.9)"], "balances": USUAL},
     "gshard_loss": {"gates": ["topk({k})", "gshard"], "balances": ["[gshard_loss(0.1)]"], "least_experts": 2},
     "importance_loss": {
         "gates": ["topk({k})", "gshard", "noisy_topk({k})"],

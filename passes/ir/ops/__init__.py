@@ -32,6 +32,7 @@ from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
 from moec.passes.ir.ops.random_gate_ops import AddLearnedNoise, SecondAtRandom, Uniform
 from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKeys
 from moec.passes.ir.ops.replay_ops import Replay, StackRoutes, TakeRoutes, WholeSequences
+from moec.passes.ir.ops.sampling_ops import SampledWeights, SampleExperts
 from moec.passes.ir.ops.segment_ops import Segments
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
@@ -110,6 +111,8 @@ __all__ = [
     "Rope",
     "Route",
     "Router",
+    "SampleExperts",
+    "SampledWeights",
     "Scale",
     "SecondAtRandom",
     "Segments",

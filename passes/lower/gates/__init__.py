@@ -6,7 +6,18 @@ from collections.abc import Callable, Mapping
 
 from moec.grammar.spec import Subject
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import Base, BatchPriority, Dense, ExpertChoice, GShard, Hash, NoisyTopK, Switch, TopK
+from moec.grammar.spec.gates import (
+    Base,
+    BatchPriority,
+    Dense,
+    ExpertChoice,
+    GShard,
+    Hash,
+    NoisyTopK,
+    SparseMixer,
+    Switch,
+    TopK,
+)
 from moec.passes.ir import Role
 from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
@@ -16,6 +27,7 @@ from moec.passes.lower.gates.group_gates import base, expert_choice
 from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
 from moec.passes.lower.gates.noisy_gate import noisy_topk
+from moec.passes.lower.gates.sparsemixer_gate import sparsemixer
 from moec.passes.lower.gates.topk_gates import batch_priority, switch, topk
 
 __all__ = ["BIAS", "Gated", "lower_gate"]
@@ -36,6 +48,7 @@ _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
     Dense: dense,
     Hash: hash_gate,
     NoisyTopK: noisy_topk,
+    SparseMixer: sparsemixer,
     Switch: switch,
     TopK: topk,
 }

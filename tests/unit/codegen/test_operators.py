@@ -68,6 +68,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},
     "a random second expert": {"gate": "gshard", "tp": 2},
     "learned noise": {"gate": "noisy_topk(2)", "tp": 2},
+    "sampled experts": {"gate": "sparsemixer(2)", "tp": 2},
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "noise": {"gate": "topk(2, noise = 0.5)", "tp": 2},
     "a router with biases": {"gate": "topk(2, order = after, bias = learned)", "dtype": "bf16", "tp": 2},

@@ -18,7 +18,7 @@ CODE = re.compile(r"`([^`\n]+)`")
 PROSE = CODE.findall(re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL))
 PATHS = [name for name in PROSE if "/" in name and not name.startswith(".") and " " not in name]
 
-WORDS = {"expert_choice", "hash_route", "qk_norm", "rms_norm"}
+WORDS = {"expert_choice", "hash_route", "qk_norm", "rms_norm", "sample_experts", "sampled_weights"}
 """Words of the language and of a Program's text, which are no Python names."""
 
 

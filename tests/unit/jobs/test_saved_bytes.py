@@ -52,6 +52,7 @@ MODELS = {
     "groups": {"gate": "topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 4, keep_groups = 2)"},
     "importance_loss": {"balance": "[importance_loss(0.1)]", "model": "embedding = tokens(padding = 3)"},
     "load_loss": {"gate": "noisy_topk(2)", "balance": "[load_loss(0.1)]"},
+    "sparsemixer": {"gate": "sparsemixer(3)"},
     "packed texts": {"model": "embedding = tokens(separator = 3, positions = learned)"},
     "attention both ways": {
         "attention": "mha(heads = 4, causal = false)",

@@ -1,0 +1,104 @@
+"""Ops of `sparsemixer`: experts that are sampled round by round, and weights with the gradient of that choice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.random_gate_ops import own_tokens_in_training, require_training
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleExperts(Op):
+    """Samples k different experts for each token, from logits `[batch, sequence, experts]`.
+
+    In each round, over the experts not yet chosen, with m their largest logit (SparseMixer, Liu et al. 2023, arXiv
+    2310.00811, and its second version in GRIN, arXiv 2409.12136; the model Phi-3.5-MoE):
+
+    - candidates are the experts with `(m - logit) / max(|logit|, m) ≤ 2 · jitter`;
+    - in training an expert is drawn from the softmax of the candidates' logits, by the first k of the token's uniform
+      `numbers` `[batch, sequence, 2 k]` (Phi-3.5-MoE draws from the same distribution by Gumbel noise); in evaluation
+      the best one is chosen, of equal ones the first;
+    - the choice is `full` (1) if its logit is m, or else with probability 1/4 in training; else 0.
+
+    Gives the softmax of all logits for balance terms, experts `[batch, sequence, k]`, `since` `[batch, sequence,
+    experts]`, the round in which each expert becomes a candidate (k for never), and `full` `[batch, sequence, k]`.
+    """
+
+    mnemonic: ClassVar[str] = "sample_experts"
+    takes: ClassVar[str] = "logits numbers training"
+    gives: ClassVar[str] = "probabilities experts since full"
+    scores: ClassVar[str] = "logits"
+    chooses: ClassVar[str] = "since full"
+    constants: ClassVar[frozenset[str]] = frozenset({"numbers"})
+    k: Count
+    jitter: Annotated[float, Field(ge=0, le=1)]
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, numbers, training = operands
+        tokens, experts = logits.shape[:-1], logits.shape[-1]
+        require(isinstance(experts, int) and self.k <= experts, self, f"k = {self.k} of {experts} experts")
+        require(logits.dtype != "int64" and len(tokens) == 2, self, "wants logits of each token")
+        require(numbers.shape == (*tokens, 2 * self.k) and numbers.dtype != "int64", self, "wants 2 k numbers a token")
+        require_training(self, training)
+        chosen = Type(shape=(*tokens, self.k), dtype="int64")
+        since = Type(shape=logits.shape, dtype="int64")
+        return Type(shape=logits.shape, dtype=logits.dtype), chosen, since, chosen
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens_in_training(self, 2, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        keeps = workload.keep(results[0])
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=1 + 16 * self.k)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledWeights(Op):
+    """The weights of sampled experts: logits, and the `experts`, `since` and `full` of `sample_experts` → weights.
+
+    The weight of a round's choice is δ · p, with p its probability in the softmax of that round's candidates, and δ = 1
+    where the choice is full, else 1/3. Its gradient is that of p alone: the layer's gradients at δ = 1 (one time in
+    four) and at δ = 1/3 (three in four) are the two points of Heun's third-order method, by which GRIN (arXiv
+    2409.12136) estimates the gradient of the expected loss. So the gradient is, by definition, not that of the forward
+    pass. Weights are not normalized over the k choices. In evaluation δ is 1.
+    """
+
+    mnemonic: ClassVar[str] = "sampled_weights"
+    takes: ClassVar[str] = "logits experts since full"
+    gives: ClassVar[str] = "weights"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, experts, since, full = operands
+        require(all(v.dtype == "int64" for v in (experts, since, full)), self, "wants experts, rounds and marks")
+        fits = since.shape == logits.shape and full.shape == experts.shape and experts.shape[:-1] == logits.shape[:-1]
+        require(fits and len(logits.shape) == 3 and logits.dtype != "int64", self, "wants sampled experts")
+        return (Type(shape=experts.shape, dtype=logits.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 4, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        logits, experts, *_ = operands
+        (weights,), rounds = results, int(workload.shape(experts)[-1])
+        size, keeps = workload.count(logits), [*workload.keep(experts)]
+        for number in range(rounds):
+            keeps.append(workload.inner(weights, f"gates_{number}", size, logits.dtype))
+            keeps.append(workload.inner(weights, f"mask_{number}", size, "bool"))
+        return elementwise(
+            self, operands, results, workload, keeps=keeps, forward=8 * rounds, backward=6 * rounds
+        )  # fmt: skip

@@ -1,0 +1,22 @@
+"""Lowers `sparsemixer`."""
+
+from __future__ import annotations
+
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import SparseMixer
+from moec.passes.ir import TRAINING
+from moec.passes.ir.ops import SampledWeights, SampleExperts, Uniform
+from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates.gated import Gated, Given
+
+
+def sparsemixer(b: Builder, gate: Node, given: Given) -> Gated:
+    assert isinstance(gate, SparseMixer)
+    span, training = gate.span(), b.setting(TRAINING)
+    logits = given.router(b, span)
+    u = b.one(Uniform, given.beside["keys"], training, to="u", span=span, count=2 * gate.k, stream=1)
+    p, e, since, full = b.add(
+        SampleExperts, logits, u, training, to="p e since full", span=span, k=gate.k, jitter=gate.jitter
+    )  # fmt: skip
+    w = b.one(SampledWeights, logits, e, since, full, to="w", span=span)
+    return Gated(w=w, e=e, logits=logits, p=p)
