@@ -145,6 +145,8 @@ def _drops(places_per_token: Fraction, least: int, tokens: int | None) -> bool:
 
 def _tokens_in_training(spec: Spec, moe: Moe) -> int | None:
     sequence = spec.sequence
+    if _packs(spec, moe):
+        return None
     if moe.group == "sequence" or sequence is None:
         return sequence
     if moe.group != "batch" or spec.train is None:
@@ -155,9 +157,14 @@ def _tokens_in_training(spec: Spec, moe: Moe) -> int | None:
 
 def _tokens_in_evaluation(spec: Spec, moe: Moe) -> int | None:
     """The most tokens of a group; None where a group spans sequences, as batches have any size in evaluation."""
-    if moe.group != "sequence":
+    if moe.group != "sequence" or _packs(spec, moe):
         return None
     return spec.model.length or spec.model.context or (spec.train.sequence if spec.train else None)
+
+
+def _packs(spec: Spec, moe: Moe) -> bool:
+    """Whether a group is one of several texts of a sequence, which may have any length."""
+    return moe.group == "sequence" and spec.has_model and spec.model.embedding.packs
 
 
 def _label(span: Span | None, message: str) -> tuple[Label, ...]:

@@ -12,14 +12,26 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
 from moec.grammar.source import Span
-from moec.grammar.spec import Patches, Spec
+from moec.grammar.spec import (
+    Base,
+    BatchPriority,
+    ExpertChoice,
+    GShardLoss,
+    Patches,
+    Smear,
+    Soft,
+    Spec,
+    SwitchLoss,
+    ZLoss,
+)
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Online
 
 
 def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
-    return list(dict.fromkeys((*_walk(spec, None, set()), *_of_layers(spec), *_of_images(spec), *_of_devices(spec))))
+    every = (*_walk(spec, None, set()), *_of_layers(spec), *_of_images(spec), *_of_devices(spec))
+    return list(dict.fromkeys(every)) or list(dict.fromkeys(_of_packed(spec)))
 
 
 def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
@@ -34,6 +46,35 @@ def _of_images(spec: Spec) -> Iterator[Diagnostic]:
     """What a model of images may not ask for yet."""
     if spec.has_model and isinstance(spec.model.embedding, Patches) and spec.train is not None and spec.train.replay:
         yield _refused(spec.train.span("replay"), "`replay` in a model of images", "")
+
+
+def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
+    """Where texts are packed, what counts whole sequences: with `group = sequence` a text is the routing group."""
+    if not (spec.has_model and spec.model.embedding.packs):
+        return
+    for moe in {id(layer.moe): layer.moe for layer in spec.model.layers if layer.moe}.values():
+        if moe.group != "sequence":
+            continue
+        words = [(moe.gate.span(), moe.gate.word)] if isinstance(moe.gate, _GROUPED_GATES) else []
+        words += [(term.span(), term.word) for term in moe.balance if not isinstance(term, _BY_SEGMENT)]
+        words += [(moe.span("overflow"), f"overflow = {moe.overflow}")] if moe.overflow != "drop" else []
+        order = getattr(moe.capacity, "order", "sequence")
+        words += [(moe.capacity.span("order"), f"order = {order}")] if order != "sequence" else []
+        for span, word in words:
+            yield _refused(span, f"`{word}` within each of several packed texts", "use `group = batch`")
+        limits = [getattr(moe.capacity, name, None) for name in ("factor", "eval", "max")]
+        numbers = [n for f in limits if f is not None for n in (f.numerator, f.denominator)]
+        if any(n >= _LARGEST_PART for n in numbers):
+            help = "write a factor with fewer digits"
+            yield _refused(moe.span("capacity"), "so exact a capacity of each of several packed texts", help)
+
+
+_GROUPED_GATES = (Base, BatchPriority, ExpertChoice, Smear, Soft)
+"""Gates whose choices depend on other tokens of the routing group."""
+_BY_SEGMENT = (GShardLoss, SwitchLoss, ZLoss)
+"""Balance terms that have one text of several as a routing group, or no group."""
+_LARGEST_PART = 2**32
+"""Numerators times choices times tokens must fit 64 bits."""
 
 
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:

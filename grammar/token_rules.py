@@ -1,4 +1,4 @@
-"""Rules of what a batch has beside ids and labels: the routes of a rollout."""
+"""Rules of what a batch has beside ids and labels: the routes of a rollout, and the segments of packed texts."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
-from moec.grammar.spec import Spec
+from moec.grammar.spec import Patches, Spec, TokenEmbedding
 
 
 def token_inputs(spec: Spec) -> Iterator[Diagnostic]:
-    """Refuses gates whose choices cannot be given, in a file with `replay`."""
+    """Refuses gates whose choices cannot be given, in a file with `replay`, and two ways to mark packed texts."""
+    if spec.has_model:
+        yield from _packed(spec.model.embedding)
     if spec.train is not None and spec.train.replay and spec.has_model:
         yield from _replayed(spec)
+
+
+def _packed(embedding: TokenEmbedding | Patches) -> Iterator[Diagnostic]:
+    if embedding.segments and embedding.separator is not None:
+        line = embedding.span("separator")
+        here = (Label(span=line, message="texts end with this id"),) if line else ()
+        message = "the batch says which text a token belongs to"
+        yield diagnose("MOE0371", embedding.span("segments"), message, labels=here, help="keep one of them")
 
 
 def _replayed(spec: Spec) -> Iterator[Diagnostic]:

@@ -1,4 +1,4 @@
-"""Emits ops that count tokens, and that mark padding and packed texts."""
+"""Emits ops that count tokens, and that mark padding."""
 
 from __future__ import annotations
 
@@ -46,24 +46,9 @@ def real_column(e: Emitter, op: Op, real: fx.Node) -> fx.Node:
     return e.call(op, aten.unsqueeze.default, real_mask(e, op, real), -1)
 
 
-def _segments(e: Emitter, op: Op) -> None:
-    """Numbers segments by the separators before a token; a segment starts at the place after the last of them."""
-    assert isinstance(op, o.Segments)
-    (ids,) = e.refs(op)
-    ends = e.call(op, aten.to.dtype, e.call(op, aten.eq.Scalar, ids, op.separator), torch.int64)
-    segments = e.call(op, aten.sub.Tensor, e.call(op, aten.cumsum.default, ends, 1), ends)
-    places = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, ids), 1)  # from 1
-    following = e.call(op, aten.mul.Tensor, ends, places)  # the next segment starts at this place, from 0
-    last = e.item(op, e.call(op, aten.cummax.default, following, 1), 0)
-    starts = e.call(op, aten.constant_pad_nd.default, last, [1, -1])
-    positions = e.call(op, aten.sub.Tensor, e.call(op, aten.sub.Scalar, places, 1), starts)
-    e.several(op, segments, positions)
-
-
 TOKENS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.CountRealTokens: _count_real_tokens,
     o.CountTokens: _count_tokens,
     o.MaskChoices: _mask_choices,
     o.RealTokens: _real_tokens,
-    o.Segments: _segments,
 }

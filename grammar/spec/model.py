@@ -45,10 +45,21 @@ class TokenEmbedding(Node):
         at_least(0),
         Doc("the id that ends a text: tokens attend to their own text alone, and positions start anew after it"),
     ] = None
+    segments: Annotated[
+        bool,
+        Doc(
+            "whether a batch says which text each token belongs to: `job.step(…, segments=…)`, in place of a separator"
+        ),
+    ] = False
     multiplier: Annotated[
         Positive, Doc("factor on the vectors, before learned positions are added (Granite: 12; Gemma: sqrt(dim))")
     ] = 1.0
     logits_multiplier: Annotated[Positive, Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
+
+    @property
+    def packs(self) -> bool:
+        """Whether a sequence may consist of several texts."""
+        return self.segments or self.separator is not None
 
 
 class Moe(Node):
@@ -78,7 +89,10 @@ class Moe(Node):
     balance: Annotated[tuple[Loss, ...], Doc("auxiliary losses, each with its weight")] = ()
     group: Annotated[
         Literal["sequence", "batch", "rank"],
-        Doc("tokens over which capacity and balance are counted: a sequence, a micro-batch, or a rank's part of it"),
+        Doc(
+            "tokens over which capacity and balance are counted: a sequence (each text of it, where texts are packed), "
+            "a micro-batch, or a rank's part of it"
+        ),
     ] = "sequence"
 
     def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:

@@ -20,7 +20,7 @@ from moec.passes.ir.value import SETTINGS, TRAINING, Dim, Value
 
 FORWARD = "forward"
 
-BESIDE_TOKENS: tuple[Role, ...] = ("routes", "sequences")
+BESIDE_TOKENS: tuple[Role, ...] = ("routes", "segments", "sequences")
 """The inputs that `forward` of a model may have beside `tokens`, in this order."""
 
 LOSS_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
@@ -211,7 +211,8 @@ def _require_gates_of_replay(block: Block) -> None:
 def _require_handed_on(program: Program, call: Call, forward: Block) -> None:
     """Requires that `forward` passes its inputs on to a layer that has inputs of the same roles."""
     for name, value in zip(call.operands, program.block(call.block).inputs, strict=True):
-        given = None if value.role in (None, "residual") else forward.input(value.role)
+        # A model numbers the segments that it is given.
+        given = None if value.role in (None, "residual", "segments") else forward.input(value.role)
         right = given is None or given.name == name
         _require(right, f"forward hands layer {call.layer} %{name} as {value.role}")
 

@@ -16,8 +16,9 @@ from moec.passes.lower.gates import Gated
 class Routed:
     """The results of a mixture's gate, and `e`, its choices with −1 for padding tokens.
 
-    `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order. `real`
-    names the marks of real tokens in a model with a padding id.
+    `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order or are
+    those of texts. `real` names the marks of real tokens in a model with a padding id. `segments` names the segments of
+    the tokens, where each is a routing group; it is None elsewhere.
     """
 
     gated: Gated
@@ -25,6 +26,7 @@ class Routed:
     kept: str
     experts: int
     real: tuple[str, ...]
+    segments: str | None = None
 
     @property
     def some_are_none(self) -> bool:
@@ -56,10 +58,14 @@ def _gshard_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
 
 def _of_choices(b: Builder, moe: Moe, term: Node, routed: Routed, e: str) -> str:
     """`E · Σ fᵢ·Pᵢ`, with fᵢ the share of the choices `e`."""
-    p, span = routed.gated.p, term.span()
+    p, span, to = routed.gated.p, term.span(), str(term.word)
     assert p is not None, "the language refuses a term over what the gate does not give"
+    if routed.segments is not None:
+        experts, segments = routed.experts, routed.segments
+        choices = b.one(o.CountInSegments, e, segments, to="choices", span=span, num_experts=experts)
+        return b.one(o.SegmentLoss, p, choices, segments, beside=routed.beside, to=to, span=span)
     choices = b.one(o.CountChoices, e, to="choices", span=span, num_experts=routed.experts, group=moe.group)
-    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=str(term.word), span=span, group=moe.group)
+    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=to, span=span, group=moe.group)
 
 
 def _importance_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:

@@ -34,7 +34,8 @@ def mixture(
     model with a padding id.
     """
     routed = _routed(b, subject, moe, h, beside, replay)
-    run = _dropless if isinstance(moe.capacity, Dropless) else _padded
+    in_texts = routed.segments is not None and moe.drops
+    run = _dropless if isinstance(moe.capacity, Dropless) or in_texts else _padded
     mixed, counts = run(b, subject, moe, h, routed)
     assert isinstance(moe.experts, Experts)
     mixed = b.scaled(mixed, scale_of(moe.experts.body), moe.experts.span())
@@ -53,15 +54,17 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())
-    routed = Routed(gated=gated, e=e, kept=e, experts=declared.count, real=real)
+    segments = beside.get("segments") if moe.group == "sequence" else None
+    routed = Routed(gated=gated, e=e, kept=e, experts=declared.count, real=real, segments=segments)
     return with_places(b, moe, routed, beside)
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
+    """As many rows as there are choices that are kept."""
     span = moe.span("capacity")
     rows, counts, positions = b.add(
-        o.Permute, h, routed.e, to="rows counts positions", span=span,
-        num_experts=routed.experts, some_are_none=routed.some_are_none,
+        o.Permute, h, routed.kept, to="rows counts positions", span=span,
+        num_experts=routed.experts, some_are_none=routed.some_are_none or routed.kept != routed.e,
     )  # fmt: skip
     y = apply_experts(b, _sent(subject, moe, rows, counts))
     return b.one(o.Combine, y, positions, routed.gated.w, to="mixed", span=span), counts

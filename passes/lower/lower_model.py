@@ -88,7 +88,7 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
 def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     """The roles of a layer's inputs beside the residual stream, which its attention and its mixture use."""
     texts: tuple[Role, ...] = ()
-    if model.embedding.separator is not None:
+    if model.embedding.packs:
         texts = ("segments", "positions") if rope_of(layer.attention) is not None else ("segments",)
     gate: tuple[Role, ...] = layer.moe.inputs() if layer.moe else ()
     padded = model.embedding.padding is not None and (layer.moe is not None or not layer.attention.causal)
@@ -100,7 +100,8 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     draws = any(block.input("keys") is not None for block in layers)
     sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
     embedding = model.embedding
-    b = Builder("forward", [input_of(model), *routes_input(layers), *sequences], model.span())
+    given = [of_tokens("segments")] if embedding.segments else []
+    b = Builder("forward", [input_of(model), *routes_input(layers), *given, *sequences], model.span())
     ids = "tokens"
     if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):
         ids = patch_numbers(b, embedding)
@@ -161,6 +162,10 @@ def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block], ids: s
     if embedding.separator is not None:
         line = embedding.span("separator")
         names = b.add(o.Segments, "tokens", to="segments positions", span=line, separator=embedding.separator)
+        numbers["segments"], numbers["positions"] = names
+    elif embedding.segments:
+        line = embedding.span("segments")
+        names = b.add(o.NumberSegments, "segments", to="segments positions", span=line)
         numbers["segments"], numbers["positions"] = names
     if "keys" in taken:
         settings = b.setting(SEED), b.setting(STEP)

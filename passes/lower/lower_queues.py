@@ -13,8 +13,8 @@ from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import BIAS
 from moec.passes.lower.lower_balance import Routed
 
-QUEUES = 1
-"""The stream of random numbers of a queue's order; `jitter` has the stream 0."""
+QUEUES = 7
+"""The stream of random numbers of a queue's order, which no gate has."""
 
 
 def capacity_of(moe: Moe) -> dict[str, Any]:
@@ -44,8 +44,10 @@ def varying(b: Builder, moe: Moe) -> dict[str, str]:
 
 
 def with_places(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> Routed:
-    """The choices after drops where queues are not in token order, or after reroutes, with their weights."""
+    """The choices after drops where queues are not in token order or are those of texts, or after reroutes."""
     capacity, how = moe.capacity, capacity_of(moe) if moe.drops else {}
+    if moe.drops and routed.segments is not None:
+        return replace(routed, kept=_kept_in_segments(b, moe, routed, routed.segments))
     ordered = {"priorities": _priorities(b, moe, routed, beside)} if moe.order != "sequence" else {}
     if moe.overflow == "reroute":
         return _rerouted(b, moe, routed, ordered)
@@ -56,6 +58,15 @@ def with_places(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]
         span=capacity.span("order") or moe.span("capacity"), num_experts=routed.experts, **how,
     )  # fmt: skip
     return replace(routed, kept=kept)
+
+
+def _kept_in_segments(b: Builder, moe: Moe, routed: Routed, segments: str) -> str:
+    """The name of the choices, −1 for those beyond the capacity of their segment."""
+    how = {name: value for name, value in capacity_of(moe).items() if name != "group"}
+    return b.one(
+        o.KeepInSegments, routed.e, segments, beside=varying(b, moe), to="kept", span=moe.span("capacity"),
+        num_experts=routed.experts, **how,
+    )  # fmt: skip
 
 
 def _rerouted(b: Builder, moe: Moe, routed: Routed, ordered: Mapping[str, str]) -> Routed:

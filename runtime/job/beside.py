@@ -1,7 +1,8 @@
-"""What a batch has beside ids and labels: the routes of a rollout. Checks, and inputs of `forward`."""
+"""What a batch has beside ids and labels: routes of a rollout, packed texts. Checks, and inputs of `forward`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import cast
 
@@ -14,6 +15,7 @@ from moec.passes.ir.ops import Replay
 from moec.passes.ir.roles import FREE_ROUTE
 from moec.runtime.job.checks import Complaint
 
+SEGMENTS = "compile the file with `embedding = tokens(segments = true)`"
 REPLAY = "compile the file with `train { replay = true }`"
 
 
@@ -21,10 +23,12 @@ REPLAY = "compile the file with `train { replay = true }`"
 class Beside:
     """Tensors of one batch, each None where it is not given.
 
-    `routes`: int64 `[batch, sequence, mixtures, k]`, the experts of each token, −1 for none.
+    `routes`: int64 `[batch, sequence, mixtures, k]`, the experts of each token, −1 for none. `segments`: int64
+    `[batch, sequence]`, which text a token belongs to, not descending in a sequence.
     """
 
     routes: Tensor | None = None
+    segments: Tensor | None = None
 
     def given(self) -> dict[str, Tensor]:
         """What is given, by the names of a model's arguments."""
@@ -50,21 +54,21 @@ class Takes:
 
     experts: tuple[int, ...] = ()
     k: tuple[int, ...] = ()
+    segments: bool = False
     mixed: bool = False
     """Whether routes may have `FREE_ROUTE`, as `moec verify` gives them."""
 
     @classmethod
     def of(cls, program: Program) -> Takes:
         """What the Program takes."""
-        if program.block(FORWARD).input("routes") is None:
-            return cls()
+        segments = program.block(FORWARD).input("segments") is not None
         experts, k = list[int](), list[int]()
         for block in (program.block(call.block) for call in layer_calls(program)):
             for op in (op for op in block.ops if isinstance(op, Replay)):
                 scores, own, _ = block.operands(op)
                 experts.append(cast(int, scores.shape[-1]))
                 k.append(cast(int, own.shape[-1]))
-        return cls(tuple(experts), tuple(k))
+        return cls(tuple(experts), tuple(k), segments)
 
     def inputs(self, beside: Beside, tokens: Tensor) -> dict[Role, Tensor]:
         """The inputs of `forward` by role; what is not given gets values without effect."""
@@ -72,27 +76,37 @@ class Takes:
         if self.k:
             free = tokens.new_full((), FREE_ROUTE).expand(*tokens.shape, len(self.k), max(self.k))
             found["routes"] = free if beside.routes is None else beside.routes
+        if self.segments:
+            one = tokens.new_zeros(()).expand(tokens.shape)
+            found["segments"] = one if beside.segments is None else beside.segments
         return found
 
     def complaint(self, beside: Beside, tokens: Tensor, *, look: bool) -> Complaint | None:
         """The first error of what is given for valid `tokens`, or None. Without `look` it reads no tensor's values."""
-        if beside.routes is None:
-            return None
-        words = self._of_routes(beside.routes, tokens, look)
-        return None if words is None else Complaint("MOE0726", words, "" if self.k else REPLAY)
+        if beside.routes is not None and (words := self._of_routes(beside.routes, tokens, look)):
+            return Complaint("MOE0726", words, "" if self.k else REPLAY)
+        if beside.segments is not None and (words := self._of_segments(beside.segments, tokens, look)):
+            return Complaint("MOE0727", words, "" if self.segments else SEGMENTS)
+        return None
+
+    def _of_segments(self, segments: object, tokens: Tensor, look: bool) -> str | None:
+        if not self.segments:
+            return "segments were given, and the model takes none"
+        if words := _unlike(("segments", segments), tokens.shape, "[batch, sequence]", tokens):
+            return words
+        assert isinstance(segments, Tensor)
+        if look and bool((segments[:, 1:] < segments[:, :-1]).any()):
+            sequence = int((segments[:, 1:] < segments[:, :-1]).any(1).nonzero()[0])
+            return f"segments descend in sequence {sequence} of the batch: the tokens of a text follow each other"
+        return None
 
     def _of_routes(self, routes: object, tokens: Tensor, look: bool) -> str | None:
         if not self.k:
             return "routes were given, and the plan cannot take any"
-        if not isinstance(routes, Tensor):
-            return f"routes are of class {type(routes).__name__}, and must be a torch.Tensor"
-        if routes.dtype != torch.int64:
-            return f"routes are {routes.dtype}, and must be torch.int64"
-        wanted = [*tokens.shape, len(self.k), max(self.k)]
-        if list(routes.shape) != wanted:
-            return f"routes have shape {list(routes.shape)}, and must be [batch, sequence, mixtures, k] = {wanted}"
-        if routes.device != tokens.device:
-            return f"routes are on {routes.device}, and tokens on {tokens.device}"
+        wanted = (*tokens.shape, len(self.k), max(self.k))
+        if words := _unlike(("routes", routes), wanted, "[batch, sequence, mixtures, k]", tokens):
+            return words
+        assert isinstance(routes, Tensor)
         return self._of_values(routes) if look and routes.numel() else None
 
     def _of_values(self, routes: Tensor) -> str | None:
@@ -111,3 +125,17 @@ class Takes:
             if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
                 return f"routes of mixture {mixture} send a token to one expert twice"
         return None
+
+
+def _unlike(named: tuple[str, object], shape: Sequence[int], dims: str, tokens: Tensor) -> str | None:
+    """Describes how a tensor with a name is no int64 tensor of this shape on the tokens' device, or None."""
+    name, tensor = named
+    if not isinstance(tensor, Tensor):
+        return f"{name} are of class {type(tensor).__name__}, and must be a torch.Tensor"
+    if tensor.dtype != torch.int64:
+        return f"{name} are {tensor.dtype}, and must be torch.int64"
+    if tensor.shape != torch.Size(shape):
+        return f"{name} have shape {list(tensor.shape)}, and must be {dims} = {list(shape)}"
+    if tensor.device != tokens.device:
+        return f"{name} are on {tensor.device}, and tokens on {tokens.device}"
+    return None

@@ -189,6 +189,7 @@ class Job:
         count: Counter | None = None,
         inputs: Mapping[str, Tensor] | None = None,
         routes: Tensor | None = None,
+        segments: Tensor | None = None,
     ) -> Tensor:
         """Forward, backward and gradient sums over this rank's part of the batch; returns the global loss, detached.
 
@@ -206,6 +207,8 @@ class Job:
         sequence, …]`, split as tokens are. The model's balance terms are added (`.aux_loss`).
 
         `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`.
+        `segments`, for a model that takes them: which text each token belongs to, int64 `[batch, sequence]`, not
+        descending.
 
         Raises `JobError` on every rank for a loss that is no scalar or not finite, a count that is 0 on all ranks, and
         inputs of other shapes.
@@ -213,7 +216,7 @@ class Job:
         step = Step(
             tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=dict(inputs or {}),
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
-            beside=Beside(routes),
+            beside=Beside(routes, segments),
         )  # fmt: skip
         with self._one_step(model):
             self._in_step = True

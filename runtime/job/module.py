@@ -99,12 +99,21 @@ class PlanModule(nn.Module):
         self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_drop_loads)  # type: ignore[no-untyped-call]
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, *, routes: Tensor | None = None) -> ModelOutput:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        *,
+        routes: Tensor | None = None,
+        segments: Tensor | None = None,
+    ) -> ModelOutput:
         """tokens int64 `[batch, sequence]`, labels of the same shape, already shifted, −100 where ignored.
 
         `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`, −1 for
-        none; without them gates choose. Of a model of images, `tokens` are images `[batch, channels, height, width]` of
-        any floating dtype, and labels classes `[batch]`.
+        none; without them gates choose. `segments`, for a model that takes them: which of its sequence's texts each
+        token belongs to, int64 `[batch, sequence]`, not descending; without them a sequence is one text. Of a model of
+        images, `tokens` are images `[batch, channels, height, width]` of any floating dtype, and labels classes
+        `[batch]`.
 
         Raises `JobError` on every rank: for a wrong dtype, shape or id before any collective of the model, and for
         router logits that are NaN or infinite at the end of the pass, before any gradient.
@@ -112,7 +121,7 @@ class PlanModule(nn.Module):
         self._home.require_running()
         refuse_autocast(device_of(tokens).type)
         refuse_data_parallel(self)
-        beside = Beside(routes)
+        beside = Beside(routes, segments)
         look = self._require_batch(tokens, labels, beside)
         self.num_tokens = self.limits.real_tokens(tokens)
         given: dict[Role, Tensor] = {self._given: tokens, **self.takes.inputs(beside, tokens)}

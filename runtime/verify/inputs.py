@@ -110,7 +110,9 @@ def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:
 
 
 def _beside(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dict[Role, Tensor]:
-    """Random routes: half of the tokens choose by themselves; of the others a choice in eight is none."""
+    """Random routes: half of the tokens choose by themselves; of the others a choice in eight is none. Random segments:
+    a text begins at every fourth token.
+    """
     takes, found = Takes.of(plan.program), dict[Role, Tensor]()
     if takes.k:
         routes = tokens.new_full((*tokens.shape, len(takes.k), max(takes.k)), -1)
@@ -120,6 +122,8 @@ def _beside(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dict[Role
             routes[:, :, mixture, :k] = shuffled.masked_fill(none, -1)
         free = torch.rand(tokens.shape, generator=generator) < 1 / 2
         found["routes"] = routes.masked_fill(free[..., None, None], FREE_ROUTE)
+    if takes.segments:
+        found["segments"] = 3 * (torch.rand(tokens.shape, generator=generator) < 1 / 4).cumsum(1)
     return found
 
 

@@ -13,9 +13,15 @@ import moec
 from moec.runtime.job.masters import local_part
 from moec.runtime.job.reference import reference
 
-OPTIONS: dict[str, Any] = {"ranks": 4, "optimizer": "adamw(lr = 1e-3); replay = true"}
+OPTIONS: dict[str, Any] = {
+    "ranks": 4,
+    "optimizer": "adamw(lr = 1e-3); replay = true",
+    "model": "embedding = tokens(segments = true)",
+    "beside": "capacity = factor(1.0)",
+}
 ROLLOUT = {**OPTIONS, "ep": 4}
 TRAINING = {**OPTIONS, "ep": 2, "tp": 2}
+SEGMENTS = torch.tensor([[0, 0, 0, 0, 0, 4, 4, 9]]).repeat(8, 1)
 TOKENS, LABELS = torch.randint(32, (2, 8, 8), generator=torch.Generator().manual_seed(5))
 
 
@@ -24,15 +30,17 @@ def rolled_out_and_trained() -> dict[str, Any]:
     torch.set_num_threads(1)
     with moec.launch(moe_plan(**ROLLOUT), device="cpu") as job:
         mine = TOKENS.chunk(job.data_size)[job.data_rank]
-        chosen = job.build(seed=1).eval()(mine).routes
+        texts = SEGMENTS[: len(mine)]
+        chosen = job.build(seed=1).eval()(mine, segments=texts).routes
         gathered = [torch.empty_like(chosen) for _ in range(job.data_size)]
         torch.distributed.all_gather(gathered, chosen.contiguous())
     routes = torch.cat(gathered)
     with moec.launch(moe_plan(**TRAINING), device="cpu") as job:
         model = job.build(seed=2)
         parts = [whole.chunk(job.data_size)[job.data_rank] for whole in (TOKENS, LABELS, routes)]
-        replayed = model(parts[0], routes=parts[2]).routes
-        loss = job.step(model, *parts[:2], routes=parts[2], microbatches=2)
+        texts = SEGMENTS[: len(parts[0])]
+        replayed = model(parts[0], routes=parts[2], segments=texts).routes
+        loss = job.step(model, *parts[:2], routes=parts[2], segments=texts, microbatches=2)
         wholes = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         wrong = {}
         for name, bad in {"one rank's": 8 if job.rank == 3 else 0, "every rank's": 8}.items():
@@ -44,6 +52,10 @@ def rolled_out_and_trained() -> dict[str, Any]:
             job.step(model, *parts[:2], routes=parts[2] if job.rank else None)
         except moec.DiagnosticError as error:
             wrong["on some ranks"] = error.diagnostics[0].code, error.diagnostics[0].message
+        try:
+            job.step(model, *parts[:2], segments=texts if job.rank else texts.flip(1))
+        except moec.DiagnosticError as error:
+            wrong["descending"] = error.diagnostics[0].code, error.diagnostics[0].message
         assert local_part(next(model.parameters())).isfinite().all()
     return {"routes": routes, "same": torch.equal(replayed, parts[2]), "loss": loss, "grads": wholes, "wrong": wrong}
 
@@ -52,9 +64,9 @@ def test_a_step_with_the_routes_of_another_plans_rollout_is_the_unsharded_one(gl
     results = gloo.run(4, rolled_out_and_trained)
     alone = reference(moe_spec(**OPTIONS), seed=1).eval()
     routes: Tensor = results[0]["routes"]
-    assert torch.equal(alone(TOKENS).routes, routes)
+    assert torch.equal(alone(TOKENS, segments=SEGMENTS).routes, routes)
     other = reference(moe_spec(**OPTIONS), seed=2)
-    loss = other(TOKENS, LABELS, routes=routes).loss
+    loss = other(TOKENS, LABELS, routes=routes, segments=SEGMENTS).loss
     loss.backward()
     for result in results:
         assert result["same"]
@@ -63,4 +75,4 @@ def test_a_step_with_the_routes_of_another_plans_rollout_is_the_unsharded_one(gl
             torch.testing.assert_close(result["grads"][name], parameter.grad, rtol=1e-4, atol=1e-6)
     wrong = {str(result["wrong"]) for result in results}
     assert len(wrong) == 1, "ranks raise different errors"
-    assert [code for code, _ in results[0]["wrong"].values()] == ["MOE0726", "MOE0726", "MOE0702"]
+    assert [code for code, _ in results[0]["wrong"].values()] == ["MOE0726", "MOE0726", "MOE0702", "MOE0727"]

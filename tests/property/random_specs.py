@@ -51,6 +51,12 @@ MODELS = [
     "embedding = tokens(padding = 31, separator = 2, positions = learned)",
 ]
 
+NOT_IN_TEXTS = (
+    *("gshard_loss", "importance_loss", "load_loss", "sequence_loss", "device_loss", "reroute", "pad", "order ="),
+    *("expert_choice", "base(", "batch_priority", "soft(", "smear"),
+)
+"""Words that count whole sequences, and so are refused where texts are packed and `group = sequence`."""
+
 RECOMPUTED = [
     *("", "", "experts", "layer"),
     "layers 1 { recompute = layer }",
@@ -108,6 +114,9 @@ def specs(
     usual = [topk, topk, jittered, online, "switch(jitter = 0.5)", f"hash({k}, seed = {k})"]
     gate = draw(st.sampled_from([gate.replace("{k}", str(k)) for gate in gates] or usual))
     balance = draw(st.sampled_from(balances)) if balances else "[]" if gate.startswith("hash") else balance
+    model, capacity = draw(st.sampled_from(models)), draw(st.sampled_from(capacities))
+    if any(word in f"{gate} {balance} {capacity}" for word in NOT_IN_TEXTS) and "group" not in capacity:
+        model = model if "separator" not in model and "segments" not in model else ""
     return moe_spec(
         ranks=ranks,
         tp=tp if tp > 1 else None,
@@ -118,8 +127,8 @@ def specs(
         expert=draw(st.sampled_from(experts_of)),
         gate=gate,
         balance=balance,
-        model=draw(st.sampled_from(models)),
-        beside="; ".join([draw(st.sampled_from(paths)).format(*hidden), draw(st.sampled_from(capacities))]),
+        model=model,
+        beside="; ".join([draw(st.sampled_from(paths)).format(*hidden), capacity]),
         ffn=draw(st.sampled_from(ffns)).format(*hidden),
         attention=draw(st.sampled_from(attentions)) if attentions else None,
         bias=draw(st.sampled_from(["none", "qkv", "all"])),

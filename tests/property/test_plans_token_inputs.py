@@ -1,4 +1,4 @@
-"""Random models that take more than ids: routes of a rollout. Every plan equals the unsharded model."""
+"""Random models that take more than ids: routes of a rollout, packed texts. Every plan equals the unsharded model."""
 
 from __future__ import annotations
 
@@ -16,6 +16,18 @@ GATES = [
     "topk({k}, score = sigmoid, order = after)",
     "topk({k}, score = sigmoid, normalize = true, bias = online(0.01), jitter = 0.1)",
     "topk({k})",
+]
+MODELS = [
+    "embedding = tokens(segments = true)",
+    "embedding = tokens(segments = true, padding = 31, positions = learned)",
+    "embedding = tokens(separator = 3, padding = 0)",
+]
+CAPACITIES = [
+    "",
+    "capacity = factor(0.6, min = 2)",
+    "capacity = factor(0.5, eval = 1.5)",
+    "capacity = dynamic(max = 0.8)",
+    "capacity = factor(1.25); group = batch",
 ]
 few, many = (
     settings(max_examples=n, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -39,6 +51,19 @@ def require_equal(spec: Spec) -> None:
 @given(specs(max_ranks=8, max_layers=3, gates=GATES))
 def test_every_plan_that_replays_routes_equals_the_unsharded_model(spec: Spec) -> None:
     require_equal(replaying(spec))
+
+
+@few
+@given(specs(max_ranks=8, max_layers=3, models=MODELS, capacities=CAPACITIES))
+def test_every_plan_of_packed_texts_equals_the_unsharded_model(spec: Spec) -> None:
+    require_equal(spec)
+
+
+@pytest.mark.slow
+@many
+@given(specs(max_ranks=16, models=MODELS, capacities=CAPACITIES))
+def test_every_plan_of_packed_texts_equals_the_unsharded_model_at_length(spec: Spec) -> None:
+    require_equal(spec)
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from moec.passes.ir.ops.random_gate_ops import AddLearnedNoise, SecondAtRandom, 
 from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKeys
 from moec.passes.ir.ops.replay_ops import Replay, StackRoutes, TakeRoutes, WholeSequences
 from moec.passes.ir.ops.sampling_ops import SampledWeights, SampleExperts
-from moec.passes.ir.ops.segment_ops import Segments
+from moec.passes.ir.ops.segment_ops import CountInSegments, KeepInSegments, NumberSegments, SegmentLoss, Segments
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 
@@ -62,6 +62,7 @@ __all__ = [
     "Conversion",
     "CopyTo",
     "CountChoices",
+    "CountInSegments",
     "CountLabels",
     "CountQueues",
     "CountRealTokens",
@@ -82,6 +83,7 @@ __all__ = [
     "Jitter",
     "KeepChoices",
     "KeepFirst",
+    "KeepInSegments",
     "LabelLogit",
     "LargestLoad",
     "LayerNorm",
@@ -94,6 +96,7 @@ __all__ = [
     "MixtureMlp",
     "MoveBias",
     "NormalNoise",
+    "NumberSegments",
     "PatchEmbed",
     "PatchNumbers",
     "Permute",
@@ -115,6 +118,7 @@ __all__ = [
     "SampledWeights",
     "Scale",
     "SecondAtRandom",
+    "SegmentLoss",
     "Segments",
     "SigmoidGate",
     "Slice",

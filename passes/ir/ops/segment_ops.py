@@ -1,16 +1,29 @@
-"""Packed sequences: which text of its sequence a token belongs to, and its position in this text."""
+"""Packed sequences: which text of its sequence a token belongs to, its position there, and texts as routing groups.
+
+With `group = sequence` a packed text, a segment, is a routing group: experts have a capacity for each segment, and
+balance terms are sums over segments. The ops that count segments take whole sequences, on every rank of a tp group.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from moec.passes.ir.attribute_types import TokenId
-from moec.passes.ir.layout import Shard
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count, TokenId, WideCount
+from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
-from moec.passes.ir.value import Value
+from moec.passes.ir.value import TRAINING, Setting, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from moec.passes.cost.workload import Workload
 
 
 @register
@@ -36,3 +49,135 @@ class Segments(Op):
         # Segments are counted from the start of a sequence.
         whole = layout_of(operands[0]).only(Shard(0))
         return Placing((whole,), (whole, whole))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberSegments(Op):
+    """Numbers the texts of each sequence from 0: segments as given → segments and positions, int64 `[batch, sequence]`.
+
+    A text ends where the given number changes. Positions start at 0 in each segment.
+    """
+
+    mnemonic: ClassVar[str] = "number_segments"
+    takes: ClassVar[str] = "given"
+    gives: ClassVar[str] = "segments positions"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (given,) = operands
+        require(given.dtype == "int64" and len(given.shape) == 2, self, "wants a whole number for each token")
+        return (Type(shape=given.shape, dtype="int64"),) * 2
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # Segments are counted from the start of a sequence.
+        whole = layout_of(operands[0]).only(Shard(0))
+        return Placing((whole,), (whole, whole))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepInSegments(Op):
+    """Replaces choices beyond a capacity of each segment by −1: experts `[batch, sequence, k]`, segments → kept.
+
+    An expert takes at most `max(least, ⌈factor · k · tokens / num_experts⌉)` choices of a segment with so many tokens,
+    padding among them; `factor` is that of `Capacity`. All first choices take places before all second choices, tokens
+    in order (GShard, Lepikhin et al. 2020, algorithm 1): the choices that `keep_choices` keeps of the text alone.
+    """
+
+    mnemonic: ClassVar[str] = "keep_in_segments"
+    takes: ClassVar[str] = "experts segments training?"
+    gives: ClassVar[str] = "kept"
+    num_experts: Count
+    parts: WideCount
+    whole: WideCount
+    eval_parts: WideCount
+    eval_whole: WideCount
+    least: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        experts, segments, *settings = self.named(operands).values()
+        _require_segments(self, experts, segments)
+        varies = self.parts * self.eval_whole != self.eval_parts * self.whole
+        scalar = all(isinstance(v, Setting) and v.name == TRAINING.name for v in settings)
+        require(len(settings) == int(varies) and scalar, self, "wants $training where its capacity varies")
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped("sequence", meshes)
+        return Placing((whole, whole, *(REPLICATED,) * len(operands[2:])), (whole,))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        chosen = operands[0]
+        k = workload.shape(chosen)[-1]
+        places = max(self.least, -(-self.parts * k * workload.sequence // (self.whole * self.num_experts)))
+        return {"rows": min(workload.whole(chosen), self.num_experts * places * workload.batch)}
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=20)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountInSegments(Op):
+    """Counts each segment's choices of each expert: experts `[batch, sequence, k]`, segments → choices.
+
+    They are `[batch, sequence, experts]`, whose second dim numbers segments; those that a sequence lacks have zeros. A
+    choice of −1 is not counted.
+    """
+
+    mnemonic: ClassVar[str] = "count_in_segments"
+    takes: ClassVar[str] = "experts segments"
+    gives: ClassVar[str] = "choices"
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        experts, segments = operands
+        _require_segments(self, experts, segments)
+        return (Type(shape=(*segments.shape, self.num_experts), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped("sequence", meshes)
+        return Placing((whole, whole), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=4)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentLoss(Op):
+    """Sum over segments of `tokens · E · Σ fᵢ·Pᵢ`: probabilities, choices, segments → scalar.
+
+    The Switch loss (Fedus et al. 2021, eq. 4) with segments as routing groups. `choices` are `count_in_segments` of
+    whole sequences. fᵢ is the share of a segment's choices that expert i got, Pᵢ its mean probability there;
+    probabilities may be of a part of the tokens, because the sum is linear in Pᵢ. With `real`, tokens and Pᵢ are those
+    of real tokens.
+    """
+
+    mnemonic: ClassVar[str] = "segment_loss"
+    takes: ClassVar[str] = "probabilities choices segments real?"
+    gives: ClassVar[str] = "loss"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        probabilities, choices, segments, *real = self.named(operands).values()
+        _require_segments(self, probabilities, segments, of="probabilities")
+        require(choices.shape == probabilities.shape and choices.dtype == "int64", self, "wants choices by segment")
+        require_real(self, probabilities, real)
+        return (Type(shape=(), dtype=probabilities.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        wanted = (tokens, grouped("sequence", meshes), *(tokens,) * len(operands[2:]))
+        return Placing(wanted, (Layout.of(dict.fromkeys(tokens.axes, Partial())),))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        probabilities, _, _, *real = operands
+        masks = [workload.inner(results[0], "real", workload.count(value), "bool") for value in real]
+        fractions = workload.inner(results[0], "fractions", workload.count(probabilities), probabilities.dtype)
+        return elementwise(self, operands, results, workload, keeps=(fractions, *masks), forward=5, backward=2)
+
+
+def _require_segments(op: Op, of_tokens: Value, segments: Value, of: str = "experts") -> None:
+    fits = segments.dtype == "int64" and len(of_tokens.shape) == 3 and segments.shape == of_tokens.shape[:2]
+    require(fits, op, f"wants {of} and segments of the same tokens")
+    require(of != "experts" or of_tokens.dtype == "int64", op, "wants experts of each token")

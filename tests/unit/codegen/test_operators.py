@@ -80,6 +80,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "window": {"attention": "mha(heads = 4, window = 3)"},
     "window both ways": {"attention": "mha(heads = 4, window = 3, causal = false)"},
     "sinks": {"attention": "mha(heads = 4, sinks = true)", "tp": 2},
+    "texts marked by the batch": {
+        "model": "embedding = tokens(segments = true, padding = 0)",
+        "beside": "capacity = factor(0.5, eval = 1.5)",
+        "tp": 2,
+    },
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""

@@ -110,6 +110,16 @@ def routes_of_fewer_choices() -> Sequence[Diagnostic]:
     return raised(lambda: model(tokens, routes=torch.zeros(1, 4, 2, 1, dtype=torch.int64)))
 
 
+def segments_that_descend() -> Sequence[Diagnostic]:
+    import torch
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model = reference(moe_spec(model="embedding = tokens(segments = true)"))
+    return raised(lambda: model(torch.zeros(1, 4, dtype=torch.int64), segments=torch.tensor([[0, 1, 1, 0]])))
+
+
 def drifted() -> Sequence[Diagnostic]:
     from moec.runtime.job.replicas import require_equal
 
@@ -359,5 +369,6 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0723": gradient_that_is_nan,
     "MOE0724": save_in_a_step,
     "MOE0726": routes_of_fewer_choices,
+    "MOE0727": segments_that_descend,
     **CHECKPOINT_EVENTS,
 }

@@ -73,6 +73,7 @@ MODELS = {
     },
     "sinks": {"attention": "gqa(heads = 4, kv_heads = 2, sinks = true)", "dtype": "bf16"},
     "sinks, window": {"attention": "gqa(heads = 4, kv_heads = 2, sinks = true, window = 5)"},
+    "packed texts, padding": {"model": "embedding = tokens(separator = 3, padding = 2)"},
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {

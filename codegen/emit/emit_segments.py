@@ -1,0 +1,142 @@
+"""Emits the ops on packed texts: segments, positions, and what is counted within segments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from moec.codegen.emit.emit_tokens import real_column
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+
+aten = torch.ops.aten
+
+
+def _segments(e: Emitter, op: Op) -> None:
+    """Numbers segments by the separators before a token; a segment starts at the place after the last of them."""
+    assert isinstance(op, o.Segments)
+    (ids,) = e.refs(op)
+    ends = e.call(op, aten.to.dtype, e.call(op, aten.eq.Scalar, ids, op.separator), torch.int64)
+    segments = e.call(op, aten.sub.Tensor, e.call(op, aten.cumsum.default, ends, 1), ends)
+    places = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, ids), 1)  # from 1
+    following = e.call(op, aten.mul.Tensor, ends, places)  # the next segment starts at this place, from 0
+    last = e.item(op, e.call(op, aten.cummax.default, following, 1), 0)
+    starts = e.call(op, aten.constant_pad_nd.default, last, [1, -1])
+    positions = e.call(op, aten.sub.Tensor, e.call(op, aten.sub.Scalar, places, 1), starts)
+    e.several(op, segments, positions)
+
+
+def _number_segments(e: Emitter, op: Op) -> None:
+    """A segment starts where a number is not the one before it, and at place 0."""
+    (given,) = e.refs(op)
+    places, starts = _runs(e, op, given, 1)
+    first = e.call(op, aten.to.dtype, e.call(op, aten.eq.Tensor, places, starts), torch.int64)
+    segments = e.call(op, aten.sub.Scalar, e.call(op, aten.cumsum.default, first, 1), 1)
+    e.several(op, segments, e.call(op, aten.sub.Tensor, places, starts))
+
+
+def _runs(e: Emitter, op: Op, numbers: fx.Node, dim: int) -> tuple[fx.Node, fx.Node]:
+    """The place of each number along `dim`, and that of the first of the equal numbers around it."""
+    places = _from_zero(e, op, numbers, dim)
+    before = e.call(op, aten.roll.default, numbers, [1], [dim])
+    new = e.call(op, aten.logical_or.default, e.call(op, aten.ne.Tensor, numbers, before), _is(e, op, places, 0))
+    started = e.call(op, aten.where.ScalarOther, new, places, 0)
+    return places, e.item(op, e.call(op, aten.cummax.default, started, dim), 0)
+
+
+def _from_zero(e: Emitter, op: Op, like: fx.Node, dim: int) -> fx.Node:
+    """0, 1, … along `dim`."""
+    counted = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, like), dim)
+    return e.call(op, aten.sub.Scalar, counted, 1)
+
+
+def _is(e: Emitter, op: Op, x: fx.Node, number: int) -> fx.Node:
+    return e.call(op, aten.eq.Scalar, x, number)
+
+
+def _keep_in_segments(e: Emitter, op: Op) -> None:
+    """A choice is kept if fewer of its segment's choices of its expert come before it than the expert takes."""
+    assert isinstance(op, o.KeepInSegments)
+    given = op.named(e.refs(op))
+    experts, segments = given["experts"], given["segments"]
+    chosen = e.call(op, aten.ge.Scalar, experts, 0)
+    place = _place_in_queue(e, op, experts, segments, chosen)
+    k = e.value(op.operands[0]).shape[-1]
+    assert isinstance(k, int)
+    zeros, ones = (e.call(op, kind.default, segments) for kind in (aten.zeros_like, aten.ones_like))
+    by_segment = e.call(op, aten.scatter_add.default, zeros, 1, segments, ones)
+    tokens = e.call(op, aten.gather.default, by_segment, 1, segments)
+
+    def capacity(parts: int, whole: int) -> fx.Node:
+        negative = e.call(op, aten.mul.Scalar, tokens, -parts * k)
+        rounded = e.call(op, aten.floor_divide.Scalar, negative, whole * op.num_experts)
+        return e.call(op, aten.clamp_min.default, e.call(op, aten.neg.default, rounded), op.least)
+
+    most = capacity(op.parts, op.whole)
+    if "training" in given:
+        in_evaluation = capacity(op.eval_parts, op.eval_whole)
+        more = e.call(op, aten.mul.Tensor, e.call(op, aten.sub.Tensor, most, in_evaluation), given["training"])
+        most = e.call(op, aten.add.Tensor, in_evaluation, more)
+    fits = e.call(op, aten.lt.Tensor, place, e.call(op, aten.unsqueeze.default, most, -1))
+    e.result(op, aten.where.ScalarOther, e.call(op, aten.logical_and.default, fits, chosen), experts, -1)
+
+
+def _place_in_queue(e: Emitter, op: Op, experts: fx.Node, segments: fx.Node, chosen: fx.Node) -> fx.Node:
+    """How many choices of the same expert in the same segment come before each, [batch, sequence, k].
+
+    Choices are sorted by queue; the sort is stable, and within a queue first choices come before second ones.
+    """
+    assert isinstance(op, o.KeepInSegments)
+    sequences = e.call(op, aten.mul.Scalar, _from_zero(e, op, segments, 0), _MOST_SEGMENTS)
+    queues = e.call(op, aten.mul.Scalar, e.call(op, aten.add.Tensor, sequences, segments), op.num_experts)
+    queue = e.call(op, aten.add.Tensor, e.call(op, aten.unsqueeze.default, queues, -1), experts)
+    by_choice = e.call(op, aten.transpose.int, e.call(op, aten.where.ScalarOther, chosen, queue, -1), 1, 2)
+    flat = e.call(op, aten.flatten.using_ints, by_choice, 0, 2)
+    order = e.call(op, aten.argsort.stable, flat, stable=True, dim=0)
+    places, starts = _runs(e, op, e.call(op, aten.gather.default, flat, 0, order), 0)
+    within = e.call(op, aten.sub.Tensor, places, starts)
+    found = e.call(op, aten.scatter.src, e.call(op, aten.zeros_like.default, flat), 0, order, within)
+    return e.call(op, aten.transpose.int, e.call(op, aten.view_as.default, found, by_choice), 1, 2)
+
+
+_MOST_SEGMENTS = 1 << 32
+"""More than a sequence can have."""
+
+
+def _count_in_segments(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.CountInSegments)
+    experts, segments = e.refs(op)
+    column = e.call(op, aten.unsqueeze.default, segments, -1)
+    zeros = e.call(op, aten.zeros_like.default, e.call(op, aten.expand.default, column, [-1, -1, op.num_experts]))
+    known = e.call(op, aten.clamp_min.default, experts, 0)
+    bins = e.call(op, aten.add.Tensor, e.call(op, aten.mul.Scalar, column, op.num_experts), known)
+    counted = e.call(op, aten.to.dtype, e.call(op, aten.ge.Scalar, experts, 0), torch.int64)
+    flat, bins, counted = (e.call(op, aten.flatten.using_ints, x, 1, 2) for x in (zeros, bins, counted))
+    e.result(op, aten.view_as.default, e.call(op, aten.scatter_add.default, flat, 1, bins, counted), zeros)
+
+
+def _segment_loss(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.SegmentLoss)
+    given = op.named(e.refs(op))
+    probabilities, choices = given["probabilities"], given["choices"]
+    if "real" in given:
+        probabilities = e.call(op, aten.where.ScalarOther, real_column(e, op, given["real"]), probabilities, 0)
+    experts = e.value(op.operands[1]).shape[-1]
+    total = e.call(op, aten.clamp_min.default, e.call(op, aten.sum.dim_IntList, choices, [-1], True), 1)
+    scaled = e.call(op, aten.mul.Scalar, e.call(op, aten.to.dtype, choices, e.dtype(op.results[0].dtype)), experts)
+    fractions = e.call(op, aten.div.Tensor, scaled, total)
+    column = e.call(op, aten.unsqueeze.default, given["segments"], -1)
+    of_tokens = e.call(op, aten.gather.default, fractions, 1, e.call(op, aten.expand_as.default, column, probabilities))
+    e.result(op, aten.sum.default, e.call(op, aten.mul.Tensor, probabilities, of_tokens))
+
+
+SEGMENTS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.CountInSegments: _count_in_segments,
+    o.KeepInSegments: _keep_in_segments,
+    o.NumberSegments: _number_segments,
+    o.SegmentLoss: _segment_loss,
+    o.Segments: _segments,
+}
