@@ -14,15 +14,17 @@ from torch import Tensor
 ROUNDS = 40
 """Rounds of dual ascent before the exact part, which then has few tokens left to move."""
 
-LARGEST = 1e30
-"""Scores beyond it, and NaN, which a model reports elsewhere, are replaced: the search needs finite differences."""
+ROUNDING = 1e-13
+"""Differences below this part of the largest score are rounding."""
 
 
 def balanced_assignment(scores: Tensor, training: Tensor, real: Tensor | None, groups: int) -> Tensor:
     batch, tokens, num_experts = scores.shape
     if not int(training) or not scores.numel():
         return scores.max(dim=2, keepdim=True)[1] if scores.numel() else scores.new_zeros((batch, tokens, 1)).long()
-    on_host = scores.detach().double().cpu().nan_to_num(0.0, LARGEST, -LARGEST)
+    on_host = scores.detach().double().cpu()
+    # A token without finite scores, which a model reports elsewhere, likes all experts alike.
+    on_host = on_host.where(on_host.isfinite().all(dim=2, keepdim=True), 0.0)
     by_group = on_host.reshape(groups or batch, -1, num_experts)
     assigned = torch.full(by_group.shape[:2], -1)
     kept = torch.ones_like(assigned) if real is None else real.cpu().view_as(assigned)
@@ -39,6 +41,8 @@ def match(scores: Tensor) -> Tensor:
     """
     tokens, num_experts = scores.shape
     floor, extra = divmod(tokens, num_experts)
+    scores = scores - scores.mean(dim=1, keepdim=True)
+    smallest = ROUNDING * float(scores.abs().max()) if tokens else 0.0
     prices = _prices(scores)
     experts = (scores - prices).max(dim=1)[1]
     # Experts with a token more than ⌊T/E⌋: first those in most demand, which leaves no improving cycle.
@@ -51,7 +55,7 @@ def match(scores: Tensor) -> Tensor:
         load = torch.bincount(experts, minlength=num_experts) - more - floor
         if not load.any():
             break
-        path = _shortest_path(costs, load)
+        path = _shortest_path(costs, load, smallest)
         for start, end in pairwise(path):
             if num_experts in (start, end):
                 more[min(start, end)] = int(end == num_experts)
@@ -98,13 +102,15 @@ def _update(
         costs[num_experts, node] = 0.0 if more[node] else torch.inf
 
 
-def _shortest_path(costs: Tensor, load: Tensor) -> list[int]:
-    """The cheapest path from an expert with too many tokens to one with too few (Bellman and Ford)."""
+def _shortest_path(costs: Tensor, load: Tensor, smallest: float) -> list[int]:
+    """The cheapest path from an expert with too many tokens to one with too few (Bellman and Ford).
+
+    A gain of at most `smallest` is none. Where rounding makes a cycle cheap, the path is one move.
+    """
     nodes = costs.shape[0]
     distances = torch.full((nodes,), torch.inf, dtype=torch.float64)
     distances[:-1][load > 0] = 0.0
     before = torch.full((nodes,), -1)
-    smallest = 1e-13 * max(float(costs[costs.isfinite()].abs().max()), 1e-300)
     for _ in range(nodes):
         through, last = (distances[:, None] + costs).min(dim=0)
         shorter = through < distances - smallest
@@ -115,6 +121,7 @@ def _shortest_path(costs: Tensor, load: Tensor) -> list[int]:
     ends = distances[:-1].masked_fill(load >= 0, torch.inf)
     path = [int(ends.argmin())]
     while (node := int(before[path[0]])) >= 0:
-        assert node not in path, "a cheaper cycle than none"
+        if node in path:
+            return [int(load.argmax()), path[-1]]
         path.insert(0, node)
     return path
