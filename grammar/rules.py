@@ -138,7 +138,7 @@ def balanced(moe: Moe) -> Iterator[Diagnostic]:
     gate = moe.gate
     for term in moe.balance:
         if term.needs not in gate.gives:
-            fixed = "leave the term out: what this gate chooses does not change while it trains"
+            fixed = "leave the term out: no term of this gate would have a gradient that balances experts"
             others = f"leave the term out, or use a gate with {term.needs} of its own"
             yield diagnose(
                 "MOE0325",

@@ -20,6 +20,7 @@ from moec.codegen.emit.emit_random_gates import RANDOM_GATES
 from moec.codegen.emit.emit_replay import REPLAY
 from moec.codegen.emit.emit_sampling import SAMPLING
 from moec.codegen.emit.emit_segments import SEGMENTS
+from moec.codegen.emit.emit_soft import SOFT
 from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
 from moec.codegen.emit.emitter import Emitter, info_of, site_of, target_name
@@ -37,6 +38,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **RANDOM_GATES,
     **SAMPLING,
     **MIXTURES,
+    **SOFT,
     **TOKENS,
     **STATES,
     **BALANCE,

@@ -209,11 +209,13 @@ class Dense(_Gate):
 
 
 class Soft(_Gate):
-    """Experts take weighted means of all tokens (token merging)."""
+    """Experts take weighted means of a sequence's tokens, and tokens weighted means of all results (token merging)."""
 
     word = "soft"
-    source = "Puigcerver et al. 2023, arXiv 2308.00951"
-    implemented = False
+    source = "Puigcerver et al. 2023, arXiv 2308.00951, section 2.1"
+    gives = ()
+    decides_rows = True
+    leaks = "training and evaluation"
     positional = ("slots",)
     slots: Annotated[PositiveInt, Doc("means that each expert takes")] = 1
 

@@ -10,12 +10,15 @@ from moec.grammar.spec import (
     Experts,
     Factor,
     Moe,
+    Soft,
     Subject,
 )
 from moec.passes.ir import Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate
+from moec.passes.lower.gates.gated import Given
+from moec.passes.lower.gates.soft_gate import soft_mixture
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_experts import Sent, apply_experts
 from moec.passes.lower.lower_feed_forward import beside_experts, scale_of
@@ -33,12 +36,17 @@ def mixture(
     `beside` names the layer's inputs beside the residual stream: `tokens` where the gate takes them, and `real` in a
     model with a padding id.
     """
+    assert isinstance(moe.experts, Experts)
+    scale, line = scale_of(moe.experts.body), moe.experts.span()
+    if isinstance(moe.gate, Soft):
+        given = Given(subject=subject, experts=moe.num_experts, h=h, beside=beside)
+        mixed, counts = soft_mixture(b, moe.gate, given, lambda rows: apply_experts(b, _sent(subject, moe, rows)))
+        return beside_experts(b, subject, moe, h, b.scaled(mixed, scale, line)), Output(counts, "counts")
     routed = _routed(b, subject, moe, h, beside, replay)
     in_texts = routed.segments is not None and moe.drops
     run = _dropless if isinstance(moe.capacity, Dropless) or in_texts else _padded
     mixed, counts = run(b, subject, moe, h, routed)
-    assert isinstance(moe.experts, Experts)
-    mixed = b.scaled(mixed, scale_of(moe.experts.body), moe.experts.span())
+    mixed = b.scaled(mixed, scale, line)
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
     choices = (Output(routed.e, "choices"),) if replay else ()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.rules import numbered
 from moec.grammar.source import Span
-from moec.grammar.spec import Gqa, Layer, Mha, Spec
+from moec.grammar.spec import Gqa, Layer, Mha, Soft, Spec
 from moec.grammar.spec.base import Node
 from moec.passes.place.stated_degrees import Mixtures, divisors, number_of, stated_eps, zero_of
 
@@ -138,7 +138,7 @@ def _width_problems(spec: Spec) -> list[Diagnostic]:
                 continue
             fitting = [f"`tp = {max(d for d in divisors(math.gcd(size, spec.cluster.ranks)))}`"]
             fitting.append(f"`{name} = {-(-size // tp) * tp}`")
-            what = "heads" if name != "hidden" else "wide"
+            what = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
             found[id(node), name] = diagnose(
                 "MOE0318",
                 spec.parallel.span("tp"),
@@ -188,6 +188,8 @@ def _divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
         yield attention, "heads", attention.heads
     if isinstance(attention, Gqa):
         yield attention, "kv_heads", attention.kv_heads
+    if layer.moe is not None and isinstance(layer.moe.gate, Soft):
+        yield layer.moe.gate, "slots", layer.moe.gate.slots
     bodies = [layer.ffn] if layer.moe is None else [layer.moe.shared, layer.moe.residual]
     for body in bodies:
         hidden = getattr(body, "hidden", None)

@@ -9,7 +9,7 @@ import torch
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe
 from plain_weights import plain_state_dict
-from torch import Tensor
+from torch import Tensor, nn
 
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
@@ -59,6 +59,9 @@ def both(gate: str, beside: str, body: str, kind: type[GroupMoe]) -> tuple[PlanM
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    if kind is SoftMoe:
+        for layer in plain.layers:
+            layer.moe.gate = nn.Linear(24, EXPERTS * layer.moe.topk.slots, bias=False, dtype=torch.float64)
     plain.load_state_dict(plain_state_dict(dict(ours.named_parameters())))
     for layer in plain.layers:
         layer.moe.__class__ = kind
@@ -117,3 +120,22 @@ def best_assignment(scores: Tensor) -> list[int]:
 @pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
 def test_base_matches_tokens_with_experts(beside: str) -> None:
     assert_same(*both("base", beside, "swiglu(8)", BaseMoe))
+
+
+class SoftMoe(GroupMoe):
+    """Puigcerver et al. 2023, eq. 1 to 3, slot by slot."""
+
+    def mixed(self, x: Tensor, logits: Tensor) -> Tensor:
+        slots, out = self.topk.slots, torch.zeros_like(x)
+        combine = logits.exp() / logits.exp().sum(1, keepdim=True)
+        for slot in range(logits.shape[1]):
+            dispatch = logits[:, slot].exp() / logits[:, slot].exp().sum()
+            given = sum(weight * token for weight, token in zip(dispatch, x, strict=True))
+            out = out + combine[:, slot, None] * self.experts[slot // slots](given)
+        return out
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
+def test_soft_gives_experts_means_of_tokens_and_tokens_means_of_slots(beside: str, slots: int) -> None:
+    assert_same(*both(f"soft({slots})", beside, "swiglu(8)", SoftMoe))

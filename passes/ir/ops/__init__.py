@@ -34,6 +34,7 @@ from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKe
 from moec.passes.ir.ops.replay_ops import Replay, StackRoutes, TakeRoutes, WholeSequences
 from moec.passes.ir.ops.sampling_ops import SampledWeights, SampleExperts
 from moec.passes.ir.ops.segment_ops import CountInSegments, KeepInSegments, NumberSegments, SegmentLoss, Segments
+from moec.passes.ir.ops.soft_ops import SlotCombine, SlotInputs, SlotOutputs, SlotRows, SlotWeights
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 
@@ -122,6 +123,11 @@ __all__ = [
     "Segments",
     "SigmoidGate",
     "Slice",
+    "SlotCombine",
+    "SlotInputs",
+    "SlotOutputs",
+    "SlotRows",
+    "SlotWeights",
     "StackRoutes",
     "SumExp",
     "SumRows",

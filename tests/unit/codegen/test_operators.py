@@ -48,6 +48,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "capacity with reroutes": {"beside": "capacity = factor(1.0); overflow = reroute", "tp": 2, "ep": 4},
     "capacity at random": {"beside": "capacity = dynamic(max = 1.0, order = random)"},
     "balanced assignment": {"gate": "base", "tp": 2, "ep": 4},
+    "slots": {"gate": "soft(2)", "balance": "[]", "tp": 2, "ep": 4},
+    "slots, padding": {"gate": "soft", "balance": "[]", "model": "embedding = tokens(padding = 3)", "dtype": "bf16"},
     "experts choose": {"gate": "expert_choice(2)", "balance": "[]", "tp": 2, "ep": 4},
     "capacity of the busiest": {"beside": "capacity = dynamic()", "ep": 4},
     "capacity of the busiest, up to one": {"beside": "capacity = dynamic(max = 1.0)", "ep": 4},

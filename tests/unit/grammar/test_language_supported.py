@@ -44,6 +44,7 @@ def refused(**given: str) -> list[Diagnostic]:
             {"ffn": "moe { experts = 4 * gelu(8); gate = topology(2) }"},
             "`topology`",
             "gshard, hash, noisy_topk, sparsemixer, switch, topk",
+            "base, batch_priority, expert_choice, hash, soft, switch, topk",
         ),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, noise = 0.1) }"}, "`noise`", ""),
         ({"ffn": "moe { experts = 4 * gelu(8); gate = topk(2, bias = learned) }"}, "`bias = learned`", "none, online"),

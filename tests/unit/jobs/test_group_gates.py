@@ -7,13 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 from faults import bypass, change_op, op_giving
-from models import moe_plan, moe_text
+from models import moe_plan, moe_spec, moe_text
 from torch import Tensor
 
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
+from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllGatherAlike
 from moec.runtime import ops
+from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
@@ -146,14 +148,15 @@ def test_equal_scores_and_one_wish_of_all_are_matched_too() -> None:
         assert sorted(torch.bincount(chosen, minlength=4).tolist()) == [4, 4, 5, 5]
 
 
-def test_scores_that_are_no_numbers_end_and_padding_is_not_matched() -> None:
-    scores = torch.randn(1, 8, 4)
-    scores[0, 0] = torch.nan
-    scores[0, 1] = torch.inf
-    real = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 1]])
-    chosen = ops.balanced_assignment(scores, torch.tensor(1), real, 0).flatten()
-    assert (chosen < 0).tolist() == (real == 0).flatten().tolist()
-    assert sorted(torch.bincount(chosen[chosen >= 0], minlength=4).tolist()) == [1, 1, 2, 2]
+def test_scores_that_are_no_numbers_or_far_apart_end_and_padding_is_not_matched() -> None:
+    real, generator = torch.tensor([[1, 1, 1, 1, 1, 0, 0, 1]]), torch.Generator().manual_seed(0)
+    for largest in (1.0, 1e8, 1e30):
+        for _ in range(20):
+            scores = torch.randn(1, 8, 4, generator=generator)
+            scores[0, 0], scores[0, 1], scores[0, 2, 1], scores[0, 3] = torch.nan, torch.inf, -torch.inf, largest
+            chosen = ops.balanced_assignment(scores, torch.tensor(1), real, 0).flatten()
+            assert (chosen < 0).tolist() == (real == 0).flatten().tolist()
+            assert sorted(torch.bincount(chosen[chosen >= 0], minlength=4).tolist()) == [1, 1, 2, 2]
     none = ops.balanced_assignment(scores, torch.tensor(1), torch.zeros_like(real), 0)
     assert bool((none == -1).all())
 
@@ -174,3 +177,67 @@ def test_base_warns_of_training_alone_and_has_no_capacity() -> None:
     assert (found.code, "evaluation" in found.message) == ("MOE0352", False)
     codes = {d.code for d in load_text(moe_text(gate="base", beside="capacity = factor(1.0)")).diagnostics}
     assert "MOE0354" in codes
+
+
+# ---- soft ------------------------------------------------------------------------------------------------------
+
+SOFT = {"gate": "soft(2)", "balance": "[]"}
+
+
+def test_padding_has_no_part_in_a_slot_and_gets_nothing() -> None:
+    spec = moe_spec(ranks=1, ep=1, model="embedding = tokens(padding = 3)", **SOFT)
+    model = reference(spec, seed=0, dtype=torch.float64)
+    tokens = torch.randint(4, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    alone = model(tokens[:, :5]).logits
+    tokens[:, 5:] = 3
+    torch.testing.assert_close(model(tokens).logits[:, :5], alone, rtol=1e-12, atol=1e-12)
+    padding = torch.full((2, 8), 3)
+    padding[0] = tokens[0]
+    output = model(padding, padding)
+    output.loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+SOFT_FAULTS: dict[str, Callable[[Plan], Plan]] = {
+    "weights of the other kind": lambda p: change_op(p, BODY, "combine.1", operands=("dispatch",)),
+    "means of a part of the tokens": lambda p: bypass(p, BODY, "inputs.1"),
+    "the softmax of a part": lambda p: bypass(p, BODY, op_giving(p, BODY, "dispatch").operands[0]),
+    "slots of other experts": lambda p: bypass(p, BODY, "rows.1"),
+}
+
+
+@pytest.mark.parametrize("fault", SOFT_FAULTS)
+def test_a_plan_with_other_slots_is_refused(fault: str) -> None:
+    plan = moe_plan(ranks=4, tp=2, ep=2, **SOFT)
+    assert verify(plan, float32=False).ok
+    assert not verify(SOFT_FAULTS[fault](plan), float32=False).ok
+
+
+def test_every_expert_has_a_row_of_each_slot_and_sequence() -> None:
+    model = reference(moe_spec(ranks=1, ep=1, **SOFT), seed=0)
+    with torch.no_grad():
+        model(torch.randint(32, (3, 8)))
+    assert {tuple(counts.flatten().tolist()) for counts in model.expert_counts.values()} == {(6,) * 8}
+
+
+@pytest.mark.parametrize(
+    ("beside", "balance", "codes"),
+    [
+        ("", "[]", {"MOE0352"}),
+        ("group = batch", "[]", {"MOE0352", "MOE0354"}),
+        ("group = rank", "[]", {"MOE0315", "MOE0352", "MOE0354"}),
+        ("capacity = factor(1.0)", "[]", {"MOE0352", "MOE0354"}),
+        ("", "[switch_loss(0.1)]", {"MOE0325", "MOE0352"}),
+        ("", "[z_loss(0.1)]", {"MOE0325", "MOE0352"}),
+    ],
+)
+def test_soft_has_no_capacity_no_balance_terms_and_no_other_group(beside: str, balance: str, codes: set[str]) -> None:
+    found = load_text(moe_text(gate="soft(2)", balance=balance, beside=beside)).diagnostics
+    assert {d.code for d in found} == codes
+
+
+def test_slots_that_tp_does_not_divide_are_refused() -> None:
+    with pytest.raises(DiagnosticError) as refused:
+        moe_plan(ranks=4, tp=2, ep=2, gate="soft(3)", balance="[]")
+    assert [d.code for d in refused.value.diagnostics] == ["MOE0318"]
+    assert "3 slots" in refused.value.diagnostics[0].labels[0].message

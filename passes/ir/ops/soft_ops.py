@@ -1,0 +1,190 @@
+"""Ops of soft mixtures: experts take weighted means of a sequence's tokens, in slots.
+
+Puigcerver et al. 2023, arXiv 2308.00951, section 2.1. A slot belongs to an expert; the slots of a sequence are
+`[experts, slots]`, expert by expert in a dim of `experts · slots`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.layout import Layout, Partial, Placement, Shard
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import experts_layout, grouped
+from moec.passes.ir.ops.padding_ops import require_real
+from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+SLOTS = 2
+"""The dim of `[batch, experts, slots, dim]` that `tp` cuts: each of its ranks sends other slots to the experts."""
+
+
+def _slots(meshes: Meshes) -> Layout:
+    cuts = {"dp": Shard(0), "tp": Shard(SLOTS)}
+    return Layout.of((axis, placement) for axis, placement in cuts.items() if meshes.size(axis) > 1)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotWeights(Op):
+    """logits `[batch, sequence, slots of all experts]` → dispatch, combine, of the same shape (eq. 1 and 3).
+
+    dispatch is the softmax over the sequence's tokens, combine the softmax over all slots. With the operand `real`, the
+    softmax is over real tokens, and both are 0 for padding.
+    """
+
+    mnemonic: ClassVar[str] = "slot_weights"
+    takes: ClassVar[str] = "logits real?"
+    gives: ClassVar[str] = "dispatch combine"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        logits, *real = operands
+        require(logits.dtype != "int64" and len(logits.shape) == 3, self, "wants logits of every slot")
+        require_real(self, logits, real)
+        return (Type(shape=logits.shape, dtype=logits.dtype),) * 2
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped("sequence", meshes)
+        return Placing((whole,) * len(operands), (whole, whole))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        _, *real = operands
+        kept = workload.keep(*results)
+        if real:  # the softmax before padding is masked, and the mask
+            kept = (
+                *(workload.inner(v, "softmax", workload.count(v), v.dtype) for v in results),
+                workload.inner(results[0], "real", workload.count(*real), "bool"),
+            )
+        return elementwise(self, operands, results, workload, keeps=kept, forward=3, backward=3)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotInputs(Op):
+    """The mean of tokens in each slot (eq. 2): x `[batch, sequence, dim]`, dispatch → `[batch, experts, slots, dim]`.
+
+    Computed in the dtype of dispatch, and rounded to that of x.
+    """
+
+    mnemonic: ClassVar[str] = "slot_inputs"
+    takes: ClassVar[str] = "x dispatch"
+    gives: ClassVar[str] = "inputs"
+    num_experts: Count
+    slots: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, dispatch = operands
+        wanted = (*x.shape[:-1], self.num_experts * self.slots)
+        require(len(x.shape) == 3 and dispatch.shape == wanted, self, "wants a weight of each token in each slot")
+        return (Type(shape=(x.shape[0], self.num_experts, self.slots, x.shape[2]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        cut: dict[str, Placement] = {"dp": Shard(0), "tp": Partial()}
+        result = Layout.of((axis, placement) for axis, placement in cut.items() if axis in tokens.axes)
+        return Placing((tokens, tokens), (result,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, dispatch = operands
+        wide = workload.keep(x)
+        if x.dtype != dispatch.dtype:
+            wide = (workload.inner(results[0], "x", workload.count(x), dispatch.dtype),)
+        return elementwise(self, operands, results, workload, keeps=(*wide, *workload.keep(dispatch)), forward=2)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRows(Op):
+    """Slots as rows in places: inputs `[batch, experts, slots, dim]` → rows `[experts, places, dim]`, counts.
+
+    From the dense mesh to the expert mesh. Every place is filled: counts `[sources, experts]` are constant.
+    """
+
+    mnemonic: ClassVar[str] = "slot_rows"
+    takes: ClassVar[str] = "inputs"
+    gives: ClassVar[str] = "rows counts"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (inputs,) = operands
+        require(len(inputs.shape) == 4, self, "wants slots of every expert")
+        experts, dim = inputs.shape[1], inputs.shape[3]
+        return (
+            Type(shape=(experts, "places", dim), dtype=inputs.dtype),
+            Type(shape=("sources", experts), dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        rows, counts = (experts_layout(meshes, {}, Shard(dim)) for dim in (1, 0))
+        return Placing((_slots(meshes),), (rows, counts))
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        _, experts, *_, dim = operands[0].shape
+        assert isinstance(experts, int)
+        assert isinstance(dim, int)
+        return {"places": workload.whole(operands[0]) // (experts * dim), "choices": 1}
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotOutputs(Op):
+    """The inverse of `slot_rows`: rows `[experts, places, dim]`, inputs → outputs of the shape of inputs.
+
+    The operand `inputs` only gives the shape.
+    """
+
+    mnemonic: ClassVar[str] = "slot_outputs"
+    takes: ClassVar[str] = "rows inputs"
+    gives: ClassVar[str] = "outputs"
+    constants: ClassVar[frozenset[str]] = frozenset({"inputs"})
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        rows, inputs = operands
+        fits = len(inputs.shape) == 4 and (rows.shape[0], rows.shape[-1]) == inputs.shape[1::2]
+        require(fits, self, "wants the rows of every slot")
+        return (Type(shape=inputs.shape, dtype=rows.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        slots = _slots(meshes)
+        return Placing((experts_layout(meshes, {}, Shard(1)), slots), (slots,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotCombine(Op):
+    """Each token's weighted mean of all slots: outputs `[batch, experts, slots, dim]`, combine → mixed.
+
+    mixed `[batch, sequence, dim]` has the dtype of outputs; the sum is in that of combine (eq. 3).
+    """
+
+    mnemonic: ClassVar[str] = "slot_combine"
+    takes: ClassVar[str] = "outputs combine"
+    gives: ClassVar[str] = "mixed"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        outputs, combine = operands
+        _, experts, slots, dim = outputs.shape
+        assert isinstance(experts, int)
+        assert isinstance(slots, int)
+        require(combine.shape[-1] == experts * slots, self, "wants a weight of each token in each slot")
+        return (Type(shape=(*combine.shape[:-1], dim), dtype=outputs.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens = meshes.own_tokens
+        return Placing((grouped("sequence", meshes), tokens), (tokens,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        outputs, combine = operands
+        wide = workload.keep(outputs)
+        if outputs.dtype != combine.dtype:
+            wide = (workload.inner(results[0], "outputs", workload.count(outputs), combine.dtype),)
+        return elementwise(self, operands, results, workload, keeps=(*wide, *workload.keep(combine)), forward=2)

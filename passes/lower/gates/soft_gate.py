@@ -1,0 +1,30 @@
+"""Lowers `soft`: the slots that experts take, and what tokens take of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import Soft
+from moec.passes.ir.ops import Router
+from moec.passes.ir.ops import soft_ops as s
+from moec.passes.lower.block_builder import TABLE, Builder, normal
+from moec.passes.lower.gates.gated import Given
+
+Rows = Callable[[str], str]
+"""Experts as a function from the name of rows in places to the name of their results."""
+
+
+def soft_mixture(b: Builder, gate: Node, given: Given, experts: Rows) -> tuple[str, str]:
+    """The mixed value's name, and that of the counts of rows per expert. There are no choices."""
+    assert isinstance(gate, Soft)
+    span, slots = gate.span(), given.experts * gate.slots
+    shape, dtype = (slots, given.subject.dim), given.subject.dtype
+    weight = b.parameter("moe.gate.weight", shape, dtype, normal(), span, matrices=TABLE)
+    logits = b.one(Router, given.h, weight, to="logits", span=span)
+    real = {"real": given.beside["real"]} if "real" in given.beside else {}
+    dispatch, combine = b.add(s.SlotWeights, logits, beside=real, to="dispatch combine", span=span)
+    inputs = b.one(s.SlotInputs, given.h, dispatch, to="inputs", span=span, num_experts=given.experts, slots=gate.slots)
+    rows, counts = b.add(s.SlotRows, inputs, to="rows counts", span=span)
+    outputs = b.one(s.SlotOutputs, experts(rows), inputs, to="outputs", span=span)
+    return b.one(s.SlotCombine, outputs, combine, to="mixed", span=span), counts
