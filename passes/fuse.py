@@ -19,6 +19,7 @@ from moec.passes.ir.ops import (
     PermuteDynamic,
     PermutePadded,
     PermuteWeights,
+    SelectExperts,
     SumRows,
 )
 
@@ -57,9 +58,13 @@ def _fused(block: Block) -> Block:
     for combine in block.ops:
         if isinstance(combine, Combine | CombinePadded):
             mixture = _mixture(combine, given)
-            if mixture is None or (not mixture.out and _stays_apart(block, mixture)):
+            if mixture is None:
                 continue
-            replaced |= (_travelling if mixture.out else _local)(block, mixture, names)
+            # `mixture_mlp` saves a pre-activation for every choice, those of other parts' experts too.
+            of_part = isinstance(given.get(mixture.permute.operands[1]), SelectExperts)
+            if not mixture.out and not of_part and _stays_apart(block, mixture):
+                continue
+            replaced |= (_travelling if mixture.out or of_part else _local)(block, mixture, names)
             if isinstance(mixture.permute, PermuteDynamic) and not mixture.out:
                 replaced |= {id(op): () for op in _largest_load(mixture.permute, given)}
     return replace(block, ops=tuple(op for each in block.ops for op in replaced.get(id(each), (each,))))
@@ -153,6 +158,8 @@ def _travelling(block: Block, mixture: _Mixture, names: _Names) -> dict[int, tup
     own = _weights_of(block.scope[rows], block.scope[weights].dtype, names)
     beside: tuple[Op, ...] = (PermuteWeights(operands=(weights, positions, rows), results=(own,), span=combine.span),)
     replaced: dict[int, tuple[Op, ...]] = {}
+    if not mixture.out:
+        replaced[id(permute)] = (permute, *beside)
     for conversion in mixture.out:
         moved = _weights_of(conversion.results[0], own.dtype, names)
         also = replace(conversion, operands=(own.name, *conversion.operands[1:]), results=(moved,))

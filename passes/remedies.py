@@ -258,7 +258,7 @@ def _degrees(spec: Spec, stated: Words) -> list[int | None]:
     """The `ep` that divide ranks and every layer's experts; that of the file first."""
     if stated.ep is None:
         return [None]
-    counts = [moe.num_experts for moe in spec.subject.mixtures if moe is not None]
+    counts = [count for moe in spec.subject.mixtures if moe is not None for count in moe.counts]
     fitting = [d for d in divisors(spec.cluster.ranks) if all(count % d == 0 for count in counts)]
     return sorted(fitting, key=lambda d: (d != stated.ep, d))
 

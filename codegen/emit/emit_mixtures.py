@@ -58,9 +58,31 @@ def _expert_linear(e: Emitter, op: Op) -> None:
     e.result(op, aten.unflatten.int, out, 0, [e.shape(op.operands[1])[0], -1])
 
 
+def _select_experts(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.SelectExperts)
+    own = e.call(op, aten.sub.Scalar, *e.refs(op), op.first)
+    below, above = e.call(op, aten.ge.Scalar, own, 0), e.call(op, aten.lt.Scalar, own, op.count)
+    e.result(op, aten.where.ScalarOther, e.call(op, aten.logical_and.default, below, above), own, -1)
+
+
+def _concat_counts(e: Emitter, op: Op) -> None:
+    """Adds the counts, each padded with zeros to all experts: the virtual cluster runs no operator of a list."""
+    widths = [int(e.shape(name)[-1]) for name in op.operands]
+    total = None
+    for number, counts in enumerate(e.refs(op)):
+        around = [sum(widths[:number]), sum(widths[number + 1 :])]
+        if number == len(widths) - 1 and total is not None:
+            e.result(op, aten.add.Tensor, total, e.call(op, aten.constant_pad_nd.default, counts, around))
+            return
+        padded = e.call(op, aten.constant_pad_nd.default, counts, around)
+        total = padded if total is None else e.call(op, aten.add.Tensor, total, padded)
+
+
 MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.BestScore: _best_score,
+    o.ConcatCounts: _concat_counts,
     o.ExpertLinear: _expert_linear,
     o.ExpertMlpPadded: _expert_mlp_padded,
     o.RandomOrder: _random_order,
+    o.SelectExperts: _select_experts,
 }

@@ -64,6 +64,7 @@ CODES: dict[str, str] = {
     "MOE0308": "nothing says how long sequences are",
     "MOE0309": "`ffn` and `moe` share one slot",
     "MOE0310": "the degrees do not multiply to the cluster's ranks",
+    "MOE0355": "expert-parallel degree does not divide a part of the experts",
     "MOE0311": "expert-parallel degree does not divide the expert count",
     "MOE0312": "a degree does not divide the ranks",
     "MOE0313": "the batch does not divide over the data-parallel ranks",

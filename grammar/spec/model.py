@@ -69,7 +69,6 @@ class Moe(Node):
     form = "block"
     experts: Annotated[
         Experts | tuple[Experts, ...],
-        NotYet(lists=True),
         Doc("`count * body`, such as `8 * swiglu(14_336)`; a list of them for experts of different sizes"),
     ]
     gate: Annotated[Gate, Doc("how tokens choose experts")]
@@ -119,6 +118,11 @@ class Moe(Node):
     def num_experts(self) -> int:
         """Experts of all sizes together."""
         return sum(part.count for part in self.parts)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The experts of each size: `ep` divides each of these numbers."""
+        return tuple(part.count for part in self.parts)
 
     @property
     def parts(self) -> tuple[Experts, ...]:

@@ -132,4 +132,4 @@ def used_share(experts: Value, workload: Workload) -> float:
     """The fraction of all experts that one token goes to."""
     count = experts.shape[0]
     assert isinstance(count, int)
-    return workload.sizes["choices"] / count
+    return workload.sizes["choices"] * workload.share(experts) / count

@@ -82,7 +82,13 @@ class Workload:
         if value.ragged is None:
             return math.prod(self.shape(value))
         ranks = math.prod(self.meshes.size(axis) for axis in (value.layout or REPLICATED).sharded_axes())
-        return self.sizes["rows"] * self.row(value) / ranks * self.skew(value)
+        return self.sizes["rows"] * self.share(value) * self.row(value) / ranks * self.skew(value)
+
+    def share(self, of_experts: Value) -> float:
+        """The share of all choices that goes to the experts of a value `[experts, …]`: 1 where there is one part."""
+        experts = of_experts.shape[0]
+        assert isinstance(experts, int)
+        return experts / self.sizes.get("all_experts", experts)
 
     def bytes(self, *values: Value) -> float:
         """Bytes of the rank's parts."""
@@ -130,14 +136,14 @@ class Workload:
         (experts, *_), layout = rows.shape, rows.layout or REPLICATED
         assert isinstance(experts, int)
         split = math.prod(self.meshes.size(axis) for axis in layout.cuts(1))
-        return self.rows_of(self.sizes["rows"] / split, experts)[1]
+        return self.rows_of(self.sizes["rows"] * self.share(rows) / split, experts)[1]
 
     def rows_that_stay(self, chosen: Value, up: Value) -> tuple[float, float]:
         """Rows of a rank that sends no tokens to other ranks, and rows of its busiest expert."""
         experts = up.shape[0]
         assert isinstance(experts, int)
         ranks = math.prod(self.meshes.size(axis) for axis in (chosen.layout or REPLICATED).sharded_axes())
-        return self.rows_of(self.sizes["rows"] / ranks, experts)
+        return self.rows_of(self.sizes["rows"] * self.share(up) / ranks, experts)
 
     def rows_of(self, rows: float, experts: int) -> tuple[float, float]:
         """`rows`, which are those of all experts, and the rows of the busiest expert."""

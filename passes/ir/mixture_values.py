@@ -5,9 +5,11 @@ Passes and checks call these functions, so they depend on no gate's op and on no
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from moec.passes.ir.ops import Combine, CombinePadded, MixtureMlp, Permute, PermuteDynamic, PermutePadded
+from moec.passes.ir.op import Op
+from moec.passes.ir.ops import Combine, CombinePadded, MixtureMlp, Permute, PermuteDynamic, PermutePadded, SelectExperts
 from moec.passes.ir.program import Block
 from moec.passes.ir.value import Value
 
@@ -16,9 +18,12 @@ Permutation = Permute | PermutePadded | PermuteDynamic
 
 def choices_of(block: Block) -> Value | None:
     """The expert ids of each token's choices that the mixture uses, `[batch, sequence, k]`; None without a mixture."""
+    given = {value.name: op for op in block.ops for value in op.results}
     for op in block.ops:
         if isinstance(op, Permutation | MixtureMlp):
-            return block.scope[op.operands[1]]
+            chosen = op.operands[1]
+            part = given.get(chosen)
+            return block.scope[part.operands[0] if isinstance(part, SelectExperts) else chosen]
     return None
 
 
@@ -32,10 +37,10 @@ def choices_per_token(block: Block) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureValues:
-    """The names of a mixture's values in a lowered block, before `communicate` and `fuse`.
+    """The names of a mixture's values in a lowered block, before `communicate` and `fuse`; of one part of its experts.
 
     `choices` are expert ids, `weights` and `positions` those of the choices, `rows` the results of the experts, and
-    `mixed` the result per token.
+    `mixed` the result per token. `of_rows` are all values with a row for each choice.
     """
 
     num_experts: int
@@ -44,11 +49,13 @@ class MixtureValues:
     positions: str
     rows: str
     mixed: str
+    of_rows: frozenset[str]
 
     @classmethod
-    def of(cls, block: Block) -> MixtureValues | None:
-        """The mixture values of `block`; None without a mixture."""
+    def of(cls, block: Block) -> tuple[MixtureValues, ...]:
+        """The mixture values of `block`, one entry for each part of its experts; none without a mixture."""
         given = {value.name: op for op in block.ops for value in op.results}
+        found = []
         for op in block.ops:
             if isinstance(op, Combine | CombinePadded):
                 rows, positions, weights = op.operands
@@ -56,12 +63,22 @@ class MixtureValues:
                 assert isinstance(permute, Permutation)
                 num_experts = permute.results[1].shape[1]  # of the counts
                 assert isinstance(num_experts, int)
-                return cls(
+                own = cls(
                     num_experts=num_experts,
                     choices=permute.operands[1],
                     weights=weights,
                     positions=positions,
                     rows=rows,
                     mixed=op.results[0].name,
+                    of_rows=frozenset(_between(permute.results[0].name, rows, given)),
                 )
-        return None
+                found.append(own)
+        return tuple(found)
+
+
+def _between(first: str, last: str, given: Mapping[str, Op]) -> Iterator[str]:
+    """The names of the values from `last` back to `first`, by the first operands of their ops."""
+    while last != first:
+        yield last
+        last = given[last].operands[0]
+    yield first

@@ -3,16 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from moec.grammar.spec import (
-    Dropless,
-    Dynamic,
-    Experts,
-    Factor,
-    Moe,
-    Soft,
-    Subject,
-)
+from moec.grammar.spec import Dropless, Factor, Moe, Soft, Subject
 from moec.passes.ir import Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
@@ -36,80 +29,118 @@ def mixture(
     `beside` names the layer's inputs beside the residual stream: `tokens` where the gate takes them, and `real` in a
     model with a padding id.
     """
-    assert isinstance(moe.experts, Experts)
-    scale, line = scale_of(moe.experts.body), moe.experts.span()
     if isinstance(moe.gate, Soft):
-        given = Given(subject=subject, experts=moe.num_experts, h=h, beside=beside)
-        mixed, counts = soft_mixture(b, moe.gate, given, lambda rows: apply_experts(b, _sent(subject, moe, rows)))
-        return beside_experts(b, subject, moe, h, b.scaled(mixed, scale, line)), Output(counts, "counts")
+        return _soft(b, subject, moe, moe.gate, h, beside)
     routed = _routed(b, subject, moe, h, beside, replay)
-    in_texts = routed.segments is not None and moe.drops
-    run = _dropless if isinstance(moe.capacity, Dropless) or in_texts else _padded
-    mixed, counts = run(b, subject, moe, h, routed)
-    mixed = b.scaled(mixed, scale, line)
+    if len(moe.parts) > 1:
+        mixed, counts = _in_parts(b, subject, moe, h, routed)
+    else:
+        in_texts = routed.segments is not None and moe.drops
+        run = _dropless if isinstance(moe.capacity, Dropless) or in_texts else _padded
+        mixed, counts = run(b, subject, moe, h, routed)
+        mixed = b.scaled(mixed, scale_of(moe.parts[0].body), moe.parts[0].span())
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
     choices = (Output(routed.e, "choices"),) if replay else ()
     return mixed, Output(counts, "counts"), *balance, *choices
 
 
+def _soft(b: Builder, subject: Subject, moe: Moe, gate: Soft, h: str, beside: Mapping[Role, str]) -> tuple[str, Output]:
+    (part,) = moe.parts
+    given = Given(subject=subject, experts=part.count, h=h, beside=beside)
+    mixed, counts = soft_mixture(b, gate, given, lambda rows: apply_experts(b, _sent(subject, moe, rows)))
+    mixed = b.scaled(mixed, scale_of(part.body), part.span())
+    return beside_experts(b, subject, moe, h, mixed), Output(counts, "counts")
+
+
 def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], replay: bool) -> Routed:
-    declared = moe.experts
-    assert isinstance(declared, Experts)
-    gated = lower_gate(b, subject, moe.gate, declared.count, h, beside, moe.group)
+    gated = lower_gate(b, subject, moe.gate, moe.num_experts, h, beside, moe.group)
     if replay:
         gated = replayed(b, gated, moe.gate.span())
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())
     segments = beside.get("segments") if moe.group == "sequence" else None
-    routed = Routed(gated=gated, e=e, kept=e, experts=declared.count, real=real, segments=segments)
+    routed = Routed(gated=gated, e=e, kept=e, experts=moe.num_experts, real=real, segments=segments)
     return with_places(b, moe, routed, beside)
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     """As many rows as there are choices that are kept."""
+    some_are_none = routed.some_are_none or routed.kept != routed.e
+    return _ragged(b, moe, _sent(subject, moe, h), routed.kept, routed.gated.w, some_are_none)
+
+
+def _ragged(b: Builder, moe: Moe, sent: Sent, e: str, w: str, some_are_none: bool) -> tuple[str, str]:
+    """The mixed tokens and the counts of one part of the experts. `sent` has the tokens in place of rows."""
     span = moe.span("capacity")
     rows, counts, positions = b.add(
-        o.Permute, h, routed.kept, to="rows counts positions", span=span,
-        num_experts=routed.experts, some_are_none=routed.some_are_none or routed.kept != routed.e,
+        o.Permute, sent.rows, e, to="rows counts positions", span=span,
+        num_experts=sent.experts.count, some_are_none=some_are_none,
     )  # fmt: skip
-    y = apply_experts(b, _sent(subject, moe, rows, counts))
-    return b.one(o.Combine, y, positions, routed.gated.w, to="mixed", span=span), counts
+    y = apply_experts(b, replace(sent, rows=rows, counts=counts))
+    return b.one(o.Combine, y, positions, w, to="mixed", span=span), counts
+
+
+def _in_parts(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
+    """Experts of several kinds or sizes: each part has its own rows, and the results are added.
+
+    Choices that find no place are dropped before the parts: a capacity counts over all experts. Rows are ragged.
+    """
+    e, first = _kept(b, moe, routed), 0
+    mixed, counted = [], []
+    for number, part in enumerate(moe.parts):
+        own = b.one(
+            o.SelectExperts, e, to="selected", span=part.span(),
+            first=first, count=part.count, num_experts=routed.experts,
+        )  # fmt: skip
+        sent = Sent(subject=subject, experts=part, rows=h, counts=None, prefix=f"moe.experts.{number}")
+        result, counts = _ragged(b, moe, sent, own, routed.gated.w, True)
+        mixed.append(b.scaled(result, scale_of(part.body), part.span()))
+        counted.append(counts)
+        first += part.count
+    span = moe.span("experts")
+    total = b.one(o.Add, *mixed, to="mixed", span=span)
+    return total, b.one(o.ConcatCounts, *counted, to="all_counts", span=span)
+
+
+def _starts(b: Builder, moe: Moe, e: str) -> str:
+    """The start of each piece's choices in the queues of experts."""
+    span = moe.span("capacity")
+    queues = b.one(o.CountQueues, e, to="queues", span=span, num_experts=moe.num_experts)
+    return b.one(o.QueueStarts, queues, to="starts", span=span, group=moe.group)
+
+
+def _kept(b: Builder, moe: Moe, routed: Routed) -> str:
+    """The choices that find a place; −1 for those that are dropped."""
+    if not moe.drops or routed.kept != routed.e:
+        return routed.kept
+    return b.one(
+        o.KeepChoices, routed.e, _starts(b, moe, routed.e), beside=varying(b, moe), to="kept",
+        span=moe.span("capacity"), **capacity_of(moe),
+    )  # fmt: skip
 
 
 def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
-    capacity, span, experts, chosen = moe.capacity, moe.span("capacity"), routed.experts, routed.kept
-
-    def starts() -> str:
-        queues = b.one(o.CountQueues, chosen, to="queues", span=span, num_experts=experts)
-        return b.one(o.QueueStarts, queues, to="starts", span=span, group=moe.group)
-
-    if isinstance(capacity, Factor):
+    span = moe.span("capacity")
+    if isinstance(moe.capacity, Factor):
         rows, counts, positions = b.add(
-            o.PermutePadded, h, chosen, starts(), beside=varying(b, moe), to="rows counts positions", span=span,
-            **capacity_of(moe),
+            o.PermutePadded, h, routed.kept, _starts(b, moe, routed.kept), beside=varying(b, moe),
+            to="rows counts positions", span=span, **capacity_of(moe),
         )  # fmt: skip
     else:
-        assert isinstance(capacity, Dynamic)
-        if capacity.max is not None and chosen == routed.e:
-            chosen = b.one(o.KeepChoices, chosen, starts(), to="kept", span=span, **capacity_of(moe))
-        places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=experts)
+        chosen = _kept(b, moe, routed)
+        places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=routed.experts)
         rows, counts, positions = b.add(
-            o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=experts
+            o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=routed.experts
         )
     y = apply_experts(b, _sent(subject, moe, rows))
     return b.one(o.CombinePadded, y, positions, routed.gated.w, to="mixed", span=span), counts
 
 
-def _sent(subject: Subject, moe: Moe, rows: str, counts: str | None = None) -> Sent:
-    assert isinstance(moe.experts, Experts)
-    return Sent(
-        subject=subject,
-        experts=moe.experts,
-        rows=rows,
-        counts=counts,
-        prefix="moe.experts",
-        all_places=moe.overflow == "pad",
-    )
+def _sent(subject: Subject, moe: Moe, rows: str) -> Sent:
+    """Rows in places for the only part of the experts."""
+    (part,) = moe.parts
+    every = moe.overflow == "pad"
+    return Sent(subject=subject, experts=part, rows=rows, counts=None, prefix="moe.experts", all_places=every)

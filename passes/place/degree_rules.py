@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.rules import numbered
 from moec.grammar.source import Span
-from moec.grammar.spec import Gqa, Layer, Mha, Soft, Spec
+from moec.grammar.spec import Gqa, Layer, Mha, Moe, Soft, Spec
 from moec.grammar.spec.base import Node
-from moec.passes.place.stated_degrees import Mixtures, divisors, number_of, stated_eps, zero_of
+from moec.passes.place.stated_degrees import Mixtures, Stated, divisors, number_of, stated_eps, zero_of
 
 
 def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
@@ -65,12 +65,15 @@ def _mesh_problems(spec: Spec) -> list[Diagnostic]:
 
 
 def _expert_problems(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
-    problems = []
+    problems: list[Diagnostic] = []
     for moe, stated, layers in mixtures:
         count = moe.num_experts
-        if stated is None or count % stated.ep == 0:
+        if stated is None:
             continue
         ep = stated.ep
+        if count % ep == 0:
+            problems += _part_problems(moe, stated)
+            continue
         ways = [f"`ep = {d}` ({count // d} per rank)" for d in divisors(spec.cluster.ranks) if count % d == 0][-1:]
         more = -(-count // ep) * ep
         ways.append(f"`experts = {more} * …` ({more // ep} per rank)")
@@ -86,6 +89,22 @@ def _expert_problems(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
             )
         )
     return problems
+
+
+def _part_problems(moe: Moe, stated: Stated) -> Iterator[Diagnostic]:
+    """A diagnostic for each part of the experts that `ep` does not divide: a rank has as many of each as any other."""
+    for part in moe.parts:
+        if part.count % stated.ep:
+            fitting = math.gcd(*moe.counts)
+            yield diagnose(
+                "MOE0355",
+                stated.span,
+                f"{part.count} / {stated.ep} leaves {part.count % stated.ep} experts over",
+                labels=_label(part.span(), f"{part.count} experts of this kind"),
+                help=f"set `ep` to a divisor of {fitting}"
+                if fitting > 1
+                else "set `ep = 1`, or other numbers of experts",
+            )
 
 
 def _batch_problems(spec: Spec) -> list[Diagnostic]:

@@ -54,7 +54,7 @@ def choose_degrees(spec: Spec) -> Degrees:
 
 def _experts(ranks: int, mixtures: Mixtures) -> tuple[ExpertDegrees, ...]:
     """One factorisation per distinct `ep`. Layers without a stated `ep` get the largest that fits all of them."""
-    default = _largest_ep(ranks, [moe.num_experts for moe, stated, _ in mixtures if stated is None])
+    default = _largest_ep(ranks, [count for moe, stated, _ in mixtures if stated is None for count in moe.counts])
     layers: dict[int, list[int]] = {}
     by_default: set[int] = set()
     for _, stated, numbers in mixtures:

@@ -32,7 +32,7 @@ class HostedHome(Home, Protocol):
         ...
 
     @property
-    def local_experts(self) -> range:
+    def local_experts(self) -> Sequence[int]:
         """The indices of this rank's experts."""
         ...
 
@@ -103,7 +103,7 @@ class MoeLayer(nn.Module):
         return self.get_submodule("experts").parameters()
 
     @property
-    def local_experts(self) -> range:
+    def local_experts(self) -> Sequence[int]:
         """The indices of this rank's experts among all."""
         return self._home.local_experts
 

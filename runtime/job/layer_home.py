@@ -26,15 +26,12 @@ from moec.runtime.job import groups
 from moec.runtime.job.checks import JobChecks
 from moec.runtime.job.groups import ALL_RANKS, HOST
 from moec.runtime.job.layer import MoeLayer
-from moec.runtime.job.layer_state import PREFIX
+from moec.runtime.job.layer_state import EXPERTS, first_of_parts
 from moec.runtime.job.rank import RankHome
 from moec.runtime.job.shards import dtensor_placements
 from moec.runtime.job.weight_spec import WeightSpec
 
 Reduction = Literal["mean", "sum"]
-
-EXPERTS = f"{PREFIX}experts."
-"""The prefix of the names of a plan's experts."""
 
 
 def ranks_of(group: ProcessGroup | None) -> tuple[int, ...]:
@@ -109,11 +106,15 @@ class LayerHome(RankHome):
         return DTensor.from_local(part, self.experts_mesh, placements, run_check=False)
 
     @property
-    def local_experts(self) -> range:
-        """The experts that this rank has."""
-        data = next(data for name, data in self.plan.parameters.items() if name.startswith(EXPERTS))
-        first, *_ = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
-        return range(first.start, first.stop)
+    def local_experts(self) -> Sequence[int]:
+        """The experts that this rank has; a `range` where all are of one kind and size."""
+        found: list[range] = []
+        before = 0
+        for data in first_of_parts(self.plan.parameters):
+            own, *_ = local_slices(data.shape, data.master, self.plan.meshes[data.mesh], self.rank)
+            found.append(range(before + own.start, before + own.stop))
+            before += data.shape[0]
+        return found[0] if len(found) == 1 else tuple(number for part in found for number in part)
 
     def weight(self, name: str, site: str) -> WeightSpec:
         spec = replace(super().weight(name, site), master=None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moec.codegen.plan import PlanParameter
 from moec.passes.ir import local_slices
 from moec.runtime.errors import JobError
 from moec.runtime.job.home import home_of
@@ -18,6 +20,22 @@ INNER = "moe."
 
 PREFIX = f"layers.0.{INNER}"
 """The prefix of a layer's parameters in its plan."""
+
+EXPERTS = f"{PREFIX}experts."
+"""The prefix of the names of a plan's experts."""
+
+
+def first_of_parts(parameters: Mapping[str, PlanParameter]) -> list[PlanParameter]:
+    """The first parameter `[experts, …]` of each part of the experts; `parameters` by their full names.
+
+    Those of experts of several kinds or sizes are named `experts.0.…`, `experts.1.…`.
+    """
+    found: dict[str, PlanParameter] = {}
+    for name, parameter in parameters.items():
+        if name.startswith(EXPERTS):
+            part, _, _ = name.removeprefix(EXPERTS).partition(".")
+            found.setdefault(part if part.isdecimal() else "", parameter)
+    return list(found.values())
 
 
 def give_whole_experts(

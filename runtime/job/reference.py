@@ -15,7 +15,7 @@ from moec.passes.place.stated_degrees import data_parallel_size
 from moec.runtime.job.batches import limits_of
 from moec.runtime.job.home import ALONE, Alone
 from moec.runtime.job.layer import MoeLayer
-from moec.runtime.job.layer_state import PREFIX
+from moec.runtime.job.layer_state import first_of_parts
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.weight_spec import WeightSpec
 
@@ -56,7 +56,7 @@ class AloneInHost(Alone):
     @property
     def local_experts(self) -> range:
         """All experts."""
-        return range(next(p.shape[0] for name, p in self._parameters.items() if name.startswith(f"{PREFIX}experts.")))
+        return range(sum(p.shape[0] for p in first_of_parts(self._parameters)))
 
 
 def reference_program(spec: Spec, microbatches: int = 1) -> Program:

@@ -74,8 +74,8 @@ class _Expected:
 
     def __init__(self, plan: Plan, whole: Lockstep) -> None:
         computed = {(s.path, s.value.name): s.values[0] for s in whole.steps or () if s.value is not None}
-        self.mixtures = mixtures_of(reference_program(plan.spec))
-        self._weighted = WeightedRows(plan.program, self.mixtures, computed)
+        self._weighted = WeightedRows(plan.program, mixtures_of(reference_program(plan.spec)), computed)
+        self.mixtures = self._weighted.mixtures
         self.in_parts = loss_in_parts(plan.program, computed)
         of_parts = self.in_parts.values if self.in_parts is not None else {}
         self.values = {**computed, **self._weighted.values, **of_parts}

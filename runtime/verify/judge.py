@@ -25,7 +25,7 @@ class Judge:
     """Compares each rank's tensor with its part of the reference's value."""
 
     def __init__(
-        self, plan: Plan, expected: Mapping[ReferenceValue, Tensor], mixtures: Mapping[str, MixtureValues]
+        self, plan: Plan, expected: Mapping[ReferenceValue, Tensor], mixtures: Mapping[ReferenceValue, MixtureValues]
     ) -> None:
         self.plan = plan
         self.expected = expected
@@ -114,15 +114,18 @@ class Judge:
         The reference has the rows of all tokens, and `positions` gives the row of each choice. A rank has the rows of
         its tokens or of its experts, in the same order.
         """
-        path = reference_value[0]
-        experts, positions = self._choices(path)
+        if reference_value not in self.mixtures:
+            return math.inf  # a conversion of something else
+        experts, positions = self._choices(reference_value)
         if whole.dim() not in (1, 2) or len(whole) != int((positions >= 0).sum()):
             return math.inf  # a conversion of something else
         own = [
-            torch.stack([whole_ids[self._tokens_of(path, rank)].flatten() for whole_ids in (experts, positions)])
+            torch.stack(
+                [whole_ids[self._tokens_of(reference_value, rank)].flatten() for whole_ids in (experts, positions)]
+            )
             for rank in range(self.plan.world_size)
         ]
-        count = self.mixtures[path].num_experts
+        count = self.mixtures[reference_value].num_experts
         worst = 0.0
         for rank, rows in enumerate(got):
             sources, experts_here = self._experts_of(reference_value, layout, rank, count)
@@ -142,10 +145,9 @@ class Judge:
         An expert's places are sorted by source; each source's rows come in the order of its tokens, then its empty
         places. The values of empty places are never combined: they are not compared, and their gradient is zero.
         """
-        path = reference_value[0]
-        experts, positions = self._choices(path)
-        if whole.dim() not in (2, 3):
+        if whole.dim() not in (2, 3) or reference_value not in self.mixtures:
             return math.inf  # a conversion of something else
+        experts, positions = self._choices(reference_value)
         reference, worst = whole.flatten(0, 1), 0.0
         for rank, rows in enumerate(got):
             sources, experts_here = self._experts_of(reference_value, layout, rank, len(whole))
@@ -153,7 +155,9 @@ class Judge:
                 return math.inf
             expected, each = torch.zeros_like(rows) if gradient else rows.clone(), rows.shape[1] // len(sources)
             for index, source in enumerate(sources):
-                chosen, where = (ids[self._tokens_of(path, source)].flatten() for ids in (experts, positions))
+                chosen, where = (
+                    ids[self._tokens_of(reference_value, source)].flatten() for ids in (experts, positions)
+                )
                 for expert in experts_here:
                     mine = where[(chosen == expert) & (where >= 0)]
                     start = index * each
@@ -163,15 +167,15 @@ class Judge:
             worst = max(worst, relative_error(rows, expected, whole, 0.0))
         return worst
 
-    def _choices(self, path: str) -> tuple[Tensor, Tensor]:
+    def _choices(self, reference_value: ReferenceValue) -> tuple[Tensor, Tensor]:
         """The experts that the reference's tokens chose, and the rows of these choices."""
-        names = self.mixtures[path]
+        path, names = reference_value[0], self.mixtures[reference_value]
         return self.expected[path, names.choices], self.expected[path, names.positions]
 
-    def _tokens_of(self, path: str, rank: int) -> tuple[slice, ...]:
+    def _tokens_of(self, reference_value: ReferenceValue, rank: int) -> tuple[slice, ...]:
         """Which of the global batch's tokens `rank` routes."""
-        shape = self._choices(path)[0].shape[:2]
-        return local_slices(shape, self.routed.get(path, REPLICATED), self.plan.meshes["dense"], rank)
+        shape = self._choices(reference_value)[0].shape[:2]
+        return local_slices(shape, self.routed.get(reference_value[0], REPLICATED), self.plan.meshes["dense"], rank)
 
     def _experts_of(
         self, reference_value: ReferenceValue, layout: Layout, rank: int, count: int

@@ -5,7 +5,7 @@ Plans send weights along with rows (`passes/fuse.py`); the reference weights row
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,62 +19,69 @@ from moec.runtime.verify.uses import ReferenceValue
 Experts = ExpertMlp | ExpertMlpPadded
 
 
-def mixtures_of(program: Program) -> dict[str, MixtureValues]:
-    """The names of each layer's mixture values in a lowered Program, by the layer's path."""
+Mixtures = Mapping[str, Sequence[MixtureValues]]
+"""The names of a layer's mixture values in a lowered Program, one entry for each part, by the layer's path."""
+
+
+def mixtures_of(program: Program) -> Mixtures:
+    """The names of each layer's mixture values in a lowered Program."""
     named = ((call.layer, MixtureValues.of(program.block(call.block))) for call in layer_calls(program))
-    return {f"layers.{layer}.": names for layer, names in named if names is not None}
+    return {f"layers.{layer}.": parts for layer, parts in named if parts}
 
 
 class WeightedRows:
     """The weights of rows and the weighted rows of every mixture, from the reference's weights, positions and rows.
 
     `values` has them by the names of the plan's results: of `permute_weights`, and of experts whose rows have weights.
+    `mixtures` has the mixture of each of them, and of each value of the reference that has a row for each choice.
     """
 
-    def __init__(
-        self, plan: Program, mixtures: Mapping[str, MixtureValues], computed: Mapping[ReferenceValue, Tensor]
-    ) -> None:
+    def __init__(self, plan: Program, mixtures: Mixtures, computed: Mapping[ReferenceValue, Tensor]) -> None:
         self.values: dict[ReferenceValue, Tensor] = {}
-        self._mixtures, self._computed = mixtures, computed
-        self._weights: dict[str, Tensor] = {}
-        self._rows: dict[str, Tensor] = {}
+        self.mixtures: dict[ReferenceValue, MixtureValues] = {}
+        for path, parts in mixtures.items():
+            self.mixtures |= {(path, name): part for part in parts for name in part.of_rows}
+        self._computed = computed
+        self._weights: dict[tuple[str, MixtureValues], Tensor] = {}
+        self._rows: dict[tuple[str, MixtureValues], Tensor] = {}
         for call in layer_calls(plan):
             path = f"layers.{call.layer}."
+            by_positions = {part.positions: part for part in mixtures.get(path, ())}
+            part: MixtureValues | None = None  # of the last weights of rows, which the next experts take
             for op in plan.block(call.block).ops:
-                name = op.results[0].name
+                key = path, op.results[0].name
                 if isinstance(op, PermuteWeights):
-                    self.values[path, name] = self._weights_of(path)
-                elif isinstance(op, Experts) and (path, name) not in computed:
-                    self.values[path, name] = self._rows_of(path)
+                    part = by_positions[op.operands[1]]
+                    self.values[key], self.mixtures[key] = self._weights_of(path, part), part
+                elif isinstance(op, Experts) and key not in computed:
+                    assert part is not None
+                    self.values[key], self.mixtures[key] = self._rows_of(path, part), part
         for value in self.values.values():
             if value.requires_grad:  # false for weights that no router computes
                 value.retain_grad()
 
     def differentiate(self) -> None:
         """Sets the gradients of `values`, from the gradients of weights and of mixed tokens."""
-        for path, row_weights in self._weights.items():
-            names = self._mixtures[path]
+        for (path, names), row_weights in self._weights.items():
             positions, weights = self._computed[path, names.positions], self._computed[path, names.weights]
             if weights.grad is not None:
                 row_weights.grad = _scattered(weights.grad.flatten(), positions, row_weights.shape)
-        for path, rows in self._rows.items():
-            names = self._mixtures[path]
+        for (path, names), rows in self._rows.items():
             positions, mixed = self._computed[path, names.positions], self._computed[path, names.mixed]
             assert mixed.grad is not None
             of_choices = mixed.grad.flatten(0, 1).repeat_interleave(positions.shape[2], 0)
             rows.grad = _scattered(of_choices, positions, rows.shape[:-1])
 
-    def _weights_of(self, path: str) -> Tensor:
-        if path not in self._weights:
-            names = self._mixtures[path]
+    def _weights_of(self, path: str, names: MixtureValues) -> Tensor:
+        if (path, names) not in self._weights:
             weights, rows = self._computed[path, names.weights], self._computed[path, names.rows]
             positions = self._computed[path, names.positions]
-            self._weights[path] = _scattered(weights.flatten(), positions, rows.shape[:-1])
-        return self._weights[path]
+            self._weights[path, names] = _scattered(weights.flatten(), positions, rows.shape[:-1])
+        return self._weights[path, names]
 
-    def _rows_of(self, path: str) -> Tensor:
-        self._rows[path] = self._computed[path, self._mixtures[path].rows] * self._weights_of(path)[..., None]
-        return self._rows[path]
+    def _rows_of(self, path: str, names: MixtureValues) -> Tensor:
+        self._rows[path, names] = self._computed[path, names.rows] * self._weights_of(path, names)[..., None]
+        return self._rows[path, names]
 
 
 def _scattered(of_choices: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.codegen.plan import Plan
-from moec.grammar.spec import Gqa, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
+from moec.grammar.spec import Experts, Gqa, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
 from moec.passes.lower.lower_model import context_of
 from moec.passes.place.shard_zero import ZERO_AXES
 from moec.passes.place.stated_degrees import zero_of
@@ -155,15 +155,19 @@ class ToySpec:
         return layer.replace(**changed)
 
     def _mixture(self, moe: Moe) -> Moe:
-        (experts,) = moe.parts
-        count = experts.count
-        if self._eps is not None:
-            count = self._shrunk("experts", count, max(getattr(moe.gate, "k", 1), self._eps), self._eps)
+        parts = tuple(part.replace(count=self._count(moe, part), body=self._narrow(part.body)) for part in moe.parts)
+        experts = parts if isinstance(moe.experts, tuple) else parts[0]
         dense_paths = {name: self._narrow(path) for name in ("shared", "residual") if (path := getattr(moe, name))}
-        return moe.replace(experts=experts.replace(count=count, body=self._narrow(experts.body)), **dense_paths)
+        return moe.replace(experts=experts, **dense_paths)
+
+    def _count(self, moe: Moe, part: Experts) -> int:
+        if self._eps is None:
+            return part.count
+        return self._shrunk("experts", part.count, max(getattr(moe.gate, "k", 1), self._eps), self._eps)
 
     def _narrow(self, path: Any) -> object:
-        return path.replace(hidden=self._hidden[path.hidden])
+        """A feed-forward with its toy width, if it has one: a linear map has none, and a low rank is small."""
+        return path.replace(hidden=self._hidden[path.hidden]) if hasattr(path, "hidden") else path
 
 
 def _hidden_widths(spec: Spec) -> Iterator[int]:
@@ -171,7 +175,7 @@ def _hidden_widths(spec: Spec) -> Iterator[int]:
     for moe in spec.subject.mixtures:
         if moe is not None:
             paths += [moe.shared, moe.residual, *(part.body for part in moe.parts)]
-    return (path.hidden for path in paths if path is not None)
+    return (path.hidden for path in paths if hasattr(path, "hidden"))
 
 
 def _head_dims(spec: Spec) -> Iterator[int]:

@@ -106,7 +106,21 @@ def lora_beside(p: Parameters, x: Tensor) -> Tensor:
     return (result + lora(p, "shared", flat, 0.5 / 2, None)).view_as(x)
 
 
+def of_parts(p: Parameters, expert: int, x: Tensor) -> Tensor:
+    """Two swiglu experts, two low-rank ones, one linear one, in this order."""
+    if expert < 2:
+        return swiglu(p, "experts.0", x, None, None, expert)
+    if expert < 4:
+        return lora(p, "experts.1", x, 4 / 2, expert - 2)
+    return linear(p, "experts.2", x, expert - 4)
+
+
+PARTS = "[2 * swiglu(7, bias = true), 2 * lora(2, alpha = 4), 1 * linear(bias = true)]"
+
+
 CASES: dict[str, Case] = {
+    "parts": (PARTS, "", lambda p, x: mixed(p, x, of_parts)),
+    "parts in places": (PARTS, "capacity = dynamic()", lambda p, x: mixed(p, x, of_parts)),
     "lora": ("5 * lora(3, alpha = 8)", "residual = lora(4); shared = lora(2, alpha = 0.5)", lora_beside),
     "lora in places": (
         "5 * lora(3)",

@@ -5,11 +5,50 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_specs import specs
+from models import moe_text
+from random_specs import CAPACITIES, specs
 
 from moec.driver import compile as compile_source
+from moec.grammar import load_text
 from moec.grammar.spec import Spec
 from moec.runtime.verify.verification import verify
+
+PARTS = [
+    "[{0} * swiglu(8), {1} * swiglu(5)]",
+    "[{0} * gelu(7, bias = true), {1} * linear, {0} * lora(2, alpha = 3)]",
+    "[{1} * swiglu(6, clamp = 0.01), {0} * swiglu(6, alpha = 2)]",
+]
+
+
+@st.composite
+def in_parts(draw: st.DrawFn) -> Spec:
+    """Experts of several kinds in one layer: each part's number is a multiple of `ep`."""
+    ranks = draw(st.sampled_from([2, 4, 8]))
+    ep, tp = (draw(st.sampled_from([d for d in (1, 2, 4) if ranks % d == 0])) for _ in range(2))
+    counts = draw(st.integers(1, 2)) * ep, draw(st.integers(1, 2)) * ep
+    gates = ["topk(2)", "topk(1, jitter = 0.2)", "topk(2, score = sigmoid, bias = online(0.01))", "hash(2)"]
+    gate = draw(st.sampled_from(gates))
+    text = moe_text(
+        ranks=ranks,
+        tp=tp,
+        ep=ep,
+        zero=draw(st.integers(0, 3)),
+        sequence_parallel=draw(st.booleans()),
+        experts=8,
+        expert="gelu(3)",
+        gate=gate,
+        balance="[]" if gate.startswith("hash") else draw(st.sampled_from(["[]", "[switch_loss(0.1), z_loss(0.01)]"])),
+        beside=draw(st.sampled_from([*CAPACITIES, "shared = swiglu(4)"])),
+        model=draw(st.sampled_from(["", "embedding = tokens(padding = 0)"])),
+        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        batch=2 * ranks,
+        sequence=tp * draw(st.integers(1, 3)),
+        microbatches=draw(st.sampled_from([None, 2])),
+        recompute=draw(st.sampled_from(["", "experts", "layer"])),
+    )
+    parts = draw(st.sampled_from(PARTS)).format(*counts)
+    return load_text(text.replace("8 * gelu(3)", parts), name="tiny.moe").unwrap()
+
 
 DRAWS: dict[str, st.SearchStrategy[Spec]] = {
     "clamp and alpha": specs(
@@ -37,6 +76,7 @@ DRAWS: dict[str, st.SearchStrategy[Spec]] = {
         ffns=["lora(3, alpha = 6)"],
         paths=["", "shared = swiglu({0}, gated = true)", "residual = lora(2); shared = lora(3, alpha = 1)"],
     ),
+    "parts": in_parts(),
 }
 """Clamps lie inside of what the small initial weights give."""
 

@@ -26,6 +26,7 @@ from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, 
 from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
+from moec.passes.ir.ops.part_ops import ConcatCounts, SelectExperts
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
 from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepFirst, RandomOrder, Reroute
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
@@ -60,6 +61,7 @@ __all__ = [
     "Clip",
     "Combine",
     "CombinePadded",
+    "ConcatCounts",
     "Conversion",
     "CopyTo",
     "CountChoices",
@@ -121,6 +123,7 @@ __all__ = [
     "SecondAtRandom",
     "SegmentLoss",
     "Segments",
+    "SelectExperts",
     "SigmoidGate",
     "Slice",
     "SlotCombine",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from images import image_plan
-from models import layer_plan, moe_plan
+from models import layer_plan, moe_plan, moe_text
 from sliced_experts import sliced_plan
 from torch import fx
 
@@ -101,6 +101,8 @@ def plans() -> dict[str, Plan]:
     made |= {path.name: moec.compile(path) for path in EXAMPLES}
     made |= {"images": image_plan(), "images, tp": image_plan(ranks=4, tp=2, ep=2)}
     made |= {"a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
+    parts = moe_text(expert="gelu(3)").replace("8 * gelu(3)", "[4 * swiglu(8), 4 * linear]")
+    made |= {"parts": moec.compile(parts), "a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
     return made | {"sliced experts": sliced_plan(), "copied experts": sliced_plan(copied=True)}
 
 

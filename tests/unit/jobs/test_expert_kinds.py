@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from faults import change_op, change_sums, op_giving
-from models import layer_plan, moe_plan, moe_spec, moe_text
+from models import layer_plan, layer_text, moe_plan, moe_spec, moe_text
 
 import moec
 from moec.codegen.kernels.of_plan import kernel_sources
 from moec.codegen.plan import Plan
+from moec.passes.cost.totals import costs_of
+from moec.passes.cost.workload import Workload
 from moec.passes.ir.ir_error import IrError
-from moec.passes.ir.ops import Scale
+from moec.passes.ir.ops import ExpertMlp, Scale
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
+from moec.runtime.job.reference import layer_reference
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
@@ -144,6 +149,12 @@ def test_both_matrices_of_a_low_rank_expert_decay_and_lie_with_their_experts() -
     assert (up.decays, down.decays, up.layout) == (True, True, down.layout)
 
 
+@pytest.mark.parametrize("expert", ["lora(3, alpha = 6)", "linear(bias = true)"])
+def test_experts_without_a_hidden_width_are_right_at_toy_widths(expert: str) -> None:
+    report = verify(moe_plan(expert=expert, dim=64, ep=2, beside=f"shared = {expert}"), scale=True)
+    assert report.ok, report
+
+
 @pytest.mark.parametrize("ep", [1, 2])
 def test_another_factor_of_low_rank_experts_is_found(ep: int) -> None:
     plan = moe_plan(expert="lora(2, alpha = 8)", ep=ep)
@@ -151,3 +162,79 @@ def test_another_factor_of_low_rank_experts_is_found(ep: int) -> None:
     # At the start the results are zeros, and so is every difference: only gradients show it.
     report = verify(change_op(plan, BODY, op.results[0].name, factor=8.0))
     assert not report.ok
+
+
+# ---- experts of several kinds and sizes ----------------------------------------------------------------
+
+PARTS = "[4 * swiglu(8, bias = true), 2 * gelu(24), 2 * lora(4, alpha = 8)]"
+
+
+def in_parts(experts: str = PARTS, **options: object) -> Plan:
+    text = moe_text(expert="gelu(3)", **options).replace("8 * gelu(3)", experts)
+    return moec.compile(text)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plan_of_several_kinds_of_experts_is_right_in_both_dtypes_and_at_toy_widths(dtype: str) -> None:
+    plan = in_parts(ep=2, tp=2, dtype=dtype, beside="capacity = factor(1.25, eval = 2.0)")
+    for report in (verify(plan), verify(plan, scale=True)):
+        assert report.ok, report
+
+
+def test_a_list_of_equal_parts_gives_the_same_as_one_part() -> None:
+    """Eight experts are eight experts, however they are listed."""
+    tokens = torch.randint(32, (8, 8), generator=torch.Generator().manual_seed(0))
+    listed, one = (
+        moec.reference(moec.compile(moe_text(expert="gelu(3)", ranks=1, ep=1).replace("8 * gelu(3)", experts)).spec)
+        for experts in ("[5 * gelu(9), 3 * gelu(9)]", "8 * gelu(9)")
+    )
+    theirs = dict(one.named_parameters())
+    with torch.no_grad():
+        for name, parameter in listed.named_parameters():
+            _, _, part = name.partition(".experts.")
+            whole = theirs[name.replace(f".experts.{part[0]}", ".experts") if part else name]
+            parameter.copy_((whole[:5] if part[0] == "0" else whole[5:]) if part else whole)
+    torch.testing.assert_close(listed(tokens, tokens).loss, one(tokens, tokens).loss, rtol=1e-6, atol=0)
+    counts, of_one = listed.expert_counts[1], one.expert_counts[1]
+    assert torch.equal(counts, of_one)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_the_choices_of_other_experts_are_found(ep: int) -> None:
+    report = verify(change_op(in_parts(ep=ep), BODY, "selected.1", first=3))
+    assert not report.ok
+    assert report.first_difference is not None
+    assert report.first_difference.layer == "layers.1"
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("part", [0, 1])
+def test_a_wrong_activation_is_blamed_on_its_part(part: int, ep: int) -> None:
+    value, other = ("weighted", "geglu") if part == 0 else ("weighted.1" if ep == 1 else "weighted.2", "silu")
+    found = verify(change_op(in_parts(ep=ep), BODY, value, activation=other)).first_difference
+    assert found is not None
+    assert (found.layer, found.value) == ("layers.1", value)
+
+
+def test_the_rows_of_a_part_are_its_share_of_all() -> None:
+    plan = in_parts("[6 * swiglu(16), 2 * swiglu(16)]", ep=2)
+    cost = costs_of(plan.program, Workload.of(plan.spec, plan.program))[BODY]
+    ups = [of_op.work.forward.products[0] for op, of_op in cost.costs if isinstance(op, ExpertMlp)]
+    tokens, k, ranks = 64, 2, 4
+    assert [product.m for product in ups] == [tokens * k / ranks * 6 / 8, tokens * k / ranks * 2 / 8]
+
+
+def test_a_plan_of_several_kinds_of_experts_is_saved_and_loaded(tmp_path: Path) -> None:
+    plan = in_parts(ep=2)
+    plan.save(tmp_path / "parts.plan")
+    loaded = moec.load(tmp_path / "parts.plan")
+    assert loaded.program == plan.program
+    assert "layers.1.moe.experts.2.up.weight" in loaded.parameters
+
+
+def test_the_experts_of_a_layer_are_numbered_through_its_parts() -> None:
+    text = layer_text(ranks=1, ep=1, expert="gelu(3)").replace("8 * gelu(3)", PARTS)
+    layer = layer_reference(moec.compile(text).spec)
+    assert layer.local_experts == range(8)
+    layer(torch.randn(3, 4, 16))
+    assert layer.expert_counts.shape == (8,)

@@ -1,0 +1,73 @@
+"""Ops of a mixture with experts of several kinds or sizes: each part of the experts gets its own choices and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.layout import Shard
+from moec.passes.ir.limits import MAX_DIM
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import experts_layout
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import Dim, Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectExperts(Op):
+    """The choices of one part of the experts: experts `[batch, sequence, k]` → the same shape.
+
+    The part has `count` experts from `first` on, of `num_experts`. Its choices count from 0; all others become −1.
+    """
+
+    mnemonic: ClassVar[str] = "select_experts"
+    takes: ClassVar[str] = "experts"
+    gives: ClassVar[str] = "selected"
+    first: Annotated[int, Field(ge=0, le=MAX_DIM)]
+    count: Count
+    num_experts: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64", self, "wants experts of each token")
+        require(self.first + self.count <= self.num_experts, self, f"has {self.num_experts} experts in all")
+        return (Type(shape=experts.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+    def binds(self, operands: Sequence[Value], workload: Workload) -> Mapping[str, float]:
+        chosen = operands[0]
+        return {
+            "rows": workload.whole(chosen),
+            "choices": workload.shape(chosen)[-1],
+            "all_experts": self.num_experts,
+        }
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConcatCounts(Op):
+    """The counts `[sources, experts]` of all parts of the experts, one after the other."""
+
+    mnemonic: ClassVar[str] = "concat_counts"
+    takes: ClassVar[str] = "counts*"
+    gives: ClassVar[str] = "all_counts"
+    moves: ClassVar[bool] = True
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        require(all(counts.is_row_counts for counts in operands), self, "wants counts [sources, experts]")
+        total: Dim = sum(int(counts.shape[1]) for counts in operands)
+        return (Type(shape=("sources", total), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        own = experts_layout(meshes, {}, Shard(0))
+        return Placing((own,) * len(operands), (own,))
