@@ -80,7 +80,7 @@ class Judge:
         if step.value is not None and step.value.ragged is not None:
             return self._ragged(reference_value, layout, got, whole)
         if not set(EXPERT_AXES).isdisjoint(layout.axes):
-            if reference_value[0] not in self.mixtures:
+            if reference_value[0] not in {path for path, _ in self.mixtures}:
                 return 0.0  # slots of soft mixtures, which are no choices: a wrong row shows in the outputs
             return self._padded(reference_value, layout, got, whole, gradient=gradient)
         if any(isinstance(p, Shard) and p.dim >= whole.dim() for _, p in layout.placements):
