@@ -19,11 +19,11 @@ model "m" {{
 {tail}
 """
 MOE = "moe {{ experts = 4 * gelu(8); gate = topk(2); {} }}"
+USUAL = {"attention": "mha(heads = 4)", "ffn": "ffn = swiglu(128)", "model": "", "tail": ""}
 
 
 def refused(**given: str) -> list[Diagnostic]:
-    values = {"attention": "mha(heads = 4)", "ffn": "ffn = swiglu(128)", "model": "", "tail": ""} | given
-    return unsupported(load_text(MODEL.format(**values)).unwrap())
+    return unsupported(load_text(MODEL.format(**USUAL | given)).unwrap())
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_marked_class_is_refused_once_for_all_layers_and_others_are_listed(
     (found,) = refused(**given)
     assert (found.code, found.message) == ("MOE0202", f"`{cls.word}` is known, and moec cannot compile it yet")
     listed = found.help.removeprefix("today: ").split(", ")
-    assert len(listed) > 1
+    assert listed
     assert cls.word not in listed
     with pytest.raises(DiagnosticError, match="MOE0202"):
         compile_source(
