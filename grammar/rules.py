@@ -19,6 +19,7 @@ from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import AttentionRouter
 from moec.grammar.suggest import advice
 from moec.grammar.token_rules import token_inputs
 from moec.grammar.training_rules import optimizer_options
@@ -159,9 +160,11 @@ def balanced(moe: Moe) -> Iterator[Diagnostic]:
 
 def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:
     """Warns of a gate with constant weights: one choice, normalized over itself. One expert needs no warning."""
-    if not isinstance(gate, TopK) or gate.k != 1 or experts == 1:
+    if not isinstance(gate, TopK | AttentionRouter) or gate.k != 1 or experts == 1:
         return
-    if gate.normalize:
+    if isinstance(gate, AttentionRouter):
+        at, help = "k", "choose two experts or more; `switch` weighs one expert by its probability"
+    elif gate.normalize:
         at, help = "normalize", "`normalize = false` weighs an expert by its score; so does `switch`"
     elif gate.order == "after" and gate.score == "softmax":
         at, help = "order", "`order = before` weighs an expert by its probability; so does `switch`"

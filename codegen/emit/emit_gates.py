@@ -62,9 +62,20 @@ def _chosen_weights(e: Emitter, op: Op) -> None:
     e.several(op, e.traced(op, partial(_weights_of_route, op), *e.refs(op)))
 
 
+def _attend_experts(e: Emitter, op: Op) -> None:
+    (projected,) = e.refs(op)
+    experts = op.results[0].shape[-1]
+    q, k, v = (e.call(op, aten.narrow.default, projected, -1, part * experts, experts) for part in range(3))
+    rows, columns = e.call(op, aten.unsqueeze.default, q, -1), e.call(op, aten.unsqueeze.default, k, -2)
+    attended = e.call(op, aten.softmax.int, e.call(op, aten.mul.Tensor, rows, columns), -1)
+    logits = e.call(op, aten.matmul.default, attended, e.call(op, aten.unsqueeze.default, v, -1))
+    e.result(op, aten.squeeze.dim, logits, -1)
+
+
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.AddNoise: _add_noise,
     o.ChosenWeights: _chosen_weights,
+    g.AttendExperts: _attend_experts,
     g.HashRoute: _hash_route,
 }
 

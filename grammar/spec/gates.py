@@ -192,13 +192,12 @@ class BatchPriority(_Gate):
 
 
 class AttentionRouter(_Gate):
-    """Scores that take the experts' relation to each other into account, as attention does."""
+    """Logits are attention between experts: softmax(q kᵀ) v of three projections of the token to one number each."""
 
     word = "attention_router"
-    source = "Yuan 2.0-M32, arXiv 2405.17976"
-    implemented = False
+    source = "Yuan 2.0-M32, arXiv 2405.17976, section 2"
     positional = ("k",)
-    k: Annotated[PositiveInt, Doc("experts per token")]
+    k: Annotated[PositiveInt, Doc("experts per token, weighted by the softmax of their logits")]
 
 
 class Dense(_Gate):

@@ -11,6 +11,7 @@ from oracles.optioned_moe import OptionedMoe, pair, require_equal
 from oracles.specs import small_spec
 from plain_moe import PlainMoe
 
+from moec.grammar.spec import TopK
 from moec.passes.ir.ops import Route
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops
@@ -79,6 +80,34 @@ class DenseMoe(PlainMoe):
 @pytest.mark.parametrize("experts", [1, 5])
 def test_dense_is_the_sum_of_all_experts(experts: int) -> None:
     require_equal(*pair(small_spec(LAYERS.format(experts=experts, gate="dense")), DenseMoe))
+
+
+class AttendingMoe(PlainMoe):
+    """The attention router of Yuan 2.0-M32, expert by expert."""
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x @ self.gate.weight.T).split(self.num_experts, -1)
+        attended = []
+        for i in range(self.num_experts):
+            e = (q[..., [i]] * k).exp()
+            attended.append((e * v).sum(-1) / e.sum(-1))
+        return torch.stack(attended, -1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        logits = self.logits(x)
+        best, chosen = logits.topk(self.topk.k)
+        mixed = self.mix(x.flatten(0, 1), best.softmax(-1), chosen).view_as(x)
+        self.topk = TopK(k=self.topk.k)  # the balance terms are over the softmax of all logits
+        return mixed, self.balance(logits, chosen)
+
+
+@pytest.mark.parametrize(("experts", "k"), [(5, 2), (1, 1), (7, 3)])
+def test_the_attention_router_is_attention_between_experts(experts: int, k: int) -> None:
+    spec = small_spec(LAYERS.format(experts=experts, gate=f"attention_router({k})"))
+    ours, plain = pair(spec, AttendingMoe)
+    for layer in plain.layers:
+        layer.moe.gate = torch.nn.Linear(24, 3 * experts, bias=False, dtype=torch.float64)
+    require_equal(ours, plain)
 
 
 # ---- noise -----------------------------------------------------------------------------------------------

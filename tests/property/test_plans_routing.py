@@ -24,6 +24,7 @@ WORDS: dict[str, Sequence[str]] = {
     "learned bias": ["topk({k}, order = after, bias = learned)", "topk({k}, score = sigmoid, bias = learned)"],
     "noise": ["topk({k}, noise = 0.5)", "topk({k}, score = sigmoid, noise = 2, jitter = 0.2, scale = 2)"],
     "dense": ["dense"],
+    "attention router": ["attention_router({k})"],
 }
 """Gates by the word that they show."""
 UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]

@@ -83,6 +83,38 @@ class Route(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AttendExperts(Op):
+    """Router logits by attention between experts: `[batch, sequence, 3 · experts]` → `[batch, sequence, experts]`.
+
+    The last dim is q, k and v, one number of each for every expert. Logit i is `Σⱼ softmaxⱼ(qᵢ · kⱼ) · vⱼ`: width 1, so
+    no scale (Yuan 2.0-M32, arXiv 2405.17976, section 2: the attention router).
+    """
+
+    mnemonic: ClassVar[str] = "attend_experts"
+    takes: ClassVar[str] = "projected"
+    gives: ClassVar[str] = "logits"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (projected,) = operands
+        width = projected.shape[-1]
+        require(len(projected.shape) == 3 and isinstance(width, int), self, "wants numbers of each token")
+        assert isinstance(width, int)
+        require(width % 3 == 0, self, "wants a query, a key and a value of each expert")
+        return (Type(shape=(*projected.shape[:-1], width // 3), dtype=projected.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (projected,), (logits,) = operands, results
+        experts = workload.shape(logits)[-1]
+        attended = workload.inner(logits, "attended", workload.count(logits) * experts, logits.dtype)
+        keeps = (*workload.keep(projected), attended)
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=3, backward=6)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HashRoute(Op):
     """A fixed choice of `k` different experts for each id: ids `[batch, sequence]` → weights, all 1 / k, and experts.
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from moec.grammar.spec import Subject
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import (
+    AttentionRouter,
     Base,
     BatchPriority,
     Dense,
@@ -21,6 +22,7 @@ from moec.grammar.spec.gates import (
 from moec.passes.ir import Role
 from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
+from moec.passes.lower.gates.attention_gate import attention_router
 from moec.passes.lower.gates.dense_gate import dense
 from moec.passes.lower.gates.gated import BIAS, Gated, Given
 from moec.passes.lower.gates.group_gates import base, expert_choice
@@ -45,6 +47,7 @@ _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
     Base: base,
     BatchPriority: batch_priority,
     ExpertChoice: expert_choice,
+    AttentionRouter: attention_router,
     Dense: dense,
     Hash: hash_gate,
     NoisyTopK: noisy_topk,

@@ -73,6 +73,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "sampled experts": {"gate": "sparsemixer(2)", "tp": 2},
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "noise": {"gate": "topk(2, noise = 0.5)", "tp": 2},
+    "attention between experts": {"gate": "attention_router(2)", "tp": 2},
     "a router with biases": {"gate": "topk(2, order = after, bias = learned)", "dtype": "bf16", "tp": 2},
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},
     "attention to later tokens": {"attention": "mha(heads = 4, causal = false)"},

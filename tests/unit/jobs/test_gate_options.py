@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 from faults import change_op, change_sums
-from models import layer_plan, moe_plan
+from models import layer_plan, moe_plan, moe_text
 
+from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.verify.verification import verify
 
@@ -66,3 +67,15 @@ def test_wrong_noise_is_found(fault: str) -> None:
 def test_noise_in_the_file_of_one_layer_is_refused() -> None:
     with pytest.raises(DiagnosticError, match=r"MOE0202.*`noise` in the file of one `layer`"):
         layer_plan(gate=NOISE)
+
+
+def test_a_gradient_of_the_attention_router_that_is_not_summed_over_tp_is_found() -> None:
+    plan = moe_plan(ep=2, tp=2, gate="attention_router(2)")
+    assert plan.parameters["layers.1.moe.gate.weight"].shape == (24, 16)
+    assert not verify(change_sums(plan, "moe.gate.weight", ("dp",)), float32=False).ok
+
+
+@pytest.mark.parametrize(("gate", "warned"), [("attention_router(1)", True), ("attention_router(2)", False)])
+def test_one_choice_by_attention_is_warned_of(gate: str, warned: bool) -> None:
+    found = load_text(moe_text(gate=gate)).diagnostics
+    assert ("MOE0321" in {diagnostic.code for diagnostic in found}) == warned

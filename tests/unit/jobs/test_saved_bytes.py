@@ -46,6 +46,8 @@ MODELS = {
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
     "noisy_topk": {"gate": "noisy_topk(2)"},
+    "attention between experts": {"gate": "attention_router(2)"},
+    "attention between experts, bf16": {"gate": "attention_router(2)", "dtype": "bf16"},
     "noise": {"gate": "topk(2, noise = 0.5)"},
     "noise and jitter, bf16": {"gate": "topk(2, noise = 0.5, jitter = 0.1)", "dtype": "bf16"},
     "router with biases, bf16": {"gate": "topk(2, scale = 2.5, bias = learned)", "dtype": "bf16"},
