@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.source import Span
-from moec.grammar.spec import Llama3, LongRope, Rope, Spec, Yarn
+from moec.grammar.spec import Llama3, LongRope, Mla, Rope, Spec, Yarn
 
 
 def windows(spec: Spec) -> Iterator[Diagnostic]:
@@ -30,6 +30,20 @@ def windows(spec: Spec) -> Iterator[Diagnostic]:
                 labels=_label(place, f"sequences of at most {longest}"),
                 help="leave `window` out: every token sees all before it",
             )
+
+
+def latent(node: Mla) -> Iterator[Diagnostic]:
+    """What `mla` cannot have: its latent vectors are normed, and its queries and keys have a part that turns."""
+    normed, rope = "latent vectors have a norm already", node.rope
+    options = [
+        ("qk_norm", node.qk_norm != "none", node.span("qk_norm"), normed),
+        ("clip", node.clip is not None, node.span("clip"), normed),
+    ]
+    if rope is not None:
+        options.append(("fraction", rope.fraction != 1, rope.span("fraction"), "`rope_dim` says how many dims turn"))
+    for name, given, span, instead in options:
+        if given:
+            yield diagnose("MOE0363", span, f"`{name}` in `mla`: {instead}", help=f"leave `{name}` out")
 
 
 def rotary(rope: Rope, width: int, declared: Span | None) -> Iterator[Diagnostic]:

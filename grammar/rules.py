@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from moec.grammar.attention_rules import rotary, windows
+from moec.grammar.attention_rules import latent, rotary, windows
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
@@ -94,10 +94,11 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             help=f"set `kv_heads = {_divisor_near(node.heads, kv_heads)}`",
         )
     if isinstance(node, Mla):
+        yield from latent(node)
         if node.rope and node.rope_dim % 2:
             label = _labels((node.span("rope_dim"), f"{node.rope_dim} dimensions have positions"))
             yield diagnose("MOE0303", node.span("rope"), "it turns pairs of dimensions", labels=label)
-        elif node.rope:
+        elif node.rope and node.rope.fraction == 1:
             yield from rotary(node.rope, node.rope_dim, node.span("rope_dim"))
         return
     if node.head_dim is None and dim is not None and dim % node.heads:

@@ -17,23 +17,48 @@ moec = torch.ops.moec
 
 
 def _attention(e: Emitter, op: Op) -> None:
+    """Fused attention wants one width (without it torch computes all scores at once on CPU): narrow heads get zeros."""
     assert isinstance(op, o.Attention)
     given = op.named(e.refs(op))
     mask = _mask(e, op, given)
     causal = op.causal and mask is None
+    width, of_values = (e.value(op.operands[index]).shape[3] for index in (0, 2))
+    assert isinstance(width, int)
+    assert isinstance(of_values, int)
+    q, k, v = (
+        _widened(e, op, given[name], max(width, of_values) - own)
+        for name, own in (("q", width), ("k", width), ("v", of_values))
+    )
+    scale = op.scale or (width**-0.5 if "sinks" in given or of_values > width else None)
+    narrowed = (-1, 0, of_values) if of_values < width else None
     if "sinks" in given:
-        width = e.value(op.operands[0]).shape[3]
-        assert isinstance(width, int)
-        how = (given["sinks"], mask, causal, op.scale or width**-0.5)
-        e.first_of(op, e.call(op, moec.sink_attention.default, given["q"], given["k"], given["v"], *how))
+        whole = e.call(op, moec.sink_attention.default, q, k, v, given["sinks"], mask, causal, scale)
+        if narrowed is None:
+            e.first_of(op, whole)
+        else:
+            e.result(op, aten.narrow.default, e.item(op, whole, 0), *narrowed)
         return
-    q, k, v = (e.call(op, aten.transpose.int, given[name], 1, 2) for name in ("q", "k", "v"))
-    heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
+    q, k, v = (e.call(op, aten.transpose.int, heads, 1, 2) for heads in (q, k, v))
+    num_heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
+    attend, scaled = aten.scaled_dot_product_attention.default, {} if scale is None else {"scale": scale}
     # mask, dropout, causal
-    attend = aten.scaled_dot_product_attention.default
-    scale = {"scale": op.scale} if op.scale else {}
-    attended = e.call(op, attend, q, k, v, mask, 0.0, causal, enable_gqa=heads != kv_heads, **scale)
+    attended = e.call(op, attend, q, k, v, mask, 0.0, causal, enable_gqa=num_heads != kv_heads, **scaled)
+    if narrowed is not None:
+        attended = e.call(op, aten.narrow.default, attended, *narrowed)
     e.result(op, aten.transpose.int, attended, 1, 2)
+
+
+def _widened(e: Emitter, op: Op, heads: fx.Node, zeros: int) -> fx.Node:
+    """Heads `[batch, sequence, heads, width]` with zeros behind."""
+    return e.call(op, aten.constant_pad_nd.default, heads, [0, zeros]) if zeros else heads
+
+
+def _join_shared(e: Emitter, op: Op) -> None:
+    """Each in its dims, zeros elsewhere, and the sum of both."""
+    x, shared = e.refs(op)
+    own, dims = (e.value(operand).shape[3] for operand in op.operands)
+    x = e.call(op, aten.constant_pad_nd.default, x, [0, dims])
+    e.result(op, aten.add.Tensor, x, e.call(op, aten.constant_pad_nd.default, shared, [own, 0]))
 
 
 def _mask(e: Emitter, op: o.Attention, given: Mapping[str, fx.Node]) -> fx.Node | None:
@@ -91,5 +116,6 @@ def _repeat_heads(e: Emitter, op: Op) -> None:
 ATTENTION: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.Attention: _attention,
     o.Clip: _clip,
+    o.JoinShared: _join_shared,
     o.RepeatHeads: _repeat_heads,
 }

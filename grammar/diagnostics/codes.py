@@ -93,6 +93,7 @@ CODES: dict[str, str] = {
     "MOE0360": "rotary positions turn pairs of dimensions",
     "MOE0361": "a list of factors does not fit the pairs of dimensions",
     "MOE0362": "a window is longer than the context",
+    "MOE0363": "latent attention has no such option",
     "MOE0364": "this scaling of positions cannot be computed",
     "MOE0365": "parallel residuals need `norm_place = pre`",
     "MOE0370": "the choices of this gate cannot be given",

@@ -138,11 +138,13 @@ class Mha(_Attention):
 
 
 class Mla(_Attention):
-    """Multi-head latent attention: keys and values are made from one small vector per token."""
+    """Multi-head latent attention: keys and values are made from one small vector per token, which has an RMS norm.
+
+    `bias` is of the projections to latent vectors and to the shared key, and for `all` of the last one.
+    """
 
     word = "mla"
     source = "DeepSeek-V2, arXiv 2405.04434, section 2.1"
-    implemented = False
     q_rank: Annotated[PositiveInt | None, Doc("width of the queries' latent vector; default: none, made directly")] = (
         None
     )

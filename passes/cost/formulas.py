@@ -63,7 +63,7 @@ def fused_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload
     batch, sequence, heads, width = workload.shape(q)
     rows, groups = batch * sequence * heads, batch * heads
     scores = Product(name="scores", m=rows, n=keys, k=width, groups=groups, width=0)
-    values = Product(name="values", m=rows, n=width, k=keys, groups=groups, width=0)
+    values = Product(name="values", m=rows, n=workload.shape(v)[3], k=keys, groups=groups, width=0)
     moved = workload.bytes(q, k, v, out)
     return Work(
         forward=Direction(products=(scores, values), moved=moved, launches=1),

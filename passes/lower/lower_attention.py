@@ -5,17 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from moec.grammar.spec import Attention, Gqa, Mha, Model, Rope
+from moec.grammar.spec import Attention, Gqa, Mha, Mla, Model
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import PROJECTION, Builder, normal, residual_init
+from moec.passes.lower.lower_latent_attention import latent_heads
 from moec.passes.lower.rotary import rotation, score_factor
-
-
-def rope_of(attention: Attention) -> Rope | None:
-    """The rotary positions of a layer's attention, if it has any."""
-    assert isinstance(attention, Gqa | Mha)
-    return attention.rope
 
 
 def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str], context: int) -> str:
@@ -23,7 +18,29 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
 
     `of_texts` has the layer's `segments` and `positions` where sequences are packed. `context` is the longest sequence.
     """
-    assert isinstance(attention, Gqa | Mha)
+    assert isinstance(attention, Gqa | Mha | Mla)
+    make, span = latent_heads if isinstance(attention, Mla) else _heads, attention.span()
+    q, k, v = make(b, model, attention, h, of_texts, context)  # type: ignore[arg-type]
+    width, heads, value_dim = (b.scope[name].shape[dim] for name, dim in ((q, 3), (q, 2), (v, 3)))
+    assert isinstance(width, int)
+    assert isinstance(heads, int)
+    assert isinstance(value_dim, int)
+    how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
+    beside = dict(of_texts)
+    if attention.sinks:
+        line, zeros = attention.span("sinks"), Init(kind="zeros")
+        beside["sinks"] = b.parameter("attention.sinks", (heads,), model.dtype, zeros, line, {"tp": 0})
+    a = b.one(o.Attention, q, k, v, beside=beside, to="attended", span=span, **how)
+    shape, init = (model.dim, heads, value_dim), residual_init(model.depth)
+    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
+    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
+
+
+def _heads(
+    b: Builder, model: Model, attention: Gqa | Mha, h: str, of_texts: Mapping[str, str], context: int
+) -> tuple[str, str, str]:
+    """Names of q, k and v `[batch, sequence, heads, head_dim]` of h `[batch, sequence, dim]`."""
     heads = attention.heads
     kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
     width = attention.head_dim or model.dim // heads
@@ -53,16 +70,7 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
         line, turning = attention.rope.span(), rotation(attention.rope, width, context)
         q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **turning)
         k = b.one(o.Rope, k, beside=of_texts, to="k", span=line, **turning)
-    how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
-    beside = dict(of_texts)
-    if attention.sinks:
-        line, zeros = attention.span("sinks"), Init(kind="zeros")
-        beside["sinks"] = b.parameter("attention.sinks", (heads,), model.dtype, zeros, line, {"tp": 0})
-    a = b.one(o.Attention, q, k, v, beside=beside, to="attended", span=span, **how)
-    shape, init = (model.dim, heads, width), residual_init(model.depth)
-    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
-    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
-    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
+    return q, k, v
 
 
 def _scale(attention: Attention, width: int) -> float:

@@ -12,7 +12,7 @@ from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import TABLE, Builder, normal
 from moec.passes.lower.layer_calls import call_layer, forward_outputs
-from moec.passes.lower.lower_attention import attend, rope_of
+from moec.passes.lower.lower_attention import attend
 from moec.passes.lower.lower_feed_forward import feed_forward
 from moec.passes.lower.lower_images import class_logits, patch_numbers, patch_vectors
 from moec.passes.lower.lower_layer import layer_blocks
@@ -89,7 +89,7 @@ def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     """The roles of a layer's inputs beside the residual stream, which its attention and its mixture use."""
     texts: tuple[Role, ...] = ()
     if model.embedding.packs:
-        texts = ("segments", "positions") if rope_of(layer.attention) is not None else ("segments",)
+        texts = ("segments", "positions") if layer.attention.rope is not None else ("segments",)
     gate: tuple[Role, ...] = layer.moe.inputs() if layer.moe else ()
     padded = model.embedding.padding is not None and (layer.moe is not None or not layer.attention.causal)
     return (*texts, *gate, *(("real",) if padded else ()))

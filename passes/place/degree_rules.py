@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.rules import numbered
 from moec.grammar.source import Span
-from moec.grammar.spec import Gqa, Layer, Mha, Moe, Soft, Spec
+from moec.grammar.spec import Gqa, Layer, Mha, Mla, Moe, Soft, Spec
 from moec.grammar.spec.base import Node
 from moec.passes.place.stated_degrees import Mixtures, Stated, divisors, number_of, stated_eps, zero_of
 
@@ -203,7 +203,7 @@ def _zero_problems(spec: Spec) -> list[Diagnostic]:
 def _divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
     """The sizes of a layer that `tp` must divide: the declaring node, the field's name, the size."""
     attention = layer.attention
-    if isinstance(attention, Gqa | Mha):
+    if isinstance(attention, Gqa | Mha | Mla):
         yield attention, "heads", attention.heads
     if isinstance(attention, Gqa):
         yield attention, "kv_heads", attention.kv_heads

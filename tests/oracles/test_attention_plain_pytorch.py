@@ -59,7 +59,19 @@ SINKS = {
     "sinks, window": "gqa(heads = 4, kv_heads = 2, rope = rope(), sinks = true, window = 4, bias = all)",
     "sinks both ways": "gqa(heads = 4, kv_heads = 2, qk_norm = head, sinks = true, causal = false, multiplier = 0.8)",
 }
-KINDS = CAUSALITY | ROTARY | SCALED | SCORES | WINDOWS | SINKS
+MLA = "mla(heads = 3, kv_rank = 10, nope_dim = 4, rope_dim = 2, value_dim = {})"
+LATENT = {
+    "mla": MLA.format("5, q_rank = 8, rope = rope(theta = 50)"),
+    "mla, no latent queries": MLA.format("5, rope = rope(theta = 50, interleaved = true)"),
+    "mla, no positions": MLA.format("6, q_rank = 3, bias = qkv"),
+    "mla, wide values": MLA.format("9, rope = rope(), bias = all, sinks = true, window = 4"),
+    "mla, narrow values": MLA.format("1, rope = rope(), q_rank = 8, bias = all, sinks = true, multiplier = 0.8"),
+    "mla, yarn": MLA.format(
+        "4, q_rank = 8, causal = false, rope = rope(theta = 9, scaling = "
+        "yarn(4, original = 6, mscale = 1, mscale_all = 0.7)), window = 5"
+    ),
+}
+KINDS = CAUSALITY | ROTARY | SCALED | SCORES | WINDOWS | SINKS | LATENT
 EMBEDDINGS = {
     "plain": "tokens()",
     "packed": f"tokens(separator = {SEPARATOR}, positions = learned)",

@@ -47,6 +47,14 @@ KINDS = {
         "gqa(heads = 4, kv_heads = 2, rope = rope(), sinks = true, window = 3, qk_norm = projection)",
         "gqa(heads = 4, kv_heads = 1, sinks = true, causal = false, multiplier = 0.5, bias = all)",
     ],
+    "mla": [
+        f"mla(heads = 4, kv_rank = 6, nope_dim = 3, rope_dim = 2, {more})"
+        for more in (
+            "value_dim = 4, q_rank = 5, rope = rope(interleaved = true)",
+            "value_dim = 6, rope = rope(scaling = yarn(4, original = 6, mscale_all = 1)), bias = all",
+            "value_dim = 5, q_rank = 3, bias = qkv, sinks = true, window = 3",
+        )
+    ],
 }
 """Attentions with 4 heads, by the word that they show."""
 

@@ -1,6 +1,6 @@
 """Every op there is. Importing this package registers them all."""
 
-from moec.passes.ir.ops.attention_ops import Attention, Clip, RepeatHeads, Rope
+from moec.passes.ir.ops.attention_ops import Attention, Clip, JoinShared, RepeatHeads, Rope
 from moec.passes.ir.ops.balance_ops import CountChoices, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.capacity_ops import Capacity, CountQueues, KeepChoices, LargestLoad, QueueStarts
 from moec.passes.ir.ops.control_ops import Call
@@ -85,6 +85,7 @@ __all__ = [
     "GroupTotals",
     "HashRoute",
     "Jitter",
+    "JoinShared",
     "KeepChoices",
     "KeepFirst",
     "KeepInSegments",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from moec.passes.cost.cost import Cost
+from moec.passes.cost.cost import Cost, Saved
 from moec.passes.cost.formulas import elementwise, fused_attention
 from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED, Layout, Shard
@@ -28,11 +28,14 @@ MAX_PAIRS = 4096
 
 
 def _by_heads(op: Op, operands: Sequence[Value], meshes: Meshes) -> Placing:
-    """Every rank has whole sequences of some heads: a cut of the sequence dim becomes a cut of the heads dim."""
-    layout = settled(operands[0], meshes)
+    """Every rank has whole sequences of some heads: a cut of the sequence dim becomes a cut of the heads dim.
+
+    A head that serves all others, alone in its value, is on every rank.
+    """
+    layout, alone = settled(operands[0], meshes), operands[0].shape[2] == 1
     for axis, placement in layout.placements:
         if placement == Shard(1):
-            layout = layout.replace(axis, Shard(2))
+            layout = layout.replace(axis, None if alone else Shard(2))
         elif placement not in (Shard(0), Shard(2)):
             raise LayoutError(f"{op.mnemonic} has no rule for {axis}:{placement}")
     of_tokens = layout.only(Shard(0))
@@ -117,7 +120,8 @@ class Clip(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention(Op):
-    """Softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads.
+    """Softmax attention: q `[batch, sequence, heads, head_dim]`, k and v with `kv_heads` that divide heads, v and the
+    result of any width.
 
     A token attends to itself and to the tokens before it; not `causal`, to those after it too. With `segments`
     `[batch, sequence]` it attends to tokens of its own segment alone; with `real` `[batch, sequence]` real tokens
@@ -142,9 +146,10 @@ class Attention(Op):
         sinks = [value for value in beside if value.dtype != "int64"]
         fits = all(value.shape == q.shape[2:3] and value.dtype == q.dtype for value in sinks)
         require(fits and len(sinks) == ("sinks" in self.optional), self, "wants a sink for each head")
-        require(k.shape == v.shape and q.shape[:2] == k.shape[:2], self, "wants k like v, over the tokens of q")
-        require(q.shape[3] == k.shape[3], self, "wants one head width")
-        return (Type(shape=q.shape, dtype=q.dtype),)
+        alike = k.shape[:3] == v.shape[:3] and q.shape[:2] == k.shape[:2]
+        require(alike, self, "wants k and v of equal heads, over the tokens of q")
+        require(q.shape[3] == k.shape[3], self, "wants q and k of one width")
+        return (Type(shape=(*q.shape[:3], v.shape[3]), dtype=q.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return _by_heads(self, operands, meshes)
@@ -155,7 +160,7 @@ class Attention(Op):
         batch, sequence, heads, _ = workload.shape(q)
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
         work = fused_attention(q, k, v, attended, workload, keys=self._keys(sequence))
-        saved = (*workload.keep(q, k, v, attended), log_sums)
+        saved = (*_kept_for_attention(q, k, v, attended, workload), log_sums)
         masking = any(value.dtype == "int64" for value in beside)
         if (
             masking or self.window
@@ -169,6 +174,45 @@ class Attention(Op):
         window = min(self.window or sequence, sequence)
         behind = window - window**2 / (2 * sequence)
         return behind if self.causal else 2 * behind
+
+
+def _kept_for_attention(q: Value, k: Value, v: Value, attended: Value, workload: Workload) -> tuple[Saved, ...]:
+    """Queries, keys, values and the result, padded to one width."""
+    widest = max(width for value in (q, v) if isinstance(width := value.shape[3], int))
+    kept: list[Saved] = []
+    for name, value in (("q", q), ("k", k), ("v", v), ("out", attended)):
+        width = value.shape[3]
+        if width == widest:
+            kept += workload.keep(value)
+        else:
+            assert isinstance(width, int)
+            kept.append(workload.inner(attended, name, workload.count(value) / width * widest, value.dtype))
+    return tuple(kept)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinShared(Op):
+    """x `[batch, sequence, heads, own]`, shared `[batch, sequence, 1, dims]` → `[batch, sequence, heads, own + dims]`:
+    each head's own dims, then those that all heads share."""
+
+    mnemonic: ClassVar[str] = "join_shared"
+    takes: ClassVar[str] = "x shared"
+    gives: ClassVar[str] = "y"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, shared = operands
+        fits = len(x.shape) == len(shared.shape) == 4 and shared.shape[:3] == (*x.shape[:2], 1)
+        require(fits and x.dtype == shared.dtype, self, "wants heads, and one more over the same tokens")
+        own, dims = x.shape[3], shared.shape[3]
+        require(isinstance(own, int) and isinstance(dims, int), self, "wants heads of a known width")
+        assert isinstance(own, int)
+        assert isinstance(dims, int)
+        return (Type(shape=(*x.shape[:3], own + dims), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        of_heads = _by_heads(self, operands[:1], meshes).results[0]
+        return Placing((of_heads, of_heads.only(Shard(0))), (of_heads,))
 
 
 @register

@@ -27,6 +27,7 @@ from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.moe"))
 
+MLA = "heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = 2"
 FORMS: dict[str, dict[str, Any]] = {
     "ep": {},
     "tp": {"tp": 2, "ep": 4},
@@ -88,6 +89,8 @@ FORMS: dict[str, dict[str, Any]] = {
         "beside": "capacity = factor(0.5, eval = 1.5)",
         "tp": 2,
     },
+    "mla": {"attention": f"mla({MLA}, value_dim = 4, q_rank = 4, rope = rope())", "tp": 2},
+    "mla, sinks": {"attention": f"mla({MLA}, value_dim = 8, sinks = true)"},
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""

@@ -55,6 +55,26 @@ def test_what_cannot_stand_together_is_refused_at_its_place(attention: str, foun
     assert refused(attention) == found
 
 
+MLA = "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = {}, value_dim = 4, {})"
+
+
+@pytest.mark.parametrize(
+    ("attention", "found"),
+    [
+        (MLA.format(4, "rope = rope()"), []),
+        (MLA.format(4, "qk_norm = head, clip = 8"), [("MOE0363", "head"), ("MOE0363", "8")]),
+        (MLA.format(4, "rope = rope(fraction = 0.25)"), [("MOE0363", "0.25")]),
+        (MLA.format(3, "rope = rope()"), [("MOE0303", "rope()")]),
+        (MLA.format(3, "bias = all"), []),
+        (MLA.format(4, "rope = rope(scaling = llama3(2, original = 4, low = 5))"), [("MOE0364", "5")]),
+        (MLA.format(4, "window = 17"), [("MOE0362", "17")]),
+        (MLA.format(4, "kv_heads = 2"), [("MOE0201", "kv_heads")]),
+    ],
+)
+def test_latent_attention_refuses_what_it_does_not_have(attention: str, found: list[tuple[str, str]]) -> None:
+    assert refused(attention) == found
+
+
 @pytest.mark.parametrize("window", [16, 17])
 def test_a_window_longer_than_the_context_is_refused(window: int) -> None:
     found = [("MOE0362", "17")] if window > 16 else []

@@ -23,6 +23,7 @@ from moec.runtime.verify.virtual import VirtualCluster
 
 BATCH, SEQUENCE, EXPERTS = 8, 32, 8
 SIZES = {"dim": 32, "batch": BATCH, "sequence": SEQUENCE, "experts": EXPERTS, "expert": "swiglu(48)"}
+MLA = "heads = 4, kv_rank = 8, nope_dim = 12, rope_dim = 4"
 MODELS = {
     "dropless": {},
     "stays": {"ep": 1},
@@ -76,11 +77,15 @@ MODELS = {
     "sinks": {"attention": "gqa(heads = 4, kv_heads = 2, sinks = true)", "dtype": "bf16"},
     "sinks, window": {"attention": "gqa(heads = 4, kv_heads = 2, sinks = true, window = 5)"},
     "packed texts, padding": {"model": "embedding = tokens(separator = 3, padding = 2)"},
+    "mla": {"attention": f"mla({MLA}, value_dim = 12, q_rank = 8, rope = rope())"},
+    "mla, wide values, bf16": {"attention": f"mla({MLA}, value_dim = 24)", "dtype": "bf16"},
+    "mla, sinks": {"attention": f"mla({MLA}, value_dim = 12, sinks = true, window = 5)"},
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {
     "tp": {"tp": 2},
     "tp 4": {"tp": 4, "ep": 4, "ranks": 8},
+    "mla": {"attention": f"mla({MLA}, value_dim = 12, q_rank = 8, rope = rope())", "tp": 2},
     "tokens whole": {"tp": 2, "sequence_parallel": False},
     "vocabulary whole": {"tp": 4, "ep": 4, "beside": "shared = swiglu(8)"},
 }

@@ -1,0 +1,63 @@
+"""Lowers multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) to queries, keys and values.
+
+Latent vectors are normed as in DeepSeek-V2's and V3's code. Heads are made from whole latent vectors: `tp` cuts the
+projections that make them, and every rank has those to latent vectors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from moec.grammar.spec import Mla, Model
+from moec.passes.ir import Init, Matrices
+from moec.passes.ir import ops as o
+from moec.passes.lower.block_builder import PROJECTION, Builder, normal
+from moec.passes.lower.rotary import rotation
+
+HEADS_ARE_ROWS = Matrices(rows=2, hidden=True)
+
+
+def latent_heads(
+    b: Builder, model: Model, attention: Mla, h: str, of_texts: Mapping[str, str], context: int
+) -> tuple[str, str, str]:
+    """Names of q, k `[batch, sequence, heads, nope_dim + rope_dim]` and v `[…, value_dim]` of h `[…, dim]`.
+
+    A head's query and key have `nope_dim` dims without positions, then `rope_dim` with them; the latter part of a key
+    is one vector for all heads (equations 14 to 17).
+    """
+    span, heads, own, turning = attention.span(), attention.heads, attention.nope_dim, attention.rope_dim
+
+    def latent(name: str, rank: int) -> str:
+        """The normed latent vector (equations 9 and 12)."""
+        shape = (rank, model.dim)
+        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, matrices=PROJECTION)
+        down = biased(b.one(o.Linear, h, weight, to=name, span=span), name)
+        scale = b.parameter(f"attention.{name}_norm.weight", (rank,), model.dtype, Init(kind="ones"), span)
+        return b.one(o.RmsNorm, down, scale, to=name, span=span, eps=model.norm.eps)
+
+    def biased(x: str, name: str) -> str:
+        if attention.bias == "none":
+            return x
+        return b.biased(x, f"attention.{name}.bias", attention.span("bias"))
+
+    def made(name: str, x: str, rank: int, width: int) -> str:
+        shape = (heads, width, rank)
+        weight = b.parameter(
+            f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, HEADS_ARE_ROWS
+        )  # fmt: skip
+        return b.one(o.Linear, x, weight, to=name, span=span)
+
+    if attention.q_rank is None:
+        q = made("q", h, model.dim, own + turning)
+    else:
+        q = made("q", latent("q_down", attention.q_rank), attention.q_rank, own + turning)
+    kv = latent("kv_down", attention.kv_rank)
+    k, v = made("k", kv, attention.kv_rank, own), made("v", kv, attention.kv_rank, attention.value_dim)
+    shape = (1, turning, model.dim)
+    weight = b.parameter("attention.k_rope.weight", shape, model.dtype, normal(), span, matrices=HEADS_ARE_ROWS)
+    shared = biased(b.one(o.Linear, h, weight, to="k_rope", span=span), "k_rope")
+    if attention.rope is not None:
+        line, how = attention.rope.span(), rotation(attention.rope, turning, context)
+        q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **{**how, "start": own, "width": turning})
+        shared = b.one(o.Rope, shared, beside=of_texts, to="k_rope", span=line, **how)
+    return q, b.one(o.JoinShared, k, shared, to="k", span=span), v
