@@ -67,7 +67,7 @@ def check(spec: Spec) -> list[Diagnostic]:
 def special_ids(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) -> Iterator[Diagnostic]:
     """The ids of padding and of separators are in the vocabulary."""
     for name, id, use in (
-        ("padding", embedding.padding, "pads with"),
+        ("padding", embedding.padding_id, "pads with"),
         ("separator", embedding.separator, "ends a text with"),
     ):
         if id is not None and id >= vocab:

@@ -139,6 +139,7 @@ CODES: dict[str, str] = {
     "MOE0724": "a checkpoint in the middle of a step",
     "MOE0726": "these routes do not fit the model or its batch",
     "MOE0727": "these segments do not fit the model or its batch",
+    "MOE0728": "this padding does not fit the model or its batch",
     "MOE0800": "there is no checkpoint here",
     "MOE0801": "this checkpoint is damaged",
     "MOE0802": "this checkpoint has another format",

@@ -19,7 +19,7 @@ class Patches(Node):
 
     # A patch has no id: nothing pads, separates or multiplies.
     tied, padding, separator, multiplier, logits_multiplier = False, None, None, 1.0, 1.0
-    segments, packs = False, False
+    segments, packs, padding_id = False, False, None
 
     @property
     def side(self) -> int:

@@ -36,9 +36,11 @@ class TokenEmbedding(Node):
     tied: Annotated[bool, Doc("whether the output head shares the embedding's weights")] = False
     positions: Annotated[Literal["none", "learned"], Doc("a learned vector per position, added (GPT-2)")] = "none"
     padding: Annotated[
-        int | None,
-        at_least(0),
-        Doc("the id of padding tokens: these go to no expert, take no place and count in no balance term"),
+        Annotated[int, at_least(0)] | Literal["given"] | None,
+        Doc(
+            "the id of padding tokens: these go to no expert, take no place and count in no balance term; `given`: a "
+            "batch says which tokens they are, `job.step(…, padding=…)`"
+        ),
     ] = None
     separator: Annotated[
         int | None,
@@ -55,6 +57,11 @@ class TokenEmbedding(Node):
         Positive, Doc("factor on the vectors, before learned positions are added (Granite: 12; Gemma: sqrt(dim))")
     ] = 1.0
     logits_multiplier: Annotated[Positive, Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
+
+    @property
+    def padding_id(self) -> int | None:
+        """The id of padding, if padding is an id."""
+        return self.padding if isinstance(self.padding, int) else None
 
     @property
     def packs(self) -> bool:

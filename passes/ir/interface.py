@@ -20,7 +20,7 @@ from moec.passes.ir.value import SETTINGS, TRAINING, Dim, Value
 
 FORWARD = "forward"
 
-BESIDE_TOKENS: tuple[Role, ...] = ("routes", "segments", "sequences")
+BESIDE_TOKENS: tuple[Role, ...] = ("routes", "segments", "real", "sequences")
 """The inputs that `forward` of a model may have beside `tokens`, in this order."""
 
 LOSS_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
@@ -33,7 +33,7 @@ BALANCE_BLOCKS: Mapping[str, tuple[tuple[Role, ...], Role]] = {
     "num_tokens": ((), "num_tokens"),
     "aux_loss": (("balance", "num_tokens"), "loss"),
 }
-"""The blocks of the balance terms, where there are any. `num_tokens` has the first input of `forward`."""
+"""The blocks of the balance terms, if there are any. `num_tokens` has the input `real` of `forward`, or its first."""
 
 
 def taken_role(program: Program) -> Role:
@@ -170,7 +170,8 @@ def _require_forward(forward: Block) -> None:
 def _require_scalar(block: Block, forward: Block) -> None:
     roles, gives = {**LOSS_BLOCKS, **BALANCE_BLOCKS}[block.name]
     taken = [value.role for value in block.inputs]
-    wanted = [*(roles or (forward.inputs[0].role,))]
+    counted = forward.input("real") or forward.inputs[0]
+    wanted = [*(roles or (counted.role,))]
     _require(taken == wanted, f"{block.name} takes {_listed(taken)}")
     for value in block.inputs:
         assert value.role is not None

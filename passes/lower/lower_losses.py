@@ -47,6 +47,9 @@ def balance_blocks_of_tokens(model: Model) -> list[Block]:
         numbers = patch_numbers(b, model.embedding)
         patches = b.one(o.CountLabels, numbers, to="count", valid_only=False)
         count = b.block([Output(patches, "num_tokens")], final=True)
+    elif padding == "given":
+        span = model.embedding.span("padding")
+        count = _count_block("num_tokens", of_tokens("real"), o.CountRealTokens, "num_tokens", span, padding=0)
     elif padding is None:
         count = _count_block("num_tokens", tokens, o.CountLabels, "num_tokens", model.span(), valid_only=False)
     else:

@@ -101,6 +101,7 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     sequences = [Value(name="sequences", shape=TOKENS[:1], dtype="int64", role="sequences")] if draws else []
     embedding = model.embedding
     given = [of_tokens("segments")] if embedding.segments else []
+    given += [of_tokens("real")] if embedding.padding == "given" else []
     b = Builder("forward", [input_of(model), *routes_input(layers), *given, *sequences], model.span())
     ids = "tokens"
     if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):
@@ -156,7 +157,9 @@ def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block], ids: s
     embedding = model.embedding
     numbers: dict[Role | None, str] = {"tokens": ids}
     taken = {value.role for block in layers for value in block.inputs}
-    if "real" in taken:
+    if embedding.padding == "given":
+        numbers["real"] = "real"
+    elif "real" in taken:
         padding = embedding.span("padding")
         numbers["real"] = b.one(o.RealTokens, "tokens", to="real", span=padding, padding=embedding.padding)
     if embedding.separator is not None:

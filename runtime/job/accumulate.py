@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens: tuple[Tensor, ...]) -> Iterator[None]:
+def accumulating(
+    job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens: tuple[Tensor, ...], padding: tuple[Tensor, ...]
+) -> Iterator[None]:
     """The block of `Job.accumulate`, which describes it."""
     if not labels:
         raise JobError("MOE0713", "job.accumulate wants the labels of every micro-batch of the block")
     _require_tensors("labels", labels, "unpack them: `job.accumulate(model, *labels)`")
     _require_tensors("tokens", tokens, "pass a tuple with the tokens of each micro-batch: `tokens=(…, …)`")
-    if not tokens and model.counts_padding:
+    _require_tensors("padding", padding, "pass a tuple with the padding of each micro-batch: `padding=(…, …)`")
+    marks = padding if model.takes.padding else tokens
+    if not marks and model.counts_padding:
+        name, what = ("padding", "given padding") if model.takes.padding else ("tokens", "a padding id")
         raise JobError(
             "MOE0713",
-            "the model has a padding id and balance terms, which count real tokens",
-            "pass the tokens of every micro-batch of the block: job.accumulate(…, tokens=(…))",
+            f"the model has {what} and balance terms, which count real tokens",
+            f"pass the {name} of every micro-batch of the block: job.accumulate(…, {name}=(…))",
         )
     limits, in_text = model.limits, model.limits.label_dims == 2
     if model.draws and any(part.dim() != limits.label_dims for part in labels):
@@ -36,7 +41,8 @@ def accumulating(job: Job, model: PlanModule, labels: tuple[Tensor, ...], tokens
             "the model draws random numbers, which depend on the numbers of its sequences",
             f"pass the labels of each micro-batch by themselves, `{'[batch, sequence]' if in_text else '[batch]'}`",
         )
-    flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, tokens or labels))
+    flat, ids = (torch.cat([part.reshape(1, -1) for part in parts], 1) for parts in (labels, marks or labels))
+    ids = (ids == 0).to(torch.int64) if marks and model.takes.padding else ids
     model.has_accumulated = True
     sequences = sum(part.shape[0] if part.dim() else 1 for part in labels)
     counts = model.count_labels(flat), model.count_tokens_of(flat, ids)

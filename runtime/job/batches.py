@@ -160,7 +160,7 @@ def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limit
         context=context_of(spec),
         tensor_parallel=tensor_parallel,
         routing_groups=max(1, groups),
-        padding=spec.model.embedding.padding,
+        padding=spec.model.embedding.padding_id,
     )
 
 

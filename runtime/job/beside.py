@@ -15,6 +15,8 @@ from moec.passes.ir.ops import Replay
 from moec.passes.ir.roles import FREE_ROUTE
 from moec.runtime.job.checks import Complaint
 
+_MARKS: tuple[Role, Role] = ("segments", "real")
+PADDING = "compile the file with `embedding = tokens(padding = given)`"
 SEGMENTS = "compile the file with `embedding = tokens(segments = true)`"
 REPLAY = "compile the file with `train { replay = true }`"
 
@@ -24,11 +26,13 @@ class Beside:
     """Tensors of one batch, each None where it is not given.
 
     `routes`: int64 `[batch, sequence, mixtures, k]`, the experts of each token, −1 for none. `segments`: int64
-    `[batch, sequence]`, which text a token belongs to, not descending in a sequence.
+    `[batch, sequence]`, which text a token belongs to, not descending in a sequence. `padding`: bool or int64
+    `[batch, sequence]`, True or 1 for each token that is padding.
     """
 
     routes: Tensor | None = None
     segments: Tensor | None = None
+    padding: Tensor | None = None
 
     def given(self) -> dict[str, Tensor]:
         """What is given, by the names of a model's arguments."""
@@ -55,20 +59,22 @@ class Takes:
     experts: tuple[int, ...] = ()
     k: tuple[int, ...] = ()
     segments: bool = False
+    padding: bool = False
     mixed: bool = False
     """Whether routes may have `FREE_ROUTE`, as `moec verify` gives them."""
 
     @classmethod
     def of(cls, program: Program) -> Takes:
         """What the Program takes."""
-        segments = program.block(FORWARD).input("segments") is not None
+        forward = program.block(FORWARD)
+        segments, padding = (forward.input(role) is not None for role in _MARKS)
         experts, k = list[int](), list[int]()
         for block in (program.block(call.block) for call in layer_calls(program)):
             for op in (op for op in block.ops if isinstance(op, Replay)):
                 scores, own, _ = block.operands(op)
                 experts.append(cast(int, scores.shape[-1]))
                 k.append(cast(int, own.shape[-1]))
-        return cls(tuple(experts), tuple(k), segments)
+        return cls(tuple(experts), tuple(k), segments, padding)
 
     def inputs(self, beside: Beside, tokens: Tensor) -> dict[Role, Tensor]:
         """The inputs of `forward` by role; what is not given gets values without effect."""
@@ -79,7 +85,15 @@ class Takes:
         if self.segments:
             one = tokens.new_zeros(()).expand(tokens.shape)
             found["segments"] = one if beside.segments is None else beside.segments
+        if self.padding:
+            found["real"] = self.real(beside, tokens)
         return found
+
+    def real(self, beside: Beside, tokens: Tensor) -> Tensor:
+        """1 for each token that is no given padding, else 0: int64 `[batch, sequence]`."""
+        if beside.padding is None:
+            return tokens.new_ones(()).expand(tokens.shape)
+        return (beside.padding == 0).to(torch.int64)
 
     def complaint(self, beside: Beside, tokens: Tensor, *, look: bool) -> Complaint | None:
         """The first error of what is given for valid `tokens`, or None. Without `look` it reads no tensor's values."""
@@ -87,6 +101,22 @@ class Takes:
             return Complaint("MOE0726", words, "" if self.k else REPLAY)
         if beside.segments is not None and (words := self._of_segments(beside.segments, tokens, look)):
             return Complaint("MOE0727", words, "" if self.segments else SEGMENTS)
+        if beside.padding is not None and (words := self._of_padding(beside.padding, tokens, look)):
+            return Complaint("MOE0728", words, "" if self.padding else PADDING)
+        return None
+
+    def _of_padding(self, padding: object, tokens: Tensor, look: bool) -> str | None:
+        if not self.padding:
+            return "padding was given, and the model takes none"
+        is_bool = isinstance(padding, Tensor) and padding.dtype == torch.bool
+        as_numbers = padding.to(torch.int64) if isinstance(padding, Tensor) and is_bool else padding
+        if words := _unlike(("marks of padding", as_numbers), tokens.shape, "[batch, sequence]", tokens):
+            return words.replace("must be torch.int64", "must be torch.bool, or torch.int64 of 0 and 1")
+        assert isinstance(as_numbers, Tensor)
+        if look and as_numbers.numel() and not is_bool:
+            low, high = (int(bound) for bound in as_numbers.aminmax())
+            if low < 0 or high > 1:
+                return f"padding contains {low if low < 0 else high}, and is 1 for padding and 0 for other tokens"
         return None
 
     def _of_segments(self, segments: object, tokens: Tensor, look: bool) -> str | None:
@@ -128,7 +158,7 @@ class Takes:
 
 
 def _unlike(named: tuple[str, object], shape: Sequence[int], dims: str, tokens: Tensor) -> str | None:
-    """Describes how a tensor with a name is no int64 tensor of this shape on the tokens' device, or None."""
+    """Describes how something with a plural name is no int64 tensor of this shape on the tokens' device, or None."""
     name, tensor = named
     if not isinstance(tensor, Tensor):
         return f"{name} are of class {type(tensor).__name__}, and must be a torch.Tensor"

@@ -10,7 +10,8 @@ from moec.runtime.job.checks import Complaint, MustMatch
 
 SHAPES = "tokens have shapes from {least} to {most} on the ranks; capacities and jitter need one shape on all ranks"
 KINDS = (
-    "ranks differ in whether they train, have labels, routes or segments, want gradients, and for which parameters: "
+    "ranks differ in whether they train, have labels, routes, segments or padding, want gradients, and for which "
+    "parameters: "
     "call `train()`, `no_grad` and `requires_grad_` on every rank or on none"
 )
 

@@ -190,6 +190,7 @@ class Job:
         inputs: Mapping[str, Tensor] | None = None,
         routes: Tensor | None = None,
         segments: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> Tensor:
         """Forward, backward and gradient sums over this rank's part of the batch; returns the global loss, detached.
 
@@ -208,7 +209,7 @@ class Job:
 
         `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`.
         `segments`, for a model that takes them: which text each token belongs to, int64 `[batch, sequence]`, not
-        descending.
+        descending. `padding`, for a model that takes it: bool or int64 `[batch, sequence]`, True or 1 for padding.
 
         Raises `JobError` on every rank for a loss that is no scalar or not finite, a count that is 0 on all ranks, and
         inputs of other shapes.
@@ -216,7 +217,7 @@ class Job:
         step = Step(
             tokens, labels, loss=loss, logprob_loss=logprob_loss, count=count, inputs=dict(inputs or {}),
             microbatches=self.plan.program.microbatches if microbatches is None else microbatches,
-            beside=Beside(routes, segments),
+            beside=Beside(routes, segments, padding),
         )  # fmt: skip
         with self._one_step(model):
             self._in_step = True
@@ -226,11 +227,18 @@ class Job:
                 self._in_step = False
 
     @contextmanager
-    def accumulate(self, model: PlanModule, *labels: Tensor, tokens: tuple[Tensor, ...] = ()) -> Iterator[None]:
+    def accumulate(
+        self,
+        model: PlanModule,
+        *labels: Tensor,
+        tokens: tuple[Tensor, ...] = (),
+        padding: tuple[Tensor, ...] = (),
+    ) -> Iterator[None]:
         """Inside the block, `model(tokens, labels).loss.backward()` accumulates the gradient of all micro-batches.
 
         `labels`: the labels of every micro-batch of the block; each loss is divided by all their valid labels.
-        `tokens`: their tokens, which count padding; only for a model with a padding id and balance terms.
+        `tokens`: their tokens, which count padding; only for a model with a padding id and balance terms. `padding`:
+        their padding; only for a model that takes padding and has balance terms.
         Each backward pass sums gradients over the ranks; `job.step(…, microbatches=n)` sums them once, at ZeRO 0 and 1.
         `.aux_loss` is each micro-batch's share of the step's balance terms: add it to a loss of your own as it is, and
         give `model` the labels all the same; `.loss` may stay unused. The block counts as a step; its tokens count at
@@ -238,7 +246,7 @@ class Job:
 
         Raises `JobError` if the labels are not those of its forward passes.
         """
-        with self._one_step(model), accumulating(self, model, labels, tokens):
+        with self._one_step(model), accumulating(self, model, labels, tokens, padding):
             yield
 
     def update_states(self, model: PlanModule) -> None:

@@ -106,14 +106,15 @@ class PlanModule(nn.Module):
         *,
         routes: Tensor | None = None,
         segments: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> ModelOutput:
         """tokens int64 `[batch, sequence]`, labels of the same shape, already shifted, −100 where ignored.
 
         `routes`, for a plan with `replay`: the experts of each token, int64 `[batch, sequence, mixtures, k]`, −1 for
         none; without them gates choose. `segments`, for a model that takes them: which of its sequence's texts each
-        token belongs to, int64 `[batch, sequence]`, not descending; without them a sequence is one text. Of a model of
-        images, `tokens` are images `[batch, channels, height, width]` of any floating dtype, and labels classes
-        `[batch]`.
+        token belongs to, int64 `[batch, sequence]`, not descending; without them a sequence is one text. `padding`, for
+        a model that takes it: bool or int64 `[batch, sequence]`, True or 1 for padding. Of a model of images, `tokens`
+        are images `[batch, channels, height, width]` of any floating dtype, and labels classes `[batch]`.
 
         Raises `JobError` on every rank: for a wrong dtype, shape or id before any collective of the model, and for
         router logits that are NaN or infinite at the end of the pass, before any gradient.
@@ -121,9 +122,9 @@ class PlanModule(nn.Module):
         self._home.require_running()
         refuse_autocast(device_of(tokens).type)
         refuse_data_parallel(self)
-        beside = Beside(routes, segments)
+        beside = Beside(routes, segments, padding)
         look = self._require_batch(tokens, labels, beside)
-        self.num_tokens = self.limits.real_tokens(tokens)
+        self.num_tokens = self.real_tokens(tokens, beside)
         given: dict[Role, Tensor] = {self._given: tokens, **self.takes.inputs(beside, tokens)}
         if self._draws:
             given["sequences"] = self._number_sequences(tokens, labels)
@@ -142,7 +143,7 @@ class PlanModule(nn.Module):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(results)
-        aux_loss = None if balance is None else self._aux_loss(balance, tokens)
+        aux_loss = None if balance is None else self._aux_loss(balance, given.get("real", tokens))
         refuses = look and not self._counts.skips
         if unfit is not None:
             logits = logits * torch.nan  # differentiable: with `skips` backward runs on every rank
@@ -181,8 +182,8 @@ class PlanModule(nn.Module):
         loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
         return loss
 
-    def _aux_loss(self, balance: Tensor, tokens: Tensor) -> Tensor:
-        count = self._counts.tokens if self._counts.tokens is not None else self.count_tokens(tokens)
+    def _aux_loss(self, balance: Tensor, counted: Tensor) -> Tensor:
+        count = self._counts.tokens if self._counts.tokens is not None else self.count_tokens(counted)
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
         return aux_loss
 
@@ -218,9 +219,12 @@ class PlanModule(nn.Module):
         count: Tensor = self._scalars["valid_labels"].module(labels)
         return count
 
-    def count_tokens(self, tokens: Tensor) -> Tensor | None:
-        """The number of tokens of all ranks, 0-d int64; None for a model without balance terms. A collective."""
-        count: Tensor | None = self._scalars["num_tokens"].module(tokens) if "num_tokens" in self._scalars else None
+    def count_tokens(self, counted: Tensor) -> Tensor | None:
+        """The number of tokens of all ranks, 0-d int64; None for a model without balance terms. A collective.
+
+        `counted`: ids, or of a model that takes padding the marks of tokens that are none (`Takes.real`).
+        """
+        count: Tensor | None = self._scalars["num_tokens"].module(counted) if "num_tokens" in self._scalars else None
         return count
 
     def count_tokens_of(self, labels: Tensor, tokens: Tensor) -> Tensor | None:
@@ -229,9 +233,15 @@ class PlanModule(nn.Module):
             return self.count_tokens(tokens)
         return self.count_labels(torch.zeros_like(labels)) * self.limits.tokens_per_label
 
-    def local_counts(self, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
+    def real_tokens(self, tokens: Tensor, beside: Beside) -> int | Tensor:
+        """Tokens of this rank that are no padding: an int where there is none, else a tensor on the tokens' device."""
+        if beside.padding is not None:
+            return self.takes.real(beside, tokens).sum()
+        return self.limits.real_tokens(tokens)
+
+    def local_counts(self, tokens: Tensor, labels: Tensor, beside: Beside) -> tuple[int, int]:
         """This rank's addends of `count_labels` and `count_tokens`. Waits for the device."""
-        return int((labels != IGNORED_LABEL).sum()), int(self.limits.real_tokens(tokens))
+        return int((labels != IGNORED_LABEL).sum()), int(self.real_tokens(tokens, beside))
 
     @property
     def draws(self) -> bool:
@@ -247,7 +257,7 @@ class PlanModule(nn.Module):
     @property
     def counts_padding(self) -> bool:
         """Whether balance terms skip padding, so that tokens and labels need separate counts."""
-        return self.limits.padding is not None and "num_tokens" in self._scalars
+        return (self.limits.padding is not None or self.takes.padding) and "num_tokens" in self._scalars
 
     def new_states(self, loads: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """The new value that these loads (layer → int64 `[sources, experts]`) give each state, by its full name."""

@@ -179,7 +179,7 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
             complaint = Complaint("MOE0702", words)
     inputs = TpInputs((step.tokens, step.labels, *step.beside.given().values(), *step.inputs.values()), look)
     on_host = device.type == "cpu"
-    counts = model.local_counts(step.tokens, step.labels) if on_host and complaint is None else (0, 0)
+    counts = model.local_counts(step.tokens, step.labels, step.beside) if on_host and complaint is None else (0, 0)
     matching = (*matching, step.must_match())
     if complaint is None and step.microbatches > 1:
         matching = (*matching, model.hooks_of_parameters())  # after the number of micro-batches, which must match first
@@ -197,7 +197,8 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     if on_host:
         num_labels, num_tokens = torch.tensor(totals[2:]) // tp
         return agreed, look, num_labels, num_tokens
-    return agreed, look, model.count_labels(step.labels), model.count_tokens(step.tokens)
+    counted = model.takes.real(step.beside, step.tokens) if model.takes.padding else step.tokens
+    return agreed, look, model.count_labels(step.labels), model.count_tokens(counted)
 
 
 def _warn_of_evaluation(model: PlanModule) -> None:

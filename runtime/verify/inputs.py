@@ -51,7 +51,8 @@ class Inputs:
     @property
     def arguments(self) -> dict[str, Tensor]:
         """`beside`, as an unsharded model takes it."""
-        return {str(role): whole for role, whole in self.beside.items()}
+        named = {str(role): whole for role, whole in self.beside.items() if role != "real"}
+        return named | ({"padding": 1 - self.beside["real"]} if "real" in self.beside else {})
 
     @property
     def beside_alone(self) -> dict[Role, Sequence[Tensor]]:
@@ -111,7 +112,7 @@ def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:
 
 def _beside(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dict[Role, Tensor]:
     """Random routes: half of the tokens choose by themselves; of the others a choice in eight is none. Random segments:
-    a text begins at every fourth token.
+    a text begins at every fourth token. Random padding: a quarter of the tokens and the whole last sequence.
     """
     takes, found = Takes.of(plan.program), dict[Role, Tensor]()
     if takes.k:
@@ -124,6 +125,9 @@ def _beside(plan: Plan, generator: torch.Generator, tokens: Tensor) -> dict[Role
         found["routes"] = routes.masked_fill(free[..., None, None], FREE_ROUTE)
     if takes.segments:
         found["segments"] = 3 * (torch.rand(tokens.shape, generator=generator) < 1 / 4).cumsum(1)
+    if takes.padding:
+        found["real"] = (torch.rand(tokens.shape, generator=generator) < 3 / 4).to(torch.int64)
+        found["real"][-1] = 0
     return found
 
 
@@ -155,7 +159,7 @@ def _labelled(plan: Plan, generator: torch.Generator, shape: tuple[int, ...]) ->
     labels[torch.rand(shape, generator=generator) < 1 / 8] = IGNORED_LABEL
     if (separator := model.embedding.separator) is not None:
         tokens[torch.rand(shape, generator=generator) < 1 / 8] = separator
-    if (padding := model.embedding.padding) is not None:
+    if (padding := model.embedding.padding_id) is not None:
         tokens[torch.rand(shape, generator=generator) < 1 / 4] = padding
         tokens[-1] = padding
     return tokens, labels

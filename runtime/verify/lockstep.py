@@ -167,7 +167,7 @@ class Lockstep:
             valid = self._scalar("valid_labels", list(targets))
             self.losses["loss"] = _sums(*(self.loss(*pair, valid) for pair in zip(results, wanted, strict=True)))
         if self._graphs.has("aux_loss"):
-            count = self._scalar("num_tokens", [x.detach() for x in inputs])
+            count = self._scalar("num_tokens", list(beside.get("real", ())) or [x.detach() for x in inputs])
             balances = (found["balance", None, None] for found in outputs)
             self.losses["aux_loss"] = _sums(*(self._scalar("aux_loss", balance, count) for balance in balances))
         whole = results[0] if microbatches == 1 else [torch.cat(parts) for parts in zip(*results, strict=True)]

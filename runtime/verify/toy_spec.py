@@ -81,9 +81,9 @@ class ToySpec:
 
     def _embedding(self, embedding: TokenEmbedding, vocab: int) -> TokenEmbedding:
         """The embedding with a padding id below the toy vocabulary: the last id if it was above."""
-        if embedding.padding is None or embedding.padding < vocab:
+        if embedding.padding_id is None or embedding.padding_id < vocab:
             return embedding
-        self._toys.add(Width("padding", embedding.padding, vocab - 1))
+        self._toys.add(Width("padding", embedding.padding_id, vocab - 1))
         return embedding.replace(padding=vocab - 1)
 
     @property

@@ -16,11 +16,12 @@ from moec.runtime.job.reference import reference
 OPTIONS: dict[str, Any] = {
     "ranks": 4,
     "optimizer": "adamw(lr = 1e-3); replay = true",
-    "model": "embedding = tokens(segments = true)",
+    "model": "embedding = tokens(segments = true, padding = given)",
     "beside": "capacity = factor(1.0)",
 }
 ROLLOUT = {**OPTIONS, "ep": 4}
 TRAINING = {**OPTIONS, "ep": 2, "tp": 2}
+PADDED = torch.rand(8, 8, generator=torch.Generator().manual_seed(6)) < 0.2
 SEGMENTS = torch.tensor([[0, 0, 0, 0, 0, 4, 4, 9]]).repeat(8, 1)
 TOKENS, LABELS = torch.randint(32, (2, 8, 8), generator=torch.Generator().manual_seed(5))
 
@@ -31,16 +32,18 @@ def rolled_out_and_trained() -> dict[str, Any]:
     with moec.launch(moe_plan(**ROLLOUT), device="cpu") as job:
         mine = TOKENS.chunk(job.data_size)[job.data_rank]
         texts = SEGMENTS[: len(mine)]
-        chosen = job.build(seed=1).eval()(mine, segments=texts).routes
+        padded = PADDED.chunk(job.data_size)[job.data_rank]
+        chosen = job.build(seed=1).eval()(mine, segments=texts, padding=padded).routes
         gathered = [torch.empty_like(chosen) for _ in range(job.data_size)]
         torch.distributed.all_gather(gathered, chosen.contiguous())
     routes = torch.cat(gathered)
     with moec.launch(moe_plan(**TRAINING), device="cpu") as job:
         model = job.build(seed=2)
         parts = [whole.chunk(job.data_size)[job.data_rank] for whole in (TOKENS, LABELS, routes)]
-        texts = SEGMENTS[: len(parts[0])]
-        replayed = model(parts[0], routes=parts[2], segments=texts).routes
-        loss = job.step(model, *parts[:2], routes=parts[2], segments=texts, microbatches=2)
+        texts, padded = SEGMENTS[: len(parts[0])], PADDED.chunk(job.data_size)[job.data_rank]
+        beside = {"segments": texts, "padding": padded}
+        replayed = model(parts[0], routes=parts[2], **beside).routes
+        loss = job.step(model, *parts[:2], routes=parts[2], **beside, microbatches=2)
         wholes = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
         wrong = {}
         for name, bad in {"one rank's": 8 if job.rank == 3 else 0, "every rank's": 8}.items():
@@ -64,9 +67,9 @@ def test_a_step_with_the_routes_of_another_plans_rollout_is_the_unsharded_one(gl
     results = gloo.run(4, rolled_out_and_trained)
     alone = reference(moe_spec(**OPTIONS), seed=1).eval()
     routes: Tensor = results[0]["routes"]
-    assert torch.equal(alone(TOKENS, segments=SEGMENTS).routes, routes)
+    assert torch.equal(alone(TOKENS, segments=SEGMENTS, padding=PADDED).routes, routes)
     other = reference(moe_spec(**OPTIONS), seed=2)
-    loss = other(TOKENS, LABELS, routes=routes, segments=SEGMENTS).loss
+    loss = other(TOKENS, LABELS, routes=routes, segments=SEGMENTS, padding=PADDED).loss
     loss.backward()
     for result in results:
         assert result["same"]

@@ -21,6 +21,7 @@ MODELS = [
     "embedding = tokens(segments = true)",
     "embedding = tokens(segments = true, padding = 31, positions = learned)",
     "embedding = tokens(separator = 3, padding = 0)",
+    "embedding = tokens(segments = true, padding = given)",
 ]
 CAPACITIES = [
     "",

@@ -84,6 +84,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "window": {"attention": "mha(heads = 4, window = 3)"},
     "window both ways": {"attention": "mha(heads = 4, window = 3, causal = false)"},
     "sinks": {"attention": "mha(heads = 4, sinks = true)", "tp": 2},
+    "padding marked by the batch": {"model": "embedding = tokens(padding = given)", "tp": 2},
     "texts marked by the batch": {
         "model": "embedding = tokens(segments = true, padding = 0)",
         "beside": "capacity = factor(0.5, eval = 1.5)",

@@ -120,6 +120,16 @@ def segments_that_descend() -> Sequence[Diagnostic]:
     return raised(lambda: model(torch.zeros(1, 4, dtype=torch.int64), segments=torch.tensor([[0, 1, 1, 0]])))
 
 
+def padding_of_another_model() -> Sequence[Diagnostic]:
+    import torch
+    from models import moe_spec
+
+    from moec.driver import reference
+
+    model, tokens = reference(moe_spec()), torch.zeros(1, 4, dtype=torch.int64)
+    return raised(lambda: model(tokens, padding=tokens == 0))
+
+
 def drifted() -> Sequence[Diagnostic]:
     from moec.runtime.job.replicas import require_equal
 
@@ -370,5 +380,6 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0724": save_in_a_step,
     "MOE0726": routes_of_fewer_choices,
     "MOE0727": segments_that_descend,
+    "MOE0728": padding_of_another_model,
     **CHECKPOINT_EVENTS,
 }
