@@ -6,6 +6,7 @@ hide it; `check` applies all rules to a Spec made in Python. The `place` pass ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from moec.grammar.attention_rules import latent, rotary, windows
@@ -17,7 +18,7 @@ from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
-from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
+from moec.grammar.spec import Attention, DSelectK, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import AttentionRouter
 from moec.grammar.suggest import advice
@@ -181,6 +182,10 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
     k = getattr(gate, "k", 1)
     if k > experts:
         yield diagnose("MOE0304", gate.span("k") or gate.span(), f"each token wants {k}", labels=there)
+    if isinstance(gate, DSelectK) and (experts < 2 or experts.bit_count() > 1):
+        near = 2 ** max(1, round(math.log2(experts)))
+        help = f"a code of m bits names 2^m experts: use {near} experts"
+        yield diagnose("MOE0346", gate.span(), f"{experts} is no power of two from 2 on", labels=there, help=help)
     if not isinstance(gate, TopK):
         return
     kept = gate.keep_groups or gate.groups

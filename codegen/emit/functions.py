@@ -20,6 +20,7 @@ from moec.codegen.emit.emit_random_gates import RANDOM_GATES
 from moec.codegen.emit.emit_replay import REPLAY
 from moec.codegen.emit.emit_sampling import SAMPLING
 from moec.codegen.emit.emit_segments import SEGMENTS
+from moec.codegen.emit.emit_selectors import SELECTORS
 from moec.codegen.emit.emit_soft import SOFT
 from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
@@ -37,6 +38,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **GATES,
     **RANDOM_GATES,
     **SAMPLING,
+    **SELECTORS,
     **MIXTURES,
     **SOFT,
     **TOKENS,

@@ -102,6 +102,7 @@ CODES: dict[str, str] = {
     "MOE0367": "words of tokens and of images do not mix",
     "MOE0368": "the grid of patches fixes the length of a sequence",
     "MOE0371": "packed texts are marked in two ways",
+    "MOE0346": "binary codes need a power of two of experts",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

@@ -160,15 +160,15 @@ class Base(_Gate):
 
 
 class DSelectK(_Gate):
-    """A smooth choice of k experts by binary codes, sparse once trained."""
+    """A smooth choice of k experts by binary codes of each token, sparse once trained: before, a token goes to many."""
 
     word = "dselect_k"
-    source = "Hazimeh et al. 2021, arXiv 2106.03760"
-    implemented = False
+    source = "Hazimeh et al. 2021, arXiv 2106.03760 (per-example gating)"
+    gives = ("probabilities", "weights")
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]
     gamma: Annotated[float, more_than(0), Doc("width of the smooth step")] = 1.0
-    entropy: Annotated[Weight, Doc("weight of the term that makes it sparse")] = 0.0
+    entropy: Annotated[Weight, Doc("weight in the loss of the codes' entropy, which makes it sparse")] = 0.0
 
 
 class Topology(_Gate):

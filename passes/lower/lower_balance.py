@@ -40,12 +40,14 @@ class Routed:
 
 
 def balance_terms(b: Builder, moe: Moe, routed: Routed) -> list[str]:
-    """The layer's weighted balance terms as one scalar, a sum over tokens; nothing where it has none."""
-    if not moe.balance:
+    """The layer's weighted balance terms and its gate's own terms as one scalar, a sum over tokens; nothing without."""
+    own = routed.gated.terms
+    if not moe.balance and not own:
         return []
-    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in moe.balance]
-    weights = tuple(term.weight for term in moe.balance)
-    return [b.one(o.WeightedSum, *terms, to="balance", span=moe.span("balance"), weights=weights)]
+    terms = [_LOWERED[type(term)](b, moe, term, routed) for term in moe.balance] + [name for name, _ in own]
+    weights = (*(term.weight for term in moe.balance), *(weight for _, weight in own))
+    span = moe.span("balance") or moe.gate.span()
+    return [b.one(o.WeightedSum, *terms, to="balance", span=span, weights=weights)]
 
 
 def _switch_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:

@@ -65,9 +65,9 @@ RECOMPUTED = [
 
 
 @st.composite
-def mixture(draw: st.DrawFn, ranks: int, experts: int, least: int = 1) -> tuple[int, int | None]:
+def mixture(draw: st.DrawFn, ranks: int, experts: int, counts: Sequence[int] = range(1, 13)) -> tuple[int, int | None]:
     """The experts of a layer, often equal to other layers', and its `ep`, None for the whole block's."""
-    count = draw(st.one_of(st.just(experts), st.integers(least, 12)))
+    count = draw(st.one_of(st.just(experts), st.sampled_from(counts)))
     return count, draw(st.sampled_from([*common_divisors(ranks, count), None]))
 
 
@@ -87,18 +87,18 @@ def specs(
     models: Sequence[str] = MODELS,
     attentions: Sequence[str] = (),
     balances: Sequence[str] = (),
-    least_experts: int = 1,
+    counts: Sequence[int] = range(1, 13),
     ffns: Sequence[str] = FFNS,
     paths: Sequence[str] = BESIDE,
 ) -> Spec:
     """A random Spec. Each list, where given, is what its word is drawn from; in `gates`, `{k}` is a number of choices.
 
-    `attentions` are whole calls with 4 heads, such as `mla(heads = 4, …)`, in place of `gqa`. `ffns` and
-    `paths` are templates for hidden widths, as in `BESIDE`.
+    `attentions` are whole calls with 4 heads, such as `mla(heads = 4, …)`, in place of `gqa`; `counts` are numbers of
+    experts. `ffns` and `paths` are templates for hidden widths, as in `BESIDE`.
     """
     ranks = draw(st.sampled_from([r for r in (1, 2, 3, 4, 6, 8, 12, 16, 32, 64) if r <= max_ranks]))
-    experts = draw(st.integers(least_experts, 12))
-    mixtures = draw(st.lists(mixture(ranks, experts, least_experts), max_size=max_layers - 1))
+    experts = draw(st.sampled_from(counts))
+    mixtures = draw(st.lists(mixture(ranks, experts, counts), max_size=max_layers - 1))
     undecided = [count for count, ep in mixtures if ep is None]
     k = draw(st.integers(1, min([experts, 4, *(count for count, _ in mixtures)])))
     score = draw(st.sampled_from(["softmax", "sigmoid"]))

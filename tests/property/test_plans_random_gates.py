@@ -16,19 +16,24 @@ from moec.runtime.verify.verification import verify
 
 USUAL = ["[switch_loss(0.1), z_loss(0.01)]", "[]"]
 WORDS: dict[str, dict[str, Any]] = {
-    "gshard": {"gates": ["gshard"], "balances": USUAL, "least_experts": 2},
+    "gshard": {"gates": ["gshard"], "balances": USUAL, "counts": range(2, 13)},
     "noisy_topk": {"gates": ["noisy_topk({k})"], "balances": USUAL},
     "sparsemixer": {"gates": ["sparsemixer({k}, jitter = 0.3)", "sparsemixer({k}, jitter = 0.9)"], "balances": USUAL},
-    "gshard_loss": {"gates": ["topk({k})", "gshard"], "balances": ["[gshard_loss(0.1)]"], "least_experts": 2},
+    "dselect_k": {
+        "gates": ["dselect_k({k}, gamma = 0.05, entropy = 0.1)", "dselect_k({k})"],
+        "balances": ["[]", "[switch_loss(0.1)]"],
+        "counts": [2, 4, 8],
+    },
+    "gshard_loss": {"gates": ["topk({k})", "gshard"], "balances": ["[gshard_loss(0.1)]"], "counts": range(2, 13)},
     "importance_loss": {
         "gates": ["topk({k})", "gshard", "noisy_topk({k})"],
         "balances": ["[importance_loss(0.1)]", "[importance_loss(0.2), switch_loss(0.1)]"],
-        "least_experts": 2,
+        "counts": range(2, 13),
     },
     "load_loss": {
         "gates": ["noisy_topk({k})"],
         "balances": ["[load_loss(0.1)]", "[load_loss(0.1), importance_loss(0.1)]"],
-        "least_experts": 5,
+        "counts": range(5, 13),
     },
 }
 """What `specs` draws from, for each word."""

@@ -35,6 +35,7 @@ from moec.passes.ir.ops.random_ops import AddNoise, Jitter, NormalNoise, TokenKe
 from moec.passes.ir.ops.replay_ops import Replay, StackRoutes, TakeRoutes, WholeSequences
 from moec.passes.ir.ops.sampling_ops import SampledWeights, SampleExperts
 from moec.passes.ir.ops.segment_ops import CountInSegments, KeepInSegments, NumberSegments, SegmentLoss, Segments
+from moec.passes.ir.ops.selector_ops import DecodeSelectors, SumOfTokens
 from moec.passes.ir.ops.soft_ops import SlotCombine, SlotInputs, SlotOutputs, SlotRows, SlotWeights
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
@@ -73,6 +74,7 @@ __all__ = [
     "CountTokens",
     "CrossEntropy",
     "CrossEntropyOfSums",
+    "DecodeSelectors",
     "Embed",
     "EmbedPositions",
     "ExchangeCounts",
@@ -135,6 +137,7 @@ __all__ = [
     "SlotWeights",
     "StackRoutes",
     "SumExp",
+    "SumOfTokens",
     "SumRows",
     "SumSources",
     "SwitchLoss",

@@ -11,6 +11,7 @@ from moec.grammar.spec.gates import (
     Base,
     BatchPriority,
     Dense,
+    DSelectK,
     ExpertChoice,
     GShard,
     Hash,
@@ -24,6 +25,7 @@ from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.attention_gate import attention_router
 from moec.passes.lower.gates.dense_gate import dense
+from moec.passes.lower.gates.dselect_gate import dselect_k
 from moec.passes.lower.gates.gated import BIAS, Gated, Given
 from moec.passes.lower.gates.group_gates import base, expert_choice
 from moec.passes.lower.gates.gshard_gate import gshard
@@ -43,6 +45,7 @@ def lower_gate(
 
 
 _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
+    DSelectK: dselect_k,
     GShard: gshard,
     Base: base,
     BatchPriority: batch_priority,

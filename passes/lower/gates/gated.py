@@ -22,6 +22,7 @@ class Gated:
     `w`, `e`: weights and expert ids of each token's choices, `[batch, sequence, k]`. `logits` and `p` (probabilities),
     `[batch, sequence, experts]`, are for balance terms; a gate may have neither (`gives` in the schema).
     `some_are_none`: whether a choice may be −1, which gets no row. `others`: further values that balance terms need.
+    `terms`: the gate's own terms of the loss, scalars that are sums over tokens, with their weights.
     """
 
     w: str
@@ -30,6 +31,7 @@ class Gated:
     p: str | None = None
     some_are_none: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
+    terms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +48,22 @@ class Given:
     group: RoutingGroup = "sequence"
 
     def router(
-        self, b: Builder, span: Located, h: str | None = None, name: str = "", to: str = "logits", biased: bool = False
+        self,
+        b: Builder,
+        span: Located,
+        h: str | None = None,
+        *,
+        name: str = "",
+        to: str = "logits",
+        biased: bool = False,
+        outputs: int | None = None,
     ) -> str:
         """Logits `[batch, sequence, experts]`, in at least fp32, from h (default: the tokens' vectors).
 
-        `name` (`noise.`) tells apart the weights of a gate that has several. `biased` adds a learned bias per expert,
-        initially zeros.
+        `name` (`noise.`) tells apart the weights of a gate that has several; `outputs` replaces the number of experts.
+        `biased` adds a learned bias per expert, initially zeros.
         """
-        dtype, shape = self.subject.dtype, (self.experts, self.subject.dim)
+        dtype, shape = self.subject.dtype, (outputs or self.experts, self.subject.dim)
         weight = b.parameter(f"moe.gate.{name}weight", shape, dtype, normal(), span, matrices=TABLE)
         beside = {"bias": b.parameter(BIAS, shape[:1], dtype, Init(kind="zeros"), span)} if biased else {}
         return b.one(Router, h or self.h, weight, to=to, span=span, beside=beside)

@@ -114,6 +114,8 @@ def chosen(gate: Any, experts: int) -> tuple[Any, int]:
     k = min(getattr(gate, "k", 1), 64)
     if "k" in fields_of(type(gate)):
         gate = gate.replace(k=k)
+    if isinstance(gate, s.DSelectK):
+        return gate, 64  # MOE0346
     if not isinstance(gate, s.TopK) or gate.groups == 1:
         return gate, max(experts, k)
     groups = min(gate.groups, 64)

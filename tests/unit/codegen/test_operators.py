@@ -72,6 +72,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "a random second expert": {"gate": "gshard", "tp": 2},
     "learned noise": {"gate": "noisy_topk(2)", "tp": 2},
     "sampled experts": {"gate": "sparsemixer(2)", "tp": 2},
+    "experts by codes": {"gate": "dselect_k(2, entropy = 0.1)", "balance": "[]", "tp": 2},
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "noise": {"gate": "topk(2, noise = 0.5)", "tp": 2},
     "attention between experts": {"gate": "attention_router(2)", "tp": 2},
