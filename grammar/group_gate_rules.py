@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import Moe, Soft, Spec
+from moec.grammar.spec import Moe, Smear, Soft, Spec
 
 
 def group_gates(spec: Spec) -> list[Diagnostic]:
@@ -35,8 +35,9 @@ def _decided(moe: Moe) -> Iterator[Diagnostic]:
         yield diagnose("MOE0354", moe.span("capacity"), message, labels=label, help="leave `capacity` out")
     if moe.overflow != "drop":
         yield diagnose("MOE0354", moe.span("overflow"), "no expert is ever full", labels=label, help="leave it out")
-    if moe.group != "sequence" and isinstance(gate, Soft):
-        label = _label(gate.span(), "its slots are means over a sequence")
+    if moe.group != "sequence" and isinstance(gate, Soft | Smear):
+        what = "slots are means over" if isinstance(gate, Soft) else "experts are merged for"
+        label = _label(gate.span(), f"its {what} a sequence")
         yield diagnose("MOE0354", moe.span("group"), f"`group = {moe.group}`", labels=label, help="leave `group` out")
 
 

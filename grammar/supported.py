@@ -13,6 +13,7 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import (
+    Activated,
     Base,
     BatchPriority,
     ExpertChoice,
@@ -30,7 +31,8 @@ from moec.grammar.spec.gates import Online
 
 def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
-    every = (*_walk(spec, None, set()), *_of_layers(spec), *_of_images(spec), *_of_devices(spec))
+    every = (*_walk(spec, None, set()), *_of_layers(spec), *_of_images(spec))
+    every += (*_of_experts(spec), *_of_devices(spec))
     return list(dict.fromkeys(every)) or list(dict.fromkeys(_of_packed(spec)))
 
 
@@ -77,6 +79,19 @@ _LARGEST_PART = 2**32
 """Numerators times choices times tokens must fit 64 bits."""
 
 
+def _of_experts(spec: Spec) -> Iterator[Diagnostic]:
+    """Kinds and lists of experts that a gate or an overflow does not serve yet."""
+    mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
+    for moe in {id(moe): moe for moe in mixtures if moe}.values():
+        kinds = [part.body for part in moe.parts if not isinstance(part.body, Activated)]
+        if isinstance(moe.gate, Smear) and kinds:
+            yield _refused(kinds[0].span(), f"`{kinds[0].word}` experts with `smear`", "use experts with an activation")
+        if len(moe.parts) > 1 and isinstance(moe.gate, Soft | Smear):
+            yield _refused(moe.span("experts"), f"a list of experts with `{moe.gate.word}`", "use one size")
+        if len(moe.parts) > 1 and moe.overflow == "pad":
+            yield _refused(moe.span("experts"), "a list of experts with `overflow = pad`", "use one size, or `drop`")
+
+
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     """`layer` blocks where a model is the subject, and what the file of one layer may not ask for."""
     if spec.has_model:
@@ -94,6 +109,9 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
             what, span = f"`{drawn[0] if drawn else gate.word}`", gate.span(drawn[0] if drawn else "")
             help = "a layer is given vectors, without ids or numbers of tokens; use this gate in a `model`"
             yield _refused(span, f"{what} in the file of one `layer`", help)
+        if isinstance(gate, Smear):
+            help = "a layer's experts are left out of what its host sums, and every rank has these; use it in a `model`"
+            yield _refused(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
         if layer.moe.order == "random":
             help = "a layer is given vectors, without numbers of tokens; use it in a `model`"
             yield _refused(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)

@@ -38,7 +38,7 @@ def _slot_inputs(e: Emitter, op: Op) -> None:
 
 def _slot_rows(e: Emitter, op: Op) -> None:
     by_expert = e.call(op, aten.transpose.int, *e.refs(op), 0, 1)
-    rows = e.call(op, aten.clone.default, e.call(op, aten.flatten.using_ints, by_expert, 1, 2))
+    rows = e.call(op, aten.flatten.using_ints, by_expert, 1, 2)
     e.several(op, rows, e.call(op, torch.ops.moec.even_counts.default, rows))
 
 

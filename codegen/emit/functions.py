@@ -15,6 +15,7 @@ from moec.codegen.emit.emit_gates import GATES
 from moec.codegen.emit.emit_images import IMAGES
 from moec.codegen.emit.emit_loads import LOADS
 from moec.codegen.emit.emit_loss import LOSS
+from moec.codegen.emit.emit_merge import MERGE
 from moec.codegen.emit.emit_mixtures import MIXTURES
 from moec.codegen.emit.emit_random_gates import RANDOM_GATES
 from moec.codegen.emit.emit_replay import REPLAY
@@ -39,6 +40,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **RANDOM_GATES,
     **SAMPLING,
     **SELECTORS,
+    **MERGE,
     **MIXTURES,
     **SOFT,
     **TOKENS,

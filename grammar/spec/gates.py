@@ -220,11 +220,13 @@ class Soft(_Gate):
 
 
 class Smear(_Gate):
-    """One expert, made as the weighted mean of all experts' parameters (expert merging)."""
+    """One expert of each sequence, made as the weighted mean of all experts' parameters (expert merging)."""
 
     word = "smear"
-    source = "Muqeeth et al. 2023, arXiv 2306.03745"
-    implemented = False
+    source = "Muqeeth et al. 2023, arXiv 2306.03745, section 3"
+    gives = ()
+    decides_rows = True
+    leaks = "training and evaluation"
 
 
 Gate = (

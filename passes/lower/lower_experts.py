@@ -46,22 +46,33 @@ def apply_experts(b: Builder, sent: Sent) -> str:
     return _LOWERED[Activated if isinstance(body, Activated) else type(body)](b, sent)
 
 
-def _activated(b: Builder, sent: Sent) -> str:
+def activated_weights(
+    b: Builder, sent: Sent, shard: Mapping[str, int] = SHARD
+) -> tuple[tuple[str, str], dict[str, str], dict[str, Any]]:
+    """The names of up and down weights and of their biases (if any), and the activation as attributes of an op.
+
+    `shard` is {} where every rank has all experts.
+    """
     body, count, span = sent.experts.body, sent.experts.count, sent.experts.span()
     assert isinstance(body, Activated)
     dim, dtype = sent.subject.dim, sent.subject.dtype
     up_shape = (count, ACTIVATIONS[body.word].parts, body.hidden, dim)
-    up = b.parameter(f"{sent.prefix}.up.weight", up_shape, dtype, normal(), span, SHARD, UP)
+    up = b.parameter(f"{sent.prefix}.up.weight", up_shape, dtype, normal(), span, shard, UP)
     down_shape, init = (count, dim, body.hidden), residual_init(sent.subject.depth)
-    down = b.parameter(f"{sent.prefix}.down.weight", down_shape, dtype, init, span, SHARD, DOWN)
+    down = b.parameter(f"{sent.prefix}.down.weight", down_shape, dtype, init, span, shard, DOWN)
     biases = {}
     if body.bias:
         zeros, at = Init(kind="zeros"), body.span("bias")
         biases = {
-            "up_bias": b.parameter(f"{sent.prefix}.up.bias", up_shape[:-1], dtype, zeros, at, SHARD, EXPERTS),
-            "down_bias": b.parameter(f"{sent.prefix}.down.bias", down_shape[:-1], dtype, zeros, at, SHARD, EXPERTS),
+            "up_bias": b.parameter(f"{sent.prefix}.up.bias", up_shape[:-1], dtype, zeros, at, shard, EXPERTS),
+            "down_bias": b.parameter(f"{sent.prefix}.down.bias", down_shape[:-1], dtype, zeros, at, shard, EXPERTS),
         }
-    numbers: dict[str, Any] = {"activation": body.word, **parameters_of(body)}
+    return (up, down), biases, {"activation": body.word, **parameters_of(body)}
+
+
+def _activated(b: Builder, sent: Sent) -> str:
+    (up, down), biases, numbers = activated_weights(b, sent)
+    span = sent.experts.span()
     if sent.counts is not None:
         return b.one(o.ExpertMlp, sent.rows, sent.counts, up, down, beside=biases, to="y", span=span, **numbers)
     numbers["all_places"] = sent.all_places

@@ -20,7 +20,7 @@ def layer_blocks(layer: LayerModule) -> list[Block]:
     subject, span = layer.subject, layer.span()
     x = Value(name="x", shape=(*TOKENS, subject.dim), dtype=subject.dtype, role="residual")
     b = Builder(f"layers{layer_set_name([0])}", [x], span)
-    mixed, *others = mixture(b, subject, layer.moe, "x", {})
+    mixed, others = mixture(b, subject, layer.moe, "x", {})
     body = b.block([Output(mixed, "residual"), *others])
     forward = _forward_block(x, body)
     return [body, forward, *(balance_blocks_of_vectors(x, span) if body.output("balance") is not None else ())]

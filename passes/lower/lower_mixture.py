@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moec.grammar.spec import Dropless, Factor, Moe, Soft, Subject
+from moec.grammar.spec import Dropless, Factor, Moe, Smear, Soft, Subject
 from moec.passes.ir import Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate
 from moec.passes.lower.gates.gated import Given
+from moec.passes.lower.gates.smear_gate import smear_mixture
 from moec.passes.lower.gates.soft_gate import soft_mixture
 from moec.passes.lower.lower_balance import Routed, balance_terms
-from moec.passes.lower.lower_experts import Sent, apply_experts
+from moec.passes.lower.lower_experts import Sent, activated_weights, apply_experts
 from moec.passes.lower.lower_feed_forward import beside_experts, scale_of
 from moec.passes.lower.lower_queues import capacity_of, varying, with_places
 from moec.passes.lower.lower_replay import replayed
@@ -21,16 +22,15 @@ from moec.passes.lower.lower_replay import replayed
 
 def mixture(
     b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], *, replay: bool = False
-) -> tuple[str, Output, *tuple[Output, ...]]:
+) -> tuple[str, list[Output]]:
     """Returns the mixed value's name, the counts of rows per expert, and the layer's balance term if it has one.
 
-    With `replay` the layer also takes choices, and gives those that were made before a capacity drops any.
-
-    `beside` names the layer's inputs beside the residual stream: `tokens` where the gate takes them, and `real` in a
-    model with a padding id.
+    `smear` has no rows, and no counts. With `replay` the layer also takes choices, and gives those that were made
+    before a capacity drops any. `beside` names the layer's inputs beside the residual stream: `tokens` where the gate
+    takes them, and `real` in a model with padding.
     """
-    if isinstance(moe.gate, Soft):
-        return _soft(b, subject, moe, moe.gate, h, beside)
+    if isinstance(moe.gate, Soft | Smear):
+        return _without_choices(b, subject, moe, moe.gate, h, beside)
     routed = _routed(b, subject, moe, h, beside, replay)
     if len(moe.parts) > 1:
         mixed, counts = _in_parts(b, subject, moe, h, routed)
@@ -42,15 +42,24 @@ def mixture(
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
     choices = (Output(routed.e, "choices"),) if replay else ()
-    return mixed, Output(counts, "counts"), *balance, *choices
+    return mixed, [Output(counts, "counts"), *balance, *choices]
 
 
-def _soft(b: Builder, subject: Subject, moe: Moe, gate: Soft, h: str, beside: Mapping[Role, str]) -> tuple[str, Output]:
-    (part,) = moe.parts
+def _without_choices(
+    b: Builder, subject: Subject, moe: Moe, gate: Soft | Smear, h: str, beside: Mapping[Role, str]
+) -> tuple[str, list[Output]]:
+    """A mixture whose tokens choose no experts."""
+    (part,), sent, counts = moe.parts, _sent(subject, moe, h), list[Output]()
     given = Given(subject=subject, experts=part.count, h=h, beside=beside)
-    mixed, counts = soft_mixture(b, gate, given, lambda rows: apply_experts(b, _sent(subject, moe, rows)))
+    if isinstance(gate, Soft):
+        mixed, rows = soft_mixture(b, gate, given, lambda rows: apply_experts(b, replace(sent, rows=rows)))
+        counts.append(Output(rows, "counts"))
+    else:
+        weights, biases, activation = activated_weights(b, sent, shard={})
+        kind = {"kind": activation.pop("activation"), **activation}
+        mixed = smear_mixture(b, gate, given, weights, biases, kind, part.span())
     mixed = b.scaled(mixed, scale_of(part.body), part.span())
-    return beside_experts(b, subject, moe, h, mixed), Output(counts, "counts")
+    return beside_experts(b, subject, moe, h, mixed), counts
 
 
 def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], replay: bool) -> Routed:

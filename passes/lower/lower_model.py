@@ -79,7 +79,7 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
         fed = feed_forward(b, subject, layer.ffn, "ffn", h)
     else:
         named = {role: value.name for role, value in beside.items()}
-        fed, *others = mixture(b, subject, layer.moe, h, named, replay=replay)
+        fed, others = mixture(b, subject, layer.moe, h, named, replay=replay)
     if parallel != "none":  # under tp two partial sums are one, and reduced once (PaLM, arXiv 2204.02311, section 2)
         fed = b.one(o.Add, attended, fed, to="both", span=model.span("parallel_residual"))
     return b.block([Output(added(b, model, residual, fed, "ffn"), "residual"), *others])

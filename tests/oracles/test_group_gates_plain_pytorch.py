@@ -10,6 +10,7 @@ from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe
 from plain_weights import plain_state_dict
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
@@ -139,3 +140,19 @@ class SoftMoe(GroupMoe):
 @pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
 def test_soft_gives_experts_means_of_tokens_and_tokens_means_of_slots(beside: str, slots: int) -> None:
     assert_same(*both(f"soft({slots})", beside, "swiglu(8)", SoftMoe))
+
+
+class SmearMoe(GroupMoe):
+    """Muqeeth et al. 2023, section 3: the experts' parameters, weighted by the routing of the mean token, make one."""
+
+    def mixed(self, x: Tensor, logits: Tensor) -> Tensor:
+        shares = self.logits(x.mean(0)).softmax(-1)
+        of_experts = [dict(expert.named_parameters()) for expert in self.experts]
+        merged = {n: sum(s * e[n] for s, e in zip(shares, of_experts, strict=True)) for n in of_experts[0]}
+        return functional_call(self.experts[0], merged, (x,))
+
+
+@pytest.mark.parametrize("body", ["swiglu(8)", "gelu(12, bias = true)"])
+@pytest.mark.parametrize("beside", ["", "shared = swiglu(12, gated = true); residual = gelu(12)"])
+def test_smear_merges_the_experts_of_a_sequence(beside: str, body: str) -> None:
+    assert_same(*both("smear", beside, body, SmearMoe))

@@ -39,6 +39,7 @@ CHOOSING = ["expert_choice({k})", "expert_choice(0.7)", "expert_choice(1.3)"]
 WORDS["expert_choice"] = specs(max_ranks=8, max_layers=3, gates=CHOOSING, balances=["[]"], capacities=GROUPED)
 WORDS["base"] = specs(max_ranks=8, max_layers=3, gates=["base"], balances=["[]", "[z_loss(0.01)]"], capacities=GROUPED)
 WORDS["soft"] = specs(max_ranks=8, max_layers=3, gates=["soft(4)", "soft(8)"], balances=["[]"], capacities=[""])
+WORDS["smear"] = specs(max_ranks=8, max_layers=3, gates=["smear"], balances=["[]"], capacities=[""])
 """For each word, Specs that have it."""
 
 small = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

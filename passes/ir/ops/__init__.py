@@ -23,6 +23,7 @@ from moec.passes.ir.ops.image_ops import Classify, MeanTokens, PatchEmbed, Patch
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
 from moec.passes.ir.ops.load_ops import ExpectedLoads, ExpertWeights, FirstChoices, GroupTotals, VariationLoss
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
+from moec.passes.ir.ops.merge_ops import MergeExperts, MergeShares, SequenceLinear
 from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
@@ -99,6 +100,8 @@ __all__ = [
     "MaskChoices",
     "Mean",
     "MeanTokens",
+    "MergeExperts",
+    "MergeShares",
     "Mix",
     "MixtureMlp",
     "MoveBias",
@@ -128,6 +131,7 @@ __all__ = [
     "SegmentLoss",
     "Segments",
     "SelectExperts",
+    "SequenceLinear",
     "SigmoidGate",
     "Slice",
     "SlotCombine",

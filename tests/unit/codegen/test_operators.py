@@ -51,6 +51,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "balanced assignment": {"gate": "base", "tp": 2, "ep": 4},
     "slots": {"gate": "soft(2)", "balance": "[]", "tp": 2, "ep": 4},
     "slots, padding": {"gate": "soft", "balance": "[]", "model": "embedding = tokens(padding = 3)", "dtype": "bf16"},
+    "merged experts": {"gate": "smear", "balance": "[]", "tp": 2, "ep": 4, "expert": "gelu(8, bias = true)"},
     "experts choose": {"gate": "expert_choice(2)", "balance": "[]", "tp": 2, "ep": 4},
     "capacity of the busiest": {"beside": "capacity = dynamic()", "ep": 4},
     "capacity of the busiest, up to one": {"beside": "capacity = dynamic(max = 1.0)", "ep": 4},

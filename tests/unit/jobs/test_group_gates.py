@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from faults import bypass, change_op, op_giving
-from models import moe_plan, moe_spec, moe_text
+from faults import bypass, change_op, change_sums, op_giving
+from models import layer_plan, moe_plan, moe_spec, moe_text
 from torch import Tensor
 
+import moec
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
@@ -241,3 +242,69 @@ def test_slots_that_tp_does_not_divide_are_refused() -> None:
         moe_plan(ranks=4, tp=2, ep=2, gate="soft(3)", balance="[]")
     assert [d.code for d in refused.value.diagnostics] == ["MOE0318"]
     assert "3 slots" in refused.value.diagnostics[0].labels[0].message
+
+
+# ---- smear -----------------------------------------------------------------------------------------------------
+
+SMEAR = {"gate": "smear", "balance": "[]"}
+SMEAR_FAULTS: dict[str, Callable[[Plan], Plan]] = {
+    "the mean of a part of the tokens": lambda p: bypass(p, BODY, op_giving(p, BODY, "shares").operands[0]),
+    "one merged matrix for both": lambda p: change_op(p, BODY, "mixed", operands=("active", "merged.2")),
+    "gradients of experts summed over tp": lambda p: change_sums(p, "experts.up.weight", ("dp", "tp")),
+    "gradients of experts not summed": lambda p: change_sums(p, "experts.down.weight", ()),
+}
+
+
+@pytest.mark.parametrize("fault", SMEAR_FAULTS)
+def test_a_plan_with_other_merged_experts_is_refused(fault: str) -> None:
+    plan = moe_plan(ranks=4, tp=2, ep=2, expert="gelu(16)", dim=16, **SMEAR)
+    assert verify(plan, float32=False).ok
+    assert not verify(SMEAR_FAULTS[fault](plan), float32=False).ok
+
+
+def test_a_sequence_of_padding_has_finite_gradients_and_padding_changes_no_merged_expert() -> None:
+    model = reference(moe_spec(ranks=1, ep=1, model="embedding = tokens(padding = 3)", **SMEAR), dtype=torch.float64)
+    tokens = torch.randint(4, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    alone = model(tokens[:, :5]).logits
+    tokens[:, 5:] = 3
+    torch.testing.assert_close(model(tokens).logits[:, :5], alone, rtol=1e-12, atol=1e-12)
+    tokens[1] = 3
+    model(tokens, tokens).loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+def test_every_rank_has_all_merged_experts_and_zero_cuts_them() -> None:
+    def layout(zero: int) -> str:
+        plan = moe_plan(ranks=4, ep=4, zero=zero, **SMEAR)
+        return str(plan.program.block(BODY).scope["@moe.experts.up.weight"].layout)
+
+    assert layout(0) == "replicate"
+    assert layout(3) == "dp:shard(0)"
+
+
+def test_merged_experts_have_no_rows() -> None:
+    with moec.launch(moe_plan(ranks=1, ep=1, **SMEAR), device="cpu") as job:
+        model = job.build()
+        tokens = torch.randint(32, (8, 8))
+        job.step(model, tokens, tokens)
+        assert model.expert_counts == {}
+        assert job.expert_loads(model) == {}
+
+
+@pytest.mark.parametrize("gate", ["soft(2)", "expert_choice(2)", "base"])
+def test_these_gates_work_in_the_file_of_one_layer(gate: str) -> None:
+    plan = layer_plan(gate=gate, balance="[]", ep=2)
+    report = verify(plan, float32=False)
+    assert report.ok, report
+
+
+def test_merged_experts_in_the_file_of_one_layer_are_refused() -> None:
+    with pytest.raises(DiagnosticError) as refused:
+        layer_plan(balance="[]", gate="smear")
+    assert [d.code for d in refused.value.diagnostics] == ["MOE0202"]
+
+
+@pytest.mark.parametrize("group", ["batch", "rank"])
+def test_smear_has_no_other_group(group: str) -> None:
+    found = load_text(moe_text(beside=f"group = {group}", **SMEAR)).diagnostics
+    assert {d.code for d in found} - {"MOE0315"} == {"MOE0352", "MOE0354"}

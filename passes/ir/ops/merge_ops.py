@@ -1,0 +1,134 @@
+"""Ops of merged experts: one feed-forward for each sequence, made of the parameters of all experts.
+
+Muqeeth et al. 2023, arXiv 2306.03745, section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost, Direction, Product, Work
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.layout import REPLICATED
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.mixture_ops import grouped
+from moec.passes.ir.ops.padding_ops import require_real
+from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.value import Value, promoted
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeShares(Op):
+    """The share of each expert in a sequence's: x `[batch, sequence, dim]`, weight `[experts, dim]` → shares.
+
+    shares `[batch, experts]` are the softmax of a linear router on the mean of the sequence's tokens, in at least fp32.
+    With the operand `real` the mean is over real tokens; that of a sequence without any is 0.
+    """
+
+    mnemonic: ClassVar[str] = "merge_shares"
+    takes: ClassVar[str] = "x weight real?"
+    gives: ClassVar[str] = "shares"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, weight, *real = operands
+        require(len(x.shape) == 3 and x.shape[2:] == weight.shape[1:], self, "wants tokens and a row of each expert")
+        require(x.dtype == weight.dtype, self, "wants one dtype")
+        require_real(self, x, real)
+        return (Type(shape=(x.shape[0], weight.shape[0]), dtype=promoted(weight.dtype)),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped("sequence", meshes)
+        return Placing((whole, REPLICATED, *(whole,) * len(operands[2:])), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        _, weight, *_ = operands
+        (shares,) = results
+        means = workload.shape(shares)[0] * workload.shape(weight)[1]
+        keeps = (*workload.keep(shares), workload.inner(shares, "means", means, shares.dtype))
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=4, backward=5)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeExperts(Op):
+    """`Σ_e shares_e · θ_e` for each sequence: shares `[batch, experts]`, experts `[experts, …]` → `[batch, …]`.
+
+    In the dtype of experts. Experts are whole on every rank.
+    """
+
+    mnemonic: ClassVar[str] = "merge_experts"
+    takes: ClassVar[str] = "shares experts"
+    gives: ClassVar[str] = "merged"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        shares, experts = operands
+        require(shares.shape[1:] == experts.shape[:1] and len(experts.shape) > 1, self, "wants a share of each expert")
+        return (Type(shape=(shares.shape[0], *experts.shape[1:]), dtype=experts.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = grouped("sequence", meshes)
+        return Placing((whole, REPLICATED), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        shares, experts = operands
+        (merged,) = results
+        sequences, num_experts = workload.shape(shares)
+        size = workload.count(merged) / max(sequences, 1)
+        narrow = workload.inner(merged, "shares", workload.count(shares), merged.dtype)
+        return Cost(
+            work=_products("merge", sequences, size, num_experts, 1, workload.width(merged.dtype)),
+            saved=(*workload.keep(experts), *(() if shares.dtype == merged.dtype else (narrow,))),
+        )
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceLinear(Op):
+    """A linear map of each sequence: x `[batch, sequence, in]`, weight `[batch, out…, in]` → `[batch, sequence, out…]`.
+
+    Adds the bias `[batch, out…]`. With the operand `real`, padding tokens get 0.
+    """
+
+    mnemonic: ClassVar[str] = "sequence_linear"
+    takes: ClassVar[str] = "x weight bias? real?"
+    gives: ClassVar[str] = "y"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        x, weight = given["x"], given["weight"]
+        fits = len(x.shape) == 3 and x.shape[2] == weight.shape[-1] and x.shape[0] == weight.shape[0]
+        require(fits and x.dtype == weight.dtype, self, "wants a weight of each sequence")
+        require("bias" not in given or given["bias"].shape == weight.shape[:-1], self, "wants a bias of each output")
+        require_real(self, x, [given["real"]] if "real" in given else [])
+        return (Type(shape=(*x.shape[:2], *weight.shape[1:-1]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        tokens, whole = meshes.own_tokens, grouped("sequence", meshes)
+        wanted = (whole if name in ("weight", "bias") else tokens for name in self.named(operands))
+        return Placing(tuple(wanted), (tokens,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        given = self.named(operands)
+        x, weight = given["x"], given["weight"]
+        batch, tokens, _ = workload.shape(x)
+        _, *out, width = workload.shape(weight)
+        saved = workload.keep(x, weight)
+        if "real" in given:
+            saved = (*saved, workload.inner(results[0], "real", workload.count(given["real"]), "bool"))
+        bytes_each = workload.width(x.dtype)
+        return Cost(work=_products("sequence_linear", tokens, math.prod(out), width, batch, bytes_each), saved=saved)
+
+
+def _products(name: str, m: float, n: float, k: float, groups: float, width: int) -> Work:
+    """A product `[m, k] × [k, n]` in each of `groups`, and the two of its backward."""
+    ahead = Product(name=name, m=m * groups, n=n, k=k, groups=groups, width=width)
+    return Work(
+        forward=Direction(products=(ahead,), launches=1), backward=Direction(products=(ahead, ahead), launches=2)
+    )

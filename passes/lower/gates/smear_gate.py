@@ -1,0 +1,40 @@
+"""Lowers `smear`: one expert of each sequence, which all of its tokens go through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.gates import Smear
+from moec.passes.ir import ops as o
+from moec.passes.ir.ops import merge_ops as m
+from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
+from moec.passes.lower.gates.gated import Given
+
+
+def smear_mixture(
+    b: Builder,
+    gate: Node,
+    given: Given,
+    weights: Sequence[str],
+    biases: Mapping[str, str],
+    activation: Mapping[str, Any],
+    span: Located,
+) -> str:
+    """The mixed value's name, from the names of the experts' up and down weights and of their biases, if any.
+
+    `activation` has the attributes of the op.
+    """
+    assert isinstance(gate, Smear)
+    line, shape = gate.span(), (given.experts, given.subject.dim)
+    router = b.parameter("moe.gate.weight", shape, given.subject.dtype, normal(), line, matrices=TABLE)
+    real = {"real": given.beside["real"]} if "real" in given.beside else {}
+    shares = b.one(m.MergeShares, given.h, router, beside=real, to="shares", span=line)
+    up, down = (b.one(m.MergeExperts, shares, weight, to="merged", span=line) for weight in weights)
+    merged = {name: b.one(m.MergeExperts, shares, bias, to="merged", span=line) for name, bias in biases.items()}
+    first = {"bias": merged["up_bias"]} if merged else {}
+    last = {"bias": merged["down_bias"]} if merged else {}
+    hidden = b.one(m.SequenceLinear, given.h, up, beside=first, to="hidden", span=span)
+    active = b.one(o.Activation, hidden, to="active", span=span, **activation)
+    return b.one(m.SequenceLinear, active, down, beside=last | real, to="mixed", span=span)
