@@ -16,6 +16,7 @@ from moec.grammar.spec import (
     Activated,
     Base,
     BatchPriority,
+    Conv,
     ExpertChoice,
     GShardLoss,
     Patches,
@@ -86,6 +87,8 @@ def _of_experts(spec: Spec) -> Iterator[Diagnostic]:
         kinds = [part.body for part in moe.parts if not isinstance(part.body, Activated)]
         if isinstance(moe.gate, Smear) and kinds:
             yield _refused(kinds[0].span(), f"`{kinds[0].word}` experts with `smear`", "use experts with an activation")
+        if isinstance(moe.gate, Soft) and isinstance(kind := moe.parts[0].body, Conv):
+            yield _refused(kind.span(), "`conv` experts with `soft`", "a slot is a mean of tokens, which has no window")
         if len(moe.parts) > 1 and isinstance(moe.gate, Soft | Smear):
             yield _refused(moe.span("experts"), f"a list of experts with `{moe.gate.word}`", "use one size")
         if len(moe.parts) > 1 and moe.overflow == "pad":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from moec.codegen.emit.emit_windows import follow, windows_at
 from moec.codegen.emit.emitter import Emitter
 from moec.codegen.emit.operators import recomputes
 from moec.passes.ir import Op
@@ -45,17 +47,26 @@ def _random_order(e: Emitter, op: Op) -> None:
 
 
 def _expert_linear(e: Emitter, op: Op) -> None:
-    """Of padded rows, over all places of each expert, empty ones too."""
+    """Of padded rows, over all places of each expert, empty ones too. Of windows, over the positions of all rows."""
     assert isinstance(op, o.ExpertLinear)
-    given = op.named(e.refs(op))
+    given, shape = op.named(e.refs(op)), e.shape(op.operands[1])
     rows, weight, bias = given["rows"], given["weight"], given.get("bias")
-    if "counts" in given:
-        e.result(op, moec.expert_linear.default, rows, given["counts"], weight, bias)
-        return
-    counts = e.call(op, moec.even_counts.default, rows)
-    flat = e.call(op, aten.flatten.using_ints, rows, 0, 1)
-    out = e.call(op, moec.expert_linear.default, flat, counts, weight, bias)
-    e.result(op, aten.unflatten.int, out, 0, [e.shape(op.operands[1])[0], -1])
+    counts = given.get("counts") or e.call(op, moec.even_counts.default, rows)
+    padded = "counts" not in given
+    if padded:
+        rows = e.call(op, aten.flatten.using_ints, rows, 0, 1)
+    if len(shape) == 4:
+        weight = e.call(op, aten.flatten.using_ints, weight, 2, 3)
+    steps: list[tuple[Any, tuple[object, ...]]] = []  # what follows the product
+    if op.positions > 1:
+        rows = e.call(op, aten.flatten.using_ints, windows_at(e, op, rows, shape), 0, 1)
+        counts = e.call(op, aten.mul.Scalar, counts, op.positions)
+        steps += [(aten.view.default, ([-1, op.positions * int(shape[1])],))]
+    steps += [(aten.gelu.default, ())] if op.then == "gelu" else []
+    if padded:
+        steps += [(aten.unflatten.int, (0, [shape[0], -1]))]
+    product = (moec.expert_linear.default, rows, counts, weight, bias)
+    follow(e, op, product, steps)
 
 
 def _select_experts(e: Emitter, op: Op) -> None:

@@ -25,6 +25,7 @@ from moec.codegen.emit.emit_selectors import SELECTORS
 from moec.codegen.emit.emit_soft import SOFT
 from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
+from moec.codegen.emit.emit_windows import WINDOWS
 from moec.codegen.emit.emitter import Emitter, info_of, site_of, target_name
 from moec.codegen.emit.operators import emit_operator
 from moec.codegen.emit.recompute import RecomputedLayer
@@ -43,6 +44,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **MERGE,
     **MIXTURES,
     **SOFT,
+    **WINDOWS,
     **TOKENS,
     **STATES,
     **BALANCE,

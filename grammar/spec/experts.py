@@ -94,11 +94,15 @@ class Lora(Node):
 
 
 class Conv(_FeedForward):
-    """Two convolutions over the sequence with a GELU between, causal if the attention is."""
+    """Two convolutions over the sequence with a GELU between, causal if the attention is.
+
+    Applied at token t it sees the `2 * kernel - 1` vectors up to t, or around t, with zeros in place of tokens outside
+    of the sequence, of other texts, and of padding. The first convolution is taken at `kernel` positions of this
+    window, the second at one. In a `layer` file it is causal.
+    """
 
     word = "conv"
     source = "Wu et al. 2019, arXiv 1901.10430"
-    implemented = False
     kernel: Annotated[PositiveInt, Doc("tokens that a convolution sees")] = 3
 
 

@@ -33,4 +33,6 @@ def _known_activation(word: str) -> str:
 ActivationName = Annotated[str, AfterValidator(_known_activation)]
 ActivationParameter = Positive | None
 """A number of `PARAMETERS` that changes an activation; None is the plain activation."""
+WindowFunction = Literal["none", "gelu"]
+"""What follows a map at positions of a window; `gelu` is exact, by the error function."""
 Reduction = Literal["sum", "max"]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moec.grammar.spec import Activated, Experts, LinearMap, Lora, Subject
+from moec.grammar.spec import Activated, Conv, Experts, LinearMap, Lora, Subject
 from moec.grammar.spec.base import Node
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
@@ -104,8 +104,29 @@ def _lora(b: Builder, sent: Sent) -> str:
     return b.one(op, *rows, down, up, to="y", span=span, activation="identity")
 
 
+def _conv(b: Builder, sent: Sent) -> str:
+    """Two convolutions over the window that a row is, the second at one position, with a GELU between."""
+    body, count, span = sent.experts.body, sent.experts.count, sent.experts.span()
+    assert isinstance(body, Conv)
+    dim, dtype, zeros = sent.subject.dim, sent.subject.dtype, Init(kind="zeros")
+    shapes = {"up": (count, body.hidden, body.kernel, dim), "down": (count, dim, body.kernel, body.hidden)}
+    inits = {"up": normal(), "down": residual_init(sent.subject.depth)}
+    y = sent.rows
+    for part, positions, then in (("up", body.kernel, "gelu"), ("down", 1, "none")):
+        shape = shapes[part]
+        weight = b.parameter(f"{sent.prefix}.{part}.weight", shape, dtype, inits[part], span, SHARD, DOWN)
+        bias = {}
+        if body.bias:
+            name, at = f"{sent.prefix}.{part}.bias", body.span("bias")
+            bias["bias"] = b.parameter(name, shape[:2], dtype, zeros, at, SHARD, EXPERTS)
+        beside = {**bias, **sent.counted}
+        y = b.one(o.ExpertLinear, y, weight, beside=beside, to="y", span=span, positions=positions, then=then)
+    return y
+
+
 _LOWERED: Mapping[type[Node], Callable[[Builder, Sent], str]] = {
     Activated: _activated,
+    Conv: _conv,
     LinearMap: _linear,
     Lora: _lora,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moec.grammar.spec import Activated, FeedForward, LinearMap, Lora, Moe, Subject
+from moec.grammar.spec import Activated, Conv, FeedForward, LinearMap, Lora, Moe, Subject
 from moec.grammar.spec.base import Node
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
@@ -27,6 +27,8 @@ def feed_forward(b: Builder, subject: Subject, body: FeedForward, prefix: str, h
         return _linear(b, subject, body, prefix, h)
     if isinstance(body, Lora):
         return _lora(b, subject, body, prefix, h)
+    if isinstance(body, Conv):
+        return _conv(b, subject, body, prefix, h)
     assert isinstance(body, Activated)
     activation, span = ACTIVATIONS[body.word], body.span()
     up_shape, down_shape = (activation.parts, body.hidden, subject.dim), (subject.dim, body.hidden)
@@ -57,6 +59,40 @@ def _lora(b: Builder, subject: Subject, body: Lora, prefix: str, h: str) -> str:
     up = b.parameter(f"{prefix}.up.weight", (dim, body.rank), dtype, zeros, span, matrices=PROJECTION, decays=True)
     narrow = b.one(o.Linear, h, down, to="hidden", span=span)
     return b.scaled(b.one(o.Linear, narrow, up, to="y", span=span), scale_of(body), span)
+
+
+def _conv(b: Builder, subject: Subject, body: Conv, prefix: str, h: str) -> str:
+    """Two convolutions over each token's window, the second at one position, with a GELU between.
+
+    The weights are whole on every rank of `tp`.
+    """
+    dim, dtype, span, zeros = subject.dim, subject.dtype, body.span(), Init(kind="zeros")
+    shapes = {"up": (body.hidden, body.kernel, dim), "down": (dim, body.kernel, body.hidden)}
+    inits = {"up": normal(), "down": residual_init(subject.depth)}
+    y = windows(b, body, h)
+    for part, positions, then in (("up", body.kernel, "gelu"), ("down", 1, "none")):
+        shape = shapes[part]
+        weight = b.parameter(f"{prefix}.{part}.weight", shape, dtype, inits[part], span, matrices=PROJECTION)
+        bias = {}
+        if body.bias:
+            bias["bias"] = b.parameter(f"{prefix}.{part}.bias", shape[:1], dtype, zeros, body.span("bias"))
+        y = b.one(o.WindowLinear, y, weight, beside=bias, to="y", span=span, positions=positions, then=then)
+    return y
+
+
+def windows(b: Builder, body: Node, h: str) -> str:
+    """The window of each token that a convolutional feed-forward is applied to; `h` itself for all others.
+
+    Both convolutions of size K reach over 2 · K − 1 tokens: back from the token where attention is causal, or where
+    there is none, else to both sides. Zeros stand for tokens outside of the sequence, of other segments and of padding.
+    """
+    if not isinstance(body, Conv):
+        return h
+    reach = body.kernel - 1
+    causal = all(getattr(op, "causal", True) for op in b.ops if isinstance(op, o.Attention))
+    beside = {str(value.role): value.name for value in b.inputs if value.role in ("segments", "real")}
+    before, after = (2 * reach, 0) if causal else (reach, reach)
+    return b.one(o.Windows, h, beside=beside, to="window", span=body.span(), before=before, after=after)
 
 
 def scale_of(body: Node) -> float:

@@ -15,7 +15,7 @@ from moec.passes.lower.gates.smear_gate import smear_mixture
 from moec.passes.lower.gates.soft_gate import soft_mixture
 from moec.passes.lower.lower_balance import Routed, balance_terms
 from moec.passes.lower.lower_experts import Sent, activated_weights, apply_experts
-from moec.passes.lower.lower_feed_forward import beside_experts, scale_of
+from moec.passes.lower.lower_feed_forward import beside_experts, scale_of, windows
 from moec.passes.lower.lower_queues import capacity_of, varying, with_places
 from moec.passes.lower.lower_replay import replayed
 
@@ -84,7 +84,7 @@ def _ragged(b: Builder, moe: Moe, sent: Sent, e: str, w: str, some_are_none: boo
     """The mixed tokens and the counts of one part of the experts. `sent` has the tokens in place of rows."""
     span = moe.span("capacity")
     rows, counts, positions = b.add(
-        o.Permute, sent.rows, e, to="rows counts positions", span=span,
+        o.Permute, windows(b, sent.experts.body, sent.rows), e, to="rows counts positions", span=span,
         num_experts=sent.experts.count, some_are_none=some_are_none,
     )  # fmt: skip
     y = apply_experts(b, replace(sent, rows=rows, counts=counts))
@@ -132,17 +132,17 @@ def _kept(b: Builder, moe: Moe, routed: Routed) -> str:
 
 def _padded(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     """A fixed number of places for each expert, filled or not (GShard, Lepikhin et al. 2020, section 3.1)."""
-    span = moe.span("capacity")
+    span, given = moe.span("capacity"), windows(b, moe.parts[0].body, h)
     if isinstance(moe.capacity, Factor):
         rows, counts, positions = b.add(
-            o.PermutePadded, h, routed.kept, _starts(b, moe, routed.kept), beside=varying(b, moe),
+            o.PermutePadded, given, routed.kept, _starts(b, moe, routed.kept), beside=varying(b, moe),
             to="rows counts positions", span=span, **capacity_of(moe),
         )  # fmt: skip
     else:
         chosen = _kept(b, moe, routed)
         places = b.one(o.LargestLoad, chosen, to="places", span=span, num_experts=routed.experts)
         rows, counts, positions = b.add(
-            o.PermuteDynamic, h, chosen, places, to="rows counts positions", span=span, num_experts=routed.experts
+            o.PermuteDynamic, given, chosen, places, to="rows counts positions", span=span, num_experts=routed.experts
         )
     y = apply_experts(b, _sent(subject, moe, rows))
     return b.one(o.CombinePadded, y, positions, routed.gated.w, to="mixed", span=span), counts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Layer, Model, Patches, Spec, Subject, distinct_layers
+from moec.grammar.spec import Conv, Layer, Model, Patches, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
 from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o
@@ -91,8 +91,8 @@ def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     if model.embedding.packs:
         texts = ("segments", "positions") if layer.attention.rope is not None else ("segments",)
     gate: tuple[Role, ...] = layer.moe.inputs() if layer.moe else ()
-    padded = model.embedding.padding is not None and (layer.moe is not None or not layer.attention.causal)
-    return (*texts, *gate, *(("real",) if padded else ()))
+    looks = layer.moe is not None or isinstance(layer.ffn, Conv) or not layer.attention.causal
+    return (*texts, *gate, *(("real",) if looks and model.embedding.padding is not None else ()))
 
 
 def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.rules import numbered
 from moec.grammar.source import Span
-from moec.grammar.spec import Gqa, Layer, Mha, Mla, Moe, Soft, Spec
+from moec.grammar.spec import Conv, Gqa, Layer, Mha, Mla, Moe, Soft, Spec
 from moec.grammar.spec.base import Node
 from moec.passes.place.stated_degrees import Mixtures, Stated, divisors, number_of, stated_eps, zero_of
 
@@ -211,6 +211,6 @@ def _divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
         yield layer.moe.gate, "slots", layer.moe.gate.slots
     bodies = [layer.ffn] if layer.moe is None else [layer.moe.shared, layer.moe.residual]
     for body in bodies:
-        hidden = getattr(body, "hidden", None)
+        hidden = None if isinstance(body, Conv) else getattr(body, "hidden", None)  # whole on every rank
         if body is not None and isinstance(hidden, int):
             yield body, "hidden", hidden

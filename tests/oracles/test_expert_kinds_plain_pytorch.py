@@ -118,7 +118,48 @@ def of_parts(p: Parameters, expert: int, x: Tensor) -> Tensor:
 PARTS = "[2 * swiglu(7, bias = true), 2 * lora(2, alpha = 4), 1 * linear(bias = true)]"
 
 
+def conv(p: Parameters, prefix: str, window: Tensor, expert: int | None) -> Tensor:
+    """Wu et al. 2019, section 2: convolutions without padding over window [N, 2 · K − 1, dim]; one position is left."""
+    of = {name: p[f"{prefix}.{name}"] for name in ("up.weight", "up.bias", "down.weight", "down.bias")}
+    if expert is not None:
+        of = {name: tensor[expert] for name, tensor in of.items()}
+    up, down = of["up.weight"].transpose(1, 2), of["down.weight"].transpose(1, 2)  # torch: [out, in, K]
+    hidden = F.gelu(F.conv1d(window.transpose(1, 2), up, of["up.bias"]))
+    return F.conv1d(hidden, down, of["down.bias"])[..., 0]
+
+
+def window_of(x: Tensor, kernel: int) -> Tensor:
+    """The token and those before it in its sequence: x [B, S, D] → [B · S, 2 · kernel − 1, D]."""
+    size, found = 2 * kernel - 1, []
+    for sequence in x:
+        before = torch.cat([torch.zeros(size - 1, x.shape[2], dtype=x.dtype), sequence])
+        found += [before[token : token + size] for token in range(x.shape[1])]
+    return torch.stack(found)
+
+
+def convolved(p: Parameters, x: Tensor, kernel: int) -> Tensor:
+    """Routed by the token's vector, applied to its window."""
+    flat, window = x.flatten(0, -2), window_of(x, kernel)
+    best, chosen = (flat @ p["gate.weight"].T).softmax(-1).topk(K)
+    weights = best / best.sum(-1, keepdim=True)
+    rows = [
+        sum(w * conv(p, "experts", window[t][None], int(e))[0] for w, e in zip(weights[t], chosen[t], strict=True))
+        for t in range(len(flat))
+    ]
+    return (torch.stack(rows) + conv(p, "shared", window_of(x, 2), None)).view_as(x)
+
+
 CASES: dict[str, Case] = {
+    "conv": (
+        "5 * conv(4, kernel = 3, bias = true)",
+        "shared = conv(5, kernel = 2, bias = true)",
+        lambda p, x: convolved(p, x, 3),
+    ),
+    "conv in places": (
+        "5 * conv(4, kernel = 2, bias = true)",
+        "shared = conv(5, kernel = 2, bias = true); capacity = dynamic()",
+        lambda p, x: convolved(p, x, 2),
+    ),
     "parts": (PARTS, "", lambda p, x: mixed(p, x, of_parts)),
     "parts in places": (PARTS, "capacity = dynamic()", lambda p, x: mixed(p, x, of_parts)),
     "lora": ("5 * lora(3, alpha = 8)", "residual = lora(4); shared = lora(2, alpha = 0.5)", lora_beside),

@@ -16,6 +16,7 @@ from moec.runtime.verify.verification import verify
 PARTS = [
     "[{0} * swiglu(8), {1} * swiglu(5)]",
     "[{0} * gelu(7, bias = true), {1} * linear, {0} * lora(2, alpha = 3)]",
+    "[{0} * conv(3, kernel = 2), {1} * swiglu(6)]",
     "[{1} * swiglu(6, clamp = 0.01), {0} * swiglu(6, alpha = 2)]",
 ]
 
@@ -77,6 +78,13 @@ DRAWS: dict[str, st.SearchStrategy[Spec]] = {
         paths=["", "shared = swiglu({0}, gated = true)", "residual = lora(2); shared = lora(3, alpha = 1)"],
     ),
     "parts": in_parts(),
+    "conv": specs(
+        max_ranks=8,
+        max_layers=3,
+        experts_of=["conv(4)", "conv(3, kernel = 2, bias = true)"],
+        ffns=["conv(3)", "conv(5, kernel = 2, bias = true)"],
+        paths=["", "shared = conv(3, kernel = 2, gated = true)", "residual = conv(2)"],
+    ),
 }
 """Clamps lie inside of what the small initial weights give."""
 

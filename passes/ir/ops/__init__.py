@@ -40,6 +40,7 @@ from moec.passes.ir.ops.selector_ops import DecodeSelectors, SumOfTokens
 from moec.passes.ir.ops.soft_ops import SlotCombine, SlotInputs, SlotOutputs, SlotRows, SlotWeights
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
+from moec.passes.ir.ops.window_ops import WindowLinear, Windows
 
 __all__ = [
     "Activation",
@@ -152,5 +153,7 @@ __all__ = [
     "WeightedSum",
     "WholeSequences",
     "Widen",
+    "WindowLinear",
+    "Windows",
     "ZLoss",
 ]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost, Direction, Product, Work
 from moec.passes.cost.formulas import used_share
+from moec.passes.ir.attribute_types import Count, WindowFunction
 from moec.passes.ir.layout import Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.mixture_ops import experts_layout, weights_layout
 from moec.passes.ir.ops.token_layouts import Blocks
+from moec.passes.ir.ops.window_ops import require_window, window_saved
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
@@ -24,23 +27,30 @@ class ExpertLinear(Op):
     """Multiplies each row by its expert's matrix: rows `[experts, rows, in]`, weight `[experts, out, in]` → `[…, out]`.
 
     `bias` is `[experts, out]`. `counts` are those of ragged rows; padded rows `[experts, places, in]` have none.
+
+    With a weight `[experts, out, kernel, in]` rows are windows, `[experts, rows, (positions + kernel − 1) · in]`, and
+    the map is applied at each of `positions` positions: `[…, positions · out]`; then the function `then`.
     """
 
     mnemonic: ClassVar[str] = "expert_linear"
     takes: ClassVar[str] = "rows weight bias? counts?"
     gives: ClassVar[str] = "y"
+    positions: Count = 1
+    then: WindowFunction = "none"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)
         rows, weight = given["rows"], given["weight"]
-        experts, out, width = weight.shape
-        require(rows.shape[0] == experts and rows.shape[-1] == width, self, f"{rows.shape} does not fit {weight.shape}")
+        experts, out, *window = weight.shape
+        require(rows.shape[0] == experts, self, f"{rows.shape} does not fit {weight.shape}")
+        require_window(self, rows, (out, *window) if len(window) == 2 else (out, 1, *window), self.positions)
         counted = given["counts"].name if "counts" in given else None
         require(rows.ragged == counted, self, f"rows are counted by {rows.ragged}, not {counted}")
         biases = [given["bias"]] if "bias" in given else []
         require(all(bias.shape == (experts, out) for bias in biases), self, "wants a bias for each output")
         require(all(v.dtype == rows.dtype for v in (weight, *biases)), self, "wants one dtype")
-        return (Type(shape=(*rows.shape[:-1], out), dtype=rows.dtype, ragged=rows.ragged),)
+        assert isinstance(out, int)
+        return (Type(shape=(*rows.shape[:-1], self.positions * out), dtype=rows.dtype, ragged=rows.ragged),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         given = self.named(operands)
@@ -53,12 +63,13 @@ class ExpertLinear(Op):
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         given = self.named(operands)
         rows, weight = given["rows"], given["weight"]
-        groups, out, width = workload.shape(weight)
-        count = workload.count(results[0]) / out
-        largest = workload.most_rows(rows) if rows.ragged else count / groups
+        groups, out, *window = workload.shape(weight)
+        width, count = math.prod(window), workload.count(results[0]) / out
+        largest = workload.most_rows(rows) * self.positions if rows.ragged else count / groups
         element = workload.width(weight.dtype)
         ahead = Product(name="linear", m=count, n=out, k=width, groups=groups, largest=largest, width=element)
         behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
         work = Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))
-        saved = workload.keep(*(given[name] for name in ("rows", "weight", "counts") if name in given))
+        kept = window_saved(rows, results[0], count, width, self.positions, self.then, workload)
+        saved = (*kept, *workload.keep(*(given[name] for name in ("weight", "counts") if name in given)))
         return Cost(work=work, saved=saved, used=used_share(weight, workload))

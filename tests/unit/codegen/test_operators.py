@@ -67,6 +67,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "linear": {"expert": "linear(bias = true)", "ffn": "linear"},
     "linear, places": {"expert": "linear", "ffn": "linear", "beside": "capacity = factor(1.0)"},
     "lora": {"expert": "lora(3, alpha = 8)", "ffn": "lora(2)"},
+    "conv": {"expert": "conv(4)", "ffn": "conv(4)", "model": "embedding = tokens(padding = 3, separator = 2)"},
+    "conv, places": {"expert": "conv(4, bias = true)", "beside": "capacity = factor(1.0)", "tp": 2},
     "no balance": {"balance": "[]"},
     "biases that balance": {"gate": "topk(2, bias = online(0.01))", "tp": 2, "ep": 4},
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},

@@ -19,7 +19,7 @@ from moec.passes.ir.ops import ExpertMlp, Scale
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.runtime.job.reference import layer_reference
+from moec.runtime.job.reference import layer_reference, reference
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
@@ -238,3 +238,42 @@ def test_the_experts_of_a_layer_are_numbered_through_its_parts() -> None:
     assert layer.local_experts == range(8)
     layer(torch.randn(3, 4, 16))
     assert layer.expert_counts.shape == (8,)
+
+
+# ---- conv ----------------------------------------------------------------------------------------------
+
+
+def test_a_window_ends_at_the_text_and_leaves_out_padding_and_later_tokens() -> None:
+    """With a separator and a padding id, a token's logits are those that it has without the rest of the sequence."""
+    text = moe_text(
+        expert="conv(4)", ffn="conv(3)", ranks=1, ep=1, model="embedding = tokens(padding = 0, separator = 5)"
+    )
+    model = reference(moec.compile(text).spec, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, dtype=torch.float64)
+    one, other = torch.tensor([[7, 8, 5, 9, 10, 11, 0, 0]]), torch.tensor([[3, 6, 5, 9, 10, 11, 12, 13]])
+    torch.testing.assert_close(model(one).logits[:, 3:6], model(other).logits[:, 3:6])
+    alone = torch.tensor([[9, 10, 11, 0, 0, 0, 0, 0]])
+    torch.testing.assert_close(model(one).logits[:, 3:6], model(alone).logits[:, :3])
+    earlier = torch.tensor([[7, 8, 5, 9, 12, 11, 0, 0]])
+    assert not torch.allclose(model(one).logits[:, 5], model(earlier).logits[:, 5])
+
+
+@pytest.mark.parametrize("update", [{"before": 1, "after": 1}, {"before": 0, "after": 2}])
+def test_another_window_is_found(update: dict[str, int]) -> None:
+    plan = moe_plan(expert="conv(4, kernel = 2)", ep=2, tp=2)
+    found = verify(change_op(plan, BODY, "window", **update)).first_difference
+    assert found is not None
+    assert (found.layer, found.value) == ("layers.1", "window")
+
+
+def test_windows_are_of_whole_sequences_under_tensor_parallelism() -> None:
+    for sequence_parallel in (True, False):
+        plan = moe_plan(expert="conv(4)", ffn="conv(3)", ep=4, tp=4, sequence_parallel=sequence_parallel)
+        window = op_giving(plan, BODY, "window").results[0]
+        assert window.layout is not None
+        assert window.layout.axes == ("dp",) or not window.layout.axes
+        report = verify(plan)
+        assert report.ok, report
+    assert verify(plan, scale=True).ok

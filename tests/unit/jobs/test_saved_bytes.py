@@ -43,6 +43,7 @@ MODELS = {
     "linear": {"expert": "linear(bias = true)", "ffn": "linear", "beside": "shared = linear"},
     "linear, places": {"expert": "linear", "beside": "capacity = factor(1.25)"},
     "lora": {"expert": "lora(3, alpha = 8)", "ffn": "lora(4)", "beside": "shared = lora(4, alpha = 1)"},
+    "conv": {"expert": "conv(12, kernel = 2)", "ffn": "conv(12)"},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},

@@ -1,0 +1,115 @@
+"""Ops of convolutional feed-forwards: the window of vectors around each token, and maps at positions of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
+
+from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count, WindowFunction
+from moec.passes.ir.layout import Layout, Shard
+from moec.passes.ir.limits import MAX_DIM
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.padding_ops import require_real
+from moec.passes.ir.ops.token_layouts import Blocks, follow_tokens
+from moec.passes.ir.value import Dim, Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows(Op):
+    """Each token's window: x `[batch, sequence, dim]` → `[batch, sequence, (before + 1 + after) · dim]`.
+
+    A window has the vectors of `before` earlier tokens, of the token and of `after` later ones, in order; zeros outside
+    of the sequence, for tokens of other `segments`, and for padding tokens (`real` is 0).
+    """
+
+    mnemonic: ClassVar[str] = "windows"
+    takes: ClassVar[str] = "x segments? real?"
+    gives: ClassVar[str] = "window"
+    before: Annotated[int, Field(ge=0, le=MAX_DIM)]
+    after: Annotated[int, Field(ge=0, le=MAX_DIM)]
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, *of_tokens = operands
+        batch, sequence, dim = x.shape
+        assert isinstance(dim, int)
+        for numbers in of_tokens:
+            require_real(self, x, [numbers])
+        return (Type(shape=(batch, sequence, (self.before + 1 + self.after) * dim), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # A window reaches over the cuts of a sequence.
+        whole = Layout.of((axis, p) for axis, p in meshes.own_tokens.placements if p == Shard(0))
+        return Placing((whole,) * len(operands), (whole,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        return elementwise(self, operands, results, workload, forward=2, backward=2)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowLinear(Op):
+    """One map at `positions` of each window: x `[…, (positions + kernel − 1) · in]` → `[…, positions · out]`.
+
+    weight `[out, kernel, in]`, bias `[out]`; then the function `then` of each number.
+    """
+
+    mnemonic: ClassVar[str] = "window_linear"
+    takes: ClassVar[str] = "x weight bias?"
+    gives: ClassVar[str] = "y"
+    positions: Count
+    then: WindowFunction = "none"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        given = self.named(operands)
+        x, weight = given["x"], given["weight"]
+        require_window(self, x, weight.shape, self.positions)
+        biases = [given["bias"]] if "bias" in given else []
+        require(all(bias.shape == weight.shape[:1] for bias in biases), self, "wants a bias for each output")
+        require(all(v.dtype == x.dtype for v in (weight, *biases)), self, "wants one dtype")
+        out = weight.shape[0]
+        assert isinstance(out, int)
+        return (Type(shape=(*x.shape[:-1], self.positions * out), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return follow_tokens(self, operands[:1], meshes, len(operands) - 1)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        weight = operands[1]
+        out, kernel, width = workload.shape(weight)
+        count = workload.count(results[0]) / out
+        return Cost(
+            work=window_work(count, out, kernel * width, workload.width(weight.dtype)),
+            saved=window_saved(operands[0], results[0], count, kernel * width, self.positions, self.then, workload),
+        )
+
+
+def require_window(op: Op, x: Value, weight: Sequence[Dim], positions: int) -> None:
+    """Requires windows of x that fit `positions` positions of a map of shape `[out, kernel, in]`."""
+    _, kernel, width = weight
+    assert isinstance(kernel, int)
+    assert isinstance(width, int)
+    require(x.shape[-1] == (positions + kernel - 1) * width, op, f"{x.shape} does not fit {positions} of {weight}")
+
+
+def window_work(count: float, out: int, width: int, element: int) -> Work:
+    """The product of a map at `count` positions, with `width` numbers each."""
+    ahead = Product(name="linear", m=count, n=out, k=width, width=element)
+    behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
+    return Work(forward=Direction(products=(ahead,), launches=3), backward=Direction(products=behind, launches=4))
+
+
+def window_saved(
+    x: Value, y: Value, count: float, width: int, positions: int, then: str, workload: Workload
+) -> tuple[Saved, ...]:
+    """What backward keeps: the copied windows where they overlap, else x, and the numbers before the function."""
+    kept = workload.keep(x) if positions == 1 else (workload.inner(y, "windows", count * width, x.dtype),)
+    return kept if then == "none" else (*kept, workload.inner(y, "before", workload.count(y), y.dtype))
