@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from inspect import cleandoc
 
 from moec.grammar.diagnostics.codes import CODES
 from moec.grammar.printer import written_value
@@ -71,7 +72,7 @@ def choices(word: str) -> list[tuple[type[Node], Field]]:
 
 def describe(cls: type[Node]) -> str:
     """The section of a block or call: meaning, source, syntax, and a table of its fields."""
-    lines = [(cls.__doc__ or "").strip()]
+    lines = [cleandoc(cls.__doc__ or "")]
     if cls.source:
         lines.append(f"Source: {cls.source}.")
     if not cls.implemented:

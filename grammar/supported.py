@@ -20,6 +20,7 @@ from moec.grammar.spec import (
     ExpertChoice,
     GShardLoss,
     Patches,
+    SequenceLoss,
     Smear,
     Soft,
     Spec,
@@ -57,6 +58,10 @@ def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
         return
     for moe in {id(layer.moe): layer.moe for layer in spec.model.layers if layer.moe}.values():
         if moe.group != "sequence":
+            terms = [term for term in moe.balance if isinstance(term, SequenceLoss)]
+            for term in terms:
+                what = f"`{term.word}` of packed texts beside `group = {moe.group}`"
+                yield _refused(term.span(), what, "use `group = sequence`")
             continue
         words = [(moe.gate.span(), moe.gate.word)] if isinstance(moe.gate, _GROUPED_GATES) else []
         words += [(term.span(), term.word) for term in moe.balance if not isinstance(term, _BY_SEGMENT)]
@@ -74,7 +79,7 @@ def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
 
 _GROUPED_GATES = (Base, BatchPriority, ExpertChoice, Smear, Soft)
 """Gates whose choices depend on other tokens of the routing group."""
-_BY_SEGMENT = (GShardLoss, SwitchLoss, ZLoss)
+_BY_SEGMENT = (GShardLoss, SequenceLoss, SwitchLoss, ZLoss)
 """Balance terms that have one text of several as a routing group, or no group."""
 _LARGEST_PART = 2**32
 """Numerators times choices times tokens must fit 64 bits."""

@@ -15,6 +15,14 @@ from moec.passes.ir import ops as o
 aten = torch.ops.aten
 
 
+def _largest_scores(e: Emitter, op: Op) -> None:
+    """By a stable sort: `topk` breaks ties in no defined order."""
+    assert isinstance(op, o.LargestScores)
+    logits = e.call(op, aten.detach.default, *e.refs(op))
+    order = e.call(op, aten.argsort.stable, logits, stable=True, dim=-1, descending=True)
+    e.result(op, aten.narrow.default, order, -1, 0, op.k)
+
+
 def _switch_loss(e: Emitter, op: Op) -> None:
     probabilities, choices, *real = e.refs(op)
     if real:
@@ -36,6 +44,7 @@ def _of_real_tokens(e: Emitter, op: Op, terms: fx.Node, real: Sequence[fx.Node])
 
 
 BALANCE: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.LargestScores: _largest_scores,
     o.SwitchLoss: _switch_loss,
     o.ZLoss: _z_loss,
 }

@@ -46,11 +46,14 @@ class LoadLoss(_Loss):
 
 
 class SequenceLoss(_Loss):
-    """Balance within each sequence, with scores normalised per token."""
+    """`E * sum_i f_i * P_i` over each sequence, whatever `group` is; f is of the k best scores alone.
+
+    The weight is the paper's alpha, whose f contains E / k. The term is the mean of the paper's over sequences, each
+    counted by its tokens.
+    """
 
     word = "sequence_loss"
     source = "DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20"
-    implemented = False
 
 
 class DeviceLoss(_Loss):

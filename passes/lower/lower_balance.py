@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moec.grammar.spec import GShardLoss, ImportanceLoss, LoadLoss, Moe, SwitchLoss, ZLoss
+from moec.grammar.spec import GShardLoss, ImportanceLoss, LoadLoss, Moe, SequenceLoss, SwitchLoss, ZLoss
 from moec.grammar.spec.base import Node
 from moec.passes.ir import ops as o
+from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import Gated
 
@@ -51,23 +52,23 @@ def balance_terms(b: Builder, moe: Moe, routed: Routed) -> list[str]:
 
 
 def _switch_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
-    return _of_choices(b, moe, term, routed, routed.e)
+    return _of_choices(b, moe.group, term, routed, routed.e)
 
 
 def _gshard_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
-    return _of_choices(b, moe, term, routed, b.one(o.FirstChoices, routed.e, to="first", span=term.span()))
+    return _of_choices(b, moe.group, term, routed, b.one(o.FirstChoices, routed.e, to="first", span=term.span()))
 
 
-def _of_choices(b: Builder, moe: Moe, term: Node, routed: Routed, e: str) -> str:
-    """`E · Σ fᵢ·Pᵢ`, with fᵢ the share of the choices `e`."""
+def _of_choices(b: Builder, group: RoutingGroup, term: Node, routed: Routed, e: str) -> str:
+    """`E · Σ fᵢ·Pᵢ` over each group, with fᵢ the share of the choices `e`."""
     p, span, to = routed.gated.p, term.span(), str(term.word)
     assert p is not None, "the language refuses a term over what the gate does not give"
     if routed.segments is not None:
         experts, segments = routed.experts, routed.segments
         choices = b.one(o.CountInSegments, e, segments, to="choices", span=span, num_experts=experts)
         return b.one(o.SegmentLoss, p, choices, segments, beside=routed.beside, to=to, span=span)
-    choices = b.one(o.CountChoices, e, to="choices", span=span, num_experts=routed.experts, group=moe.group)
-    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=to, span=span, group=moe.group)
+    choices = b.one(o.CountChoices, e, to="choices", span=span, num_experts=routed.experts, group=group)
+    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=to, span=span, group=group)
 
 
 def _importance_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
@@ -92,6 +93,19 @@ def _variation(b: Builder, moe: Moe, term: Node, routed: Routed, parts: str) -> 
     return b.one(o.VariationLoss, parts, totals, beside=real, to=str(term.word), span=span, group=moe.group)
 
 
+def _sequence_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    """The switch loss of each sequence, over the k largest scores: DeepSeek-V3, eq. 17 to 20."""
+    gated, span = routed.gated, term.span()
+    p, chosen = gated.p, routed.e
+    assert p is not None, "the language refuses a term over what the gate does not give"
+    if not gated.by_scores:
+        k = b.scope[gated.e].shape[-1]
+        chosen = b.one(o.LargestScores, gated.logits or p, to="largest", span=span, k=k)
+        if routed.real:
+            chosen = b.one(o.MaskChoices, chosen, *routed.real, to="largest", span=span)
+    return _of_choices(b, "sequence", term, routed, chosen)
+
+
 def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     logits = routed.gated.logits
     assert logits is not None, "the language refuses a term over what the gate does not give"
@@ -102,6 +116,7 @@ _LOWERED: dict[type[Node], Callable[[Builder, Moe, Node, Routed], str]] = {
     GShardLoss: _gshard_loss,
     ImportanceLoss: _importance_loss,
     LoadLoss: _load_loss,
+    SequenceLoss: _sequence_loss,
     SwitchLoss: _switch_loss,
     ZLoss: _z_loss,
 }

@@ -22,6 +22,9 @@ TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 class OptionedMoe(PlainMoe):
     """`PlainMoe` with the options of `topk` that its base class lacks."""
 
+    bias: Tensor | None = None
+    """Biases that choose and do not weigh."""
+
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | float]:
         logits = self.logits(x)
         weights, chosen = self.choose(logits)
@@ -47,7 +50,8 @@ class OptionedMoe(PlainMoe):
         """The numbers by which experts are chosen."""
         gate = self.topk
         keys = logits if gate.order == "after" else score(logits)
-        if gate.keep_groups in (None, gate.groups):
+        keys = keys if self.bias is None else score(logits) + self.bias
+        if getattr(gate, "keep_groups", None) is None or gate.keep_groups in (None, gate.groups):
             return keys
         by_group = keys.unflatten(-1, (gate.groups, -1))
         best = min(by_group.shape[-1], 2 if gate.group_score == "top2_sum" else 1)

@@ -16,6 +16,8 @@ from moec.driver import compile as compile_source
 from moec.grammar.spec import Experts, Layer, Spec, TopK
 from moec.runtime.verify.verification import verify
 
+V3 = "score = sigmoid, normalize = true, scale = 2.5, bias = online(0.01)"
+BALANCES = {"sequence_loss": ["[sequence_loss(0.3)]", "[sequence_loss(0.1), switch_loss(0.1)]"]}
 EVERY_TERM = ["[]", "[switch_loss(0.1)]", "[switch_loss(0.1), z_loss(0.01)]"]
 
 WORDS: dict[str, Sequence[str]] = {
@@ -25,6 +27,7 @@ WORDS: dict[str, Sequence[str]] = {
     "noise": ["topk({k}, noise = 0.5)", "topk({k}, score = sigmoid, noise = 2, jitter = 0.2, scale = 2)"],
     "dense": ["dense"],
     "attention router": ["attention_router({k})"],
+    "sequence_loss": ["topk({k})", f"topk({{k}}, {V3})", "topk({k}, score = sigmoid, noise = 0.3)", "switch"],
 }
 """Gates by the word that they show."""
 UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]
@@ -34,7 +37,7 @@ UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]
 @st.composite
 def drawn(draw: st.DrawFn, word: str) -> Spec:
     gates = UNGROUPED if word == "groups" else WORDS[word]
-    spec = draw(specs(max_ranks=8, max_layers=3, gates=gates, balances=EVERY_TERM))
+    spec = draw(specs(max_ranks=8, max_layers=3, gates=gates, balances=BALANCES.get(word, EVERY_TERM)))
     if word != "groups":
         return spec
     layers = tuple(with_groups(draw, layer) for layer in spec.model.layers)
@@ -89,10 +92,15 @@ DEGREES: list[dict[str, Any]] = [
 ]
 
 
+def balance(word: str) -> dict[str, str]:
+    """The balance terms of a word that is one."""
+    return {"balance": BALANCES[word][0]} if word in BALANCES else {}
+
+
 @pytest.mark.parametrize("word", WORDS)
 def test_plans_with_tp_and_ep_equal_the_unsharded_model(word: str) -> None:
     for gate, degrees in zip(itertools.cycle(WORDS[word]), DEGREES[1:3], strict=False):
-        report = verify(moe_plan(gate=gate.replace("{k}", "2"), **degrees), float32=False)
+        report = verify(moe_plan(gate=gate.replace("{k}", "2"), **balance(word), **degrees), float32=False)
         assert report.ok, (gate, degrees, report)
 
 
@@ -101,5 +109,5 @@ def test_plans_with_tp_and_ep_equal_the_unsharded_model(word: str) -> None:
 @pytest.mark.parametrize("degrees", DEGREES, ids=str)
 def test_plans_equal_the_unsharded_model_in_their_own_dtype_too(word: str, degrees: dict[str, Any]) -> None:
     for gate in WORDS[word]:
-        report = verify(moe_plan(gate=gate.replace("{k}", "2"), **degrees))
+        report = verify(moe_plan(gate=gate.replace("{k}", "2"), **balance(word), **degrees))
         assert report.ok, (gate, report)

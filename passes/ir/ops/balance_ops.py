@@ -13,7 +13,7 @@ from moec.passes.ir.layout import Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
-from moec.passes.ir.ops.token_layouts import Blocks, sum_tokens
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens, sum_tokens
 from moec.passes.ir.value import Dim, Value
 
 if TYPE_CHECKING:
@@ -47,6 +47,30 @@ class CountChoices(Op):
         tokens, whole = meshes.own_tokens, grouped(self.group, meshes)
         counted = Layout.of((axis, whole.get(axis) or Partial()) for axis in tokens.axes)
         return Placing((tokens,), (counted,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestScores(Op):
+    """The experts of each token's k largest logits: `[batch, sequence, experts]` → `[batch, sequence, k]`, int64.
+
+    Best first, ties to the lower index. Neither biases nor groups of experts change them (DeepSeek-V3, arXiv
+    2412.19437, eq. 18). Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "largest_scores"
+    takes: ClassVar[str] = "logits"
+    gives: ClassVar[str] = "experts"
+    k: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (logits,) = operands
+        experts = logits.shape[-1]
+        require(isinstance(experts, int) and self.k <= experts, self, f"k = {self.k} of {experts} experts")
+        return (Type(shape=(*logits.shape[:-1], self.k), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
 
 
 @register

@@ -20,4 +20,4 @@ def attention_router(b: Builder, gate: Node, given: Given) -> Gated:
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, k=gate.k, score="softmax", order="after", normalize=False
     )  # fmt: skip
-    return Gated(w=w, e=e, logits=logits, p=p)
+    return Gated(w=w, e=e, logits=logits, p=p, by_scores=True)

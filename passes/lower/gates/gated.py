@@ -21,6 +21,7 @@ class Gated:
 
     `w`, `e`: weights and expert ids of each token's choices, `[batch, sequence, k]`. `logits` and `p` (probabilities),
     `[batch, sequence, experts]`, are for balance terms; a gate may have neither (`gives` in the schema).
+    `by_scores`: whether `e` are the k largest logits of each token, best first; not where biases or groups choose too.
     `some_are_none`: whether a choice may be −1, which gets no row. `others`: further values that balance terms need.
     `terms`: the gate's own terms of the loss, scalars that are sums over tokens, with their weights.
     """
@@ -29,6 +30,7 @@ class Gated:
     e: str
     logits: str | None = None
     p: str | None = None
+    by_scores: bool = False
     some_are_none: bool = False
     others: Mapping[str, str] = field(default_factory=dict)
     terms: tuple[tuple[str, float], ...] = ()

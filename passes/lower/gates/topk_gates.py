@@ -27,7 +27,7 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
         g.Route, logits, to="p w e", span=span, beside=beside,
         k=gate.k, score=gate.score, order=gate.order, normalize=gate.normalize, scale=gate.scale, **limited,
     )  # fmt: skip
-    return Gated(w=w, e=e, logits=logits, p=p)
+    return Gated(w=w, e=e, logits=logits, p=p, by_scores=not online and not limited)
 
 
 def _with_noise(b: Builder, gate: TopK, given: Given, logits: str) -> str:

@@ -78,6 +78,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "experts by codes": {"gate": "dselect_k(2, entropy = 0.1)", "balance": "[]", "tp": 2},
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "noise": {"gate": "topk(2, noise = 0.5)", "tp": 2},
+    "balance of sequences": {
+        "gate": "topk(2, score = sigmoid, groups = 4, keep_groups = 2)",
+        "balance": "[sequence_loss(0.1)]",
+        "tp": 2,
+    },
     "attention between experts": {"gate": "attention_router(2)", "tp": 2},
     "a router with biases": {"gate": "topk(2, order = after, bias = learned)", "dtype": "bf16", "tp": 2},
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},

@@ -48,6 +48,7 @@ MODELS = {
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
     "noisy_topk": {"gate": "noisy_topk(2)"},
+    "balance of sequences": {"gate": "topk(2, groups = 4, keep_groups = 2)", "balance": "[sequence_loss(0.1)]"},
     "attention between experts": {"gate": "attention_router(2)"},
     "attention between experts, bf16": {"gate": "attention_router(2)", "dtype": "bf16"},
     "noise": {"gate": "topk(2, noise = 0.5)"},
