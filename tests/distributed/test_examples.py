@@ -47,3 +47,12 @@ def test_a_student_learns_from_a_teacher_under_another_plan(gloo: GlooPool) -> N
     losses = [float(number) for line in first for number in re.findall(r"loss (\d+\.\d+)", line)]
     assert len(losses) == 3
     assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_a_vision_mixture_learns_to_read_digits(gloo: GlooPool, ranks: int) -> None:
+    """Every rank computes the same images' classes; the first one says how many are right."""
+    first, *others = gloo.run(ranks, run, "vision", "--epochs", "2", initialize=False)
+    (right,) = re.findall(r"held out: (\S+)% of 297 images are right", "\n".join(first))
+    assert float(right) > 30
+    assert not any(others)
