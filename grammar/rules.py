@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from moec.grammar.attention_rules import latent, rotary, windows
 from moec.grammar.capacity_rules import capacities
+from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.group_gate_rules import group_gates
@@ -34,6 +35,7 @@ def check(spec: Spec) -> list[Diagnostic]:
         *capacities(spec),
         *group_gates(spec),
         *windows(spec),
+        *device_groups(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(train),

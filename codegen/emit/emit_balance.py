@@ -23,6 +23,14 @@ def _largest_scores(e: Emitter, op: Op) -> None:
     e.result(op, aten.narrow.default, order, -1, 0, op.k)
 
 
+def _sum_groups(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.SumGroups)
+    experts = e.shape(op.operands[0])[-1]
+    assert isinstance(experts, int)
+    grouped = e.call(op, aten.unflatten.int, *e.refs(op), -1, [op.groups, experts // op.groups])
+    e.result(op, aten.sum.dim_IntList, grouped, [-1])
+
+
 def _switch_loss(e: Emitter, op: Op) -> None:
     probabilities, choices, *real = e.refs(op)
     if real:
@@ -45,6 +53,7 @@ def _of_real_tokens(e: Emitter, op: Op, terms: fx.Node, real: Sequence[fx.Node])
 
 BALANCE: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.LargestScores: _largest_scores,
+    o.SumGroups: _sum_groups,
     o.SwitchLoss: _switch_loss,
     o.ZLoss: _z_loss,
 }

@@ -103,6 +103,8 @@ CODES: dict[str, str] = {
     "MOE0368": "the grid of patches fixes the length of a sequence",
     "MOE0371": "packed texts are marked in two ways",
     "MOE0346": "binary codes need a power of two of experts",
+    "MOE0340": "nothing says how many groups of experts `device_loss` balances",
+    "MOE0341": "the groups of `device_loss` do not divide the experts",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

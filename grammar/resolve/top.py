@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from moec.grammar import rules
 from moec.grammar.attention_rules import windows
 from moec.grammar.capacity_rules import capacities
+from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.group_gate_rules import group_gates
 from moec.grammar.model_rules import model_forms
@@ -170,6 +171,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
         *capacities(spec),
         *group_gates(spec),
         *windows(spec),
+        *device_groups(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),

@@ -57,12 +57,14 @@ class SequenceLoss(_Loss):
 
 
 class DeviceLoss(_Loss):
-    """Balance between groups of experts that share a device."""
+    """`sum_d f_d * P_d` over groups of neighbouring experts: f_d the mean of their f, P_d the sum of their P.
+
+    The weight is the paper's alpha 2: its f contain E / k. f and P are those of `switch_loss`, over each routing group.
+    """
 
     word = "device_loss"
     source = "DeepSeekMoE, arXiv 2401.06066, eq. 15 to 17"
-    implemented = False
-    groups: Annotated[PositiveInt | None, Doc("number of groups; default: `ep`")] = None
+    groups: Annotated[PositiveInt | None, Doc("number of groups; default: the `ep` that the file states")] = None
 
 
 class ZLoss(_Loss):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from moec.grammar.spec import GShardLoss, ImportanceLoss, LoadLoss, Moe, SequenceLoss, SwitchLoss, ZLoss
+from moec.grammar.spec import DeviceLoss, GShardLoss, ImportanceLoss, LoadLoss, Moe, SequenceLoss, SwitchLoss, ZLoss
 from moec.grammar.spec.base import Node
 from moec.passes.ir import ops as o
 from moec.passes.ir.attribute_types import RoutingGroup
@@ -106,6 +106,20 @@ def _sequence_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     return _of_choices(b, "sequence", term, routed, chosen)
 
 
+def _device_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+    """The switch loss of groups in place of experts: DeepSeekMoE, eq. 15 to 17, with D groups of E / D experts.
+
+    f'_d · P'_d = (D / E) Σ (E / kT · count) · Σ P = (D / kT · Σ count) · Σ P, over the experts of group d.
+    """
+    assert isinstance(term, DeviceLoss)
+    p, span, groups = routed.gated.p, term.span(), term.groups
+    assert p is not None, "the language refuses a term over what the gate does not give"
+    assert groups is not None, "the lowering of a model completes the term"
+    choices = b.one(o.CountChoices, routed.e, to="choices", span=span, num_experts=routed.experts, group=moe.group)
+    choices, p = (b.one(o.SumGroups, x, to=to, span=span, groups=groups) for x, to in ((choices, "choices"), (p, "p")))
+    return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to="device_loss", span=span, group=moe.group)
+
+
 def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     logits = routed.gated.logits
     assert logits is not None, "the language refuses a term over what the gate does not give"
@@ -113,6 +127,7 @@ def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
 
 
 _LOWERED: dict[type[Node], Callable[[Builder, Moe, Node, Routed], str]] = {
+    DeviceLoss: _device_loss,
     GShardLoss: _gshard_loss,
     ImportanceLoss: _importance_loss,
     LoadLoss: _load_loss,

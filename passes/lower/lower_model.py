@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from moec.grammar.device_groups import with_device_groups
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Conv, Layer, Model, Patches, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
@@ -27,7 +28,8 @@ def lower(spec: Spec) -> Program:
     """The unsharded Program of `spec`: a block per distinct layer, `forward`, which calls them, and the blocks of the
     loss, of the balance terms and of the updates of states.
 
-    It depends neither on the number of ranks nor on any degree of parallelism.
+    It depends neither on the number of ranks nor on any degree of parallelism, but for a `device_loss` that leaves its
+    groups to the stated `ep`.
 
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
@@ -35,6 +37,7 @@ def lower(spec: Spec) -> Program:
     """
     if refused := unsupported(spec):
         raise DiagnosticError(refused)
+    spec = with_device_groups(spec)
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer)
     return Program(name=spec.subject.name, blocks=tuple(blocks))
 

@@ -62,3 +62,33 @@ def test_sequence_loss_counts_the_scores_and_not_the_choices() -> None:
         tokens = torch.arange(26).view(2, 13)
         values.append(float(model(tokens).aux_loss.detach()))
     assert abs(values[0] - values[1]) > 1e-4
+
+
+class BalancedByDevices(OptionedMoe):
+    """DeepSeekMoE, equations 12 to 17, over each sequence or over the batch."""
+
+    devices = 3
+
+    def balance(self, logits: Tensor, chosen: Tensor) -> Tensor:
+        s = logits.sigmoid() if self.topk.score == "sigmoid" else logits.softmax(-1)
+        s = s / s.sum(-1, keepdim=True)
+        groups = (
+            [(s.flatten(0, 1), chosen.flatten(0, 1))] if self.group == "batch" else list(zip(s, chosen, strict=True))
+        )
+        total, size = torch.zeros((), dtype=torch.float64), EXPERTS // self.devices
+        for scores, experts in groups:
+            tokens, k = experts.shape
+            f = [(experts == i).sum().double() * EXPERTS / (k * tokens) for i in range(EXPERTS)]
+            p = scores.mean(0)
+            for device in range(self.devices):
+                members = range(device * size, (device + 1) * size)
+                mean = sum(f[i] for i in members) / size
+                total = total + ALPHA * mean * sum(p[i] for i in members)
+        return total / len(groups)
+
+
+@pytest.mark.parametrize("group", ["sequence", "batch"])
+@pytest.mark.parametrize("gate", ["softmax", "sigmoid", "groups", "switch"])
+def test_device_loss_is_deepseek_moes(gate: str, group: str) -> None:
+    text = LAYERS.format(gate=GATES[gate], terms=f"device_loss({ALPHA}, groups = 3)", group=group)
+    require_equal(*pair(small_spec(text), BalancedByDevices))

@@ -18,6 +18,7 @@ from moec.runtime.verify.verification import verify
 
 V3 = "score = sigmoid, normalize = true, scale = 2.5, bias = online(0.01)"
 BALANCES = {"sequence_loss": ["[sequence_loss(0.3)]", "[sequence_loss(0.1), switch_loss(0.1)]"]}
+BALANCES["device_loss"] = ["[device_loss(0.3, groups = 1)]", "[device_loss(0.1, groups = 1), z_loss(0.01)]"]
 EVERY_TERM = ["[]", "[switch_loss(0.1)]", "[switch_loss(0.1), z_loss(0.01)]"]
 
 WORDS: dict[str, Sequence[str]] = {
@@ -28,6 +29,7 @@ WORDS: dict[str, Sequence[str]] = {
     "dense": ["dense"],
     "attention router": ["attention_router({k})"],
     "sequence_loss": ["topk({k})", f"topk({{k}}, {V3})", "topk({k}, score = sigmoid, noise = 0.3)", "switch"],
+    "device_loss": ["topk({k})", "topk({k}, score = sigmoid)"],
 }
 """Gates by the word that they show."""
 UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]
@@ -38,9 +40,10 @@ UNGROUPED = ["topk({k})", "topk({k}, score = sigmoid, group_score = max)"]
 def drawn(draw: st.DrawFn, word: str) -> Spec:
     gates = UNGROUPED if word == "groups" else WORDS[word]
     spec = draw(specs(max_ranks=8, max_layers=3, gates=gates, balances=BALANCES.get(word, EVERY_TERM)))
-    if word != "groups":
+    if word not in ("groups", "device_loss"):
         return spec
-    layers = tuple(with_groups(draw, layer) for layer in spec.model.layers)
+    change = with_groups if word == "groups" else with_devices
+    layers = tuple(change(draw, layer) for layer in spec.model.layers)
     return spec.replace(model=spec.model.replace(layers=layers))
 
 
@@ -55,6 +58,16 @@ def with_groups(draw: st.DrawFn, layer: Layer) -> Layer:
     least = -(-gate.k // (experts.count // groups))
     changed = gate.replace(groups=groups, keep_groups=draw(st.integers(least, groups)))
     return layer.replace(moe=layer.moe.replace(gate=changed))
+
+
+def with_devices(draw: st.DrawFn, layer: Layer) -> Layer:
+    """Groups of a device loss that divide the layer's experts."""
+    if layer.moe is None:
+        return layer
+    first, *rest = layer.moe.balance
+    count = layer.moe.num_experts
+    groups = draw(st.sampled_from([d for d in range(1, count + 1) if count % d == 0]))
+    return layer.replace(moe=layer.moe.replace(balance=(first.replace(groups=groups), *rest)))
 
 
 def examples(number: int) -> settings:
@@ -94,7 +107,7 @@ DEGREES: list[dict[str, Any]] = [
 
 def balance(word: str) -> dict[str, str]:
     """The balance terms of a word that is one."""
-    return {"balance": BALANCES[word][0]} if word in BALANCES else {}
+    return {"balance": BALANCES[word][0].replace("groups = 1", "groups = 4")} if word in BALANCES else {}
 
 
 @pytest.mark.parametrize("word", WORDS)

@@ -1,7 +1,7 @@
 """Every op there is. Importing this package registers them all."""
 
 from moec.passes.ir.ops.attention_ops import Attention, Clip, JoinShared, RepeatHeads, Rope
-from moec.passes.ir.ops.balance_ops import CountChoices, LargestScores, SwitchLoss, WeightedSum, ZLoss
+from moec.passes.ir.ops.balance_ops import CountChoices, LargestScores, SumGroups, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.capacity_ops import Capacity, CountQueues, KeepChoices, LargestLoad, QueueStarts
 from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.ops.conversion import Conversion
@@ -143,6 +143,7 @@ __all__ = [
     "SlotWeights",
     "StackRoutes",
     "SumExp",
+    "SumGroups",
     "SumOfTokens",
     "SumRows",
     "SumSources",

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, RoutingGroup
-from moec.passes.ir.layout import Layout, Partial
-from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
+from moec.passes.ir.layout import Layout, Partial, Shard
+from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens, sum_tokens
@@ -71,6 +71,31 @@ class LargestScores(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumGroups(Op):
+    """Sums over groups of neighbouring experts: `[…, experts]` → `[…, groups]`, of probabilities or of counts."""
+
+    mnemonic: ClassVar[str] = "sum_groups"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "sums"
+    groups: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        experts = x.shape[-1] if x.shape else None
+        require(isinstance(experts, int) and x.ragged is None, self, "wants a number of each expert")
+        assert isinstance(experts, int)
+        require(experts % self.groups == 0, self, f"{experts} experts in {self.groups} equal groups")
+        return (Type(shape=(*x.shape[:-1], self.groups), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        layout = layout_of(operands[0])
+        if Shard(len(operands[0].shape) - 1) in [placement for _, placement in layout.placements]:
+            raise LayoutError("sum_groups has no rule for experts on different ranks")
+        return Placing((layout,), (layout,))
 
 
 @register

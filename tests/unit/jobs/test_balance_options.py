@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from faults import change_op
-from models import moe_plan, moe_spec
+from models import layer_plan, moe_plan, moe_spec, moe_text
 from torch import Tensor
 
+from moec.grammar import load_text
+from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.ir.ops import SumGroups
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
 PADDED = "embedding = tokens(padding = 3)"
 V3 = "topk(2, score = sigmoid, normalize = true, groups = 4, keep_groups = 2, bias = online(0.01))"
-TERMS = ["sequence_loss(0.5)"]
+TERMS = ["sequence_loss(0.5)", "device_loss(0.5, groups = 2)"]
 
 
 def values(terms: str, group: str, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -48,3 +53,57 @@ def test_a_sequence_loss_over_other_scores_is_found() -> None:
     chosen = next(op for op in plan.program.block(BODY).ops if op.mnemonic == "route").results[2].name
     assert counts.operands == (largest.results[0].name,)
     assert not verify(change_op(plan, BODY, counts.results[0].name, operands=(chosen,)), float32=False).ok
+
+
+# ---- device_loss -------------------------------------------------------------------------------------------
+
+DEVICES = {"balance": "[device_loss(0.5)]"}
+
+
+def groups_of(**options: Any) -> set[int]:
+    program = moe_plan(**options).program
+    return {op.groups for block in program.blocks for op in block.ops if isinstance(op, SumGroups)}
+
+
+def test_groups_are_the_stated_ep_and_no_other_degree() -> None:
+    assert groups_of(ep=4, **DEVICES) == {4}
+    assert groups_of(ep=2, tp=2, zero=3, **DEVICES) == {2}
+    assert groups_of(ep=1, balance="[device_loss(0.5, groups = 8)]") == {8}
+    assert groups_of(mixtures=((8, 2), (8, 4), (8, None)), ep=1, **DEVICES) == {1, 2, 4}
+
+
+def test_the_loss_depends_on_the_groups_and_not_on_the_ranks() -> None:
+    tokens = torch.arange(16).view(2, 8)
+    found = []
+    for options in (
+        {"ranks": 4, "ep": 4},
+        {"ranks": 8, "ep": 4, "tp": 2},
+        {"ranks": 8, "ep": 8},
+        {"ranks": 8, "ep": 2},
+    ):
+        found.append(reference(moe_spec(**options, **DEVICES), seed=1, dtype=torch.float64)(tokens).aux_loss.detach())
+    stated = moe_spec(ranks=1, ep=1, balance="[device_loss(0.5, groups = 4)]")
+    found.append(reference(stated, seed=1, dtype=torch.float64)(tokens).aux_loss.detach())
+    assert found[0] == found[1] == found[4]
+    assert len({float(value) for value in found}) == 3
+
+
+def test_groups_that_nothing_states_or_that_do_not_divide_the_experts_are_refused() -> None:
+    found = load_text(moe_text(ep=None, **DEVICES)).diagnostics
+    assert [diagnostic.code for diagnostic in found] == ["MOE0340"]
+    found = load_text(moe_text(balance="[device_loss(0.5, groups = 3)]")).diagnostics
+    assert [diagnostic.code for diagnostic in found] == ["MOE0341"]
+    assert "MOE0341" in {diagnostic.code for diagnostic in load_text(moe_text(ep=3, ranks=3, **DEVICES)).diagnostics}
+    with pytest.raises(DiagnosticError, match="MOE0340"):
+        layer_plan(balance="[device_loss(0.5)]")
+    program = layer_plan(balance="[device_loss(0.5)]", ep=2).program
+    assert {op.groups for block in program.blocks for op in block.ops if isinstance(op, SumGroups)} == {2}
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": 2}, {"tp": 2, "beside": "group = batch"}, {"model": PADDED}], ids=str)
+def test_another_number_of_groups_is_found(options: dict[str, Any]) -> None:
+    plan = moe_plan(ep=4, **options, **DEVICES)
+    assert verify(plan, float32=False).ok
+    for op in [op for op in plan.program.block(BODY).ops if isinstance(op, SumGroups)]:
+        plan = change_op(plan, BODY, op.results[0].name, groups=2)
+    assert not verify(plan, float32=False).ok

@@ -49,6 +49,8 @@ MODELS = {
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
     "noisy_topk": {"gate": "noisy_topk(2)"},
     "balance of sequences": {"gate": "topk(2, groups = 4, keep_groups = 2)", "balance": "[sequence_loss(0.1)]"},
+    "balance of devices": {"balance": "[device_loss(0.1)]"},
+    "balance of devices, padding": {"balance": "[device_loss(0.1)]", "model": "embedding = tokens(padding = 3)"},
     "attention between experts": {"gate": "attention_router(2)"},
     "attention between experts, bf16": {"gate": "attention_router(2)", "dtype": "bf16"},
     "noise": {"gate": "topk(2, noise = 0.5)"},

@@ -1,0 +1,89 @@
+"""The groups of experts of `device_loss`: those that it states, else one for each rank of the stated `ep`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.source import Span
+from moec.grammar.spec import DeviceLoss, Layer, Moe, Spec
+
+Stated = Mapping[int, tuple[object, Span | None]]
+"""The stated `ep` of layers, a number or what no pass compiles yet, with its place, by the number of the layer."""
+
+
+def device_groups(spec: Spec) -> list[Diagnostic]:
+    """Groups that nothing states, or that do not divide the experts; once for layers that share a mixture."""
+    stated = _stated(spec)
+    found: list[Diagnostic] = []
+    for number, moe in enumerate(_mixtures(spec)):
+        found += _of_mixture(moe, *stated.get(number, (None, None))) if moe else ()
+    return list(dict.fromkeys(found))
+
+
+def with_device_groups(spec: Spec) -> Spec:
+    """The Spec whose terms all state their groups. It depends on the stated `ep` alone, whatever runs it."""
+    stated = _stated(spec)
+    if not any(_unstated(moe) for moe in _mixtures(spec)):
+        return spec
+    if not spec.has_model:
+        subject = spec.layer
+        return spec.replace(layers=(subject.replace(moe=_completed(subject.moe, stated[0][0])),))
+    known: dict[tuple[int, object], Layer] = {}
+    layers = []
+    for number, layer in enumerate(spec.model.layers):
+        if layer.moe is not None and _unstated(layer.moe):
+            ep = stated[number][0]
+            if (id(layer), ep) not in known:
+                known[id(layer), ep] = layer.replace(moe=_completed(layer.moe, ep))
+            layer = known[id(layer), ep]
+        layers.append(layer)
+    return spec.replace(model=spec.model.replace(layers=tuple(layers)))
+
+
+def _of_mixture(moe: Moe, ep: object, place: Span | None) -> Iterator[Diagnostic]:
+    experts = moe.num_experts
+    for term in moe.balance:
+        if not isinstance(term, DeviceLoss):
+            continue
+        groups = ep if term.groups is None else term.groups
+        if groups is None:
+            help = "give their number, such as `groups = 8`, or state `ep` in `parallel`"
+            yield diagnose("MOE0340", term.span(), "neither `groups` nor `ep` is stated", help=help)
+        elif isinstance(groups, int) and experts % groups:
+            first = moe.parts[0].span("count")
+            labels = [Label(span=first, message=f"there are {experts}")] if first else []
+            labels += [Label(span=place, message="one group for each rank")] if place and term.groups is None else []
+            message = f"{experts} experts do not make {groups} equal groups"
+            yield diagnose("MOE0341", term.span("groups"), message, labels=labels)
+
+
+def _completed(moe: Moe, ep: object) -> Moe:
+    terms = (term.replace(groups=ep) if _open(term) else term for term in moe.balance)
+    return moe.replace(balance=tuple(terms))
+
+
+def _unstated(moe: Moe | None) -> bool:
+    return moe is not None and any(_open(term) for term in moe.balance)
+
+
+def _open(term: object) -> bool:
+    return isinstance(term, DeviceLoss) and term.groups is None
+
+
+def _mixtures(spec: Spec) -> list[Moe | None]:
+    return [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
+
+
+def _stated(spec: Spec) -> Stated:
+    """Of several for a layer, the last one counts, as for the degrees."""
+    parallel, every = spec.parallel, range(len(_mixtures(spec)))
+    found: dict[int, tuple[object, Span | None]] = {}
+    for layers, ep, span in (
+        (every, parallel.ep, parallel.span("ep")),
+        *((block.layers or every, block.ep, block.span("ep")) for block in parallel.layers),
+    ):
+        if ep is not None:
+            found |= dict.fromkeys(layers, (ep, span))
+    return found
