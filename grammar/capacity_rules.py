@@ -9,7 +9,7 @@ from fractions import Fraction
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec, Switch, TopK
+from moec.grammar.spec import BatchPriority, Dropless, DSelectK, Dynamic, Factor, Moe, Spec, Switch, TopK
 from moec.grammar.units import written
 
 
@@ -34,7 +34,7 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     capacity, tokens = moe.capacity, _tokens_in_training(spec, moe)
     if not isinstance(capacity, Factor) or capacity.eval is None or tokens is None:
         return
-    k = getattr(moe.gate, "k", 1)
+    k = moe.num_experts if isinstance(moe.gate, DSelectK) else getattr(moe.gate, "k", 1)
     places = math.ceil(capacity.eval * k * tokens / moe.num_experts)
     if places < capacity.min:
         factor = written(capacity.eval, "")
@@ -89,9 +89,11 @@ def _overflow(moe: Moe) -> Iterator[Diagnostic]:
 def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     """Warns where later tokens decide which choices of earlier ones a capacity drops.
 
-    In token order only second choices queue behind later tokens; by priority, or at random in training, first ones do.
+    In token order only second choices queue behind later tokens, unless each choice has an expert of its own; by
+    priority, or at random in training, first ones do.
     """
     capacity, k = moe.capacity, getattr(moe.gate, "k", 1)
+    second = k > 1 and not isinstance(moe.gate, DSelectK)
     match capacity:
         case Factor():
             factors, least = (capacity.factor, capacity.eval or capacity.factor), capacity.min
@@ -101,7 +103,7 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
             return
     tokens = (_tokens_in_training(spec, moe), _tokens_in_evaluation(spec, moe))
     reroutes = moe.overflow == "reroute"
-    behind_later = {"sequence": (k > 1, k > 1), "random": (True, k > 1), "priority": (True, True)}[moe.order]
+    behind_later = {"sequence": (second, second), "random": (True, second), "priority": (True, True)}[moe.order]
     behind_later = (True, True) if reroutes else behind_later
     dropping = [
         mode

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.codegen.plan import Plan
-from moec.grammar.spec import Experts, Gqa, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
+from moec.grammar.spec import DSelectK, Experts, Gqa, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
 from moec.passes.lower.lower_model import context_of
 from moec.passes.place.shard_zero import ZERO_AXES
 from moec.passes.place.stated_degrees import zero_of
@@ -163,11 +163,20 @@ class ToySpec:
     def _count(self, moe: Moe, part: Experts) -> int:
         if self._eps is None:
             return part.count
-        return self._shrunk("experts", part.count, max(getattr(moe.gate, "k", 1), self._eps), self._eps)
+        return self._shrunk("experts", part.count, _fewest(moe, self._eps), self._eps)
 
     def _narrow(self, path: Any) -> object:
         """A feed-forward with its toy width, if it has one: a linear map has none, and a low rank is small."""
         return path.replace(hidden=self._hidden[path.hidden]) if hasattr(path, "hidden") else path
+
+
+def _fewest(moe: Moe, eps: int) -> int:
+    """The fewest experts of a toy: as many as a token chooses, one more where loads under noise are balanced (MOE0345),
+    and all where codes name them (MOE0346)."""
+    if isinstance(moe.gate, DSelectK):
+        return moe.num_experts
+    k: int = getattr(moe.gate, "k", 1)
+    return max(k + any(term.needs == "noise" for term in moe.balance), eps)
 
 
 def _hidden_widths(spec: Spec) -> Iterator[int]:

@@ -72,6 +72,15 @@ FOLDED = {
     "tp 2, ep 4, tokens whole": (4, {"tp": 2, "ep": 4, "sequence_parallel": False}),
     "tp 2, shared, biases": (2, {"tp": 2, "ep": 2, "beside": "shared = swiglu(8, gated = true)", "bias": "all"}),
     "tp 2, jitter": (4, {"tp": 2, "ep": 2, "gate": "topk(2, jitter = 0.2)"}),
+    "tp 2, a random second expert": (4, {"tp": 2, "ep": 2, "gate": "gshard", "balance": "[gshard_loss(0.01)]"}),
+    "tp 2, noise, loads of the batch": (
+        4, {
+            "tp": 2, "ep": 2, "gate": "noisy_topk(2)", "beside": "group = batch", "model": PADDED,
+            "balance": "[load_loss(0.01), importance_loss(0.01)]",
+        }
+    ),
+    "tp 2, sampled experts": (4, {"tp": 2, "ep": 2, "gate": "sparsemixer(2, jitter = 0.3)"}),
+    "tp 2, experts by codes": (4, {"tp": 2, "ep": 2, "gate": "dselect_k(2, entropy = 0.01)", "balance": "[]"}),
     "tp 2, packed texts": (4, {"tp": 2, "ep": 2, "model": "embedding = tokens(separator = 3)"}),
     "tp 2, norm of each head": (4, {"tp": 2, "ep": 2, "qk_norm": "head"}),
     "tp 4, norm of all heads together": (4, {"tp": 4, "ep": 2, "qk_norm": "projection"}),

@@ -67,6 +67,14 @@ def test_tensor_and_expert_parallelism_together_change_nothing(word: str, group:
     assert report.ok, report
 
 
+@every_word
+def test_a_wide_plan_is_verified_at_toy_widths(word: str) -> None:
+    drawn = {"gate": WORDS[word]["gates"][0].replace("{k}", "2"), "balance": WORDS[word]["balances"][0]}
+    report = verify(moe_plan(ep=2, experts=16, dim=64, expert="swiglu(64)", depth=2, **drawn), scale=True)
+    assert report.ok, report
+    assert any(width.name == "hidden" for width in report.widths)
+
+
 @pytest.mark.slow
 @every_word
 def test_every_plan_equals_the_unsharded_model_at_length(word: str) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from faults import change_op, change_sums
-from models import layer_text, moe_plan, moe_spec
+from models import layer_text, moe_plan, moe_spec, moe_text
 
 import moec
 from moec.codegen.plan import Plan
+from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
@@ -44,6 +45,13 @@ def test_tokens_go_to_k_experts_once_codes_are_binary() -> None:
             model.get_parameter("layers.1.moe.gate.codes.weight").mul_(1e9)
         job.step(model, tokens, labels)
         assert sum(loads.sum() for loads in job.expert_loads(model).values()) <= 2 * tokens.numel()
+
+
+def test_a_capacity_drops_by_token_order_alone() -> None:
+    """Every choice has a queue of its own, so that no later token takes a place (MOE0322)."""
+    for gate, warned in (("dselect_k(2)", []), ("topk(2)", ["MOE0322"])):
+        text = moe_text(gate=gate, balance="[]", beside="capacity = factor(0.5)")
+        assert [found.code for found in load_text(text).diagnostics] == warned
 
 
 def unsummed(plan: Plan) -> Plan:
