@@ -7,6 +7,7 @@ import torch
 from faults import bypass
 from models import moe_plan, moe_spec
 
+import moec
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllReduce
@@ -78,3 +79,19 @@ def test_a_gate_that_has_lost_its_noise_has_finite_gradients() -> None:
     tokens, labels = torch.randint(32, (2, 4, 8))
     model(tokens, labels).loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_the_scale_of_terms_depends_on_no_micro_batches() -> None:
+    """am#3359: a balance term that is added once for each micro-batch is too large."""
+    balance = "[gshard_loss(0.1), importance_loss(0.2), load_loss(0.3)]"
+    plan = moe_plan(ranks=1, ep=1, gate="noisy_topk(2)", balance=balance)
+    tokens, labels = torch.randint(32, (2, 8, 8), generator=torch.Generator().manual_seed(0))
+    found = []
+    with moec.launch(plan, device="cpu") as job:
+        for microbatches in (1, 2, 4):
+            model = job.build(seed=1)
+            job.step(model, tokens, labels, microbatches=microbatches)
+            found.append({name: p.grad for name, p in model.named_parameters()})
+    assert found[0]["layers.1.moe.gate.noise.weight"].norm() > 0
+    for other in found[1:]:
+        torch.testing.assert_close(other, found[0], rtol=1e-4, atol=1e-6)
