@@ -13,10 +13,13 @@ from moec.passes.lower.lower_latent_attention import latent_heads
 from moec.passes.lower.rotary import rotation, score_factor
 
 
-def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str], context: int) -> str:
+def attend(
+    b: Builder, model: Model, attention: Attention, h: str, of_texts: Mapping[str, str], context: int | None
+) -> str:
     """Attention over h `[batch, sequence, dim]`; returns the name of what it adds to the residual stream.
 
-    `of_texts` has the layer's `segments` and `positions` where sequences are packed. `context` is the longest sequence.
+    `of_texts` has the layer's `segments` and `positions` where sequences are packed. `context` is the longest sequence,
+    None where the file does not say it.
     """
     assert isinstance(attention, Gqa | Mha | Mla)
     make, span = latent_heads if isinstance(attention, Mla) else _heads, attention.span()
@@ -38,7 +41,7 @@ def attend(b: Builder, model: Model, attention: Attention, h: str, of_texts: Map
 
 
 def _heads(
-    b: Builder, model: Model, attention: Gqa | Mha, h: str, of_texts: Mapping[str, str], context: int
+    b: Builder, model: Model, attention: Gqa | Mha, h: str, of_texts: Mapping[str, str], context: int | None
 ) -> tuple[str, str, str]:
     """Names of q, k and v `[batch, sequence, heads, head_dim]` of h `[batch, sequence, dim]`."""
     heads = attention.heads

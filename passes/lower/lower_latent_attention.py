@@ -18,7 +18,7 @@ HEADS_ARE_ROWS = Matrices(rows=2, hidden=True)
 
 
 def latent_heads(
-    b: Builder, model: Model, attention: Mla, h: str, of_texts: Mapping[str, str], context: int
+    b: Builder, model: Model, attention: Mla, h: str, of_texts: Mapping[str, str], context: int | None
 ) -> tuple[str, str, str]:
     """Names of q, k `[batch, sequence, heads, nope_dim + rope_dim]` and v `[…, value_dim]` of h `[…, dim]`.
 

@@ -59,9 +59,13 @@ def _model_blocks(spec: Spec) -> list[Block]:
 
 def context_of(spec: Spec) -> int:
     """The longest sequence that the model takes."""
-    context = spec.model.length or spec.model.context or (spec.train.sequence if spec.train else None)
+    context = _stated_context(spec)
     assert context is not None, "the language requires a context or a train.sequence"
     return context
+
+
+def _stated_context(spec: Spec) -> int | None:
+    return spec.model.length or spec.model.context or (spec.train.sequence if spec.train else None)
 
 
 def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[int]) -> Block:
@@ -74,7 +78,7 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
     parallel, others = model.parallel_residual, list[Output]()
     h = before(b, model, "x", "attention")
-    attended = attend(b, model, layer.attention, h, of_texts, context_of(spec))
+    attended = attend(b, model, layer.attention, h, of_texts, _stated_context(spec))
     residual = "x" if parallel != "none" else added(b, model, "x", attended, "attention")
     h = h if parallel == "one_norm" else before(b, model, residual, "ffn")
     if layer.moe is None:

@@ -13,8 +13,9 @@ from typing import Any
 from moec.grammar.spec import Linear, Llama3, LongRope, Ntk, Rope, Yarn
 
 
-def rotation(rope: Rope, width: int, context: int) -> dict[str, Any]:
-    """Attributes of `rope` on heads `width` wide, in a model whose longest sequence has `context` tokens.
+def rotation(rope: Rope, width: int, context: int | None) -> dict[str, Any]:
+    """Attributes of `rope` on heads `width` wide, in a model whose longest sequence has `context` tokens, None where
+    the file does not say it.
 
     A part of the dims turns as a head of that part's width would (GPT-NeoX, Black et al. 2022, section 2.1.1).
     """
@@ -35,7 +36,7 @@ def score_factor(rope: Rope | None) -> float:
     return _sharpening(scaling.factor, scaling.mscale_all) ** 2 if isinstance(scaling, Yarn) else 1.0
 
 
-def scaled(rope: Rope, width: int, context: int) -> tuple[list[float], float]:
+def scaled(rope: Rope, width: int, context: int | None) -> tuple[list[float], float]:
     """The radians per position of each of `width / 2` pairs, and the factor on the dims that turn; no radians where
     `theta` says them."""
     pairs = range(width // 2)
@@ -55,11 +56,12 @@ def scaled(rope: Rope, width: int, context: int) -> tuple[list[float], float]:
             return _yarn(scaling, rope.theta, plain), _yarn_factor(scaling)
 
 
-def _ntk(scaling: Ntk, theta: float, width: int, context: int) -> list[float]:
+def _ntk(scaling: Ntk, theta: float, width: int, context: int | None) -> list[float]:
     """A base times (factor · context / original − (factor − 1)) ^ (d / (d − 2)): "dynamic NTK", here for the context.
 
     The base's power is a sum of logarithms, which does not overflow. Pair 0 turns by 1 with any base.
     """
+    assert context is not None, "the language requires a context or a train.sequence"
     original = scaling.original or context
     stretch = scaling.factor * max(context, original) / original - (scaling.factor - 1)
     power = width / (width - 2) if width > 2 else 0.0
@@ -74,9 +76,10 @@ def _llama3(scaling: Llama3, frequency: float) -> float:
     return (1 - kept) * frequency / scaling.factor + kept * frequency
 
 
-def _longrope(scaling: LongRope, plain: list[float], context: int) -> tuple[list[float], float]:
+def _longrope(scaling: LongRope, plain: list[float], context: int | None) -> tuple[list[float], float]:
     """Each frequency over its factor; beyond the original context factors are the long ones, and vectors grow by
     sqrt(1 + ln(context / original) / ln(original)) (Ding et al. 2024, section 3.3)."""
+    assert context is not None, "the language requires a context or a train.sequence"
     if context <= scaling.original:
         return [frequency / by for frequency, by in zip(plain, scaling.short, strict=True)], 1.0
     growth = math.log(context / scaling.original) / math.log(scaling.original)
