@@ -15,6 +15,7 @@ def model_forms(spec: Spec) -> Iterator[Diagnostic]:
     if spec.has_model:
         yield from _parallel_residual(spec.model)
         yield from _images(spec)
+        yield from _windows(spec.model)
     if spec.train is not None and spec.train.sequence is None and not (spec.has_model and spec.model.length):
         yield diagnose("MOE0203", spec.train.span(), "`train` needs `sequence`")
 
@@ -67,6 +68,31 @@ def _images(spec: Spec) -> Iterator[Diagnostic]:
         if length not in (None, embedding.tokens):
             label, help = _labels((embedding.span(), grid)), "leave it out: the grid says it"
             yield diagnose("MOE0368", span, f"{length} tokens", labels=label, help=help)
+
+
+def _windows(model: Model) -> Iterator[Diagnostic]:
+    """Windows of a grid: there is one, they divide it, and nothing else says which patches a patch attends to."""
+    patches = model.embedding
+    for attention in {id(layer.attention): layer.attention for layer in model.layers}.values():
+        windows = attention.grid
+        if windows is None:
+            continue
+        if not isinstance(patches, Patches):
+            at, message, label = windows.span(), "tokens of a text have no grid", _labels()
+        elif attention.causal or attention.window is not None:
+            other = "window" if attention.window is not None else "causal"
+            at, message = windows.span(), "a patch attends to all patches of its window"
+            label = _labels((attention.span(other), "this leaves some of them out")) if attention.given(other) else []
+            message += "" if label else ", and `causal` is true"
+        elif patches.side % windows.size:
+            at, message = windows.span("size"), f"{patches.side} / {windows.size} is not whole"
+            label = _labels((patches.span(), f"a grid of {patches.side} x {patches.side} patches"))
+        elif windows.shift >= windows.size:
+            at, message = windows.span("shift"), f"a shift by {windows.shift} patches"
+            label = _labels((windows.span("size"), f"windows repeat every {windows.size}"))
+        else:
+            continue
+        yield diagnose("MOE0369", at, message, labels=label)
 
 
 def _tokens(spec: Spec) -> Iterator[Diagnostic]:

@@ -37,6 +37,23 @@ def _patch_embed(e: Emitter, op: Op) -> None:
     e.result(op, aten.linear.default, patches, e.call(op, aten.flatten.using_ints, weight, 1, 3))
 
 
+def _grid_windows(e: Emitter, op: Op) -> None:
+    """Numbers windows by rows, with one more of them in a row than fit where they are not shifted."""
+    assert isinstance(op, o.GridWindows)
+    (v,) = e.refs(op)
+    tokens = e.call(op, aten.select.int, e.call(op, aten.select.int, v, 3, 0), 2, 0)
+    ones = e.call(op, aten.ones_like.default, tokens, dtype=torch.int64)
+    places = e.call(op, aten.sub.Scalar, e.call(op, aten.cumsum.default, ones, 1), 1)
+    row = e.call(op, aten.floor_divide.Scalar, places, op.side)
+    column = e.call(op, aten.remainder.Scalar, places, op.side)
+    numbers = []
+    for place in (row, column):
+        moved = e.call(op, aten.add.Scalar, place, op.size - op.shift)
+        numbers.append(e.call(op, aten.floor_divide.Scalar, moved, op.size))
+    down = e.call(op, aten.mul.Scalar, numbers[0], op.side // op.size + 1)
+    e.result(op, aten.add.Tensor, down, numbers[1])
+
+
 def _mean_tokens(e: Emitter, op: Op) -> None:
     assert isinstance(op, o.MeanTokens)
     e.result(op, aten.div.Scalar, e.call(op, aten.sum.dim_IntList, *e.refs(op), [1]), op.length)
@@ -48,6 +65,7 @@ def _classify(e: Emitter, op: Op) -> None:
 
 IMAGES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.Classify: _classify,
+    o.GridWindows: _grid_windows,
     o.MeanTokens: _mean_tokens,
     o.PatchEmbed: _patch_embed,
     o.PatchNumbers: _patch_numbers,

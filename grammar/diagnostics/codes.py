@@ -105,6 +105,7 @@ CODES: dict[str, str] = {
     "MOE0346": "binary codes need a power of two of experts",
     "MOE0340": "nothing says how many groups of experts `device_loss` balances",
     "MOE0341": "the groups of `device_loss` do not divide the experts",
+    "MOE0369": "windows do not fit the grid of patches",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

@@ -15,6 +15,7 @@ from moec.grammar.spec.attention import (
     Ntk,
     RmsNorm,
     Rope,
+    Windows,
     Yarn,
 )
 from moec.grammar.spec.balance import (
@@ -186,6 +187,7 @@ __all__ = [
     "Train",
     "Uniform",
     "Unit",
+    "Windows",
     "Yarn",
     "ZLoss",
     "Zipf",

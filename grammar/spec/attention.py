@@ -99,6 +99,20 @@ class Rope(Node):
 # ---- attention ---------------------------------------------------------------------------------------
 
 
+class Windows(Node):
+    """Square windows of an image's grid of patches: a patch attends to those of its window, and to no other."""
+
+    word = "windows"
+    source = "Swin, Liu et al. 2021, arXiv 2103.14030, section 3.2"
+    positional = ("size",)
+    size: Annotated[PositiveInt, Doc("patches in a row of a window, and rows; divides those of the grid")]
+    shift: Annotated[
+        int,
+        at_least(0),
+        Doc("patches by which windows are moved down and right, in every other layer; commonly size / 2"),
+    ] = 0
+
+
 class _Attention(Node):
     """What every kind of attention may have."""
 
@@ -114,6 +128,7 @@ class _Attention(Node):
     window: Annotated[
         PositiveInt | None, Doc("each token sees this many, itself included; not `causal`, as many after it too")
     ] = None
+    grid: Annotated[Windows | None, Doc("windows of the grid of patches, for images with `causal = false`")] = None
     sinks: Annotated[bool, Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
     clip: Annotated[Positive | None, Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
     causal: Annotated[bool, Doc("whether a token sees only itself and those before it")] = True

@@ -9,6 +9,7 @@ from moec.grammar.spec import Attention, Gqa, Mha, Mla, Model
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import PROJECTION, Builder, normal, residual_init
+from moec.passes.lower.lower_images import window_numbers
 from moec.passes.lower.lower_latent_attention import latent_heads
 from moec.passes.lower.rotary import rotation, score_factor
 
@@ -30,6 +31,8 @@ def attend(
     assert isinstance(value_dim, int)
     how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
     beside = dict(of_texts)
+    if attention.grid is not None:
+        beside["segments"] = window_numbers(b, model, attention.grid, v)
     if attention.sinks:
         line, zeros = attention.span("sinks"), Init(kind="zeros")
         beside["sinks"] = b.parameter("attention.sinks", (heads,), model.dtype, zeros, line, {"tp": 0})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moec.grammar.spec import Classes, Model, Patches
+from moec.grammar.spec import Classes, Model, Patches, Windows
 from moec.passes.ir import Init, Value
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import TABLE, Builder, normal
@@ -24,6 +24,13 @@ def patch_vectors(b: Builder, model: Model, patches: Patches) -> str:
     shape = (model.dim, patches.channels, patches.size, patches.size)
     weight = b.parameter("embedding.weight", shape, model.dtype, normal(), patches.span(), matrices=TABLE)
     return b.one(o.PatchEmbed, "images", weight, to="x", span=patches.span())
+
+
+def window_numbers(b: Builder, model: Model, windows: Windows, v: str) -> str:
+    """The number of each patch's window, from the values v of attention."""
+    assert isinstance(model.embedding, Patches), "the language refuses windows of a grid where there is none"
+    side = model.embedding.side
+    return b.one(o.GridWindows, v, to="windows", span=windows.span(), side=side, size=windows.size, shift=windows.shift)
 
 
 def class_logits(b: Builder, model: Model, head: Classes, h: str, length: int) -> str:

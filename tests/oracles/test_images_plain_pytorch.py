@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,26 @@ SIDE = IMAGE // PATCH
 BATCH = 6
 
 
-def vit(p: dict[str, Tensor], images: Tensor) -> Tensor:
+def swin_mask(size: int, shift: int) -> Tensor:
+    """Which patches see each other in windows of a grid that is rolled by `shift`, as Swin's code has it: of patches
+    that meet in a window only through the roll, each sees its own part alone. Bool [1, patches, patches]."""
+    parts = torch.zeros(SIDE, SIDE)
+    for row in range(SIDE):
+        for column in range(SIDE):
+            # Of the rolled grid: the last window's rows, and among them those that came from the other edge.
+            bands = [0 if at < SIDE - size else 1 if at < SIDE - shift else 2 for at in (row, column)]
+            parts[row, column] = 3 * bands[0] + bands[1]
+    windows = torch.arange(SIDE) // size
+    of_window = windows[:, None] * SIDE + windows[None]
+    places = torch.arange(SIDE * SIDE).view(SIDE, SIDE).roll((-shift, -shift), (0, 1)).flatten()
+    seen = torch.zeros(SIDE * SIDE, SIDE * SIDE, dtype=torch.bool)
+    for of_query, query in zip(zip(of_window.flatten(), parts.flatten(), strict=True), places, strict=True):
+        for of_key, key in zip(zip(of_window.flatten(), parts.flatten(), strict=True), places, strict=True):
+            seen[query, key] = of_query == of_key
+    return seen[None]
+
+
+def vit(p: dict[str, Tensor], images: Tensor, masks: Sequence[Tensor | None] = (None, None)) -> Tensor:
     """Logits: a convolution whose kernel and stride are a patch, positions, two layers, the mean, a linear map."""
     x = F.conv2d(images, p["embedding.weight"], stride=PATCH)  # [batch, dim, row, column]
     x = x.permute(0, 2, 3, 1).reshape(len(images), SIDE * SIDE, -1)
@@ -32,7 +53,7 @@ def vit(p: dict[str, Tensor], images: Tensor) -> Tensor:
         x = x + p["positions.weight"]
     for number in range(2):
         of = of_layer(p, number)
-        x = x + attention(of, rms_norm(x, of["attention_norm.weight"]), causal=False)
+        x = x + attention(of, rms_norm(x, of["attention_norm.weight"]), causal=False, mask=masks[number])
         h = rms_norm(x, of["ffn_norm.weight"])
         x = x + (gelu_ffn(of, h) if number == 0 else swiglu_mixture(of, h, 2))
     return rms_norm(x, p["norm.weight"]).mean(1) @ p["head.weight"].T + p["head.bias"]
@@ -58,6 +79,20 @@ def test_the_reference_equals_the_handwritten_model(positions: str) -> None:
     output.loss.backward()
     loss.backward()
     require_gradients(ours, p)
+
+
+@pytest.mark.parametrize(("size", "shifts"), [(2, (0, 1)), (2, (1, 0)), (4, (0, 2)), (1, (0, 0)), (4, (3, 1))])
+def test_windows_of_a_grid_are_those_of_swin(size: int, shifts: tuple[int, int]) -> None:
+    first, second = (f"mha(heads = 4, causal = false, grid = windows({size}, shift = {shift}))" for shift in shifts)
+    ours = reference(image_spec(attention=first, second=second, balance="[]"), dtype=torch.float64)
+    p = spread(ours)
+    images, labels = batch()
+    output, logits = ours(images, labels), vit(p, images, [swin_mask(size, shift) for shift in shifts])
+    torch.testing.assert_close(output.logits, logits, **TIGHT)
+    F.cross_entropy(logits, labels, ignore_index=-100).backward()
+    output.loss.backward()
+    if size > 1:  # a patch alone has no choice whom to see: queries and keys get no gradient
+        require_gradients(ours, p)
 
 
 def test_the_balance_term_is_a_mean_over_patches() -> None:

@@ -14,6 +14,10 @@ from moec.passes.ir.text import print_program
 from moec.runtime.verify.verification import verify
 
 ATTENTIONS = {
+    "windows of a grid": [
+        "mha(heads = 4, causal = false, grid = windows(2))",
+        "gqa(heads = 4, kv_heads = 2, causal = false, grid = windows(2, shift = 1))",
+    ],
     "whole images": ["mha(heads = 4, causal = false)", "gqa(heads = 4, kv_heads = 2, rope = rope(), causal = false)"],
 }
 

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from pydantic import Field
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
+from moec.passes.ir.limits import MAX_DIM
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, settled
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
+
+Shift = Annotated[int, Field(ge=0, lt=MAX_DIM)]
+"""Patches by which windows are moved."""
 
 
 @register
@@ -73,6 +79,39 @@ class PatchEmbed(Op):
         patches = workload.inner(results[0], "patches", workload.count(images), weight.dtype)
         wide = Value(name="patches", shape=images.shape, dtype=weight.dtype, layout=images.layout)
         return Cost(work=projection(wide, weight, weight.dtype, 3, workload), saved=(patches,))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridWindows(Op):
+    """The number of each patch's window: v `[batch, sequence, heads, head_dim]` → int64 `[batch, sequence]`, in which
+    patches with one number attend to each other (Swin, Liu et al. 2021, section 3.2).
+
+    The grid has `side` patches in a row, a window `size`; windows begin `shift` patches after the grid's first row and
+    column. What is left at the edges are smaller windows: Swin rolls the grid, so that they fill whole windows, and
+    masks their parts from each other, which is the same. Only the shape of v is read.
+    """
+
+    mnemonic: ClassVar[str] = "grid_windows"
+    takes: ClassVar[str] = "v"
+    gives: ClassVar[str] = "windows"
+    constants: ClassVar[frozenset[str]] = frozenset({"v"})
+    side: Count
+    size: Count
+    shift: Shift = 0
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (v,) = operands
+        require(len(v.shape) == 4 and v.dtype != "int64", self, "wants v [batch, sequence, heads, head_dim]")
+        require(self.side % self.size == 0 and self.shift < self.size, self, "wants windows that divide the grid")
+        return (Type(shape=v.shape[:2], dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        # A place in the grid is counted from the start of the sequence: v has whole sequences of some heads.
+        v = settled(operands[0], meshes)
+        for axis, placement in v.placements:
+            v = v.replace(axis, Shard(2)) if placement == Shard(1) else v
+        return Placing((v,), (v.only(Shard(0)),))
 
 
 @register

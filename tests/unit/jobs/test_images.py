@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from faults import bypass, change_op
 from images import CHANNELS, CLASSES, IMAGE, PATCH, image_plan, image_spec, image_text
+from models import moe_text
 from torch import Tensor
 
 import moec
@@ -134,6 +135,7 @@ def test_a_checkpoint_is_resumed(tmp_path: Path) -> None:
 
 
 IMAGES, LABELS = batch()
+WINDOWED = "mha(heads = 4, causal = false, grid = windows(2, shift = 1))"
 WRONG = {
     "integers": (IMAGES.long(), LABELS, "images are torch.int64, and must be of a floating dtype"),
     "one channel less": (IMAGES[:, 1:], LABELS, r"images have shape \[8, 1, 8, 8\], and must be \[batch, 2, 8, 8\]"),
@@ -185,6 +187,33 @@ def test_tokens_have_no_classes() -> None:
     assert [each.code for each in load_text(text).diagnostics] == ["MOE0367"]
 
 
+@pytest.mark.parametrize(
+    "grid",
+    [
+        "causal = false, grid = windows(3)",
+        "causal = false, grid = windows(8)",
+        "causal = false, grid = windows(2, shift = 2)",
+        "grid = windows(2)",
+        "causal = true, grid = windows(2)",
+        "causal = false, window = 3, grid = windows(2)",
+    ],
+)
+def test_windows_that_do_not_fit_the_grid_are_refused(grid: str) -> None:
+    found = load_text(image_text(attention=f"mha(heads = 4, {grid})")).diagnostics
+    assert {each.code for each in found} == {"MOE0369"}
+
+
+def test_tokens_have_no_grid() -> None:
+    text = moe_text(attention="mha(heads = 4, causal = false, grid = windows(2))")
+    assert [each.code for each in load_text(text).diagnostics] == ["MOE0369"]
+
+
+def test_a_window_of_another_size_or_place_is_found() -> None:
+    plan = image_plan(ranks=4, tp=2, ep=2, attention="mha(heads = 4, causal = false, grid = windows(2, shift = 1))")
+    for wrong in ({"shift": 0}, {"size": 4}, {"side": 8}):
+        assert not verify(change_op(plan, "layers[1]", "windows", **wrong), float32=False).ok
+
+
 def test_a_length_that_says_what_the_grid_says_is_allowed() -> None:
     text = (
         image_text().replace("batch = 8;", "batch = 8; sequence = 16;").replace("dim = 16;", "dim = 16; context = 16;")
@@ -200,7 +229,11 @@ def test_a_faulty_plan_is_found() -> None:
     assert not verify(change_op(plan, "forward", "mean", length=PATCHES - 1), float32=False).ok
 
 
-@pytest.mark.parametrize("options", [{}, {"model": "norm = layer_norm()"}, {"patches": ", positions = none"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"model": "norm = layer_norm()"}, {"patches": ", positions = none"}, {"attention": WINDOWED}],
+    ids=str,
+)
 def test_the_reference_keeps_what_its_ops_say(options: dict[str, str]) -> None:
     spec = image_spec(**options, batch=32)
     model, program = reference(spec, seed=0), reference_program(spec)
