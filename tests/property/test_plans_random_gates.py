@@ -56,18 +56,17 @@ def proven(examples: int, words: dict[str, Any], max_ranks: int, **options: Any)
 
 @every_word
 def test_every_plan_equals_the_unsharded_model(word: str) -> None:
-    proven(FEW, WORDS[word], 8, derandomize=True)()
+    proven(FEW, WORDS[word], 4, derandomize=True)()
 
 
 @every_word
-@pytest.mark.parametrize("group", ["sequence", "batch"])
-def test_tensor_and_expert_parallelism_together_change_nothing(word: str, group: str) -> None:
+def test_tensor_and_expert_parallelism_together_change_nothing(word: str) -> None:
     drawn = {"gate": WORDS[word]["gates"][0].replace("{k}", "2"), "balance": WORDS[word]["balances"][0]}
-    report = verify(moe_plan(ranks=4, tp=2, ep=2, beside=f"group = {group}", depth=2, **drawn), float32=False)
+    report = verify(moe_plan(ranks=4, tp=2, ep=2, beside="group = batch", depth=2, **drawn), float32=False)
     assert report.ok, report
 
 
-@every_word
+@pytest.mark.parametrize("word", ["sparsemixer", "dselect_k", "load_loss"])
 def test_a_wide_plan_is_verified_at_toy_widths(word: str) -> None:
     drawn = {"gate": WORDS[word]["gates"][0].replace("{k}", "2"), "balance": WORDS[word]["balances"][0]}
     report = verify(moe_plan(ep=2, experts=16, dim=64, expert="swiglu(64)", depth=2, **drawn), scale=True)
