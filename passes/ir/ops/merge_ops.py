@@ -52,6 +52,8 @@ class MergeShares(Op):
         (shares,) = results
         means = workload.shape(shares)[0] * workload.shape(weight)[1]
         keeps = (*workload.keep(shares), workload.inner(shares, "means", means, shares.dtype))
+        if weight.dtype != shares.dtype:
+            keeps = (*keeps, workload.inner(shares, "weight", workload.count(weight), shares.dtype))
         return elementwise(self, operands, results, workload, keeps=keeps, forward=4, backward=5)
 
 

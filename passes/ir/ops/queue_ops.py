@@ -190,11 +190,16 @@ class ChosenWeights(Op):
         return own_tokens(self, 2, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        logits, _ = operands
-        inner = workload.inner(results[0], "indices", workload.count(results[0]), "int64")
-        keeps = (
-            *workload.keep(*results),
-            inner,
-            workload.inner(results[0], "scores", workload.count(logits), logits.dtype),
-        )
-        return elementwise(self, operands, results, workload, keeps=keeps)
+        (logits, _), (weights,) = operands, results
+        of_chosen, of_all = workload.count(weights), workload.count(logits)
+        kept = [workload.inner(weights, "indices", of_chosen, "int64")]
+        over_chosen = self.normalize or (self.order == "after" and self.score == "softmax")
+        if not over_chosen and self.score == "softmax":
+            kept.append(workload.inner(weights, "scores", of_all, logits.dtype))
+        elif self.scale == 1:
+            kept += workload.keep(weights)
+        else:
+            kept.append(workload.inner(weights, "unscaled", of_chosen, logits.dtype))
+        if over_chosen and self.score == "sigmoid":
+            kept += (*workload.keep(logits), workload.inner(weights, "buffer", of_all, logits.dtype))
+        return elementwise(self, operands, results, workload, keeps=kept)

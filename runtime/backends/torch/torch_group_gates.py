@@ -13,7 +13,7 @@ def choose_tokens(scores: Tensor, real: Tensor | None, parts: int, whole: int, g
         return experts.expand(scores.shape).clone()
     together = tokens * (batch // groups if groups else 1)
     capacity = min(together, -(-parts * together // (whole * num_experts)))
-    by_expert = scores.reshape(-1, together, num_experts).transpose(1, 2)
+    by_expert = scores.detach().reshape(-1, together, num_experts).transpose(1, 2)
     allowed = torch.ones_like(by_expert, dtype=torch.bool)
     if real is not None:
         allowed = (real != 0).view(-1, 1, together).expand_as(by_expert)

@@ -53,7 +53,7 @@ def reroute(
 
 def _preferences(logits: Tensor, bias: Tensor | None, score: str) -> Tensor:
     """What experts are ranked by; finite, so that a forbidden expert (−inf) is below every other."""
-    keys = logits
+    keys = logits = logits.detach()
     if bias is not None:
         keys = (logits.sigmoid() if score == "sigmoid" else logits.softmax(-1)) + bias
     return keys.clamp_min(torch.finfo(keys.dtype).min)
