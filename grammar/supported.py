@@ -17,17 +17,23 @@ from moec.grammar.spec import (
     Base,
     BatchPriority,
     Conv,
+    Dropless,
     ExpertChoice,
     GShardLoss,
+    Lora,
+    Mixture,
+    Moe,
     Patches,
     SequenceLoss,
     Smear,
     Soft,
     Spec,
+    Switch,
     SwitchLoss,
+    TopK,
     ZLoss,
 )
-from moec.grammar.spec.base import Node
+from moec.grammar.spec.base import Node, field_names
 from moec.grammar.spec.gates import Online
 
 
@@ -102,15 +108,18 @@ def _of_experts(spec: Spec) -> Iterator[Diagnostic]:
 
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     """`layer` blocks where a model is the subject, and what the file of one layer may not ask for."""
+    yield from nested(spec)
+    used = {part.body.name for moe in _all_mixtures(spec) for part in moe.parts if isinstance(part.body, Mixture)}
     if spec.has_model:
         for layer in spec.layers:
-            yield _refused(layer.span(), "a `layer` beside a `model`", "")
+            if layer.name not in used:
+                yield _refused(layer.span(), "a `layer` beside a `model` that no expert is", "")
     elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
         yield _refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
     if not spec.has_model and spec.train is not None and spec.train.replay:
         help = "a layer by itself sees one mixture of its host's; use it in a `model`"
         yield _refused(spec.train.span("replay"), "`replay` in the file of one `layer`", help)
-    for layer in () if spec.has_model else spec.layers:
+    for layer in () if spec.has_model else (spec.layer,):
         gate = layer.moe.gate
         if needed := gate.inputs():
             drawn = () if gate.draws or "tokens" in needed else gate.random()
@@ -126,6 +135,51 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
         if isinstance(bias := getattr(gate, "bias", None), Online):
             help = "nothing in a plain PyTorch model says when a step ends; use it in a `model`"
             yield _refused(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
+
+
+def _all_mixtures(spec: Spec) -> Iterator[Moe]:
+    """The mixtures of the subject, each once, and those that are declared by name."""
+    own = {id(moe): moe for moe in spec.subject.mixtures if moe is not None}
+    yield from own.values()
+    yield from (layer.moe for layer in spec.layers if id(layer.moe) not in own)
+
+
+def nested(spec: Spec) -> Iterator[Diagnostic]:
+    """What mixtures of mixtures cannot have yet: they compile to one mixture of all pairs of experts."""
+    inner = spec.subject.inner
+    for moe in _all_mixtures(spec):
+        for part in moe.parts:
+            within = inner.get(part.body.name) if isinstance(part.body, Mixture) else None
+            if within is None:
+                continue
+            if len(moe.parts) > 1:
+                yield _refused(part.span(), "`mixture` in a list of experts", "")
+            if spec.train is not None and spec.train.replay:
+                yield _refused(spec.train.span("replay"), "`replay` of a mixture of mixtures", "")
+            yield from _plain_gate(moe.gate, "a mixture of mixtures")
+            yield from _plain_gate(within.gate, "an inner mixture")
+            if not isinstance(moe.capacity, Dropless):
+                yield _refused(moe.span("capacity"), "a capacity of a mixture of mixtures", "")
+            for term in moe.balance:
+                if not isinstance(term, SwitchLoss):
+                    yield _refused(term.span(), f"`{term.word}` of a mixture of mixtures", "")
+            for name in ("shared", "residual", "capacity", "balance"):
+                value = getattr(within, name)
+                if value is not None and value != () and not isinstance(value, Dropless):
+                    yield _refused(within.span(name), f"`{name}` of an inner mixture", "")
+            if len(within.parts) > 1 or isinstance(within.parts[0].body, Mixture | Lora | Conv):
+                yield _refused(within.span("experts"), "these experts of an inner mixture", "")
+
+
+def _plain_gate(gate: Node, of: str) -> Iterator[Diagnostic]:
+    """Only `topk` and `switch`, without what a second gate would need of its own."""
+    if not isinstance(gate, TopK | Switch):
+        yield _refused(gate.span(), f"`{gate.word}` in {of}", "today: switch, topk")
+        return
+    plain = type(gate)(k=gate.k) if isinstance(gate, TopK) else Switch()
+    for name in field_names(type(gate)):
+        if name not in ("k", "score", "order", "normalize") and getattr(gate, name) != getattr(plain, name):
+            yield _refused(gate.span(name), f"`{name}` of a gate in {of}", "")
 
 
 def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:

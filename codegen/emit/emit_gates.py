@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, fx
 
+from moec.codegen.emit.emit_nested import weights_of_pairs
 from moec.codegen.emit.emitter import Emitter
 from moec.passes.ir import Op
 from moec.passes.ir import ops as o
@@ -121,6 +122,7 @@ _LEAST = -1e30
 
 WEIGHTS: dict[type[Op], Callable[[Op, Tensor, Tensor], Tensor]] = {
     g.Route: _weights_of_route,
+    o.NestedRoute: weights_of_pairs,
 }
 """For each op with `scores`: the weights `[…, k]` that it would give to the choices `[…, k]`, from scores `[…, E]`.
 

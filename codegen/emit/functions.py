@@ -17,6 +17,7 @@ from moec.codegen.emit.emit_loads import LOADS
 from moec.codegen.emit.emit_loss import LOSS
 from moec.codegen.emit.emit_merge import MERGE
 from moec.codegen.emit.emit_mixtures import MIXTURES
+from moec.codegen.emit.emit_nested import NESTED
 from moec.codegen.emit.emit_random_gates import RANDOM_GATES
 from moec.codegen.emit.emit_replay import REPLAY
 from moec.codegen.emit.emit_sampling import SAMPLING
@@ -44,6 +45,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **MERGE,
     **MIXTURES,
     **SOFT,
+    **NESTED,
     **WINDOWS,
     **TOKENS,
     **STATES,

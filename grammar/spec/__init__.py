@@ -1,5 +1,6 @@
 """The schema of `.moe` files, one module per topic, and `Spec`, a whole file."""
 
+from dataclasses import replace
 from typing import Annotated
 
 from moec.grammar.spec.attention import (
@@ -89,14 +90,16 @@ class Spec(Node):
 
     @property
     def layer(self) -> LayerModule:
-        """The one `layer` of a file without a model."""
-        (layer,) = self.layers
+        """The one `layer` of a file without a model that no other contains."""
+        used = {part.body.name for each in self.layers for part in each.moe.parts if isinstance(part.body, Mixture)}
+        (layer,) = (each for each in self.layers if each.name not in used)
         return layer
 
     @property
     def subject(self) -> Subject:
         """What the file compiles to."""
-        return self.model.subject if self.has_model else self.layer.subject
+        own = self.model.subject if self.has_model else self.layer.subject
+        return replace(own, inner={layer.name: layer.moe for layer in self.layers})
 
     @property
     def sequence(self) -> int | None:

@@ -107,11 +107,14 @@ class Conv(_FeedForward):
 
 
 class Mixture(Node):
-    """An expert that is itself a mixture, declared by a `layer "name" { … }` block (hierarchical)."""
+    """An expert that is itself a mixture, declared by a `layer "name" { … }` block (hierarchical).
+
+    A token goes to pairs of an outer and an inner expert, with the product of their weights. `ep` divides the outer
+    experts: an expert's inner experts lie on one rank.
+    """
 
     word = "mixture"
     source = "Jordan & Jacobs 1994; Shazeer et al. 2017, appendix B"
-    implemented = False
     positional = ("name",)
     name: Annotated[Text, Doc("label of the `layer` block")]
 

@@ -1,14 +1,14 @@
 """`model { … }`: what the network is."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Literal
 
 from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
 from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
 from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
-from moec.grammar.spec.experts import Experts, FeedForward
+from moec.grammar.spec.experts import Experts, FeedForward, Mixture
 from moec.grammar.spec.gates import BatchPriority, Gate
 from moec.grammar.spec.images import Classes, Patches
 
@@ -157,6 +157,12 @@ class Subject:
     dim: int
     dtype: DType
     mixtures: tuple[Moe | None, ...]
+    inner: Mapping[str, Moe] = field(default_factory=dict)
+    """The mixtures that experts of others are, by name."""
+
+    def within(self, experts: Experts) -> Moe | None:
+        """The mixture that each of these experts is; None for feed-forwards."""
+        return self.inner[experts.body.name] if isinstance(experts.body, Mixture) else None
 
     @property
     def depth(self) -> int:

@@ -19,7 +19,8 @@ class Routed:
 
     `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order or are
     those of texts. `real` names the marks of real tokens in a model with a padding id. `segments` names the segments of
-    the tokens, where each is a routing group; it is None elsewhere.
+    the tokens, where each is a routing group; it is None elsewhere. `outer`: the choices of outer experts in a mixture
+    of mixtures, whose balance terms count these.
     """
 
     gated: Gated
@@ -28,6 +29,7 @@ class Routed:
     experts: int
     real: tuple[str, ...]
     segments: str | None = None
+    outer: str | None = None
 
     @property
     def some_are_none(self) -> bool:
@@ -52,7 +54,7 @@ def balance_terms(b: Builder, moe: Moe, routed: Routed) -> list[str]:
 
 
 def _switch_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
-    return _of_choices(b, moe.group, term, routed, routed.e)
+    return _of_choices(b, moe.group, term, routed, routed.outer or routed.e)
 
 
 def _gshard_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:

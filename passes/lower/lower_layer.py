@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moec.grammar.spec import LayerModule
+from moec.grammar.spec import LayerModule, Subject
 from moec.passes.ir import Block, Output, Value
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import Builder
@@ -11,13 +11,13 @@ from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_vectors
 from moec.passes.lower.lower_mixture import mixture
 
 
-def layer_blocks(layer: LayerModule) -> list[Block]:
+def layer_blocks(layer: LayerModule, subject: Subject) -> list[Block]:
     """The layer's body, `forward`, which calls it as layer 0, and the blocks of its balance terms where it has any.
 
     `forward` takes x `[batch, sequence, dim]` in the layer's dtype and gives y of the same type, balance terms and
     counts.
     """
-    subject, span = layer.subject, layer.span()
+    span = layer.span()
     x = Value(name="x", shape=(*TOKENS, subject.dim), dtype=subject.dtype, role="residual")
     b = Builder(f"layers{layer_set_name([0])}", [x], span)
     mixed, others = mixture(b, subject, layer.moe, "x", {})

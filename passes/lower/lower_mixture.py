@@ -63,21 +63,31 @@ def _without_choices(
 
 
 def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], replay: bool) -> Routed:
-    gated = lower_gate(b, subject, moe.gate, moe.num_experts, h, beside, moe.group)
+    within = subject.within(moe.parts[0])
+    gated = lower_gate(b, subject, moe.gate, moe.num_experts, h, beside, moe.group, within)
     if replay:
         gated = replayed(b, gated, moe.gate.span())
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
     if real:
         e = b.one(o.MaskChoices, e, *real, to="e", span=moe.gate.span())
     segments = beside.get("segments") if moe.group == "sequence" else None
-    routed = Routed(gated=gated, e=e, kept=e, experts=moe.num_experts, real=real, segments=segments)
+    outer = None
+    if within is not None and moe.balance:
+        inner_k = getattr(within.gate, "k", 1)
+        span = moe.gate.span()
+        outer = b.one(o.OuterChoices, e, to="outer", span=span, inner=within.num_experts, inner_k=inner_k)
+    routed = Routed(gated=gated, e=e, kept=e, experts=moe.num_experts, real=real, segments=segments, outer=outer)
     return with_places(b, moe, routed, beside)
 
 
 def _dropless(b: Builder, subject: Subject, moe: Moe, h: str, routed: Routed) -> tuple[str, str]:
     """As many rows as there are choices that are kept."""
     some_are_none = routed.some_are_none or routed.kept != routed.e
-    return _ragged(b, moe, _sent(subject, moe, h), routed.kept, routed.gated.w, some_are_none)
+    sent, within = _sent(subject, moe, h), subject.within(moe.parts[0])
+    if within is not None:  # all pairs of an outer and an inner expert
+        (inner,) = within.parts
+        sent = replace(sent, experts=inner.replace(count=sent.experts.count * inner.count))
+    return _ragged(b, moe, sent, routed.kept, routed.gated.w, some_are_none)
 
 
 def _ragged(b: Builder, moe: Moe, sent: Sent, e: str, w: str, some_are_none: bool) -> tuple[str, str]:

@@ -38,13 +38,13 @@ def lower(spec: Spec) -> Program:
     if refused := unsupported(spec):
         raise DiagnosticError(refused)
     spec = with_device_groups(spec)
-    blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer)
+    blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
     return Program(name=spec.subject.name, blocks=tuple(blocks))
 
 
 def _model_blocks(spec: Spec) -> list[Block]:
     model = spec.model
-    subject, layers = model.subject, distinct_layers(model.layers)
+    subject, layers = spec.subject, distinct_layers(model.layers)
     found = [
         with_update(_layer_block(spec, subject, layer, numbers), layer.moe.gate if layer.moe else None, numbers)
         for layer, numbers in layers

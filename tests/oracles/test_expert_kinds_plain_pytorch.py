@@ -231,3 +231,63 @@ def test_experts_equal_those_of_hugging_faces_gpt_oss() -> None:
     best, chosen = (x[0] @ own["gate.weight"].T).softmax(-1).topk(K)
     theirs = experts(x[0], chosen, best / best.sum(-1, keepdim=True))
     assert (theirs.view_as(x) - layer(x)).abs().max() < 1e-6  # their weights of routes are float32 inside
+
+
+NESTED = """
+layer "inner" {{ moe {{ experts = 4 * swiglu(7, bias = true); gate = topk(2, {inner}) }} }}
+layer "ffn" {{
+  dim = 6; dtype = fp32
+  moe {{ experts = 3 * mixture("inner"); gate = topk(2, {outer}); balance = [switch_loss(0.3)] }}
+}}
+cluster "here" {{ device = cpu; level "process" {{ size = 1 }} }}
+"""
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        ("normalize = true", "normalize = true"),
+        ("score = sigmoid", "order = after"),
+        ("order = after, score = sigmoid", "score = sigmoid, normalize = true"),
+    ],
+)
+def test_a_mixture_of_mixtures_equals_the_nested_sums(outer: str, inner: str) -> None:
+    """Shazeer et al. 2017, appendix B, eq. 12: `y = Σᵢ Σⱼ G(x)ᵢ · Gᵢ(x)ⱼ · Eᵢⱼ(x)`."""
+    layer = layer_reference(to_spec(NESTED.format(outer=outer, inner=inner)), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    p = dict(layer.named_parameters())
+    x = torch.randn(2, 3, DIM, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    def gate(logits: Tensor, how: str) -> dict[int, Tensor]:
+        score = torch.sigmoid if "sigmoid" in how else lambda values: values.softmax(-1)
+        kept = logits.topk(2).indices
+        weights = score(logits[kept]) if "after" in how else score(logits)[kept]
+        weights = weights / weights.sum() if "normalize" in how else weights
+        return dict(zip(kept.tolist(), weights, strict=True))
+
+    rows, chosen, scores = [], torch.zeros(2, 3, dtype=torch.float64), []
+    for number, token in enumerate(x.flatten(0, 1)):
+        logits = p["gate.weight"] @ token
+        row = torch.zeros(DIM, dtype=torch.float64)
+        for i, weight in gate(logits[:3], outer).items():
+            chosen[number // 3, i] += 1 / 6
+            for j, within in gate(logits[3 + 4 * i : 7 + 4 * i], inner).items():
+                row = row + weight * within * swiglu(p, "experts", token[None], None, None, 4 * i + j)[0]
+        rows.append(row)
+        scored = logits[:3].sigmoid() if "sigmoid" in outer else logits[:3].softmax(-1)
+        scores.append(scored / scored.sum())
+    y, mean = torch.stack(rows).view_as(x), torch.stack(scores).view(2, 3, 3).mean(1)
+    balance = 0.3 * 3 * (chosen * mean).sum(-1).mean()
+    ours = layer(x)
+    assert layer.aux_loss is not None
+    assert (ours - y).abs().max() < BOUND
+    assert (layer.aux_loss - balance).abs() < BOUND
+    grad = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+    given = [x, *p.values()]
+    found = torch.autograd.grad((ours * grad).sum() + layer.aux_loss, given)
+    for own, other in zip(found, torch.autograd.grad((y * grad).sum() + balance, given), strict=True):
+        assert other.abs().max() > 0
+        assert (own - other).abs().max() < BOUND

@@ -51,6 +51,38 @@ def in_parts(draw: st.DrawFn) -> Spec:
     return load_text(text.replace("8 * gelu(3)", parts), name="tiny.moe").unwrap()
 
 
+@st.composite
+def nested(draw: st.DrawFn) -> Spec:
+    """Experts that are mixtures: `ep` divides the outer experts."""
+    ranks = draw(st.sampled_from([2, 4, 8]))
+    ep, tp = (draw(st.sampled_from([d for d in (1, 2, 4) if ranks % d == 0])) for _ in range(2))
+    outer, inner = draw(st.integers(1, 2)) * ep, draw(st.integers(2, 4))
+    ways = ["normalize = true", "order = after", "score = sigmoid"]
+    text = moe_text(
+        ranks=ranks,
+        tp=tp,
+        ep=ep,
+        zero=draw(st.integers(0, 3)),
+        sequence_parallel=draw(st.booleans()),
+        experts=8,
+        expert="gelu(3)",
+        gate=f"topk({draw(st.integers(1, min(outer, 2)))}, {draw(st.sampled_from(ways))})",
+        balance=draw(st.sampled_from(["[]", "[switch_loss(0.1)]"])),
+        beside=draw(st.sampled_from(["", "group = batch", "shared = swiglu(4)"])),
+        model=draw(st.sampled_from(["", "embedding = tokens(padding = 0)"])),
+        dtype=draw(st.sampled_from(["fp32", "bf16"])),
+        batch=2 * ranks,
+        sequence=tp * draw(st.integers(1, 3)),
+        microbatches=draw(st.sampled_from([None, 2])),
+        recompute=draw(st.sampled_from(["", "experts", "layer"])),
+    )
+    body = draw(st.sampled_from(["swiglu(5, bias = true)", "gelu(6)", "linear"]))
+    gate = draw(st.sampled_from([f"topk({draw(st.integers(1, 2))}, {draw(st.sampled_from(ways))})", "switch"]))
+    text = text.replace("8 * gelu(3)", f'{outer} * mixture("inner")')
+    text += f'\nlayer "inner" {{ moe {{ experts = {inner} * {body}; gate = {gate} }} }}\n'
+    return load_text(text, name="tiny.moe").unwrap()
+
+
 DRAWS: dict[str, st.SearchStrategy[Spec]] = {
     "clamp and alpha": specs(
         max_ranks=8,
@@ -78,6 +110,7 @@ DRAWS: dict[str, st.SearchStrategy[Spec]] = {
         paths=["", "shared = swiglu({0}, gated = true)", "residual = lora(2); shared = lora(3, alpha = 1)"],
     ),
     "parts": in_parts(),
+    "mixture": nested(),
     "conv": specs(
         max_ranks=8,
         max_layers=3,

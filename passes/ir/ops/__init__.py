@@ -25,6 +25,7 @@ from moec.passes.ir.ops.load_ops import ExpectedLoads, ExpertWeights, FirstChoic
 from moec.passes.ir.ops.loss_ops import CountLabels, CountTokens, CrossEntropy, Mean
 from moec.passes.ir.ops.merge_ops import MergeExperts, MergeShares, SequenceLinear
 from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
+from moec.passes.ir.ops.nested_ops import NestedRoute, OuterChoices
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
 from moec.passes.ir.ops.part_ops import ConcatCounts, SelectExperts
@@ -108,8 +109,10 @@ __all__ = [
     "Mix",
     "MixtureMlp",
     "MoveBias",
+    "NestedRoute",
     "NormalNoise",
     "NumberSegments",
+    "OuterChoices",
     "PatchEmbed",
     "PatchNumbers",
     "Permute",

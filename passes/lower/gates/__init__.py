@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from moec.grammar.spec import Subject
+from moec.grammar.spec import Moe, Subject
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import (
     AttentionRouter,
@@ -30,6 +30,7 @@ from moec.passes.lower.gates.gated import BIAS, Gated, Given
 from moec.passes.lower.gates.group_gates import base, expert_choice
 from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
+from moec.passes.lower.gates.nested_gate import nested_gate
 from moec.passes.lower.gates.noisy_gate import noisy_topk
 from moec.passes.lower.gates.sparsemixer_gate import sparsemixer
 from moec.passes.lower.gates.topk_gates import batch_priority, switch, topk
@@ -38,10 +39,18 @@ __all__ = ["BIAS", "Gated", "lower_gate"]
 
 
 def lower_gate(
-    b: Builder, subject: Subject, gate: Node, experts: int, h: str, beside: Mapping[Role, str], group: RoutingGroup
+    b: Builder,
+    subject: Subject,
+    gate: Node,
+    experts: int,
+    h: str,
+    beside: Mapping[Role, str],
+    group: RoutingGroup,
+    within: Moe | None = None,
 ) -> Gated:
-    """Lowers any gate that moec compiles."""
-    return _LOWERED[type(gate)](b, gate, Given(subject=subject, experts=experts, h=h, beside=beside, group=group))
+    """Lowers any gate that moec compiles; with `within`, the mixture that each expert is, pairs of gates."""
+    given = Given(subject=subject, experts=experts, h=h, beside=beside, group=group)
+    return _LOWERED[type(gate)](b, gate, given) if within is None else nested_gate(b, gate, within, given)
 
 
 _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {

@@ -118,6 +118,10 @@ def plans() -> dict[str, Plan]:
     made |= {"windows": image_plan(attention="mha(heads = 4, causal = false, grid = windows(2, shift = 1))")}
     made |= {"a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
     parts = moe_text(expert="gelu(3)").replace("8 * gelu(3)", "[4 * swiglu(8), 4 * linear]")
+    inner = 'layer "inner" { moe { experts = 3 * gelu(5); gate = topk(2, score = sigmoid, normalize = true) } }'
+    for outer in ("topk(2, order = after)", "switch"):
+        nested = moe_text(expert="gelu(3)", gate=outer, balance="[switch_loss(0.1)]")
+        made[f"nested, {outer}"] = moec.compile(nested.replace("8 * gelu(3)", '8 * mixture("inner")') + inner)
     made |= {"parts": moec.compile(parts), "a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
     return made | {"sliced experts": sliced_plan(), "copied experts": sliced_plan(copied=True)}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,16 +11,19 @@ from faults import change_op, change_sums, op_giving
 from models import layer_plan, layer_text, moe_plan, moe_spec, moe_text
 
 import moec
+from moec.codegen.emit import WEIGHTS, emit_function
 from moec.codegen.kernels.of_plan import kernel_sources
 from moec.codegen.plan import Plan
+from moec.grammar import load_text
+from moec.grammar.supported import unsupported
 from moec.passes.cost.totals import costs_of
 from moec.passes.cost.workload import Workload
 from moec.passes.ir.ir_error import IrError
-from moec.passes.ir.ops import ExpertMlp, Scale
+from moec.passes.ir.ops import ExpertMlp, NestedRoute, Scale
 from moec.passes.ir.parse import parse_program
 from moec.passes.ir.text import print_program
 from moec.passes.ir.verifier import check_program
-from moec.runtime.job.reference import layer_reference, reference
+from moec.runtime.job.reference import layer_reference, reference, reference_program
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
@@ -277,3 +281,68 @@ def test_windows_are_of_whole_sequences_under_tensor_parallelism() -> None:
         report = verify(plan)
         assert report.ok, report
     assert verify(plan, scale=True).ok
+
+
+# ---- mixtures of mixtures ------------------------------------------------------------------------------
+
+INNER = 'layer "inner" {{ moe {{ experts = 3 * {}; gate = topk(2, normalize = true); {} }} }}'
+
+
+def nested(
+    experts: str = "gelu(5)",
+    inner: str = "",
+    gate: str = "topk(2)",
+    balance: str = "[switch_loss(0.1)]",
+    **options: Any,
+) -> str:
+    text = moe_text(expert="gelu(3)", gate=gate, balance=balance, **options)
+    return text.replace("8 * gelu(3)", '8 * mixture("inner")') + INNER.format(experts, inner)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_mixtures_of_mixtures_are_right_in_both_dtypes_and_at_toy_widths(dtype: str) -> None:
+    plan = moec.compile(nested(ep=4, dtype=dtype))
+    for report in (verify(plan), verify(plan, scale=True)):
+        assert report.ok, report
+
+
+def test_pairs_that_are_given_get_the_weights_that_the_op_gives() -> None:
+    plan = moec.compile(nested(ranks=1, ep=1))
+    op = next(op for op in plan.program.block(BODY).ops if isinstance(op, NestedRoute))
+    function = emit_function(reference_program(plan.spec), BODY, float64=True)
+    assert [type(router) for router in function.routers] == [NestedRoute]
+    logits = torch.randn(2, 3, 8 * 4, dtype=torch.float64)
+    outer, of_inner = logits[..., :8].softmax(-1), logits[..., 8:].unflatten(-1, (8, 3)).softmax(-1)
+    pairs = torch.tensor([[[6, 8, 21, 22]]]).expand(2, 3, 4)  # 2 with 0 and 2, 7 with 0 and 1
+    expected = [outer[..., i] * of_inner[..., i, j] / of_inner[..., i, list(both)].sum(-1)
+                for i, j, both in ((2, 0, (0, 2)), (2, 2, (0, 2)), (7, 0, (0, 1)), (7, 1, (0, 1)))]  # fmt: skip
+    torch.testing.assert_close(WEIGHTS[NestedRoute](op, logits, pairs), torch.stack(expected, -1))
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"gate": "topk(2, jitter = 0.1)"}, "`jitter` of a gate in a mixture of mixtures"),
+        ({"gate": "hash(2)", "balance": "[]"}, "`hash` in a mixture of mixtures"),
+        ({"beside": "capacity = factor(1.0)"}, "a capacity of a mixture of mixtures"),
+        ({"balance": "[z_loss(0.1)]"}, "`z_loss` of a mixture of mixtures"),
+        ({"inner": "capacity = dynamic()"}, "`capacity` of an inner mixture"),
+        ({"inner": "balance = [switch_loss(0.1)]"}, "`balance` of an inner mixture"),
+        ({"inner": "shared = gelu(4)"}, "`shared` of an inner mixture"),
+        ({"experts": "lora(4)"}, "these experts of an inner mixture"),
+    ],
+)
+def test_what_the_flat_form_cannot_express_is_refused(given: dict[str, str], what: str) -> None:
+    text = nested(**given)
+    found = [one for one in unsupported(load_text(text).unwrap()) if one.code == "MOE0202"]
+    assert any(one.message.startswith(what) and one.span is not None for one in found), found
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_the_inner_experts_of_another_outer_one_are_found(ep: int) -> None:
+    plan = moec.compile(nested(ep=ep))
+    op = next(op for op in plan.program.block(BODY).ops if isinstance(op, NestedRoute))
+    report = verify(change_op(plan, BODY, op.results[2].name, inner_score="sigmoid"))
+    assert not report.ok
+    assert report.first_difference is not None
+    assert report.first_difference.layer == "layers.1"

@@ -1,0 +1,88 @@
+"""Emits the ops of mixtures of mixtures (`passes/ir/ops/nested_ops.py`), and weighs pairs that are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from moec.codegen.emit.emitter import Emitter
+from moec.passes.ir import Op
+from moec.passes.ir import ops as o
+
+aten = torch.ops.aten
+ALL = (1 << 63) - 1
+
+
+def _nested_route(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.NestedRoute)
+    (logits,) = e.refs(op)
+    of_outer = e.call(op, aten.narrow.default, logits, -1, 0, op.outer)
+    of_inner = e.call(op, aten.narrow.default, logits, -1, op.outer, op.outer * op.inner)
+    of_inner = e.call(op, aten.unflatten.int, of_inner, -1, [op.outer, op.inner])
+    probabilities = _probabilities(e, op, of_outer, op.score)
+    weights, chosen = _best(e, op, of_outer, op.k, op.score, op.order, op.normalize)
+    groups = e.call(op, aten.unsqueeze.default, chosen, -1)
+    every = e.call(op, aten.expand.default, groups, [-1, -1, -1, op.inner])
+    own = e.call(op, aten.gather.default, of_inner, 2, every)
+    how = op.inner_score, op.inner_order, op.inner_normalize
+    within, inside = _best(e, op, own, op.inner_k, *how)
+    weights = e.call(op, aten.mul.Tensor, within, e.call(op, aten.unsqueeze.default, weights, -1))
+    experts = e.call(op, aten.add.Tensor, inside, e.call(op, aten.mul.Scalar, groups, op.inner))
+    e.several(op, probabilities, *(e.call(op, aten.flatten.using_ints, pairs, 2, 3) for pairs in (weights, experts)))
+
+
+def _scores(e: Emitter, op: Op, logits: fx.Node, score: str) -> fx.Node:
+    return e.call(op, aten.sigmoid.default, logits) if score == "sigmoid" else e.call(op, aten.softmax.int, logits, -1)
+
+
+def _probabilities(e: Emitter, op: Op, logits: fx.Node, score: str) -> fx.Node:
+    scores = _scores(e, op, logits, score)
+    return _divided(e, op, scores) if score == "sigmoid" else scores
+
+
+def _divided(e: Emitter, op: Op, x: fx.Node) -> fx.Node:
+    return e.call(op, aten.div.Tensor, x, e.call(op, aten.sum.dim_IntList, x, [-1], True))
+
+
+def _best(
+    e: Emitter, op: Op, logits: fx.Node, k: int, score: str, order: str, normalize: bool
+) -> tuple[fx.Node, fx.Node]:
+    """The weights and the indices of the k best, over the last dim."""
+    given = logits if order == "after" else _scores(e, op, logits, score)
+    found = e.call(op, aten.topk.default, given, k)
+    best, chosen = (e.item(op, found, index) for index in range(2))
+    weights = _scores(e, op, best, score) if order == "after" else best
+    return _divided(e, op, weights) if normalize else weights, chosen
+
+
+def _outer_choices(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.OuterChoices)
+    first = e.call(op, aten.slice.Tensor, *e.refs(op), -1, 0, ALL, op.inner_k)
+    e.result(op, aten.floor_divide.Scalar, first, op.inner)
+
+
+NESTED: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.NestedRoute: _nested_route,
+    o.OuterChoices: _outer_choices,
+}
+
+
+def weights_of_pairs(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
+    """The weights `[…, k · inner_k]` that `nested_route` would give to these pairs, from its logits."""
+    assert isinstance(op, o.NestedRoute)
+    of_outer, of_inner = logits[..., : op.outer], logits[..., op.outer :]
+    of_inner = of_inner.reshape(*of_inner.shape[:-1], op.outer, op.inner)
+    pairs = experts.reshape(*experts.shape[:-1], op.k, op.inner_k)
+    groups = pairs[..., 0].div(op.inner, rounding_mode="floor")
+    own = of_inner.gather(-2, groups[..., None].expand(*groups.shape, op.inner))
+    weights = _weights_of(of_outer, groups, op.score, op.order, op.normalize)
+    within = _weights_of(own, pairs % op.inner, op.inner_score, op.inner_order, op.inner_normalize)
+    return (weights[..., None] * within).flatten(-2)
+
+
+def _weights_of(logits: Tensor, chosen: Tensor, score: str, order: str, normalize: bool) -> Tensor:
+    scored = torch.sigmoid if score == "sigmoid" else lambda x: x.softmax(-1)
+    weights = scored(logits.gather(-1, chosen)) if order == "after" else scored(logits).gather(-1, chosen)
+    return weights / weights.sum(-1, keepdim=True) if normalize else weights

@@ -1,0 +1,87 @@
+"""Ops of mixtures of mixtures: the pairs of an outer and an inner expert that each token goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NestedRoute(Op):
+    """Chooses k outer experts, and within each of them `inner_k` inner ones: two gates in one op.
+
+    logits `[batch, sequence, outer + outer · inner]`, those of the outer gate first, then those of each inner gate →
+    probabilities of the outer gate `[batch, sequence, outer]`, and weights and experts `[batch, sequence, k · inner_k]`
+    of the pairs: weight wᵢ · vᵢⱼ, expert i · inner + j (Shazeer et al. 2017, appendix B, eq. 12; Jordan & Jacobs 1994,
+    eq. 3). Each gate is as in `route`.
+    """
+
+    mnemonic: ClassVar[str] = "nested_route"
+    takes: ClassVar[str] = "logits"
+    gives: ClassVar[str] = "probabilities weights experts"
+    scores: ClassVar[str] = "logits"
+    outer: Count
+    inner: Count
+    k: Count
+    score: Literal["softmax", "sigmoid"]
+    order: Literal["before", "after"]
+    normalize: bool
+    inner_k: Count
+    inner_score: Literal["softmax", "sigmoid"]
+    inner_order: Literal["before", "after"]
+    inner_normalize: bool
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (logits,) = operands
+        wide = self.outer * (1 + self.inner)
+        require(logits.shape[-1] == wide, self, f"wants {wide} logits of each token")
+        require(self.k <= self.outer and self.inner_k <= self.inner, self, "chooses more experts than there are")
+        tokens, chosen = logits.shape[:-1], self.k * self.inner_k
+        return (
+            Type(shape=(*tokens, self.outer), dtype=logits.dtype),
+            Type(shape=(*tokens, chosen), dtype=logits.dtype),
+            Type(shape=(*tokens, chosen), dtype="int64"),
+        )
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        (logits,), (_, weights, experts) = operands, results
+        keeps = workload.keep(logits, weights, experts)
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=12, backward=12)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OuterChoices(Op):
+    """The outer experts of pairs: experts `[batch, sequence, k · inner_k]` → `[batch, sequence, k]`; −1 stays."""
+
+    mnemonic: ClassVar[str] = "outer_choices"
+    takes: ClassVar[str] = "experts"
+    gives: ClassVar[str] = "outer"
+    inner: Count
+    inner_k: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        chosen = experts.shape[-1]
+        fits = isinstance(chosen, int) and chosen % self.inner_k == 0
+        require(fits and experts.dtype == "int64", self, f"wants {self.inner_k} choices within each outer one")
+        assert isinstance(chosen, int)
+        return (Type(shape=(*experts.shape[:-1], chosen // self.inner_k), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
