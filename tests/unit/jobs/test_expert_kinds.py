@@ -346,3 +346,30 @@ def test_the_inner_experts_of_another_outer_one_are_found(ep: int) -> None:
     assert not report.ok
     assert report.first_difference is not None
     assert report.first_difference.layer == "layers.1"
+
+
+def test_a_plan_of_mixtures_of_mixtures_is_saved_and_loaded(tmp_path: Path) -> None:
+    plan = moec.compile(nested(ep=2))
+    plan.save(tmp_path / "nested.plan")
+    loaded = moec.load(tmp_path / "nested.plan")
+    assert loaded.program == plan.program
+    assert verify(loaded, float32=False).ok
+
+
+# ---- different numbers of experts per layer ------------------------------------------------------------
+
+
+def test_a_pyramid_of_odd_numbers_kinds_and_sizes_equals_the_unsharded_model() -> None:
+    """Rajbhandari et al. 2022, section 4.1: more experts in later layers; here of other kinds too."""
+    text = moe_text(depth=5, ep=1, expert="gelu(3)", ranks=6, batch=6, gate="topk(1)", beside="residual = gelu(5)")
+    later = """  layers 2 { moe { experts = 9 * swiglu(5) } }
+  layers 3 { moe { experts = [3 * lora(2), 12 * swiglu(7)] } }
+  layers 4 { moe { experts = 21 * linear } }
+}
+cluster"""
+    degrees = "parallel {\n  layers 2..3 { ep = 3 }\n"
+    plan = moec.compile(text.replace("}\ncluster", later, 1).replace("parallel {\n", degrees, 1))
+    counts = [plan.parameters[f"layers.{layer}.moe.gate.weight"].shape[0] for layer in range(1, 5)]
+    assert counts == [8, 9, 15, 21]
+    report = verify(plan)
+    assert report.ok, report
