@@ -93,6 +93,13 @@ FOLDED = {
     "tp 2, ep 4, experts by ids": (
         4, {"tp": 2, "ep": 4, "gate": "hash(2)", "balance": "[]", "beside": "capacity = factor(1.0)", "model": PADDED}
     ),
+    "tp 2, experts choose": (4, {"tp": 2, "ep": 2, "gate": "expert_choice(2)", "balance": "[]", "model": PADDED}),
+    "tp 2, slots": (4, {"tp": 2, "ep": 4, "gate": "soft(2)", "balance": "[]", "model": PADDED}),
+    "tp 2, merged experts": (4, {"tp": 2, "ep": 2, "gate": "smear", "balance": "[]", "model": PADDED}),
+    "tp 2, balanced assignment": (4, {"tp": 2, "ep": 2, "gate": "base", "balance": "[]"}),
+    "tp 2, reroutes at random": (
+        4, {"tp": 2, "ep": 4, "beside": "capacity = factor(1.0, order = random); overflow = reroute; group = batch"}
+    ),
     "tp 2, separate texts, layer norm, positions, biases, norm of each head, shared, jitter": (
         4, {
             "tp": 2, "ep": 2, "bias": "all", "qk_norm": "head", "gate": "topk(2, jitter = 0.1)",
