@@ -45,6 +45,7 @@ def rolled_out_and_trained() -> dict[str, Any]:
         replayed = model(parts[0], routes=parts[2], **beside).routes
         loss = job.step(model, *parts[:2], routes=parts[2], **beside, microbatches=2)
         wholes = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        plain = job.whole_logits(model(parts[0]))  # free, one text in each sequence, no padding
         wrong = {}
         for name, bad in {"one rank's": 8 if job.rank == 3 else 0, "every rank's": 8}.items():
             try:
@@ -60,7 +61,14 @@ def rolled_out_and_trained() -> dict[str, Any]:
         except moec.DiagnosticError as error:
             wrong["descending"] = error.diagnostics[0].code, error.diagnostics[0].message
         assert local_part(next(model.parameters())).isfinite().all()
-    return {"routes": routes, "same": torch.equal(replayed, parts[2]), "loss": loss, "grads": wholes, "wrong": wrong}
+    return {
+        "routes": routes,
+        "same": torch.equal(replayed, parts[2]),
+        "loss": loss,
+        "grads": wholes,
+        "wrong": wrong,
+        "plain": plain.detach(),
+    }
 
 
 def test_a_step_with_the_routes_of_another_plans_rollout_is_the_unsharded_one(gloo: GlooPool) -> None:
@@ -71,11 +79,12 @@ def test_a_step_with_the_routes_of_another_plans_rollout_is_the_unsharded_one(gl
     other = reference(moe_spec(**OPTIONS), seed=2)
     loss = other(TOKENS, LABELS, routes=routes, segments=SEGMENTS, padding=PADDED).loss
     loss.backward()
-    for result in results:
+    for rank, result in enumerate(results):
         assert result["same"]
         torch.testing.assert_close(result["loss"], loss.detach())
         for name, parameter in other.named_parameters():
             torch.testing.assert_close(result["grads"][name], parameter.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(result["plain"], other(TOKENS).logits.detach().chunk(2)[rank // 2])
     wrong = {str(result["wrong"]) for result in results}
     assert len(wrong) == 1, "ranks raise different errors"
     assert [code for code, _ in results[0]["wrong"].values()] == ["MOE0726", "MOE0726", "MOE0702", "MOE0727"]

@@ -66,9 +66,8 @@ def alone(plain: PlainModel, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Te
     return whole, torch.nn.functional.cross_entropy(whole.flatten(0, 1), labels.flatten()) + balance
 
 
-@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("how", ["segments = true", f"separator = {SEPARATOR}"])
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize(("beside", "training"), [*((beside, True) for beside in BESIDE), ("eval", False)])
 def test_packed_texts_are_the_texts_alone(beside: str, how: str, training: bool) -> None:
     spec = spec_of(BESIDE[beside], f"tokens({how}, positions = learned)")
     ours, plain = reference(spec, dtype=torch.float64).train(training), PlainModel(spec, torch.float64).train(training)

@@ -103,7 +103,9 @@ def test_a_rollout_over_ep_4_trains_a_plan_of_tp_2_and_ep_2(sequence_parallel: b
         {"tp": 2, "ep": 4, "zero": 3, "sequence_parallel": False, "beside": "capacity = dynamic(max = 0.8)"},
         {"ep": 2, "gate": "topk(2, score = sigmoid, bias = online(0.01), jitter = 0.1)", "beside": "group = batch"},
         {"tp": 2, "ep": 2, "model": "embedding = tokens(padding = 0, separator = 3)", "dtype": "bf16"},
-        {"mixtures": ((8, 2), (4, 4)), "beside": "capacity = dynamic(); residual = gelu(8)"},
+        pytest.param(
+            {"mixtures": ((8, 2), (4, 4)), "beside": "capacity = dynamic(); residual = gelu(8)"}, marks=pytest.mark.slow
+        ),
     ],
     ids=["microbatches", "capacity", "zero", "online", "padding", "two meshes"],
 )  # fmt: skip

@@ -37,8 +37,14 @@ def packed(**options: Any) -> Plan:
         {"ep": 4, "recompute": "experts", "beside": "capacity = factor(0.75, eval = 1.5)"},
         {"tp": 2, "ep": 4, "zero": 3, "sequence_parallel": False, "beside": "capacity = dynamic(max = 0.8)"},
         {"tp": 4, "ep": 1, "model": "embedding = tokens(padding = 0, separator = 3)", "beside": "capacity = factor(1)"},
-        {"ep": 2, "gate": "topk(2, score = sigmoid, bias = online(0.01), jitter = 0.1)", "dtype": "bf16"},
-        {"tp": 2, "beside": "group = batch; capacity = factor(0.5)", "optimizer": "adamw(); replay = true"},
+        pytest.param(
+            {"ep": 2, "gate": "topk(2, score = sigmoid, bias = online(0.01), jitter = 0.1)", "dtype": "bf16"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"tp": 2, "beside": "group = batch; capacity = factor(0.5)", "optimizer": "adamw(); replay = true"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["microbatches", "evaluation", "zero", "padding", "online", "batches"],
 )  # fmt: skip
