@@ -106,6 +106,20 @@ def test_sigmoid_scores_that_underflow_still_normalize() -> None:
     assert logits.grad.isfinite().all()
 
 
+def test_tokens_whose_sigmoids_underflow_do_not_change_others() -> None:
+    logits = torch.randn(1, 5, 6, requires_grad=True)
+    with torch.no_grad():
+        logits[0, 2] = -200.0
+    for normalize in (False, True):
+        whole = ops.route(logits, None, 2, "sigmoid", "before", normalize)
+        for token in (0, 2, 4):
+            alone = ops.route(logits[:, [token]], None, 2, "sigmoid", "before", normalize)
+            assert all(torch.equal(a[:, 0], b[:, token]) for a, b in zip(alone, whole, strict=True))
+        grads = [torch.ones_like(whole[0]), torch.randn_like(whole[1])]
+        (found,) = torch.autograd.grad(whole[:2], logits, grads)
+        assert found.isfinite().all()
+
+
 @every_mode
 def test_logits_that_are_nan_are_refused_and_located(score: str, order: str, normalize: bool) -> None:
     logits = torch.randn(2, 3, 4)
