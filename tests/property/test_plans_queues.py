@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -9,6 +11,7 @@ from random_specs import specs
 
 from moec.driver import compile as compile_source
 from moec.grammar.spec import Spec
+from moec.passes.pipeline import compile_program
 from moec.runtime.verify.verification import verify
 
 GROUPS = ("sequence", "batch", "rank")
@@ -42,21 +45,45 @@ WORDS["soft"] = specs(max_ranks=8, max_layers=3, gates=["soft(4)", "soft(8)"], b
 WORDS["smear"] = specs(max_ranks=8, max_layers=3, gates=["smear"], balances=["[]"], capacities=[""])
 """For each word, Specs that have it."""
 
-small = settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-large = settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+RANKS: dict[str, Callable[[int, int], bool]] = {
+    "tp": lambda tp, ep: tp > 1,
+    "ep": lambda tp, ep: ep > 1,
+    "tp and ep": lambda tp, ep: tp > 1 and ep > 1,
+}
+"""Few random Specs have these degrees unless they are asked for."""
+
+UNCHECKED = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
-def assert_equal(spec: Spec) -> None:
-    report = verify(compile_source(spec), float32=False)
-    assert report.ok, report
+def with_degrees(word: str, ranks: str) -> st.SearchStrategy[Spec]:
+    """The Specs of a word in which tensor or expert parallelism has several ranks."""
+
+    def fits(spec: Spec) -> bool:
+        program = compile_program(spec, "place").program
+        dense, *experts = program.meshes
+        return RANKS[ranks](dense.size("tp"), max((mesh.size("ep") for mesh in experts), default=1))
+
+    return WORDS[word].filter(fits)
 
 
+def verify_some(word: str, ranks: str, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None, derandomize=True, suppress_health_check=UNCHECKED)
+    @given(with_degrees(word, ranks))
+    def check(spec: Spec) -> None:
+        report = verify(compile_source(spec), float32=False)
+        assert report.ok, report
+
+    check()
+
+
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("word", WORDS)
-def test_every_plan_equals_the_unsharded_model(word: str) -> None:
-    small(given(WORDS[word])(assert_equal))()
+def test_every_plan_equals_the_unsharded_model(word: str, ranks: str) -> None:
+    verify_some(word, ranks, examples=1)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("word", WORDS)
-def test_every_plan_equals_the_unsharded_model_at_length(word: str) -> None:
-    large(given(WORDS[word])(assert_equal))()
+def test_every_plan_equals_the_unsharded_model_at_length(word: str, ranks: str) -> None:
+    verify_some(word, ranks, examples=9)
