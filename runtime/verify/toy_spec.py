@@ -59,20 +59,30 @@ class ToySpec:
     def spec(self) -> Spec:
         """The Spec."""
         if not self._spec.has_model:
-            return self._spec.replace(layers=(self._layer_module(self._spec.layer),))
+            own = self._spec.layer
+            layers = tuple(
+                self._layer_module(own) if layer is own else self._inner(layer) for layer in self._spec.layers
+            )
+            return self._spec.replace(layers=layers)
         model, train = self._spec.model, self._spec.train
         small = model.replace(
             dim=self._shrunk("dim", model.dim, DIM),
             layers=tuple(self._once(layer, self._layer) for layer in model.layers),
         )
+        inner = tuple(map(self._inner, self._spec.layers))
         if not isinstance(model.embedding, TokenEmbedding) or model.vocab is None:  # images keep their size
-            return self._spec.replace(model=small)
+            return self._spec.replace(model=small, layers=inner)
         tokens = self._shrunk("sequence", context_of(self._spec), self._tokens())
         vocab = self._shrunk("vocab", model.vocab, VOCAB)
         small = small.replace(vocab=vocab, embedding=self._embedding(model.embedding, vocab), context=tokens)
         if train is None or train.sequence is None:
-            return self._spec.replace(model=small)
-        return self._spec.replace(model=small, train=train.replace(sequence=min(tokens, train.sequence)))
+            return self._spec.replace(model=small, layers=inner)
+        return self._spec.replace(model=small, layers=inner, train=train.replace(sequence=min(tokens, train.sequence)))
+
+    def _inner(self, layer: LayerModule) -> LayerModule:
+        """A mixture that experts of another are, with as many experts as before."""
+        (experts,) = layer.moe.parts
+        return layer.replace(moe=layer.moe.replace(experts=experts.replace(body=self._narrow(experts.body))))
 
     def _layer_module(self, layer: LayerModule) -> LayerModule:
         """The subject of a `layer` file, whose ops contain no sequence length."""
@@ -181,7 +191,7 @@ def _fewest(moe: Moe, eps: int) -> int:
 
 def _hidden_widths(spec: Spec) -> Iterator[int]:
     paths: list[Any] = [layer.ffn for layer in spec.model.layers] if spec.has_model else []
-    for moe in spec.subject.mixtures:
+    for moe in (*spec.subject.mixtures, *spec.subject.inner.values()):
         if moe is not None:
             paths += [moe.shared, moe.residual, *(part.body for part in moe.parts)]
     return (path.hidden for path in paths if hasattr(path, "hidden"))
