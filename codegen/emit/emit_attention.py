@@ -20,8 +20,6 @@ def _attention(e: Emitter, op: Op) -> None:
     """Fused attention wants one width (without it torch computes all scores at once on CPU): narrow heads get zeros."""
     assert isinstance(op, o.Attention)
     given = op.named(e.refs(op))
-    mask = _mask(e, op, given)
-    causal = op.causal and mask is None
     width, of_values = (e.value(op.operands[index]).shape[3] for index in (0, 2))
     assert isinstance(width, int)
     assert isinstance(of_values, int)
@@ -29,15 +27,19 @@ def _attention(e: Emitter, op: Op) -> None:
         _widened(e, op, given[name], max(width, of_values) - own)
         for name, own in (("q", width), ("k", width), ("v", of_values))
     )
-    scale = op.scale or (width**-0.5 if "sinks" in given or of_values > width else None)
+    in_blocks = op.window or "sinks" in given
+    scale = op.scale or (width**-0.5 if in_blocks or of_values > width else None)
     narrowed = (-1, 0, of_values) if of_values < width else None
-    if "sinks" in given:
-        whole = e.call(op, moec.sink_attention.default, q, k, v, given["sinks"], mask, causal, scale)
+    if in_blocks:
+        beside = (given.get(name) for name in ("sinks", "segments", "real"))
+        whole = e.call(op, moec.masked_attention.default, q, k, v, *beside, op.causal, op.window, scale)
         if narrowed is None:
             e.first_of(op, whole)
         else:
             e.result(op, aten.narrow.default, e.item(op, whole, 0), *narrowed)
         return
+    mask = _mask(e, op, given)
+    causal = op.causal and mask is None
     q, k, v = (e.call(op, aten.transpose.int, heads, 1, 2) for heads in (q, k, v))
     num_heads, kv_heads = (e.value(name).shape[2] for name in op.operands[:2])
     attend, scaled = aten.scaled_dot_product_attention.default, {} if scale is None else {"scale": scale}
@@ -62,44 +64,26 @@ def _join_shared(e: Emitter, op: Op) -> None:
 
 
 def _mask(e: Emitter, op: o.Attention, given: Mapping[str, fx.Node]) -> fx.Node | None:
-    """Which tokens a token attends to, `[batch or 1, 1, sequence, sequence]`; None where `causal` says it all.
+    """Which tokens a token attends to, `[batch, 1, sequence, sequence]`; None where `causal` says it all.
 
-    Those whose segment and kind, real or padding, are its own, if `causal` up to itself, and in its window.
+    Those whose segment and kind, real or padding, are its own, if `causal` up to itself.
     """
     alike = [given[name] for name in ("segments", "real") if name in given]
-    if not alike and not op.window:
+    if not alike:
         return None
-    compared = [_of_pairs(e, op, aten.eq.Tensor, numbers, numbers) for numbers in alike]
-    if op.causal or op.window:
-        index = _index(e, op, alike[0] if alike else None, given["q"])
-        if op.causal:
-            compared.append(_of_pairs(e, op, aten.ge.Tensor, index, index))
-        if op.window:
-            first = e.call(op, aten.sub.Scalar, index, op.window)
-            compared.append(_of_pairs(e, op, aten.lt.Tensor, first, index))
-        if op.window and not op.causal:
-            last = e.call(op, aten.add.Scalar, index, op.window)
-            compared.append(_of_pairs(e, op, aten.gt.Tensor, last, index))
+    compared = [_of_pairs(e, op, aten.eq.Tensor, numbers) for numbers in alike]
+    if op.causal:
+        index = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, alike[0]), 1)
+        compared.append(_of_pairs(e, op, aten.ge.Tensor, index))
     mask, *others = compared
     for other in others:
         mask = e.call(op, aten.logical_and.default, mask, other)
     return e.call(op, aten.unsqueeze.default, mask, 1)
 
 
-def _index(e: Emitter, op: Op, numbers: fx.Node | None, q: fx.Node) -> fx.Node:
-    """1, 2, … along the sequence, `[batch or 1, sequence]`, counted so that the graph holds no length: of `numbers`
-    `[batch, sequence]`, else of q."""
-    if numbers is None:
-        column = e.call(op, aten.select.int, e.call(op, aten.select.int, q, 3, 0), 2, 0)
-        numbers = e.call(op, aten.sum.dim_IntList, column, [0], True)  # one row, also of an empty batch
-        ones = e.call(op, aten.ones_like.default, numbers, dtype=torch.int32)
-        return e.call(op, aten.cumsum.default, ones, 1, dtype=torch.int32)
-    return e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, numbers), 1)
-
-
-def _of_pairs(e: Emitter, op: Op, compare: Any, of_queries: fx.Node, of_keys: fx.Node) -> fx.Node:
+def _of_pairs(e: Emitter, op: Op, compare: Any, numbers: fx.Node) -> fx.Node:
     """`compare` of each query's number with each key's, `[batch, sequence, sequence]`."""
-    rows, columns = (e.call(op, aten.unsqueeze.default, x, dim) for x, dim in ((of_queries, 2), (of_keys, 1)))
+    rows, columns = (e.call(op, aten.unsqueeze.default, numbers, dim) for dim in (2, 1))
     return e.call(op, compare, rows, columns)
 
 

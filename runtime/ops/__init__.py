@@ -18,6 +18,7 @@ from moec.runtime.ops.expert_linear import expert_linear, expert_linear_backward
 from moec.runtime.ops.expert_mlp import expert_mlp
 from moec.runtime.ops.group_gates import balanced_assignment, choose_tokens
 from moec.runtime.ops.layer_norm import layer_norm
+from moec.runtime.ops.masked_attention import masked_attention
 from moec.runtime.ops.mixture_mlp import mixture_mlp
 from moec.runtime.ops.padded_rows import (
     combine_padded,
@@ -33,5 +34,4 @@ from moec.runtime.ops.random_numbers import jitter, normal_noise, token_keys
 from moec.runtime.ops.recomputed_experts import expert_mlp_recomputed, mixture_mlp_recomputed
 from moec.runtime.ops.routing import route
 from moec.runtime.ops.rows import combine, permute
-from moec.runtime.ops.sink_attention import sink_attention
 from moec.runtime.ops.weighted_rows import permute_weights, sum_rows

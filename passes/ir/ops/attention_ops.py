@@ -161,12 +161,11 @@ class Attention(Op):
         log_sums = workload.inner(attended, "logsumexp", batch * sequence * heads, promoted(q.dtype))
         work = fused_attention(q, k, v, attended, workload, keys=self._keys(sequence))
         saved = (*_kept_for_attention(q, k, v, attended, workload), log_sums)
-        masking = any(value.dtype == "int64" for value in beside)
-        if (
-            masking or self.window
-        ):  # torch turns the mask into numbers of q's dtype; `sink_attention` does not keep them
-            masks, dtype = batch if masking else 1, "bool" if "sinks" in self.optional else q.dtype
-            saved = (*saved, workload.inner(attended, "mask", masks * sequence * sequence, dtype))
+        numbers = [value for value in beside if value.dtype == "int64"]
+        if self.window or "sinks" in self.optional:
+            saved = (*saved, *workload.keep(*beside))
+        elif numbers:  # torch turns the mask into numbers of q's dtype
+            saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))
         return Cost(work=work, saved=saved)
 
     def _keys(self, sequence: float) -> float:

@@ -169,11 +169,11 @@ def elementwise(numbers: Numbers) -> Iterator[Call]:
 
 def attention(numbers: Numbers) -> Iterator[Call]:
     q, (k, v), sinks = numbers.normal(2, 3, 4, 8), (numbers.normal(2, 3, 2, 8) for _ in range(2)), numbers.normal(4)
-    mask = numbers.whole(torch.tensor([[1, 0, 0], [1, 1, 0], [0, 1, 1]])).bool()[None, None]
-    for how in ((None, True, 0.5), (mask, False, 0.5)):
-        yield "sink_attention", (*map(leaf, (q, k, v, sinks)), *how)
-        results = ops.sink_attention(q, k, v, sinks, *how)
-        yield "sink_attention_backward", (q, q, k, v, sinks, how[0], *results, *how[1:])
+    texts = numbers.whole(torch.tensor([[0, 0, 1], [0, 0, 0]]))
+    for beside, how in (((sinks, None, None), (True, 0, 0.5)), ((None, texts, None), (False, 2, 0.5))):
+        yield "masked_attention", (*map(leaf, (q, k, v, beside[0])), *beside[1:], *how)
+        results = ops.masked_attention(q, k, v, *beside, *how)
+        yield "masked_attention_backward", (q, q, k, v, *beside, *results, *how)
 
 
 def random_numbers(numbers: Numbers) -> Iterator[Call]:
