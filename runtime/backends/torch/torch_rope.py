@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,26 +15,38 @@ class _Rotation:
     """The attributes of the op `Rope`, which says what they mean."""
 
     theta: float
-    start: int = 0
-    width: int = 0
-    interleaved: bool = False
-    frequencies: tuple[float, ...] = ()
-    factor: float = 1.0
-
-    @classmethod
-    def of(cls, how: tuple[Any, ...]) -> _Rotation:
-        """From the operator's arguments, in which frequencies are a list."""
-        values: list[Any] = [tuple(value) if isinstance(value, Sequence) else value for value in how]
-        return cls(*values)
+    start: int
+    width: int
+    interleaved: bool
+    frequencies: tuple[float, ...]
+    factor: float
 
 
-def rope(x: Tensor, positions: Tensor | None, *how: Any) -> Tensor:
-    return _rotate(x, positions, _Rotation.of(how), 1)
+def rope(
+    x: Tensor,
+    positions: Tensor | None,
+    theta: float,
+    start: int = 0,
+    width: int = 0,
+    interleaved: bool = False,
+    frequencies: Sequence[float] = (),
+    factor: float = 1.0,
+) -> Tensor:
+    return _rotate(x, positions, _Rotation(theta, start, width, interleaved, tuple(frequencies), factor), 1)
 
 
-def rope_backward(grad: Tensor, positions: Tensor | None, *how: Any) -> Tensor:
-    """The transpose of a rotation is the rotation by the opposite angle."""
-    return _rotate(grad, positions, _Rotation.of(how), -1)
+def rope_backward(
+    x: Tensor,
+    positions: Tensor | None,
+    theta: float,
+    start: int = 0,
+    width: int = 0,
+    interleaved: bool = False,
+    frequencies: Sequence[float] = (),
+    factor: float = 1.0,
+) -> Tensor:
+    """The transpose of a rotation is the rotation by the opposite angle; x is the gradient."""
+    return _rotate(x, positions, _Rotation(theta, start, width, interleaved, tuple(frequencies), factor), -1)
 
 
 def _rotate(x: Tensor, positions: Tensor | None, how: _Rotation, direction: int) -> Tensor:
