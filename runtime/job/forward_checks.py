@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from moec.passes.ir import Program
-from moec.passes.ir.ops import Capacity
+from moec.passes.ir import Op, Program
+from moec.passes.ir.ops import BalancedAssignment, Capacity, ChooseTokens, SlotRows
 from moec.runtime.job.checks import Complaint, MustMatch
 
 SHAPES = "tokens have shapes from {least} to {most} on the ranks; capacities and jitter need one shape on all ranks"
@@ -29,5 +29,11 @@ class Claims(NamedTuple):
 
 
 def counts_own_tokens(program: Program) -> bool:
-    """Whether a capacity is computed from one rank's tokens, so that every rank must have as many."""
-    return any(isinstance(op, Capacity) for block in program.blocks for op in block.ops)
+    """Whether places or a gathered group are computed from one rank's tokens, so that every rank must have as many."""
+    return any(_counts_own_tokens(op) for block in program.blocks for op in block.ops)
+
+
+def _counts_own_tokens(op: Op) -> bool:
+    if isinstance(op, ChooseTokens | BalancedAssignment):
+        return op.group == "batch"
+    return isinstance(op, Capacity | SlotRows)

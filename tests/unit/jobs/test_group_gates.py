@@ -16,6 +16,7 @@ from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllGatherAlike
 from moec.runtime import ops
+from moec.runtime.job.forward_checks import counts_own_tokens
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.verification import verify
 
@@ -308,3 +309,21 @@ def test_merged_experts_in_the_file_of_one_layer_are_refused() -> None:
 def test_smear_has_no_other_group(group: str) -> None:
     found = load_text(moe_text(beside=f"group = {group}", **SMEAR)).diagnostics
     assert {d.code for d in found} - {"MOE0315"} == {"MOE0352", "MOE0354"}
+
+
+@pytest.mark.parametrize(
+    ("gate", "beside", "alike"),
+    [
+        ("soft(2)", "", True),
+        ("smear", "", False),
+        ("base", "", False),
+        ("base", "group = batch", True),
+        ("expert_choice", "group = batch", True),
+        ("expert_choice", "group = rank", False),
+        ("topk(2)", "capacity = factor(1.0, order = priority)", True),
+    ],
+)
+def test_ranks_must_have_batches_of_one_shape_where_places_or_a_gather_follow_from_it(
+    gate: str, beside: str, alike: bool
+) -> None:
+    assert counts_own_tokens(moe_plan(gate=gate, beside=beside, balance="[]").program) == alike
