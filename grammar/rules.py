@@ -6,22 +6,20 @@ hide it; `check` applies all rules to a Spec made in Python. The `place` pass ch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from moec.grammar.attention_rules import latent, rotary, windows
 from moec.grammar.capacity_rules import capacities
 from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.group_gate_rules import group_gates
+from moec.grammar.mixture_rules import choice, gated, mixture
 from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
-from moec.grammar.spec import Attention, DSelectK, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding, TopK
-from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import AttentionRouter
+from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding
 from moec.grammar.suggest import advice
 from moec.grammar.token_rules import token_inputs
 from moec.grammar.training_rules import optimizer_options
@@ -30,17 +28,7 @@ from moec.grammar.training_rules import optimizer_options
 def check(spec: Spec) -> list[Diagnostic]:
     """Every rule, over a whole Spec."""
     model, train = spec.model, spec.train
-    found: list[Diagnostic] = [
-        *modules(spec),
-        *capacities(spec),
-        *group_gates(spec),
-        *windows(spec),
-        *device_groups(spec),
-        *microbatches_and_recomputation(spec),
-        *model_forms(spec),
-        *optimizer_options(train),
-        *token_inputs(spec),
-    ]
+    found = over_parts(spec)
     if not spec.has_model:
         return found
     if len(model.layers) != model.depth:
@@ -65,6 +53,21 @@ def check(spec: Spec) -> list[Diagnostic]:
     sequence = (train.sequence, train.span("sequence")) if train and train.sequence else None
     found += lengths((model.context, model.span("context")), sequence, model.span())
     return found
+
+
+def over_parts(spec: Spec) -> list[Diagnostic]:
+    """The rules between distant parts of a file, which need the whole Spec."""
+    return [
+        *modules(spec),
+        *capacities(spec),
+        *group_gates(spec),
+        *windows(spec),
+        *device_groups(spec),
+        *microbatches_and_recomputation(spec),
+        *model_forms(spec),
+        *optimizer_options(spec.train),
+        *token_inputs(spec),
+    ]
 
 
 def special_ids(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) -> Iterator[Diagnostic]:
@@ -124,92 +127,6 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             "it turns pairs of dimensions",
             labels=_labels((node.span("head_dim" if node.head_dim else "heads"), of_what)),
         )
-
-
-def mixture(moe: Moe) -> Iterator[Diagnostic]:
-    """The gate against the experts, and what they are counted over."""
-    first, last = moe.parts[0].span("count"), moe.parts[-1].span("count")
-    experts = first.to(last) if first and last else None
-    yield from choice(moe.gate, moe.num_experts, experts)
-    yield from unlearned(moe.gate, moe.num_experts)
-    yield from balanced(moe)
-    if moe.group == "rank":
-        help = "`group = sequence` gives the same result on any number of ranks"
-        yield diagnose("MOE0315", moe.span("group"), help=help, severity=Severity.WARNING)
-
-
-def balanced(moe: Moe) -> Iterator[Diagnostic]:
-    """Every balance term is over scores that the gate computes."""
-    gate = moe.gate
-    for term in moe.balance:
-        if term.needs not in gate.gives:
-            fixed = "leave the term out: no term of this gate would have a gradient that balances experts"
-            others = f"leave the term out, or use a gate with {term.needs} of its own"
-            yield diagnose(
-                "MOE0325",
-                term.span(),
-                f"`{term.word}` is over the {term.needs} of experts",
-                labels=_labels((gate.span(), f"`{gate.word}` computes none")),
-                help=others if gate.gives else fixed,
-            )
-        elif term.needs == "noise" and getattr(gate, "k", 1) == moe.num_experts:
-            yield diagnose(
-                "MOE0345",
-                gate.span("k") or gate.span(),
-                f"each token takes all {moe.num_experts}",
-                labels=_labels((term.span(), "their loads are equal whatever the noise is")),
-                help=f"leave `{term.word}` out, or give each token fewer experts",
-            )
-
-
-def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:
-    """Warns of a gate with constant weights: one choice, normalized over itself. One expert needs no warning."""
-    if not isinstance(gate, TopK | AttentionRouter) or gate.k != 1 or experts == 1:
-        return
-    if isinstance(gate, AttentionRouter):
-        at, help = "k", "choose two experts or more; `switch` weighs one expert by its probability"
-    elif gate.normalize:
-        at, help = "normalize", "`normalize = false` weighs an expert by its score; so does `switch`"
-    elif gate.order == "after" and gate.score == "softmax":
-        at, help = "order", "`order = before` weighs an expert by its probability; so does `switch`"
-    else:
-        return
-    message = "of one choice this makes every weight 1"
-    yield diagnose("MOE0321", gate.span(at), message, help=help, severity=Severity.WARNING)
-
-
-def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnostic]:
-    """As many experts as a token wants, and groups of equal size that hold enough of them."""
-    there = _labels((declared, f"there are {experts}"))
-    k = getattr(gate, "k", 1)
-    if k > experts:
-        yield diagnose("MOE0304", gate.span("k") or gate.span(), f"each token wants {k}", labels=there)
-    if isinstance(gate, DSelectK) and (experts < 2 or experts.bit_count() > 1):
-        near = 2 ** max(1, round(math.log2(experts)))
-        help = f"a code of m bits names 2^m experts: use {near} experts"
-        yield diagnose("MOE0346", gate.span(), f"{experts} is no power of two from 2 on", labels=there, help=help)
-    if not isinstance(gate, TopK):
-        return
-    kept = gate.keep_groups or gate.groups
-    if experts % gate.groups:
-        message = f"{experts} experts do not make {gate.groups} equal groups"
-        yield diagnose("MOE0317", gate.span("groups"), message, labels=there)
-    elif kept > gate.groups:
-        label = _labels((gate.span("groups"), f"there are {gate.groups} groups"))
-        yield diagnose("MOE0317", gate.span("keep_groups"), f"a token cannot keep {kept}", labels=label)
-    elif k <= experts and kept * (experts // gate.groups) < k:
-        message = f"{kept} groups hold {kept * (experts // gate.groups)} experts"
-        label = _labels((gate.span("k"), f"each token wants {k}"))
-        yield diagnose("MOE0317", gate.span("keep_groups"), message, labels=label)
-
-
-def gated(ffn: Node | None, moe: Moe | None) -> Iterator[Diagnostic]:
-    """Only what is added beside the experts can have a gate of its own."""
-    bodies = [ffn, *([moe.residual, *(part.body for part in moe.parts)] if moe else [])]
-    for body in bodies:
-        if body is not None and getattr(body, "gated", False):
-            help = "leave it out, or write this feed-forward as `shared = …`"
-            yield diagnose("MOE0314", body.span("gated"), "this is no `shared`", help=help)
 
 
 def modules(spec: Spec) -> Iterator[Diagnostic]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fractions import Fraction
 
-from moec.grammar import rules
+from moec.grammar import mixture_rules, rules
 from moec.grammar.resolve.numbers import number
 from moec.grammar.resolve.parts import Given, Part, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
@@ -93,9 +93,9 @@ def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Given
             return BROKEN
     layer = build(scope, part)
     if isinstance(layer, Layer):
-        scope.diagnostics += rules.gated(layer.ffn, layer.moe)
+        scope.diagnostics += mixture_rules.gated(layer.ffn, layer.moe)
     if isinstance(layer, Layer) and layer.moe:
-        scope.diagnostics += rules.mixture(layer.moe)
+        scope.diagnostics += mixture_rules.mixture(layer.moe)
     return layer
 
 

@@ -9,13 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from moec.grammar import rules
-from moec.grammar.attention_rules import windows
-from moec.grammar.capacity_rules import capacities
-from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.diagnostic import Diagnostic
-from moec.grammar.group_gate_rules import group_gates
-from moec.grammar.model_rules import model_forms
-from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.blocks import read_block, report_blocks_twice
 from moec.grammar.resolve.clusters import Machines, resolve_clusters
 from moec.grammar.resolve.files import library_names, read_library
@@ -39,8 +33,6 @@ from moec.grammar.spec import (
 )
 from moec.grammar.spec.base import Node
 from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Statement
-from moec.grammar.token_rules import token_inputs
-from moec.grammar.training_rules import optimizer_options
 
 _DEFAULT_CLUSTER = "clusters/one_rank"
 
@@ -166,17 +158,7 @@ def _spec(scope: Scope, top: _Top) -> Spec | None:
     if Model.word not in values and not modules:
         return None
     spec = Spec.checked(values, spans)
-    scope.diagnostics += [
-        *rules.modules(spec),
-        *capacities(spec),
-        *group_gates(spec),
-        *windows(spec),
-        *device_groups(spec),
-        *microbatches_and_recomputation(spec),
-        *model_forms(spec),
-        *optimizer_options(spec.train),
-        *token_inputs(spec),
-    ]
+    scope.diagnostics += rules.over_parts(spec)
     return spec
 
 
