@@ -10,6 +10,7 @@ from models import layer_plan, moe_plan, moe_spec, moe_text
 import moec
 from moec.codegen.kernels.of_plan import kernel_sources
 from moec.codegen.plan import Plan
+from moec.grammar import load_text
 from moec.passes.ir.ir_error import IrError
 from moec.passes.ir.ops import Scale
 from moec.passes.ir.parse import parse_program
@@ -197,3 +198,29 @@ def test_windows_are_of_whole_sequences_under_tensor_parallelism() -> None:
         report = verify(plan)
         assert report.ok, report
     assert verify(plan, scale=True).ok
+
+
+@pytest.mark.parametrize("causal", ["false", "true"])
+def test_a_window_lies_around_its_token_unless_attention_is_causal(causal: str) -> None:
+    """Without positions a model that looks both ways, read backwards, is the model with its kernels turned round."""
+    text = moe_text(
+        ranks=1,
+        ep=1,
+        attention=f"mha(heads = 4, causal = {causal})",
+        ffn="conv(5, kernel = 3)",
+        expert="conv(4, kernel = 2)",
+        depth=2,
+        batch=2,
+    ).replace("layers { attention = mha(heads = 4)", f"layers {{ attention = mha(heads = 4, causal = {causal})")
+    model = reference(load_text(text).unwrap(), dtype=torch.float64)
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(1))
+    kernels = [p for n, p in model.named_parameters() if "attention" not in n and (".up." in n or ".down." in n)]
+    assert len(kernels) == 4
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2)), alpha=0.2)
+        forwards = model(tokens).logits
+        for kernel in kernels:
+            kernel.copy_(kernel.flip(-2))
+        backwards = model(tokens.flip(1)).logits.flip(1)
+    assert torch.allclose(forwards, backwards, rtol=1e-10, atol=1e-10) == (causal == "false")
