@@ -109,7 +109,8 @@ WORDS = (
 
 def another_attribute(plan: Plan, draw: random.Random) -> Found | None:
     """A number, a flag or a word of an op; the axis of a collective is another kind of change."""
-    choices = [(place, name) for place in _places(plan) for name in place[1].attributes()]
+    every = ((place, *item) for place in _places(plan) for item in place[1].attributes().items())
+    choices = [(place, name) for place, name, value in every if value not in (None, ())]
     place, name = draw.choice(
         [(place, name) for place, name in choices if name != "axis" and not _is_neutral(place, name)]
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 MOST_LISTED = 24
 
-MOST_COMPARED = 200
+MOST_COMPARED = 400
 """Most names compared with a misspelt name. Only generated files have more names, and thousands of mistakes."""
 
 

@@ -143,6 +143,8 @@ def test_an_averaged_model_is_the_mean_of_its_weights(gloo: GlooPool, ranks: str
 
 
 OTHER_INPUTS = "MOE0702 ranks 0 and 1 have the same `job.data_rank`, but different tokens, labels or inputs"
+DIFFER = "MOE0702 ranks differ in whether they train, have labels, routes, segments or padding, want gradients"
+
 ERRORS = {
     "no scalar": r"MOE0713 (rank 3, |)(step 1: |)the loss gave torch.float32 \[\d, 8, 32\], and must give a scalar",
     "no tensor": "MOE0713 .*the loss gave float, and must give a scalar tensor",
@@ -162,7 +164,7 @@ ERRORS = {
     "a hook's labels": "MOE0702 .*labels contain the id",
     "a hook's tokens": OTHER_INPUTS,
     "a hook on some": "nothing",
-    "a hook's call": "MOE0702 ranks differ in whether they train, have labels, routes, segments or padding, want gradients",
+    "a hook's call": DIFFER,
     "frozen between": "MOE0702 ranks differ in whether they train",
     "evaluating between": "MOE0702 ranks differ in whether they train",
     "names": "MOE0713 ranks differ in .* names of inputs",
@@ -180,11 +182,11 @@ ERRORS = {
     "data parallel": "MOE0711 DistributedDataParallel takes parameters for replicas",
     "inside another": "Operator c10d.broadcast_.default does not have a sharding strategy",
     "other tokens": OTHER_INPUTS,
-    "modes": "MOE0702 ranks differ in whether they train, have labels, routes, segments or padding, want gradients, and for which parameters",
+    "modes": f"{DIFFER}, and for which parameters",
     "an adapter": r"MOE0710 (rank 2: |)head.weight was replaced: head is now of class Sequential",
     "other calls": "MOE0702 ranks make different calls: one is at `start of a forward pass`, another",
     "steps": "MOE0713 ranks differ in `microbatches`",
-    "frozen on one rank": "MOE0702 ranks differ in whether they train, have labels, routes, segments or padding, want gradients, and for which",
+    "frozen on one rank": f"{DIFFER}, and for which",
     "replaced": r"MOE0710 (rank 0: |)head.weight .* was replaced: this rank's part has shape \[32, 16\], but the plan",
     "works": "True",
 }

@@ -14,7 +14,7 @@ from torch import Tensor
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
-SEED, STEP, QUEUES, EXPERTS = 2**40 + 77, 5, 1, 5
+SEED, STEP, QUEUES, EXPERTS = 2**40 + 77, 5, 7, 5
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())

@@ -53,7 +53,7 @@ MODELS = [
 
 NOT_IN_TEXTS = (
     *("gshard_loss", "importance_loss", "load_loss", "sequence_loss", "device_loss", "reroute", "pad", "order ="),
-    *("expert_choice", "base(", "batch_priority", "soft(", "smear"),
+    *("expert_choice", "base", "batch_priority", "soft(", "smear"),
 )
 """Words that count whole sequences, and so are refused where texts are packed and `group = sequence`."""
 
@@ -115,7 +115,8 @@ def specs(
     gate = draw(st.sampled_from([gate.replace("{k}", str(k)) for gate in gates] or usual))
     balance = draw(st.sampled_from(balances)) if balances else "[]" if gate.startswith("hash") else balance
     model, capacity = draw(st.sampled_from(models)), draw(st.sampled_from(capacities))
-    if any(word in f"{gate} {balance} {capacity}" for word in NOT_IN_TEXTS) and "group" not in capacity:
+    counted = any(word in f"{gate} {balance} {capacity}" for word in NOT_IN_TEXTS)
+    if counted and ("sequence_loss" in balance or not capacity.endswith(("group = batch", "group = rank"))):
         model = model if "separator" not in model and "segments" not in model else ""
     return moe_spec(
         ranks=ranks,

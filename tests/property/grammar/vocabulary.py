@@ -9,10 +9,13 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from moec.grammar import Spec
 from moec.grammar import spec as s
+from moec.grammar.diagnostics.diagnostic import Severity
+from moec.grammar.rules import check
 from moec.grammar.schema import BlockKind, CallKind, Field, Kind, ListKind, NumberKind, ProductKind, TextKind, WordKind
 from moec.grammar.schema import fields as fields_of
 from moec.grammar.spec.base import Node
@@ -104,6 +107,12 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
             refused = {"noise"} if getattr(given["gate"], "k", 1) == total else set()  # MOE0345
             gives = {*given["gate"].gives} - refused
             given["balance"] = tuple(term for term in given["balance"] if term.needs in gives)
+        gate = given["gate"]
+        by_scores = isinstance(gate, s.Switch) or (
+            isinstance(gate, s.TopK) and gate.bias != "learned" and not gate.noise and not gate.keep_groups
+        )
+        if not (isinstance(given.get("capacity"), s.Factor) and by_scores):
+            given.pop("overflow", None)  # MOE0350, MOE0354
         if given.get("residual"):
             given["residual"] = ungated(given["residual"])
     return given
@@ -171,8 +180,11 @@ def specs(draw: st.DrawFn) -> Spec:
     if embedding is not None:
         ids = {name: id for name in ("padding", "separator") if (id := getattr(embedding, name)) is not None}
         drawn["embedding"] = embedding.replace(**{name: id % drawn["vocab"] for name, id in ids.items()})
-    context = max(draw(st.integers(1, LARGEST)), train.sequence if train else 1)
+    windows = [getattr(layer.attention, "window", None) or 1 for layer in stack]  # MOE0362
+    context = max(draw(st.integers(1, LARGEST)), train.sequence if train and train.sequence else 1, *windows)
     model = s.Model(**drawn | {"name": draw(label), "depth": len(stack), "context": context, "layers": stack})
     parallel = draw(nodes(s.Parallel)).replace(layers=tuple(draw(st.lists(ranges(len(stack)), max_size=2))))
     modules = tuple(module.replace(dim=None if module.dim is None else model.dim) for module in modules)
-    return Spec(model=model, layers=modules, cluster=cluster, train=train, parallel=parallel, adapt=adapt)
+    spec = Spec(model=model, layers=modules, cluster=cluster, train=train, parallel=parallel, adapt=adapt)
+    assume(not any(found.severity is Severity.ERROR for found in check(spec)))
+    return spec

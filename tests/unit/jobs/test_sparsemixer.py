@@ -31,8 +31,8 @@ def test_first_choices_are_drawn_from_the_softmax_of_candidates() -> None:
     path = "layers.1."
     experts, since, full = (
         routes.experts[path][0],
-        routes.experts[f"{path}/since"][0],
-        routes.experts[f"{path}/full"][0],
+        routes.experts[f"{path}sample_experts.since"][0],
+        routes.experts[f"{path}sample_experts.full"][0],
     )
     assert (experts[..., 0] != experts[..., 1]).all()
     gates = torch.where(since == 0, routes.scores[path][0], -torch.inf).softmax(-1)
