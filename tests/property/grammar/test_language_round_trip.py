@@ -9,7 +9,7 @@ from vocabulary import specs
 from moec.grammar import Spec, check, load_text, to_text
 from moec.grammar.diagnostics import Severity
 
-slow_ones = [HealthCheck.too_slow, HealthCheck.data_too_large]
+slow_ones = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large]
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=slow_ones)

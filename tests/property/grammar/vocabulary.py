@@ -113,6 +113,9 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
         )
         if not (isinstance(given.get("capacity"), s.Factor) and by_scores):
             given.pop("overflow", None)  # MOE0350, MOE0354
+        if gate.decides_rows:  # MOE0354
+            given.pop("capacity", None)
+            given.pop("group", None)
         if given.get("residual"):
             given["residual"] = ungated(given["residual"])
     return given
@@ -168,23 +171,27 @@ def specs(draw: st.DrawFn) -> Spec:
     if modules and draw(st.integers(0, 4)) == 0:
         subject = modules[0].replace(dim=modules[0].dim or 64)
         parallel = draw(nodes(s.Parallel)).replace(microbatches=None)  # MOE0332
-        return Spec(layers=(subject,), cluster=cluster, train=train, parallel=parallel, adapt=adapt)
+        return valid(Spec(layers=(subject,), cluster=cluster, train=train, parallel=parallel, adapt=adapt))
     kinds = draw(st.lists(layers(modules), min_size=1, max_size=3))
     stack = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=12)))
     drawn = {
         field.name: draw(st.one_of([values(kind) for kind in field.kinds]))
         for field in fields_of(s.Model).values()
-        if known(s.Model, field) and (field.required or draw(st.booleans()))
+        if known(s.Model, field) and (field.required or field.name == "vocab" or draw(st.booleans()))
     }
     embedding = drawn.get("embedding")
     if embedding is not None:
-        ids = {name: id for name in ("padding", "separator") if (id := getattr(embedding, name)) is not None}
+        ids = {name: id for name in ("padding", "separator") if isinstance(id := getattr(embedding, name), int)}
         drawn["embedding"] = embedding.replace(**{name: id % drawn["vocab"] for name, id in ids.items()})
     windows = [getattr(layer.attention, "window", None) or 1 for layer in stack]  # MOE0362
     context = max(draw(st.integers(1, LARGEST)), train.sequence if train and train.sequence else 1, *windows)
     model = s.Model(**drawn | {"name": draw(label), "depth": len(stack), "context": context, "layers": stack})
     parallel = draw(nodes(s.Parallel)).replace(layers=tuple(draw(st.lists(ranges(len(stack)), max_size=2))))
     modules = tuple(module.replace(dim=None if module.dim is None else model.dim) for module in modules)
-    spec = Spec(model=model, layers=modules, cluster=cluster, train=train, parallel=parallel, adapt=adapt)
+    return valid(Spec(model=model, layers=modules, cluster=cluster, train=train, parallel=parallel, adapt=adapt))
+
+
+def valid(spec: Spec) -> Spec:
+    """The Spec, unless a rule that `mended` does not know refuses it."""
     assume(not any(found.severity is Severity.ERROR for found in check(spec)))
     return spec
