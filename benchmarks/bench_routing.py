@@ -23,7 +23,7 @@ from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.schema import fields
 from moec.grammar.spec import Spec
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import Gate, TopK
+from moec.grammar.spec.gates import Gate, Smear, Soft, TopK
 from moec.grammar.supported import unsupported
 from moec.passes.ir import Output, Value
 from moec.passes.lower.block_builder import Builder
@@ -59,6 +59,8 @@ def gates() -> Iterator[str]:
     """A call of each gate, and of `topk` with each of its options."""
     yield PLAIN
     for kind in get_args(Gate):
+        if kind in (Soft, Smear):  # their tokens choose no experts
+            continue
         needed = [f"{REQUIRED[name]}" for name, field in fields(kind).items() if field.required]
         call = f"{kind.word}({', '.join(needed)})" if needed else kind.word
         if call != PLAIN:

@@ -45,7 +45,7 @@ def lower_gate(
     experts: int,
     h: str,
     beside: Mapping[Role, str],
-    group: RoutingGroup,
+    group: RoutingGroup = "sequence",
     within: Moe | None = None,
 ) -> Gated:
     """Lowers any gate that moec compiles; with `within`, the mixture that each expert is, pairs of gates."""
