@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,11 @@ STACK_SECONDS = 0.5
 """How long a hung worker gets to write its stack."""
 GRACE_SECONDS = 5.0
 """How long the other ranks get to notice that one has failed."""
+ENTRY_SECONDS = 60.0
+"""How long ranks get to make the process group. It takes some hundredths of a second; once in some ten thousand jobs it
+hung in gloo's connections."""
+ENTERED = b"entered"
+"""What a worker sends before it runs its task."""
 
 
 class RankHungError(AssertionError):
@@ -36,6 +41,10 @@ class RankHungError(AssertionError):
 
 class RankDiedError(AssertionError):
     """A rank's process ended during its task."""
+
+
+class _NoGroupError(Exception):
+    """The ranks did not make their process group in time, and none of them has begun its task."""
 
 
 class RankTracebackError(Exception):
@@ -96,9 +105,27 @@ class GlooPool:
         one thread.
 
         An exception is raised again here, that of the rank that failed first, with its traceback as the cause. Raises
-        `RankHungError` after `timeout` seconds, and `RankDiedError`; both restart the pool.
+        `RankHungError` after `timeout` seconds, and `RankDiedError`; both restart the pool. Where the process group is
+        not made in `ENTRY_SECONDS`, new processes get the task, once: nothing of it has run.
         """
         assert 1 <= world_size <= self.size, f"world size {world_size} of a pool of {self.size}"
+        try:
+            outcomes = self._run_once(world_size, function, arguments, timeout, initialize=initialize)
+        except _NoGroupError as error:
+            print(f"\nthe ranks begin again: {error}", file=sys.stderr)
+            outcomes = self._run_once(world_size, function, arguments, timeout, initialize=initialize)
+        _raise_first(outcomes)
+        return [outcomes[rank] for rank in range(world_size)]
+
+    def _run_once(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        timeout: float,
+        *,
+        initialize: bool,
+    ) -> dict[int, Any]:
         self._start(world_size)
         # One store a job: in a store used twice, gloo finds the addresses of processes that are gone. A file where that
         # does, because connecting a TCPStore looks up its peer's name, which can take seconds (measured: 5 s, 1 in 20).
@@ -109,9 +136,7 @@ class GlooPool:
         for rank in range(world_size):
             task = Task(rank, world_size, port, timeout, file, function, arguments)
             self._workers[rank].connection.send_bytes(_pack(task))
-        outcomes = self._collect(world_size, timeout)
-        _raise_first(outcomes)
-        return [outcomes[rank] for rank in range(world_size)]
+        return self._collect(world_size, timeout)
 
     def close(self) -> None:
         """End the workers, by force if necessary, and wait for them."""
@@ -119,6 +144,7 @@ class GlooPool:
         self._folder.cleanup()
 
     def _start(self, world_size: int) -> None:
+        started = len(self._workers)
         while len(self._workers) < world_size:
             here, there = self._context.Pipe()
             stack = Path(self._folder.name, f"{len(self._workers)}.stack")
@@ -126,6 +152,8 @@ class GlooPool:
             process.start()
             there.close()
             self._workers.append(Worker(process, here, stack))
+        for worker in self._workers[started:]:
+            worker.connection.recv_bytes()  # it has imported torch: no task's time pays for that
 
     def _stop(self, *, force: bool) -> None:
         for worker in self._workers:
@@ -142,32 +170,45 @@ class GlooPool:
 
     def _collect(self, world_size: int, timeout: float) -> dict[int, Any]:
         outcomes: dict[int, Any] = {}
+        entering = set(range(world_size))
         pending = {self._workers[rank].connection: rank for rank in range(world_size)}
         deadline = time.monotonic() + timeout
+        entry = time.monotonic() + ENTRY_SECONDS
         while pending:
-            ready = wait(list(pending), max(0.0, deadline - time.monotonic()))
+            until = min(deadline, entry) if entering and not outcomes else deadline
+            ready = wait(list(pending), max(0.0, until - time.monotonic()))
+            if not ready and until < deadline:
+                raise _NoGroupError(self._stop_hung(sorted(entering)))
             if not ready:
-                self._give_up(outcomes, sorted(pending.values()), timeout)
+                hung = sorted(pending.values())
+                stacks = self._stop_hung(hung)
+                _raise_first(outcomes, note=f"ranks {hung} then hung:\n{stacks}")
+                raise RankHungError(f"ranks {hung} did not finish within {timeout:g} s:\n{stacks}")
             for connection in ready:
-                rank = pending.pop(connection)
+                rank = pending[connection]
                 try:
-                    outcomes[rank] = _unpack(connection.recv_bytes())
+                    message = connection.recv_bytes()
                 except EOFError:
                     self._bury(rank)
+                if message == ENTERED:
+                    entering.remove(rank)
+                    continue
+                del pending[connection]
+                outcomes[rank] = _unpack(message)
                 if isinstance(outcomes[rank], Failure):
                     deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
         return outcomes
 
-    def _give_up(self, outcomes: dict[int, Any], hung: list[int], timeout: float) -> None:
+    def _stop_hung(self, hung: list[int]) -> str:
+        """Stops all workers; where the hung ones stood."""
         for rank in hung:
             os.kill(self._workers[rank].process.pid, signal.SIGUSR1)
         time.sleep(STACK_SECONDS)
         stacks = "\n".join(f"rank {rank}:\n{self._workers[rank].stack.read_text()}" for rank in hung)
         self._stop(force=True)
-        _raise_first(outcomes, note=f"ranks {hung} then hung:\n{stacks}")
-        raise RankHungError(f"ranks {hung} did not finish within {timeout:g} s:\n{stacks}")
+        return stacks
 
-    def _bury(self, rank: int) -> None:
+    def _bury(self, rank: int) -> NoReturn:
         process = self._workers[rank].process
         process.join(GRACE_SECONDS)
         code = process.exitcode
@@ -195,6 +236,7 @@ def _serve(connection: Connection, stack: Path) -> None:
     _collect_seldom()
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
+        connection.send_bytes(b"started")
         while True:
             try:
                 packed = connection.recv_bytes()
@@ -205,7 +247,7 @@ def _serve(connection: Connection, stack: Path) -> None:
                 # Only now: the next task comes when every rank has finished the last. A rank that closed its
                 # connections sooner could fail one that is still making them.
                 _leave()
-            outcome = _perform(packed)
+            outcome = _perform(packed, entered=lambda: connection.send_bytes(ENTERED))
             with suppress(BrokenPipeError):
                 connection.send_bytes(outcome)
 
@@ -217,12 +259,13 @@ def _collect_seldom() -> None:
     gc.set_threshold(50_000, 20, 50)
 
 
-def _perform(packed: bytes) -> bytes:
+def _perform(packed: bytes, entered: Callable[[], None]) -> bytes:
     try:
         task = _unpack(packed)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             _enter(task)
+            entered()
             return _pack(task.function(*task.arguments))
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is the test's to see
         failure = Failure(time.monotonic(), error, traceback.format_exc())

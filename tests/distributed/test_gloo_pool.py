@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import warnings
 
+import gloo_pool
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,3 +112,14 @@ def test_no_process_is_left_when_the_pool_closes() -> None:
     pool.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_ranks_that_cannot_make_their_process_group_begin_again_once(
+    own_pool: GlooPool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = own_pool.run(2, process_id)
+    monkeypatch.setattr(gloo_pool, "ENTRY_SECONDS", 3.0)
+    os.kill(before[1], signal.SIGSTOP)
+    after = own_pool.run(2, process_id)
+    assert not set(before) & set(after)
+    assert "the ranks begin again" in capfd.readouterr().err
