@@ -1,4 +1,4 @@
-"""docs/faults.md: no row is empty, every named test exists, and "not built yet" features are refused."""
+"""docs/faults.md: no row is empty or twice there, every named test exists, "not built yet" features are refused."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def test_every_row_has_a_fault_a_source_and_an_answer() -> None:
         answered = TEST.search(here) or LATER.search(here) or re.search(r"cannot happen: \w+ \w+ \w+", here)
         assert answered, f"{fault}: {here}"
         assert "HAS" not in here.split()
+
+
+def test_no_fault_stands_twice() -> None:
+    faults = [row[1] for row in ROWS]
+    assert sorted(faults) == sorted(set(faults))
 
 
 def test_every_source_is_in_the_legend_or_named() -> None:
