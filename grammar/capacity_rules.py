@@ -34,7 +34,7 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     capacity, tokens = moe.capacity, _tokens_in_training(spec, moe)
     if not isinstance(capacity, Factor) or capacity.eval is None or tokens is None:
         return
-    k = moe.num_experts if isinstance(moe.gate, DSelectK) else getattr(moe.gate, "k", 1)
+    k = moe.num_choices
     places = math.ceil(capacity.eval * k * tokens / moe.num_experts)
     if places < capacity.min:
         factor = written(capacity.eval, "")
@@ -92,7 +92,7 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     In token order only second choices queue behind later tokens, unless each choice has an expert of its own; by
     priority, or at random in training, first ones do.
     """
-    capacity, k = moe.capacity, getattr(moe.gate, "k", 1)
+    capacity, k = moe.capacity, moe.num_choices
     second = k > 1 and not isinstance(moe.gate, DSelectK)
     match capacity:
         case Factor():
@@ -123,7 +123,7 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
         )
     elif moe.order == "sequence":
         message = f"in {modes} it can drop second choices, which queue behind all first ones"
-        labels = _label(moe.gate.span("k"), f"each token makes {k} choices")
+        labels = _label(moe.gate.span("k") or moe.gate.span(), f"each token makes {k} choices")
         help = "`dropless` and `dynamic()` drop nothing; `topk(1)` lets only earlier tokens decide"
     else:
         message = f"in {modes} it can drop choices, which queue behind those of later tokens"

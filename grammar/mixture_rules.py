@@ -10,7 +10,7 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
 from moec.grammar.spec import DSelectK, Moe, TopK
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import AttentionRouter
+from moec.grammar.spec.gates import AttentionRouter, NoisyTopK
 
 
 def mixture(moe: Moe) -> Iterator[Diagnostic]:
@@ -51,9 +51,9 @@ def balanced(moe: Moe) -> Iterator[Diagnostic]:
 
 def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:
     """Warns of a gate with constant weights: one choice, normalized over itself. One expert needs no warning."""
-    if not isinstance(gate, TopK | AttentionRouter) or gate.k != 1 or experts == 1:
+    if not isinstance(gate, TopK | NoisyTopK | AttentionRouter) or gate.k != 1 or experts == 1:
         return
-    if isinstance(gate, AttentionRouter):
+    if not isinstance(gate, TopK):
         at, help = "k", "choose two experts or more; `switch` weighs one expert by its probability"
     elif gate.normalize:
         at, help = "normalize", "`normalize = false` weighs an expert by its score; so does `switch`"

@@ -40,6 +40,12 @@ def model_of(loaded: Loaded, seed: int) -> PlanModule:
     return model
 
 
+def logits_of(model: PlanModule, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits with the random numbers of one step, whatever was computed before."""
+    model.set(step=1)
+    return model(tokens).logits
+
+
 def change(loaded: Loaded, *, train: bool, of: str = "before") -> float:
     """The change of logits when one token of the first sequence is another.
 
@@ -52,11 +58,11 @@ def change(loaded: Loaded, *, train: bool, of: str = "before") -> float:
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(16, (BATCH, SEQUENCE), generator=generator)
         with torch.no_grad():
-            logits = model(tokens).logits
+            logits = logits_of(model, tokens)
             for place in range(1, SEQUENCE, 2):
                 changed = tokens.clone()
                 changed[0, place] = (tokens[0, place] + 1 + seed) % 16
-                difference = (model(changed).logits - logits).abs()
+                difference = (logits_of(model, changed) - logits).abs()
                 part = difference[0, :place] if of == "before" else difference[1]
                 largest = max(largest, part.max().item())
                 if largest > ANOTHER:
@@ -99,6 +105,22 @@ def assert_changed(difference: float, expected: bool) -> None:
         ("batch_priority(2)", "capacity = factor(2.0)", False, False),
         ("topk(2)", "capacity = factor(2.0, eval = 0.5, order = random)", False, True),
         ("topk(2)", "capacity = factor(2.0, order = priority)", False, False),
+        ("gshard", "", False, False),
+        ("gshard", "capacity = factor(0.5)", True, True),
+        ("noisy_topk(2)", "capacity = factor(0.5)", True, True),
+        ("noisy_topk(1)", "capacity = factor(0.5)", False, False),
+        ("sparsemixer(2)", "capacity = factor(0.5)", True, True),
+        ("sparsemixer(1)", "capacity = factor(0.5)", False, False),
+        ("attention_router(2)", "capacity = factor(0.5)", True, True),
+        ("hash(2)", "capacity = factor(0.5)", True, True),
+        ("hash(1)", "capacity = factor(0.5)", False, False),
+        ("topk(2, groups = 2, keep_groups = 1)", "capacity = factor(0.5)", True, True),
+        ("topk(2, bias = learned)", "capacity = factor(0.5)", True, True),
+        ("dense", "capacity = factor(0.5)", True, True),
+        ("dense", "capacity = factor(1.0)", False, False),
+        ("dselect_k(2)", "capacity = factor(0.5)", False, False),
+        ("dselect_k(2)", "capacity = factor(0.3, order = priority)", True, True),
+        ("dselect_k(2)", "capacity = factor(1.0, order = priority)", False, False),
         ("switch", "capacity = factor(0.5)", False, False),
         ("switch", "capacity = dynamic(max = 0.6)", False, False),
         ("switch", "capacity = factor(0.5); group = batch", False, False),
@@ -164,6 +186,19 @@ def test_a_model_that_is_not_causal_is_not_warned() -> None:
         ("switch", True),
         ("topk(2, normalize = true)", True),
         ("topk(2, order = after)", True),
+        ("topk(1, normalize = true, bias = learned)", False),
+        ("topk(1, groups = 2, keep_groups = 1)", True),
+        ("noisy_topk(1)", False),
+        ("noisy_topk(2)", True),
+        ("attention_router(1)", False),
+        ("attention_router(2)", True),
+        ("batch_priority(1)", True),
+        ("gshard", True),
+        ("base", True),
+        ("dense", True),
+        ("expert_choice(1)", True),
+        ("soft", True),
+        ("smear", True),
     ],
 )
 def test_a_warning_stands_where_the_router_gets_no_gradient(gate: str, learns: bool) -> None:
@@ -175,7 +210,7 @@ def test_a_warning_stands_where_the_router_gets_no_gradient(gate: str, learns: b
     assert len(routers) == 2
     for gradient in routers:
         assert_changed(gradient.abs().max().item(), learns)
-    assert warned(loaded) == ([] if learns else ["MOE0321"])
+    assert ("MOE0321" in warned(loaded)) == (not learns)
 
 
 def test_a_router_of_one_expert_has_nothing_to_learn_and_no_warning() -> None:
