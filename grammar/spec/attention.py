@@ -109,7 +109,7 @@ class Windows(Node):
     shift: Annotated[
         int,
         at_least(0),
-        Doc("patches by which windows are moved down and right, in every other layer; commonly size / 2"),
+        Doc("patches by which windows are moved down and right, commonly size / 2 in alternate layers"),
     ] = 0
 
 

@@ -23,7 +23,10 @@ class SwitchLoss(_Loss):
 
 
 class GShardLoss(_Loss):
-    """`E * sum_i f_i * P_i` over each routing group, with f the share of first choices; 1 when balanced, for any k."""
+    """`E * sum_i f_i * P_i` over each routing group, with f the share of first choices; 1 when balanced, for any k.
+
+    The paper's term is this one divided by E².
+    """
 
     word = "gshard_loss"
     source = "Lepikhin et al. 2020, arXiv 2006.16668, section 2.2"

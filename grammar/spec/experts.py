@@ -102,7 +102,7 @@ class Conv(_FeedForward):
     """
 
     word = "conv"
-    source = "Wu et al. 2019, arXiv 1901.10430"
+    source = "FastSpeech, Ren et al. 2019, arXiv 1905.09263, section 3.1, with a GELU"
     kernel: Annotated[PositiveInt, Doc("tokens that a convolution sees")] = 3
 
 

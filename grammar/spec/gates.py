@@ -1,4 +1,4 @@
-"""`gate = …`: how tokens choose experts, or experts tokens."""
+"""`gate = …`: which tokens go to which experts, and with what weights."""
 
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
@@ -19,7 +19,7 @@ class Online(Node):
 
 
 class _Gate(Node):
-    """How tokens choose experts, or experts tokens.
+    """What every gate says of itself.
 
     `takes` is what it needs beside the vectors of the tokens, `gives` what it has of every expert for each token.
     `replays`: whether its choices can be given, because each token's k weights follow from scores and choices alone.
@@ -29,7 +29,9 @@ class _Gate(Node):
 
     takes: ClassVar[tuple[Literal["tokens"], ...]] = ()
     gives: ClassVar[tuple[Literal["logits", "probabilities", "weights", "noise"], ...]] = (
-        *("logits", "probabilities", "weights"),
+        "logits",
+        "probabilities",
+        "weights",
     )
     draws: ClassVar[bool] = False
     """Whether it always draws random numbers."""
@@ -47,7 +49,9 @@ class _Gate(Node):
         return tuple(name for name in ("jitter", "noise") if getattr(self, name, 0))
 
 
-_JITTER = "in training each element of the router's input is multiplied by a random number in 1 ± this (Switch, 2.2)"
+_JITTER = (
+    "in training each element of the router's input is multiplied by a random number in 1 ± this (Switch, appendix C)"
+)
 
 
 class TopK(_Gate):
@@ -119,7 +123,10 @@ class SparseMixer(_Gate):
     draws = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")] = 2
-    jitter: Annotated[Portion, Doc("logits less than the best by at most twice this part of it are candidates")] = 0.01
+    jitter: Annotated[
+        Portion,
+        Doc("candidates are logits that are less than the best by at most twice this part of max(|logit|, best)"),
+    ] = 0.01
 
 
 class ExpertChoice(_Gate):

@@ -201,7 +201,7 @@ class Model(Node):
     form = "block"
     labelled = True
     name: BlockLabel
-    vocab: Annotated[PositiveInt | None, Doc("number of token ids; left out for images")]
+    vocab: Annotated[PositiveInt | None, Doc("number of token ids; images have none")]
     dim: Annotated[PositiveInt, Doc("width of the residual stream")]
     depth: Annotated[int, at_least(1), at_most(MAX_LAYERS, "MOE0401"), Doc("number of layers")]
     context: Annotated[PositiveInt | None, Doc("longest sequence; default: `train.sequence`")] = None

@@ -100,7 +100,7 @@ class Train(Node):
     word = "train"
     form = "block"
     batch: Annotated[PositiveInt, Doc("sequences per optimizer step, over all ranks")]
-    sequence: Annotated[PositiveInt | None, Doc("tokens per sequence; left out for images")]
+    sequence: Annotated[PositiveInt | None, Doc("tokens per sequence; images have none")]
     optimizer: Annotated[Optimizer, Doc("update rule")] = AdamW()
     master: Annotated[
         Literal["fp32", "bf16"],

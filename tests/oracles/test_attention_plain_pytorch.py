@@ -10,6 +10,18 @@ from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "gqa": "kv_heads head_dim",
+    "mha": "head_dim",
+    "attention": "heads rope qk_norm bias window sinks clip causal multiplier",
+    "mla": "q_rank kv_rank nope_dim rope_dim value_dim",
+    "rope": "theta scaling fraction interleaved",
+    "linear (Linear)": "factor",
+    "ntk": "factor original",
+    "yarn": "factor original beta_fast beta_slow mscale mscale_all truncate",
+    "longrope": "short long original",
+}
+
 PADDING, SEPARATOR = 3, 7
 CAUSALITY = {
     "both ways": "mha(heads = 3, causal = false)",

@@ -10,6 +10,11 @@ from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "sequence_loss": "",
+    "device_loss": "groups",
+}
+
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())

@@ -7,6 +7,11 @@ import torch
 from oracles.gate_oracle import OracleMoe, Routed, compare, gshard_loss, switch_loss
 from torch import Tensor
 
+ORACLE_OF = {
+    "gshard_loss": "",
+    "importance_loss": "",
+}
+
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())

@@ -7,6 +7,10 @@ import torch
 from oracles.gate_oracle import OracleMoe, Routed, compare, linear
 from torch import Tensor, nn
 
+ORACLE_OF = {
+    "dselect_k": "k gamma entropy",
+}
+
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())

@@ -15,6 +15,16 @@ from torch import Tensor
 from moec.driver import to_spec
 from moec.runtime.job.reference import layer_reference
 
+ORACLE_OF = {
+    "conv": "kernel",
+    "linear": "bias gated",
+    "lora": "rank alpha",
+    "swiglu": "clamp alpha",
+    "mixture": "name",
+    "feedforward": "hidden bias",
+    "experts": "count body",
+}
+
 Parameters = Mapping[str, Tensor]
 Expert = Callable[[Parameters, int, Tensor], Tensor]
 """Of the parameters, the number of an expert and x [N, dim]."""

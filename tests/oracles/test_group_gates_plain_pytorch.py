@@ -15,6 +15,13 @@ from torch.func import functional_call
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "expert_choice": "factor",
+    "base": "",
+    "soft": "slots",
+    "smear": "",
+}
+
 EXPERTS, BATCH, SEQUENCE = 5, 3, 13
 LAYERS = """
     layers {{

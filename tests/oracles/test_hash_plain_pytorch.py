@@ -11,6 +11,10 @@ from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "hash": "k seed",
+}
+
 EXPERTS, WORD = 5, 2**64
 LAYERS = """
     layers {{

@@ -22,6 +22,13 @@ from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "patches": "image size channels positions",
+    "classes": "count",
+    "windows": "size shift",
+    "attention": "grid causal",
+}
+
 SIDE = IMAGE // PATCH
 BATCH = 6
 

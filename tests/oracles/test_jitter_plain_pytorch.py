@@ -11,6 +11,11 @@ from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "topk": "jitter",
+    "switch": "jitter",
+}
+
 AMOUNT, SEED, STEP = 0.4, 2**61 + 12_345, 2**33 + 7
 LAYERS = """
     layers {{

@@ -38,6 +38,14 @@ from transformers import (
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "gqa": "kv_heads",
+    "attention": "qk_norm",
+    "topk": "k normalize",
+    "swiglu": "",
+    "rms": "eps",
+}
+
 DIM, HIDDEN, EXPERTS, LAYERS = 32, 20, 6, 3
 LAYER = """
     layers {

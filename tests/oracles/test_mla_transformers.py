@@ -18,6 +18,10 @@ pytest.importorskip("transformers")
 from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention, DeepseekV3RotaryEmbedding
 
+ORACLE_OF = {
+    "mla": "q_rank kv_rank nope_dim rope_dim value_dim",
+}
+
 DIM, HEADS, SEQUENCE, EPS = 24, 4, 9, 1e-6
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 10, 8, 6, 4, 5
 YARN = "scaling = yarn(4, original = 16, mscale = 0.8, mscale_all = 0.6)"

@@ -24,6 +24,12 @@ from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
 from moec.driver import to_spec
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "tokens": "multiplier logits_multiplier",
+    "model": "residual_multiplier",
+    "attention": "multiplier",
+}
+
 VECTORS, LOGITS, ADDED = 12.0, 0.125, 0.22
 
 

@@ -10,6 +10,12 @@ import torch.nn.functional as F
 from oracles.gate_oracle import OracleMoe, Routed, compare, linear, words
 from torch import Tensor, nn
 
+ORACLE_OF = {
+    "noisy_topk": "k",
+    "load_loss": "",
+    "importance_loss": "",
+}
+
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())

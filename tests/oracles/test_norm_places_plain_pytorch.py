@@ -22,6 +22,10 @@ from torch import Tensor
 from moec.driver import to_spec
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "model": "norm_place parallel_residual",
+}
+
 EPS = 1e-5
 
 

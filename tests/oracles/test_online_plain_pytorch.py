@@ -11,6 +11,11 @@ from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "topk": "bias",
+    "online": "rate",
+}
+
 RATE, STEPS = 0.03, 4
 LAYERS = """
     layers {{

@@ -11,6 +11,10 @@ from torch import Tensor
 
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "tokens": "separator positions",
+}
+
 SEPARATOR = 7
 MIXTURE = "moe { experts = 5 * swiglu(20); gate = topk(2) }"
 LAYERS = {

@@ -14,6 +14,10 @@ from torch import Tensor
 from moec.grammar.spec import SwitchLoss
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "tokens": "padding",
+}
+
 PADDING = 7
 LAYERS = """
     layers {{

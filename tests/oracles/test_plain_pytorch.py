@@ -15,6 +15,30 @@ from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 from moec.runtime.verify.unsharded import training_loss
 
+ORACLE_OF = {
+    "topk": "k score order normalize",
+    "switch": "",
+    "switch_loss": "",
+    "z_loss": "",
+    "loss": "weight",
+    "swiglu": "",
+    "geglu": "",
+    "gelu": "",
+    "relu": "",
+    "relu2": "",
+    "silu": "",
+    "feedforward": "hidden bias gated",
+    "moe": "experts gate shared residual capacity balance group",
+    "factor": "factor eval min",
+    "dynamic": "max",
+    "dropless": "",
+    "rms": "eps",
+    "layer_norm": "eps bias",
+    "tokens": "tied positions",
+    "layers": "attention ffn moe",
+    "model": "vocab dim depth norm layers",
+}
+
 MHA = "attention = mha(heads = 3)"
 GQA = "attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())"
 

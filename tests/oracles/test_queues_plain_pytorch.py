@@ -14,6 +14,13 @@ from torch import Tensor
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "factor": "factor eval min order",
+    "dynamic": "max order",
+    "batch_priority": "k",
+    "moe": "overflow",
+}
+
 SEED, STEP, QUEUES, EXPERTS = 2**40 + 77, 5, 7, 5
 LAYERS = """
     layers {{

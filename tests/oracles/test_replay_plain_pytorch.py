@@ -15,6 +15,10 @@ from moec.driver import to_spec
 from moec.grammar.spec import Spec
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "train": "replay",
+}
+
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 MODES = list(itertools.product(("softmax", "sigmoid"), ("before", "after"), ("false", "true")))
 

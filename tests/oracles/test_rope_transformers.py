@@ -14,6 +14,13 @@ pytest.importorskip("transformers")
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+ORACLE_OF = {
+    "ntk": "factor",
+    "yarn": "factor original beta_fast beta_slow mscale mscale_all truncate",
+    "llama3": "factor low high original",
+    "longrope": "short long original",
+}
+
 SHORT, LONG = ([1.0 + 0.1 * i for i in range(16)], [1.0 + 1.5 * i for i in range(16)])
 LLAMA = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}

@@ -12,6 +12,10 @@ from torch import Tensor
 from moec.grammar.spec import Spec
 from moec.runtime.job.reference import reference
 
+ORACLE_OF = {
+    "tokens": "segments separator",
+}
+
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 SEPARATOR = 7
 LENGTHS = [[5, 1, 7], [13], [1, 1, 11], [4, 9]]

@@ -9,6 +9,10 @@ import torch
 from oracles.gate_oracle import OracleMoe, Routed, compare, uniform
 from torch import Tensor
 
+ORACLE_OF = {
+    "sparsemixer": "k jitter",
+}
+
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())

@@ -16,6 +16,12 @@ from moec.passes.ir.ops import Route
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops
 
+ORACLE_OF = {
+    "topk": "scale groups keep_groups group_score bias noise",
+    "attention_router": "k",
+    "dense": "",
+}
+
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())

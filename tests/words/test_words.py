@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import ast
 from pathlib import Path
+from typing import get_args
 
 import pytest
-from words.uses import Use, known_uses, uses_of
+from words.uses import Use, known_uses, name_of, uses_of
 
 from moec.driver import compile as compile_file
+from moec.grammar.spec.attention import Attention
+from moec.grammar.spec.balance import Capacity, Loss
+from moec.grammar.spec.experts import FeedForward, Mixture
+from moec.grammar.spec.gates import Gate
 from moec.runtime.verify.verification import verify
 
 HERE = Path(__file__).parent
@@ -16,9 +21,6 @@ FILES = sorted(HERE.glob("*.moe"))
 PAGE = HERE.parents[1] / "docs" / "words.md"
 ORACLES = sorted((HERE.parent / "oracles").glob("test_*.py"))
 MARK = "<!-- generated -->\n"
-
-ELSEWHERE: dict[Use, str] = {}
-"""Words that no plan on a virtual cluster can show, and the test that does."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -28,7 +30,20 @@ def test_every_file_equals_the_unsharded_model(path: Path):
 
 
 def test_every_word_is_in_a_file():
-    assert sorted(set(known_uses()) - set(shown()) - set(ELSEWHERE)) == []
+    assert sorted(set(known_uses()) - set(shown())) == []
+
+
+def test_every_gate_attention_expert_capacity_and_balance_term_has_an_oracle():
+    classes = [cls for kind in (Gate, Attention, FeedForward | Mixture, Capacity, Loss) for cls in get_args(kind)]
+    named = {word for words in declared().values() for word in words}
+    assert sorted({name_of(cls) for cls in classes if cls.implemented} - named) == []
+
+
+def test_oracles_declare_words_that_there_are():
+    uses = {(word, field) for word, field, _ in known_uses()}
+    words = {(word, "") for word, _ in uses}
+    said = {(word, field) for fields_of in declared().values() for word, names in fields_of.items() for field in names}
+    assert sorted(said - uses - words) == []
 
 
 def test_the_page_of_words_is_current(update_golden: bool):
@@ -50,24 +65,21 @@ def shown() -> dict[Use, list[str]]:
 
 
 def page() -> str:
-    files, lines = shown(), ["", "| word | shown by | oracle |", "|---|---|---|"]
-    texts = {path.stem.removeprefix("test_"): path.read_text(encoding="utf-8") for path in ORACLES}
+    files, oracles, lines = shown(), declared(), ["", "| word | shown by | oracle |", "|---|---|---|"]
     for use in sorted(known_uses()):
         word, field, value = use
         name = f"`{word}`" if not field else f"`{word}`: `{field}`" + (f" = `{value}`" if value else "")
-        by = ", ".join(files.get(use, [])[:3]) or ELSEWHERE.get(use, "")
-        lines.append(f"| {name} | {by} | {', '.join(_oracles(use, texts)[:2])} |")
+        compared = [oracle for oracle, words in oracles.items() if field in words.get(word, ())]
+        lines.append(f"| {name} | {', '.join(files[use][:3])} | {', '.join(compared)} |")
     return "\n".join([*lines, ""])
 
 
-def _oracles(use: Use, texts: dict[str, str]) -> list[str]:
-    """The oracles whose text writes the word: a call by its name, an option with its value."""
-    word, field, value = use
-    name = word.split(" ")[0]
-    pattern = rf"\b{field}\s*=\s*{value}" if field else rf"\b{name}\b\s*[({{]|[= ]{name}\b"
-    return [stem for stem, text in texts.items() if re.search(pattern, text) and (not field or name_in(name, text))]
-
-
-def name_in(name: str, text: str) -> bool:
-    """Whether the text writes the word; names of bases stand for several words, so every text does."""
-    return name in ("attention", "feedforward") or re.search(rf"\b{name}\b", text) is not None
+def declared() -> dict[str, dict[str, set[str]]]:
+    """By oracle: the words that its `ORACLE_OF` names, each with "" for itself and the fields that it compares too."""
+    found = {}
+    for path in ORACLES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ORACLE_OF":
+                words = ast.literal_eval(node.value)
+                found[path.stem.removeprefix("test_")] = {word: {"", *names.split()} for word, names in words.items()}
+    return found

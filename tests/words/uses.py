@@ -19,29 +19,29 @@ Use = tuple[str, str, str]
 BOOLEANS = {"true", "false"}
 
 
-def known_uses() -> dict[Use, str]:
-    """Every word, field and word of a field that moec compiles, with what the schema says about it."""
-    found: dict[Use, str] = {}
+def known_uses() -> set[Use]:
+    """Every word, field and word of a field that moec compiles."""
+    found: set[Use] = set()
     for classes in vocabulary().values():
         for cls in classes:
             if not cls.implemented:
                 continue
             name = name_of(cls)
-            found[name, "", ""] = (cls.__doc__ or "").strip().splitlines()[0]
+            found.add((name, "", ""))
             for known in fields(cls).values():
-                found |= {(owner(cls, known), *rest): text for rest, text in _uses_of_field(known)}
+                found |= {(owner(cls, known), *rest) for rest in _uses_of_field(known)}
     return found
 
 
-def _uses_of_field(known: Field) -> Iterator[tuple[tuple[str, str], str]]:
+def _uses_of_field(known: Field) -> Iterator[tuple[str, str]]:
     mark = known.not_yet
     if mark is not None and not mark.words and not mark.lists:
         return
-    yield (known.word, ""), known.description
+    yield known.word, ""
     values = [value for kind in known.kinds if isinstance(kind, WordKind) for value in kind.values]
     if BOOLEANS.issuperset(values):
         return
-    yield from (((known.word, value), "") for value in values if mark is None or value not in mark.words)
+    yield from ((known.word, value) for value in values if mark is None or value not in mark.words)
 
 
 def name_of(cls: type[Node]) -> str:
