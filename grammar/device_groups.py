@@ -9,7 +9,7 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.source import Span
 from moec.grammar.spec import DeviceLoss, Layer, Moe, Spec
 
-Stated = Mapping[int, tuple[object, Span | None]]
+StatedEp = Mapping[int, tuple[object, Span | None]]
 """The stated `ep` of layers, a number or what no pass compiles yet, with its place, by the number of the layer."""
 
 
@@ -25,7 +25,7 @@ def device_groups(spec: Spec) -> list[Diagnostic]:
 def with_device_groups(spec: Spec) -> Spec:
     """The Spec whose terms all state their groups. It depends on the stated `ep` alone, whatever runs it."""
     stated = _stated(spec)
-    if not any(_unstated(moe) for moe in _mixtures(spec)):
+    if not any(_needs_groups(moe) for moe in _mixtures(spec)):
         return spec
     if not spec.has_model:
         subject = spec.layer
@@ -33,7 +33,7 @@ def with_device_groups(spec: Spec) -> Spec:
     known: dict[tuple[int, object], Layer] = {}
     layers = []
     for number, layer in enumerate(spec.model.layers):
-        if layer.moe is not None and _unstated(layer.moe):
+        if layer.moe is not None and _needs_groups(layer.moe):
             ep = stated[number][0]
             if (id(layer), ep) not in known:
                 known[id(layer), ep] = layer.replace(moe=_completed(layer.moe, ep))
@@ -60,15 +60,15 @@ def _of_mixture(moe: Moe, ep: object, place: Span | None) -> Iterator[Diagnostic
 
 
 def _completed(moe: Moe, ep: object) -> Moe:
-    terms = (term.replace(groups=ep) if _open(term) else term for term in moe.balance)
+    terms = (term.replace(groups=ep) if _lacks_groups(term) else term for term in moe.balance)
     return moe.replace(balance=tuple(terms))
 
 
-def _unstated(moe: Moe | None) -> bool:
-    return moe is not None and any(_open(term) for term in moe.balance)
+def _needs_groups(moe: Moe | None) -> bool:
+    return moe is not None and any(_lacks_groups(term) for term in moe.balance)
 
 
-def _open(term: object) -> bool:
+def _lacks_groups(term: object) -> bool:
     return isinstance(term, DeviceLoss) and term.groups is None
 
 
@@ -76,7 +76,7 @@ def _mixtures(spec: Spec) -> list[Moe | None]:
     return [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
 
 
-def _stated(spec: Spec) -> Stated:
+def _stated(spec: Spec) -> StatedEp:
     """Of several for a layer, the last one counts, as for the degrees."""
     parallel, every = spec.parallel, range(len(_mixtures(spec)))
     found: dict[int, tuple[object, Span | None]] = {}

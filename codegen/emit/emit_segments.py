@@ -16,17 +16,13 @@ aten = torch.ops.aten
 
 
 def _segments(e: Emitter, op: Op) -> None:
-    """Numbers segments by the separators before a token; a segment starts at the place after the last of them."""
+    """Numbers segments by the separators before a token."""
     assert isinstance(op, o.Segments)
     (ids,) = e.refs(op)
     ends = e.call(op, aten.to.dtype, e.call(op, aten.eq.Scalar, ids, op.separator), torch.int64)
     segments = e.call(op, aten.sub.Tensor, e.call(op, aten.cumsum.default, ends, 1), ends)
-    places = e.call(op, aten.cumsum.default, e.call(op, aten.ones_like.default, ids), 1)  # from 1
-    following = e.call(op, aten.mul.Tensor, ends, places)  # the next segment starts at this place, from 0
-    last = e.item(op, e.call(op, aten.cummax.default, following, 1), 0)
-    starts = e.call(op, aten.constant_pad_nd.default, last, [1, -1])
-    positions = e.call(op, aten.sub.Tensor, e.call(op, aten.sub.Scalar, places, 1), starts)
-    e.several(op, segments, positions)
+    places, starts = _runs(e, op, segments, 1)
+    e.several(op, segments, e.call(op, aten.sub.Tensor, places, starts))
 
 
 def _number_segments(e: Emitter, op: Op) -> None:

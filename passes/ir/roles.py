@@ -41,7 +41,7 @@ IGNORED_LABEL = -100
 """The label of a token whose loss does not count."""
 
 FREE_ROUTE = -2
-"""The choice, in a forward pass without given routes, that a gate makes itself."""
+"""In `routes`: the gate chooses this one itself."""
 
 WIDTH = -1
 """In the shape of a role: a dim of any constant size."""

@@ -23,11 +23,11 @@ from moec.passes.lower.lower_replay import replayed
 def mixture(
     b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], *, replay: bool = False
 ) -> tuple[str, list[Output]]:
-    """Returns the mixed value's name, the counts of rows per expert, and the layer's balance term if it has one.
+    """Returns the mixed value's name, then the counts of rows per expert, balance terms, and choices for replay.
 
     `smear` has no rows, and no counts. With `replay` the layer also takes choices, and gives those that were made
-    before a capacity drops any. `beside` names the layer's inputs beside the residual stream: `tokens` where the gate
-    takes them, and `real` in a model with padding.
+    before a capacity drops any. `beside` names the layer's inputs beside the residual stream: `tokens` and `keys` where
+    the gate takes them, `real` in a model with padding, `segments` where texts are packed.
     """
     if isinstance(moe.gate, Soft | Smear):
         return _without_choices(b, subject, moe, moe.gate, h, beside)
@@ -55,9 +55,8 @@ def _without_choices(
         mixed, rows = soft_mixture(b, gate, given, lambda rows: apply_experts(b, replace(sent, rows=rows)))
         counts.append(Output(rows, "counts"))
     else:
-        weights, biases, activation = activated_weights(b, sent, shard={})
-        kind = {"kind": activation.pop("activation"), **activation}
-        mixed = smear_mixture(b, gate, given, weights, biases, kind, part.span())
+        weights, biases, numbers = activated_weights(b, sent, shard={})
+        mixed = smear_mixture(b, gate, given, weights, biases, numbers, part.span())
     mixed = b.scaled(mixed, scale_of(part.body), part.span())
     return beside_experts(b, subject, moe, h, mixed), counts
 

@@ -1,9 +1,10 @@
-"""What a batch has beside ids and labels: routes of a rollout, packed texts. Checks, and inputs of `forward`."""
+"""What a batch has beside ids and labels: routes of a rollout, segments, padding. Checks, and inputs of `forward`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -108,13 +109,12 @@ class Takes:
     def _of_padding(self, padding: object, tokens: Tensor, look: bool) -> str | None:
         if not self.padding:
             return "padding was given, and the model takes none"
-        is_bool = isinstance(padding, Tensor) and padding.dtype == torch.bool
-        as_numbers = padding.to(torch.int64) if isinstance(padding, Tensor) and is_bool else padding
-        if words := _unlike(("marks of padding", as_numbers), tokens.shape, "[batch, sequence]", tokens):
-            return words.replace("must be torch.int64", "must be torch.bool, or torch.int64 of 0 and 1")
-        assert isinstance(as_numbers, Tensor)
-        if look and as_numbers.numel() and not is_bool:
-            low, high = (int(bound) for bound in as_numbers.aminmax())
+        dtypes = {torch.bool: "torch.bool", torch.int64: "torch.int64 of 0 and 1"}
+        if words := _unlike(("marks of padding", padding), tokens.shape, "[batch, sequence]", tokens, dtypes):
+            return words
+        assert isinstance(padding, Tensor)
+        if look and padding.numel() and padding.dtype == torch.int64:
+            low, high = (int(bound) for bound in padding.aminmax())
             if low < 0 or high > 1:
                 return f"padding contains {low if low < 0 else high}, and is 1 for padding and 0 for other tokens"
         return None
@@ -157,13 +157,19 @@ class Takes:
         return None
 
 
-def _unlike(named: tuple[str, object], shape: Sequence[int], dims: str, tokens: Tensor) -> str | None:
-    """Describes how something with a plural name is no int64 tensor of this shape on the tokens' device, or None."""
+def _unlike(
+    named: tuple[str, object],
+    shape: Sequence[int],
+    dims: str,
+    tokens: Tensor,
+    dtypes: Mapping[torch.dtype, str] = MappingProxyType({torch.int64: "torch.int64"}),
+) -> str | None:
+    """How something with a plural name is no tensor of this shape and dtype on the tokens' device, or None."""
     name, tensor = named
     if not isinstance(tensor, Tensor):
         return f"{name} are of class {type(tensor).__name__}, and must be a torch.Tensor"
-    if tensor.dtype != torch.int64:
-        return f"{name} are {tensor.dtype}, and must be torch.int64"
+    if tensor.dtype not in dtypes:
+        return f"{name} are {tensor.dtype}, and must be {', or '.join(dtypes.values())}"
     if tensor.shape != torch.Size(shape):
         return f"{name} have shape {list(tensor.shape)}, and must be {dims} = {list(shape)}"
     if tensor.device != tokens.device:

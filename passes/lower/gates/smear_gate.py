@@ -19,12 +19,12 @@ def smear_mixture(
     given: Given,
     weights: Sequence[str],
     biases: Mapping[str, str],
-    activation: Mapping[str, Any],
+    numbers: Mapping[str, Any],
     span: Located,
 ) -> str:
     """The mixed value's name, from the names of the experts' up and down weights and of their biases, if any.
 
-    `activation` has the attributes of the op.
+    `numbers` are the activation and its parameters, as attributes of an op of experts.
     """
     assert isinstance(gate, Smear)
     line, shape = gate.span(), (given.experts, given.subject.dim)
@@ -36,5 +36,6 @@ def smear_mixture(
     first = {"bias": merged["up_bias"]} if merged else {}
     last = {"bias": merged["down_bias"]} if merged else {}
     hidden = b.one(m.SequenceLinear, given.h, up, beside=first, to="hidden", span=span)
-    active = b.one(o.Activation, hidden, to="active", span=span, **activation)
+    attributes = {"kind" if name == "activation" else name: value for name, value in numbers.items()}
+    active = b.one(o.Activation, hidden, to="active", span=span, **attributes)
     return b.one(m.SequenceLinear, active, down, beside=last | real, to="mixed", span=span)
