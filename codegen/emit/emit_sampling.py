@@ -25,14 +25,14 @@ def _sample_experts(e: Emitter, op: Op) -> None:
     logits, numbers, training = e.refs(op)
     numbers, scores = call(aten.clamp_max.default, numbers, LARGEST), call(aten.detach.default, logits)
     evaluating, remaining = call(aten.eq.Scalar, training, 0), scores
-    since = call(aten.zeros_like.default, scores, dtype=torch.int64)
+    outside = call(aten.zeros_like.default, scores, dtype=torch.int64)
     experts, full = [], []
     for number in range(op.k):
         best = call(aten.amax.default, remaining, [-1], True)
         sizes = call(aten.maximum.default, call(aten.abs.default, scores), best)
         parts = call(aten.div.Tensor, call(aten.sub.Tensor, best, scores), sizes)
         far = call(aten.gt.Scalar, parts, 2 * op.jitter)
-        since = call(aten.add.Tensor, since, far)
+        outside = call(aten.add.Tensor, outside, call(aten.mul.Scalar, far, 1 << number))
         drawn = _drawn(e, op, call(aten.where.ScalarSelf, far, -math.inf, remaining), numbers, number)
         # A NaN among the logits becomes one of every key: `route` reports it.
         keys = call(aten.where.self, evaluating, remaining, drawn)
@@ -45,7 +45,7 @@ def _sample_experts(e: Emitter, op: Op) -> None:
         full.append(call(aten.to.dtype, whole, torch.int64))
         remaining = call(aten.scatter.value, remaining, -1, chosen, -math.inf)
     probabilities = call(aten.softmax.int, logits, -1)
-    e.several(op, probabilities, _side_by_side(e, op, experts), since, _side_by_side(e, op, full))
+    e.several(op, probabilities, _side_by_side(e, op, experts), outside, _side_by_side(e, op, full))
 
 
 def _drawn(e: Emitter, op: Op, candidates: fx.Node, numbers: fx.Node, number: int) -> fx.Node:
@@ -63,18 +63,18 @@ def _drawn(e: Emitter, op: Op, candidates: fx.Node, numbers: fx.Node, number: in
 def _sampled_weights(e: Emitter, op: Op) -> None:
     """`p + detach(p) · (δ - 1)`: the value is δ · p, the gradient that of p."""
     call = partial(e.call, op)
-    logits, experts, since, full = e.refs(op)
+    logits, experts, outside, full = e.refs(op)
     k, columns = e.shape(op.operands[1])[-1], []
     assert isinstance(k, int)
     for number in range(k):
         chosen, whole = (call(aten.narrow.default, each, -1, number, 1) for each in (experts, full))
-        excluded = call(aten.gt.Scalar, since, number)
+        excluded = call(aten.ne.Scalar, call(aten.bitwise_and.Scalar, outside, 1 << number), 0)
         gates = call(aten.softmax.int, call(aten.where.ScalarSelf, excluded, -math.inf, logits), -1)
         p = call(aten.gather.default, gates, -1, chosen)
         reduced = call(aten.to.dtype, call(aten.rsub.Scalar, whole, 1), e.dtype(op.results[0].dtype))
         less = call(aten.mul.Scalar, reduced, -2 / 3)
         columns.append(call(aten.add.Tensor, p, call(aten.mul.Tensor, call(aten.detach.default, p), less)))
-        since = call(aten.scatter.value, since, -1, chosen, k)
+        outside = call(aten.scatter.value, outside, -1, chosen, -1)  # every bit
     e.several(op, _side_by_side(e, op, columns))
 
 

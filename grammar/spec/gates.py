@@ -122,7 +122,7 @@ class SparseMixer(_Gate):
     source = "Liu et al. 2023, arXiv 2310.00811; GRIN, arXiv 2409.12136 (Phi-3.5-MoE)"
     draws = True
     positional = ("k",)
-    k: Annotated[PositiveInt, Doc("experts per token")] = 2
+    k: Annotated[PositiveInt, at_most(63), Doc("experts per token")] = 2
     jitter: Annotated[
         Portion,
         Doc("candidates are logits that are less than the best by at most twice this part of max(|logit|, best)"),

@@ -83,7 +83,7 @@ def mixer(k: int, jitter: float) -> type[OracleMoe]:
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize(("k", "jitter"), [(1, 0.5), (2, 0.01), (2, 0.4), (3, 1.0), (6, 0.3)])
+@pytest.mark.parametrize(("k", "jitter"), [(1, 0.5), (2, 0.01), (2, 0.4), (3, 1.0), (6, 0.3), (2, 0.6), (3, 0.8)])
 def test_reference_equals_the_estimator(k: int, jitter: float, training: bool) -> None:
     layers = LAYERS.format(k=k, jitter=jitter, balance="switch_loss(0.3), z_loss(0.1)", beside="")
     plain = compare(mixer(k, jitter), layers, training=training)

@@ -18,7 +18,7 @@ USUAL = ["[switch_loss(0.1), z_loss(0.01)]", "[]"]
 WORDS: dict[str, dict[str, Any]] = {
     "gshard": {"gates": ["gshard"], "balances": USUAL, "counts": range(2, 13)},
     "noisy_topk": {"gates": ["noisy_topk({k})"], "balances": USUAL},
-    "sparsemixer": {"gates": ["sparsemixer({k}, jitter = 0.3)", "sparsemixer({k}, jitter = 0.9)"], "balances": USUAL},
+    "sparsemixer": {"gates": ["sparsemixer({k}, jitter = 0.3)", "sparsemixer({k}, jitter = 0.7)"], "balances": USUAL},
     "dselect_k": {
         "gates": ["dselect_k({k}, gamma = 0.05, entropy = 0.1)", "dselect_k({k})"],
         "balances": ["[]", "[switch_loss(0.1)]"],

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.random_gate_ops import own_tokens_in_training, require_training
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
@@ -34,17 +33,19 @@ class SampleExperts(Op):
       the best one is chosen, of equal ones the first;
     - the choice is `full` (1) if its logit is m, or else with probability 1/4 in training; else 0.
 
-    Gives the softmax of all logits for balance terms, experts `[batch, sequence, k]`, `since` `[batch, sequence,
-    experts]`, the round in which each expert becomes a candidate (k for never), and `full` `[batch, sequence, k]`.
+    Gives the softmax of all logits for balance terms, experts `[batch, sequence, k]`, `outside` `[batch, sequence,
+    experts]`, whose bit r says that the expert is no candidate in round r, and `full` `[batch, sequence, k]`. With a
+    jitter above 0.5 an expert may be a candidate again after rounds in which it was none: its logit is below 0, and m
+    falls from above to below its amount.
     """
 
     mnemonic: ClassVar[str] = "sample_experts"
     takes: ClassVar[str] = "logits numbers training"
-    gives: ClassVar[str] = "probabilities experts since full"
+    gives: ClassVar[str] = "probabilities experts outside full"
     scores: ClassVar[str] = "logits"
-    chooses: ClassVar[str] = "since full"
+    chooses: ClassVar[str] = "outside full"
     constants: ClassVar[frozenset[str]] = frozenset({"numbers"})
-    k: Count
+    k: Annotated[int, Field(ge=1, le=63)]
     jitter: Annotated[float, Field(ge=0, le=1)]
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -55,8 +56,8 @@ class SampleExperts(Op):
         require(numbers.shape == (*tokens, 2 * self.k) and numbers.dtype != "int64", self, "wants 2 k numbers a token")
         require_training(self, training)
         chosen = Type(shape=(*tokens, self.k), dtype="int64")
-        since = Type(shape=logits.shape, dtype="int64")
-        return Type(shape=logits.shape, dtype=logits.dtype), chosen, since, chosen
+        outside = Type(shape=logits.shape, dtype="int64")
+        return Type(shape=logits.shape, dtype=logits.dtype), chosen, outside, chosen
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens_in_training(self, 2, meshes)
@@ -69,7 +70,7 @@ class SampleExperts(Op):
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledWeights(Op):
-    """The weights of sampled experts: logits, and the `experts`, `since` and `full` of `sample_experts` → weights.
+    """The weights of sampled experts: logits, and the `experts`, `outside` and `full` of `sample_experts` → weights.
 
     The weight of a round's choice is δ · p, with p its probability in the softmax of that round's candidates, and δ = 1
     where the choice is full, else 1/3. Its gradient is that of p alone: the layer's gradients at δ = 1 (one time in
@@ -79,13 +80,14 @@ class SampledWeights(Op):
     """
 
     mnemonic: ClassVar[str] = "sampled_weights"
-    takes: ClassVar[str] = "logits experts since full"
+    takes: ClassVar[str] = "logits experts outside full"
     gives: ClassVar[str] = "weights"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        logits, experts, since, full = operands
-        require(all(v.dtype == "int64" for v in (experts, since, full)), self, "wants experts, rounds and marks")
-        fits = since.shape == logits.shape and full.shape == experts.shape and experts.shape[:-1] == logits.shape[:-1]
+        logits, experts, outside, full = operands
+        require(all(v.dtype == "int64" for v in (experts, outside, full)), self, "wants experts, rounds and marks")
+        fits = outside.shape == logits.shape and full.shape == experts.shape
+        fits = fits and experts.shape[:-1] == logits.shape[:-1]
         require(fits and len(logits.shape) == 3 and logits.dtype != "int64", self, "wants sampled experts")
         return (Type(shape=experts.shape, dtype=logits.dtype),)
 

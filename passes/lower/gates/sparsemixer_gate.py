@@ -15,8 +15,8 @@ def sparsemixer(b: Builder, gate: Node, given: Given) -> Gated:
     span, training = gate.span(), b.setting(TRAINING)
     logits = given.router(b, span)
     u = b.one(Uniform, given.beside["keys"], training, to="u", span=span, count=2 * gate.k, stream=1)
-    p, e, since, full = b.add(
-        SampleExperts, logits, u, training, to="p e since full", span=span, k=gate.k, jitter=gate.jitter
+    p, e, outside, full = b.add(
+        SampleExperts, logits, u, training, to="p e outside full", span=span, k=gate.k, jitter=gate.jitter
     )  # fmt: skip
-    w = b.one(SampledWeights, logits, e, since, full, to="w", span=span)
+    w = b.one(SampledWeights, logits, e, outside, full, to="w", span=span)
     return Gated(w=w, e=e, logits=logits, p=p)
