@@ -26,7 +26,7 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
 
 
 def balanced(moe: Moe) -> Iterator[Diagnostic]:
-    """Every balance term is over scores that the gate computes."""
+    """Every balance term is over scores that the gate computes, and over choices in the order that it counts on."""
     gate = moe.gate
     for term in moe.balance:
         if term.needs not in gate.gives:
@@ -39,6 +39,10 @@ def balanced(moe: Moe) -> Iterator[Diagnostic]:
                 labels=_labels((gate.span(), f"`{gate.word}` computes none")),
                 help=others if gate.gives else fixed,
             )
+        elif term.counts_first and gate.by_expert:
+            label = _labels((gate.span(), f"`{gate.word}` lists choices by expert, not best first"))
+            help = "use `switch_loss`, which counts all choices"
+            yield diagnose("MOE0325", term.span(), f"`{term.word}` counts first choices", labels=label, help=help)
         elif term.needs == "noise" and getattr(gate, "k", 1) == moe.num_experts:
             yield diagnose(
                 "MOE0345",

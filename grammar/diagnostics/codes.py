@@ -77,7 +77,7 @@ CODES: dict[str, str] = {
     "MOE0321": "the router gets no gradient from the loss",
     "MOE0322": "later tokens decide which choices of earlier ones are dropped",
     "MOE0324": "the id of padding or of separators is outside of the vocabulary",
-    "MOE0325": "a balance term is over scores that the gate does not compute",
+    "MOE0325": "a balance term needs what the gate does not give",
     "MOE0326": "the host of a layer cuts its parameters",
     "MOE0330": "the micro-batches do not divide a rank's sequences",
     "MOE0331": "there are no experts to recompute",

@@ -8,9 +8,13 @@ from moec.grammar.spec.base import Doc, Node, PositiveInt, Ratio, at_least
 
 
 class _Loss(Node):
-    """A term of the loss; `needs` is what the gate must have of every expert for each token."""
+    """A term of the loss; `needs` is what the gate must have of every expert for each token.
+
+    `counts_first`: it counts first choices alone, so the gate must list a token's choices best first.
+    """
 
     needs: ClassVar[Literal["logits", "probabilities", "weights", "noise"]] = "probabilities"
+    counts_first: ClassVar[bool] = False
     positional = ("weight",)
     weight: Annotated[float, at_least(0), Doc("factor in the total loss, per layer")]
 
@@ -30,6 +34,7 @@ class GShardLoss(_Loss):
 
     word = "gshard_loss"
     source = "Lepikhin et al. 2020, arXiv 2006.16668, section 2.2"
+    counts_first = True
 
 
 class ImportanceLoss(_Loss):

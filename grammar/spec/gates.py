@@ -33,6 +33,8 @@ class _Gate(Node):
         "probabilities",
         "weights",
     )
+    by_expert: ClassVar[bool] = False
+    """Whether a token has a choice of every expert, in the experts' order, −1 where it does not go; else best first."""
     draws: ClassVar[bool] = False
     """Whether it always draws random numbers."""
     replays: ClassVar[bool] = False
@@ -134,6 +136,7 @@ class ExpertChoice(_Gate):
 
     word = "expert_choice"
     source = "Zhou et al. 2022, arXiv 2202.09368, section 3.2"
+    by_expert = True
     decides_rows = True
     leaks = "training and evaluation"
     positional = ("factor",)
@@ -172,6 +175,7 @@ class DSelectK(_Gate):
     word = "dselect_k"
     source = "Hazimeh et al. 2021, arXiv 2106.03760 (per-example gating)"
     gives = ("probabilities", "weights")
+    by_expert = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]
     gamma: Annotated[float, more_than(0), Doc("width of the smooth step")] = 1.0

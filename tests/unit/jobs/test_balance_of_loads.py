@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from faults import bypass
-from models import moe_plan, moe_spec
+from models import moe_plan, moe_spec, moe_text
 
 import moec
 from moec.codegen.plan import Plan
+from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.ir.ops import AllReduce
 from moec.runtime.job.reference import reference
@@ -70,6 +71,18 @@ def test_loads_without_noise_or_without_a_choice_are_refused(gate: str, code: st
     (found,) = error.value.diagnostics
     assert (found.code, found.message) == (code, message)
     assert found.span
+
+
+@pytest.mark.parametrize("gate", ["expert_choice", "dselect_k(2)"])
+def test_first_choices_of_a_gate_that_lists_choices_by_expert_are_refused(gate: str) -> None:
+    """The first one listed is expert 0, or none: the term would be 8 times the mean probability of expert 0."""
+    found = [one for one in load_text(moe_text(gate=gate, balance="[gshard_loss(0.1)]")).diagnostics if one.span]
+    (error,) = [one for one in found if one.code != "MOE0352"]
+    assert (error.code, error.message) == ("MOE0325", "`gshard_loss` counts first choices")
+    assert [label.message for label in error.labels] == [
+        f"`{gate.partition('(')[0]}` lists choices by expert, not best first"
+    ]
+    assert error.severity == "error"
 
 
 def test_a_gate_that_has_lost_its_noise_has_finite_gradients() -> None:
