@@ -19,7 +19,7 @@ def replayed(b: Builder, gated: Gated, span: Located) -> Gated:
     scores, k = gate.named(gate.operands)[gate.scores], b.scope[gated.e].shape[-1]
     choices = b.input(Value(name="choices", shape=(*TOKENS, k), dtype="int64", role="choices"))
     w, e = b.add(o.Replay, scores, gated.e, choices, to="w e", span=span)
-    return replace(gated, w=w, e=e, some_are_none=True)
+    return replace(gated, w=w, e=e, by_scores=False, some_are_none=True)
 
 
 def routes_input(layers: Sequence[Block]) -> list[Value]:

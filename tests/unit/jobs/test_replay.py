@@ -236,6 +236,18 @@ def test_a_compiled_model_replays(job: Job) -> None:
     torch.testing.assert_close(model(TOKENS, LABELS, routes=routes).loss, expected)
 
 
+@pytest.mark.parametrize("gate", ["topk(2)", "topk(2, bias = online(1e-3))"])
+def test_sequence_loss_counts_the_best_scores_whatever_choices_are_given(gate: str) -> None:
+    terms = []
+    for balance in ("[sequence_loss(1.0)]", "[switch_loss(1.0)]"):
+        model = reference(moe_spec(optimizer=REPLAY, gate=gate, balance=balance, depth=2), seed=1, dtype=torch.float64)
+        routes = model(TOKENS).routes
+        terms.append([model(TOKENS, routes=given).aux_loss.item() for given in (routes, (routes + 1) % 8)])
+    (own, of_others), (counted, counted_others) = terms
+    assert of_others == pytest.approx(own, rel=1e-12)
+    assert counted_others != pytest.approx(counted, rel=1e-3)
+
+
 def test_biases_move_by_the_counts_of_given_choices() -> None:
     gate = "topk(2, score = sigmoid, bias = online(0.5))"
     with moec.launch(replaying(ranks=1, ep=1, gate=gate, balance="[]"), device="cpu") as job:
