@@ -64,13 +64,17 @@ def _chosen_weights(e: Emitter, op: Op) -> None:
 
 
 def _attend_experts(e: Emitter, op: Op) -> None:
+    """Fused attention with tokens as the batch, one head of width 1, and experts as the sequence.
+
+    On CPU fused attention gives 0 for a query that is NaN; adding 0 · q makes its logit NaN, and `route` reports it.
+    """
     (projected,) = e.refs(op)
-    experts = op.results[0].shape[-1]
-    q, k, v = (e.call(op, aten.narrow.default, projected, -1, part * experts, experts) for part in range(3))
-    rows, columns = e.call(op, aten.unsqueeze.default, q, -1), e.call(op, aten.unsqueeze.default, k, -2)
-    attended = e.call(op, aten.softmax.int, e.call(op, aten.mul.Tensor, rows, columns), -1)
-    logits = e.call(op, aten.matmul.default, attended, e.call(op, aten.unsqueeze.default, v, -1))
-    e.result(op, aten.squeeze.dim, logits, -1)
+    experts, call = op.results[0].shape[-1], partial(e.call, op)
+    q, *_ = parts = [call(aten.narrow.default, projected, -1, part * experts, experts) for part in range(3)]
+    of_tokens = [call(aten.unsqueeze.default, call(aten.flatten.using_ints, part, 0, 1), 1) for part in parts]
+    heads = [call(aten.unsqueeze.default, part, -1) for part in of_tokens]  # [tokens, 1, experts, 1]
+    attended = call(aten.scaled_dot_product_attention.default, *heads, None, 0.0, False, scale=1.0)
+    e.result(op, aten.add.Tensor, call(aten.reshape_as.default, attended, q), q, alpha=0)
 
 
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {

@@ -87,7 +87,8 @@ class AttendExperts(Op):
     """Router logits by attention between experts: `[batch, sequence, 3 · experts]` → `[batch, sequence, experts]`.
 
     The last dim is q, k and v, one number of each for every expert. Logit i is `Σⱼ softmaxⱼ(qᵢ · kⱼ) · vⱼ`: width 1, so
-    no scale (Yuan 2.0-M32, arXiv 2405.17976, section 2: the attention router).
+    no scale (Yuan 2.0-M32, arXiv 2405.17976, section 2: the attention router). Fused attention computes the logits;
+    backward keeps two numbers of each expert, not the softmax.
     """
 
     mnemonic: ClassVar[str] = "attend_experts"
@@ -107,10 +108,9 @@ class AttendExperts(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         (projected,), (logits,) = operands, results
-        experts = workload.shape(logits)[-1]
-        attended = workload.inner(logits, "attended", workload.count(logits) * experts, logits.dtype)
-        keeps = (*workload.keep(projected), attended)
-        return elementwise(self, operands, results, workload, keeps=keeps, forward=3, backward=6)
+        inner = [workload.inner(logits, what, workload.count(logits), logits.dtype) for what in ("attended", "sums")]
+        keeps = (*workload.keep(projected), *inner)
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=2, backward=5)
 
 
 @register

@@ -22,6 +22,7 @@ from moec.codegen.emit.functions import EMISSIONS
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Spec
 from moec.passes.ir import Op
+from moec.passes.ir.ops import Attention
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 
@@ -184,7 +185,7 @@ def test_attention_drops_nothing(nodes: list[fx.Node]):
 
 
 def test_attention_is_causal_by_a_mask_or_by_torch(nodes: list[fx.Node]):
-    attention = [node for node in nodes if node.target in SEEDED]
+    attention = [node for node in nodes if node.target in SEEDED and isinstance(info_of(node).op, Attention)]
     assert {(node.args[3] is None, info_of(node).op.causal) for node in attention} >= {  # type: ignore[union-attr]
         (False, True),
         (True, True),

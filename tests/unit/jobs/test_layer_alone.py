@@ -183,6 +183,18 @@ def test_router_logits_that_are_nan_are_refused_by_name():
         moec.layer(ALONE)(torch.full((2, 16), torch.nan))
 
 
+@pytest.mark.parametrize("row", [0, 8, 16])
+def test_a_nan_in_any_part_of_the_attention_router_is_refused_by_name(row: int):
+    """Fused attention on CPU gives 0 for a query that is NaN."""
+    layer = moec.layer(layer_text(ranks=None, gate="attention_router(2)"))
+    weight = layer.get_parameter("gate.weight")
+    assert weight.shape == (3 * 8, 16)
+    with torch.no_grad():
+        weight[row] = torch.nan
+    with pytest.raises(moec.DiagnosticError, match="MOE0708"):
+        layer(torch.ones(2, 16))
+
+
 def test_a_model_is_no_layer_and_a_layer_is_not_launched():
     with pytest.raises(moec.DiagnosticError, match="MOE0721"):
         moec.layer(moe_text(ranks=1, ep=1))
