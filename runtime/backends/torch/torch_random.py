@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -40,14 +42,17 @@ def normal_noise(logits: Tensor, keys: Tensor, training: Tensor, layer: Tensor, 
     return noise
 
 
-def _words(keys: Tensor, dim: int, layer: Tensor, stream: int) -> Tensor:
-    """Words of `dim` elements of each token, keyed by its key `[tokens, 1]`: `[4, tokens, dim / 4 rounded up]`."""
+def _words(keys: Tensor, dim: int, layer: Tensor, stream: int) -> tuple[Tensor, ...]:
+    """Four words for each four of `dim` elements of each token, keyed by its key `[tokens, 1]`: `[tokens, dim / 4]`,
+    rounded up."""
     groups = torch.arange(-(-dim // WORDS), device=keys.device)
     others = torch.tensor([int(layer), stream, 0], device=keys.device)
-    # the rounds write in place: the counter needs its full shape
-    return philox4x32((groups[None].expand(len(keys), -1), *others), halves(keys))
+    return philox4x32((groups, *others), halves(keys))
 
 
-def _uniform(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """32-bit words `[4, tokens, n]` → numbers in [−1, 1), multiples of 2⁻²³, `[tokens, 4 n]`."""
-    return (words >> 8).permute(1, 2, 0).flatten(1).to(dtype).mul_(2.0**-23).sub_(1)
+def _uniform(words: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """32-bit words, four `[tokens, n]` → numbers in [−1, 1), multiples of 2⁻²³, `[tokens, 4 n]`."""
+    numbers = words[0].new_empty((*words[0].shape, WORDS), dtype=dtype)
+    for place, word in enumerate(words):
+        numbers[..., place] = word >> 8
+    return numbers.flatten(1).mul_(2.0**-23).sub_(1)
