@@ -13,14 +13,40 @@ def choose_tokens(scores: Tensor, real: Tensor | None, parts: int, whole: int, g
         return experts.expand(scores.shape).clone()
     together = tokens * (batch // groups if groups else 1)
     capacity = min(together, -(-parts * together // (whole * num_experts)))
-    by_expert = scores.detach().reshape(-1, together, num_experts).transpose(1, 2)
-    allowed = torch.ones_like(by_expert, dtype=torch.bool)
-    if real is not None:
-        allowed = (real != 0).view(-1, 1, together).expand_as(by_expert)
-    by_expert = by_expert.masked_fill(~allowed, -torch.inf)
-    # The last score with a place; of the tokens that have it, the first ones get the places that are left.
-    last = by_expert.topk(capacity, dim=2)[0][..., -1:]
-    above, equal = by_expert > last, (by_expert == last) & allowed
-    left = capacity - above.sum(dim=2, keepdim=True)
-    taken = above | (equal & (equal.cumsum(dim=2) <= left))
-    return experts.where(taken.transpose(1, 2).contiguous(), -1).view(scores.shape)
+    by_token = scores.detach().reshape(-1, together, num_experts)
+    allowed = None if real is None else (real != 0).view(-1, together, 1)
+    if allowed is not None:
+        by_token = by_token.masked_fill(~allowed, -torch.inf)
+    by_expert = by_token.transpose(1, 2).contiguous()
+    last = _kth_largest(by_expert.view(-1, together), capacity).view(-1, 1, num_experts)
+    taken = by_token >= last
+    if allowed is not None:
+        taken &= allowed
+    if scores.device.type != "cpu" or (taken.sum(dim=1) > capacity).any():  # on other devices asking would wait
+        taken = _first_of_equals(taken, by_token > last, capacity)
+    return experts.where(taken, -1).view(scores.shape)
+
+
+def _first_of_equals(taken: Tensor, above: Tensor, capacity: int) -> Tensor:
+    """Of the tokens `[groups, tokens, E]` that are `taken` but not `above` the last score, the first ones that have a
+    place."""
+    equal, left = taken & ~above, capacity - above.sum(dim=1, keepdim=True)
+    return above | (equal & (equal.cumsum(dim=1) <= left))
+
+
+def _kth_largest(x: Tensor, k: int) -> Tensor:
+    """The k-th largest number of each row of x [N, T]: [N]. NaN is the largest.
+
+    The k largest of T are among those columns of a row folded to `[parts, T / parts]` that have the k largest maxima.
+    With T² / k² = parts⁴ both searches are of about as many numbers, which takes half of the time of one of T (measured
+    on CPU, T 8,192 and k 256).
+    """
+    rows, size = x.shape
+    parts = 1
+    while 4 * parts * parts * k <= size and size % (2 * parts) == 0:
+        parts *= 2
+    if parts > 1:
+        folded = x.view(rows, parts, size // parts)
+        columns = folded.amax(dim=1).topk(k, dim=1, sorted=False)[1]
+        x = folded.gather(2, columns[:, None].expand(rows, parts, k)).flatten(1)
+    return x.topk(k, dim=1)[0][:, -1]

@@ -50,6 +50,15 @@ def test_each_expert_takes_its_best_real_tokens_and_ties_go_to_the_earlier(group
         assert torch.equal(each, taken_by_hand(of_group, are_real, capacity))
 
 
+@pytest.mark.parametrize("kind", ["ties", "all equal", "no ties"])
+def test_of_many_tokens_each_expert_takes_its_best(kind: str) -> None:
+    """A place for every 24th token: these are searched for in parts."""
+    scores = torch.randn(1, 96, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    scores = {"ties": scores.round(), "all equal": scores * 0, "no ties": scores}[kind]
+    found = ops.choose_tokens(scores, None, 1, 8, 0)
+    assert torch.equal(found[0], taken_by_hand(scores[0], torch.ones(96), 4))
+
+
 def test_no_expert_takes_more_tokens_than_there_are() -> None:
     assert torch.equal(ops.choose_tokens(torch.rand(1, 3, 2), None, 9, 1, 0), torch.tensor([[[0, 1]] * 3]))
     assert ops.choose_tokens(torch.rand(0, 3, 2), None, 9, 1, 0).shape == (0, 3, 2)
