@@ -114,29 +114,46 @@ def _clamped(keys: Tensor, own: bool = False) -> Tensor:
 
 def _leave_out_groups(keys: Tensor, groups: int, keep_groups: int, group_score: str) -> None:
     """Makes the keys -inf outside of each token's `keep_groups` best groups; a lower number could be a key."""
-    by_group = keys.view(*keys.shape[:-1], groups, keys.shape[-1] // groups)
-    scores = by_group.amax(-1) if group_score == "max" else _sum_of_two_largest(by_group)
-    _, kept = _largest(_clamped(scores), keep_groups)
-    left_out = torch.ones(scores.shape, dtype=torch.bool, device=keys.device).scatter_(-1, kept, False)
-    by_group.masked_fill_(left_out.unsqueeze(-1), -torch.inf)
+    size = keys.shape[-1] // groups
+    by_group = keys.view(-1, groups, size)
+    # Tokens last: then the operations are over long rows, not over the few experts of a group or the few groups.
+    columns = by_group.flatten(1).t().contiguous().view(groups, size, len(by_group))
+    scores = columns.amax(1) if group_score == "max" else _sum_of_two_largest(columns)
+    left_out = (_numbers_of_better(scores) >= keep_groups).t().contiguous()
+    # Keys to which 0 is added keep their bits, but for the sign of a zero.
+    by_group.add_(torch.zeros_like(left_out, dtype=keys.dtype).masked_fill_(left_out, -torch.inf).unsqueeze(-1))
+
+
+def _numbers_of_better(scores: Tensor) -> Tensor:
+    """How many of a column's scores [N, T] are larger, or equal and before: [N, T], in the scores' dtype.
+
+    NaN is the largest number, -inf the lowest finite one: it is the sum of two such keys.
+    """
+    scores = scores.nan_to_num(torch.inf, torch.inf)
+    numbers = torch.zeros_like(scores)
+    for row in range(len(scores) - 1):
+        # Of a score and one after it the one or the other is better: 1 or 0.
+        wins = torch.ge(scores[row], scores[row + 1 :], out=torch.empty_like(scores[row + 1 :]))
+        numbers[row + 1 :] += wins
+        numbers[row] += len(wins) - wins.sum(0)
+    return numbers
 
 
 def _sum_of_two_largest(x: Tensor) -> Tensor:
-    """Over the last dim, of one number the number: a tournament, a third of the time of two rounds of `max` on CPU."""
-    first = x.transpose(-1, -2).contiguous()
-    second = None
-    while (size := first.shape[-2]) > 1:
+    """Of x [N, n, T] over n: [N, T]; of one number the number. A tournament."""
+    first, second = x, None
+    while (size := first.shape[1]) > 1:
         half = size // 2
-        one, other = first.narrow(-2, 0, half), first.narrow(-2, half, half)
+        one, other = first.narrow(1, 0, half), first.narrow(1, half, half)
         lost = torch.minimum(one, other)
         if second is not None:
-            lost = lost.maximum(second.narrow(-2, 0, half)).maximum(second.narrow(-2, half, half))
-        first, second, bye, bye_second = one.maximum(other), lost, first.narrow(-2, 2 * half, size - 2 * half), second
-        if bye.shape[-2]:
-            first = torch.cat((first, bye), -2)
-            rest = torch.full_like(bye, -torch.inf) if bye_second is None else bye_second.narrow(-2, 2 * half, 1)
-            second = torch.cat((second, rest), -2)
-    return (first if second is None else first + second).squeeze(-2)
+            lost = lost.maximum(second.narrow(1, 0, half)).maximum(second.narrow(1, half, half))
+        first, second, bye, bye_second = one.maximum(other), lost, first.narrow(1, 2 * half, size - 2 * half), second
+        if bye.shape[1]:
+            first = torch.cat((first, bye), 1)
+            rest = torch.full_like(bye, -torch.inf) if bye_second is None else bye_second.narrow(1, 2 * half, 1)
+            second = torch.cat((second, rest), 1)
+    return (first if second is None else first + second).squeeze(1)
 
 
 def _largest(remaining: Tensor, k: int) -> tuple[Tensor, Tensor]:
