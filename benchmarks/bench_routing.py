@@ -99,7 +99,7 @@ def routing(spec: Spec, dim: int) -> Run:
         "keys": Value(name="keys", shape=shape, dtype="int64", role="keys"),
     }
     b = Builder(block.name, tuple(given.values()), block.span)
-    gated = lower_gate(b, spec.subject, gate, EXPERTS, "h", {"tokens": "tokens", "keys": "keys"})
+    gated = lower_gate(b, spec.subject, gate, EXPERTS, "h", {"tokens": "tokens", "keys": "keys"}, ordered=False)
     results = [name for name in (gated.w, gated.p) if name is not None]
     alone = b.block([Output(name, "residual") for name in results])
     function = emit_function(

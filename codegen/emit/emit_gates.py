@@ -77,10 +77,20 @@ def _attend_experts(e: Emitter, op: Op) -> None:
     e.result(op, aten.add.Tensor, call(aten.reshape_as.default, attended, q), q, alpha=0)
 
 
+def _every_expert(e: Emitter, op: Op) -> None:
+    (scores,) = e.refs(op)
+    (*_, experts) = op.results[0].shape
+    ones = e.call(op, aten.new_ones.default, scores, [experts], dtype=torch.int64)
+    numbers = e.call(op, aten.sub.Scalar, e.call(op, aten.cumsum.default, ones, 0), 1)
+    every = e.call(op, aten.expand_as.default, numbers, scores)
+    e.result(op, aten.clone.default, every, memory_format=torch.contiguous_format)
+
+
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.AddNoise: _add_noise,
     o.ChosenWeights: _chosen_weights,
     g.AttendExperts: _attend_experts,
+    g.EveryExpert: _every_expert,
     g.HashRoute: _hash_route,
 }
 

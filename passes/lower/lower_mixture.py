@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from moec.grammar.spec import Dropless, Factor, Moe, Smear, Soft, Subject
+from moec.grammar.spec import Dropless, Factor, GShardLoss, Moe, Smear, Soft, Subject
 from moec.passes.ir import Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder
@@ -63,7 +63,8 @@ def _without_choices(
 
 def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], replay: bool) -> Routed:
     within = subject.within(moe.parts[0])
-    gated = lower_gate(b, subject, moe.gate, moe.num_experts, h, beside, moe.group, within)
+    ordered = moe.drops or any(isinstance(term, GShardLoss) for term in moe.balance)
+    gated = lower_gate(b, subject, moe.gate, moe.num_experts, h, beside, moe.group, within, ordered)
     if replay:
         gated = replayed(b, gated, moe.gate.span())
     e, real = gated.e, (beside["real"],) if "real" in beside else ()

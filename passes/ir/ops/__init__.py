@@ -17,7 +17,7 @@ from moec.passes.ir.ops.dense_conversions import (
 from moec.passes.ir.ops.embedding_ops import Embed, EmbedPositions, LayerNorm, RmsNorm
 from moec.passes.ir.ops.expert_linear_ops import ExpertLinear
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
-from moec.passes.ir.ops.gate_ops import AttendExperts, HashRoute, Route
+from moec.passes.ir.ops.gate_ops import AttendExperts, EveryExpert, HashRoute, Route
 from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
 from moec.passes.ir.ops.image_ops import Classify, GridWindows, MeanTokens, PatchEmbed, PatchNumbers
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
@@ -80,6 +80,7 @@ __all__ = [
     "DecodeSelectors",
     "Embed",
     "EmbedPositions",
+    "EveryExpert",
     "ExchangeCounts",
     "ExpectedLoads",
     "ExpertLinear",

@@ -83,6 +83,25 @@ class Route(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EveryExpert(Op):
+    """All experts of each token, in their order: scores `[batch, sequence, experts]` → experts, the same shape."""
+
+    mnemonic: ClassVar[str] = "every_expert"
+    takes: ClassVar[str] = "scores"
+    gives: ClassVar[str] = "experts"
+    constants: ClassVar[frozenset[str]] = frozenset({"scores"})
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (scores,) = operands
+        require(len(scores.shape) == 3 and scores.dtype != "int64", self, "wants scores of each token")
+        return (Type(shape=scores.shape, dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return own_tokens(self, 1, meshes)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttendExperts(Op):
     """Router logits by attention between experts: `[batch, sequence, 3 · experts]` → `[batch, sequence, experts]`.
 

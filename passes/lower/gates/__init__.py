@@ -47,9 +47,10 @@ def lower_gate(
     beside: Mapping[Role, str],
     group: RoutingGroup = "sequence",
     within: Moe | None = None,
+    ordered: bool = True,
 ) -> Gated:
     """Lowers any gate that moec compiles; with `within`, the mixture that each expert is, pairs of gates."""
-    given = Given(subject=subject, experts=experts, h=h, beside=beside, group=group)
+    given = Given(subject=subject, experts=experts, h=h, beside=beside, group=group, ordered=ordered)
     return _LOWERED[type(gate)](b, gate, given) if within is None else nested_gate(b, gate, within, given)
 
 

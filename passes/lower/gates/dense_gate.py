@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import Dense, TopK
+from moec.passes.ir.ops import gate_ops as g
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates.gated import Gated, Given
 from moec.passes.lower.gates.topk_gates import topk
 
 
 def dense(b: Builder, gate: Node, given: Given) -> Gated:
-    """All experts are chosen, the one with the largest probability first (Jacobs et al. 1991, equation 1)."""
+    """All experts are chosen (Jacobs et al. 1991, equation 1).
+
+    The expert with the largest probability is first where the order matters; elsewhere nothing is sorted. There `route`
+    gives the probabilities and reports tokens without scores, and its own choice is unused.
+    """
     assert isinstance(gate, Dense)
     span = gate.span()
-    return topk(b, TopK(k=given.experts).with_spans({"": span} if span else {}), given)
+    if given.ordered:
+        return topk(b, TopK(k=given.experts).with_spans({"": span} if span else {}), given)
+    logits = given.router(b, span)
+    p, _, _ = b.add(
+        g.Route, logits, to="p best best_expert", span=span, k=1, score="softmax", order="before", normalize=False
+    )
+    e = b.one(g.EveryExpert, p, to="e", span=span)
+    return Gated(w=p, e=e, logits=logits, p=p, by_scores=True)

@@ -21,7 +21,7 @@ class Gated:
 
     `w`, `e`: weights and expert ids of each token's choices, `[batch, sequence, k]`. `logits` and `p` (probabilities),
     `[batch, sequence, experts]`, are for balance terms; a gate may have neither (`gives` in the schema).
-    `by_scores`: whether `e` are the k largest logits of each token, best first; not where biases or groups choose too.
+    `by_scores`: whether `e` are the experts of each token's k largest logits; not where biases or groups choose too.
     `some_are_none`: whether a choice may be −1, which gets no row. `others`: further values that balance terms need.
     `terms`: the gate's own terms of the loss, scalars that are sums over tokens, with their weights.
     """
@@ -40,7 +40,8 @@ class Gated:
 class Given:
     """The inputs of a gate: the tokens' vectors `h`, the number of experts, and by role the inputs that it `takes`.
 
-    `group` is the mixture's routing group.
+    `group` is the mixture's routing group. `ordered`: whether the order of a token's choices matters, to a capacity or
+    to a balance term over first choices.
     """
 
     subject: Subject
@@ -48,6 +49,7 @@ class Given:
     h: str
     beside: Mapping[Role, str]
     group: RoutingGroup = "sequence"
+    ordered: bool = True
 
     def router(
         self,

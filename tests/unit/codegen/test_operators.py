@@ -85,6 +85,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "tp": 2,
     },
     "balance of devices": {"balance": "[device_loss(0.1)]", "tp": 2, "beside": "group = batch"},
+    "all experts": {"gate": "dense", "tp": 2},
     "attention between experts": {"gate": "attention_router(2)", "tp": 2},
     "a router with biases": {"gate": "topk(2, order = after, bias = learned)", "dtype": "bf16", "tp": 2},
     "packed texts": {"model": "embedding = tokens(separator = 3)", "tp": 2},

@@ -10,6 +10,7 @@ from models import layer_plan, moe_plan, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError
+from moec.passes.ir.ops.gate_ops import Route
 from moec.runtime.verify.verification import verify
 
 BODY = "layers[1..2]"
@@ -62,6 +63,22 @@ def test_wrong_noise_is_found(fault: str) -> None:
     plan = moe_plan(ep=2, tp=2, gate=NOISE)
     (op,) = (op for op in plan.program.block(BODY).ops if op.mnemonic == mnemonic)
     assert not verify(change_op(plan, BODY, op.results[0].name, **changes), float32=False).ok
+
+
+@pytest.mark.parametrize(
+    ("matters", "beside"),
+    [
+        (False, {"balance": "[switch_loss(0.1), sequence_loss(0.1)]"}),
+        (True, {"balance": "[gshard_loss(0.1)]"}),
+        (True, {"beside": "capacity = factor(0.5)"}),
+    ],
+)
+def test_all_experts_are_sorted_where_the_order_of_choices_matters(matters: bool, beside: dict[str, str]) -> None:
+    plan = moe_plan(ep=2, tp=2, gate="dense", **beside)
+    (chosen,) = {op.mnemonic for op in plan.program.block(BODY).ops if op.mnemonic == "every_expert"} or {"route"}
+    (k,) = {op.k for op in plan.program.block(BODY).ops if isinstance(op, Route)}
+    assert (chosen, k) == (("route", 8) if matters else ("every_expert", 1))
+    assert verify(plan, float32=False).ok
 
 
 def test_noise_in_the_file_of_one_layer_is_refused() -> None:

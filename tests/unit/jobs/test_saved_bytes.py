@@ -65,6 +65,8 @@ MODELS = {
     "balance of sequences": {"gate": "topk(2, groups = 4, keep_groups = 2)", "balance": "[sequence_loss(0.1)]"},
     "balance of devices": {"balance": "[device_loss(0.1)]"},
     "balance of devices, padding": {"balance": "[device_loss(0.1)]", "model": "embedding = tokens(padding = 3)"},
+    "all experts": {"gate": "dense"},
+    "all experts, best first": {"gate": "dense", "balance": "[gshard_loss(0.1)]"},
     "attention between experts": {"gate": "attention_router(2)"},
     "attention between experts, bf16": {"gate": "attention_router(2)", "dtype": "bf16"},
     "noise": {"gate": "topk(2, noise = 0.5)"},
