@@ -15,7 +15,7 @@ StatedEp = Mapping[int, tuple[object, Span | None]]
 
 def device_groups(spec: Spec) -> list[Diagnostic]:
     """Groups that nothing states, or that do not divide the experts; once for layers that share a mixture."""
-    stated = _stated(spec)
+    stated = stated_ep(spec)
     found: list[Diagnostic] = []
     for number, moe in enumerate(_mixtures(spec)):
         found += _of_mixture(moe, *stated.get(number, (None, None))) if moe else ()
@@ -24,7 +24,7 @@ def device_groups(spec: Spec) -> list[Diagnostic]:
 
 def with_device_groups(spec: Spec) -> Spec:
     """The Spec whose terms all state their groups. It depends on the stated `ep` alone, whatever runs it."""
-    stated = _stated(spec)
+    stated = stated_ep(spec)
     if not any(_needs_groups(moe) for moe in _mixtures(spec)):
         return spec
     if not spec.has_model:
@@ -76,8 +76,8 @@ def _mixtures(spec: Spec) -> list[Moe | None]:
     return [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
 
 
-def _stated(spec: Spec) -> StatedEp:
-    """Of several for a layer, the last one counts, as for the degrees."""
+def stated_ep(spec: Spec) -> StatedEp:
+    """The stated `ep` of layers. Of several for a layer, the last one counts, as for the degrees."""
     parallel, every = spec.parallel, range(len(_mixtures(spec)))
     found: dict[int, tuple[object, Span | None]] = {}
     for layers, ep, span in (

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import Moe, Smear, Soft, Spec
+from moec.grammar.spec import Moe, Smear, Soft, Spec, Topology
 
 
 def group_gates(spec: Spec) -> list[Diagnostic]:
@@ -44,8 +44,9 @@ def _decided(moe: Moe) -> Iterator[Diagnostic]:
 def _leaks(moe: Moe) -> Iterator[Diagnostic]:
     """Warns of a gate whose choices for a token depend on later tokens."""
     gate = moe.gate
-    if gate.leaks:
-        message = f"in {gate.leaks}, what a token gets depends on later tokens of its group"
+    bounded = isinstance(gate, Topology) and gate.share is not None
+    if leaks := "training" if bounded else gate.leaks:
+        message = f"in {leaks}, what a token gets depends on later tokens of its group"
         help = "give the model `causal = false`, or use `topk`"
         yield diagnose("MOE0352", gate.span(), message, help=help, severity=Severity.WARNING)
 

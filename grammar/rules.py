@@ -22,6 +22,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding
 from moec.grammar.suggest import advice
 from moec.grammar.token_rules import token_inputs
+from moec.grammar.topology_rules import near_experts
 from moec.grammar.training_rules import optimizer_options
 
 
@@ -61,6 +62,7 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *modules(spec),
         *capacities(spec),
         *group_gates(spec),
+        *near_experts(spec),
         *windows(spec),
         *device_groups(spec),
         *microbatches_and_recomputation(spec),

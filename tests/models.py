@@ -13,6 +13,10 @@ GATE = "topk(2, normalize = true)"
 BALANCE = "[switch_loss(0.01), z_loss(1e-3)]"
 
 
+FOUR = 'level "node" { size = 2; bandwidth = 4GB/s }; level "rail" { size = 2; bandwidth = 1GB/s }'
+"""Levels of four ranks, in two nodes."""
+
+
 def moe_text(
     *,
     ranks: int = 4,
@@ -41,10 +45,12 @@ def moe_text(
     microbatches: int | None = None,
     recompute: str = "",
     memory: str = "",
+    levels: str = "",
 ) -> str:
     """Layer 0 dense with mha and `ffn`, the others gqa with rope and a mixture; one level of `ranks` CPU ranks.
 
-    `memory`: of a device of its own, for models that do not fit the library's `cpu`.
+    `memory`: of a device of its own, for models that do not fit the library's `cpu`. `levels` replaces the level of
+    the cluster.
 
     `recompute` is a word for all layers, or blocks such as `layers 1 { recompute = layer }`.
     `attention` is the whole call of layers 1, 2, …; without it, `gqa` with `bias` and `qk_norm`.
@@ -62,7 +68,7 @@ def moe_text(
     if attention is None:
         norm = "" if qk_norm is None else f", qk_norm = {qk_norm}"
         attention = f"gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = {bias}{norm})"
-    others = ""
+    others, levels = "", levels or f'level "node" {{ size = {ranks} }}'
     for number, (count, degree) in enumerate(mixtures, start=1):
         others += f"  layers {number} {{ moe {{ experts = {count} * {expert} }} }}\n" if count != experts else ""
         degrees += f"  layers {number} {{ ep = {degree} }}\n" if degree is not None else ""
@@ -82,7 +88,7 @@ model "tiny" {{
     }}
   }}
 {others}}}
-cluster "here" {{ device = {"roomy" if memory else "cpu"}; level "node" {{ size = {ranks} }} }}
+cluster "here" {{ device = {"roomy" if memory else "cpu"}; {levels} }}
 train {{ batch = {batch}; sequence = {sequence}; optimizer = {optimizer} }}
 parallel {{
 {degrees}}}

@@ -26,6 +26,7 @@ from moec.codegen.emit.emit_selectors import SELECTORS
 from moec.codegen.emit.emit_soft import SOFT
 from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
+from moec.codegen.emit.emit_topology import TOPOLOGY
 from moec.codegen.emit.emit_windows import WINDOWS
 from moec.codegen.emit.emitter import Emitter, info_of, site_of, target_name
 from moec.codegen.emit.operators import emit_operator
@@ -54,6 +55,7 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **LOSS,
     **REPLAY,
     **SEGMENTS,
+    **TOPOLOGY,
 }
 """How each op is emitted."""
 

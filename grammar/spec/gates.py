@@ -3,7 +3,7 @@
 from fractions import Fraction
 from typing import Annotated, ClassVar, Literal
 
-from moec.grammar.spec.base import Doc, Node, Portion, PositiveInt, Ratio, at_least, at_most, more_than
+from moec.grammar.spec.base import AsWritten, Doc, Node, Portion, PositiveInt, Ratio, at_least, at_most, more_than
 from moec.grammar.units import LARGEST_WHOLE
 
 Weight = Annotated[float, at_least(0)]
@@ -183,14 +183,26 @@ class DSelectK(_Gate):
 
 
 class Topology(_Gate):
-    """Top-k that prefers near experts, by a loss over the levels of the cluster."""
+    """`topk(k)` that prefers near experts, by a loss over the levels of the cluster, and may bound the far choices.
+
+    The loss of a data-parallel rank is `E * sum_e penalty_e * f_e * P_e`, with f and P as in `switch_loss`, over the
+    rank's tokens of a micro-batch. The penalty is the time to send a byte from the rank to the expert, by the
+    bandwidths of the levels, over its mean over all experts: where all are alike, this is `switch_loss`.
+
+    `share` bounds the choices of experts in other nodes, in training: those with the largest probabilities stay, the
+    others go to the token's next best experts in its own node. A node is everything inside the outermost level.
+    """
 
     word = "topology"
-    source = "TA-MoE, Chen et al. 2022, arXiv 2302.09915"
-    implemented = False
+    source = "TA-MoE, Chen et al. 2022, arXiv 2302.09915, section 4; share: FasterMoE, He et al. 2022, section 4.3"
+    replays = True
     positional = ("k",)
     k: Annotated[PositiveInt, Doc("experts per token")]
     weight: Annotated[Weight, Doc("of the preference in the loss")] = 1e-2
+    share: Annotated[
+        Annotated[Fraction, AsWritten(), at_least(0), at_most(1)] | None,
+        Doc("the most of a data-parallel rank's choices that may go to other nodes in training; default: all"),
+    ] = None
 
 
 class BatchPriority(_Gate):

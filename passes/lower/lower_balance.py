@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from moec.grammar.spec import DeviceLoss, GShardLoss, ImportanceLoss, LoadLoss, Moe, SequenceLoss, SwitchLoss, ZLoss
@@ -11,6 +11,8 @@ from moec.passes.ir import ops as o
 from moec.passes.ir.attribute_types import RoutingGroup
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import Gated
+from moec.passes.lower.gates.placed_topology import PlacedTopology
+from moec.passes.lower.gates.topology_gate import topology_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +46,19 @@ class Routed:
 
 def balance_terms(b: Builder, moe: Moe, routed: Routed) -> list[str]:
     """The layer's weighted balance terms and its gate's own terms as one scalar, a sum over tokens; nothing without."""
-    own = routed.gated.terms
+    own = [*routed.gated.terms, *_of_gate(b, moe.gate, routed)]
     if not moe.balance and not own:
         return []
     terms = [_LOWERED[type(term)](b, moe, term, routed) for term in moe.balance] + [name for name, _ in own]
     weights = (*(term.weight for term in moe.balance), *(weight for _, weight in own))
     span = moe.span("balance") or moe.gate.span()
     return [b.one(o.WeightedSum, *terms, to="balance", span=span, weights=weights)]
+
+
+def _of_gate(b: Builder, gate: Node, routed: Routed) -> Iterator[tuple[str, float]]:
+    """The term of a gate over the choices that are made, or given, in the end."""
+    if isinstance(gate, PlacedTopology) and gate.weight:
+        yield topology_loss(b, gate, routed.gated, routed.e, routed.beside), gate.weight
 
 
 def _switch_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:

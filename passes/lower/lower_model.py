@@ -12,6 +12,7 @@ from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import TABLE, Builder, normal
+from moec.passes.lower.gates.placed_topology import with_places
 from moec.passes.lower.layer_calls import call_layer, forward_outputs
 from moec.passes.lower.lower_attention import attend
 from moec.passes.lower.lower_feed_forward import feed_forward
@@ -29,7 +30,7 @@ def lower(spec: Spec) -> Program:
     loss, of the balance terms and of the updates of states.
 
     It depends neither on the number of ranks nor on any degree of parallelism, but for a `device_loss` that leaves its
-    groups to the stated `ep`.
+    groups to the stated `ep`, and for the gate `topology`, which asks where ranks are.
 
     A `layer` file has no loss, and `forward` takes and gives `[batch, sequence, dim]` (`lower_layer`).
 
@@ -37,7 +38,7 @@ def lower(spec: Spec) -> Program:
     """
     if refused := unsupported(spec):
         raise DiagnosticError(refused)
-    spec = with_device_groups(spec)
+    spec = with_places(with_device_groups(spec))
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
     return Program(name=spec.subject.name, blocks=tuple(blocks))
 

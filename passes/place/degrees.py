@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.spec import Spec
 from moec.passes.place.degree_rules import problems_of
+from moec.passes.place.near_rules import near_problems
 from moec.passes.place.stated_degrees import Mixtures, divisors, mixtures_of, number_of
 
 
@@ -42,13 +43,16 @@ def choose_degrees(spec: Spec) -> Degrees:
     if problems := problems_of(spec, mixtures):
         raise DiagnosticError(problems)
     tp = number_of(parallel.tp) or 1
+    experts = _experts(ranks, mixtures)
+    if problems := near_problems(spec, tp, {layer: of.ep for of in experts for layer in of.layers}):
+        raise DiagnosticError(problems)
     return Degrees(
         ranks=ranks,
         dp=number_of(parallel.dp) or ranks // tp,
         dp_stated=parallel.dp is not None,
         tp=tp,
         tp_stated=parallel.tp is not None,
-        experts=_experts(ranks, mixtures),
+        experts=experts,
     )
 
 

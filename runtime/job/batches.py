@@ -145,7 +145,7 @@ def device_of(tokens: object) -> torch.device:
 
 def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits | ImageLimits:
     """The limits of a model on `data_size` data-parallel groups of `tensor_parallel` ranks each."""
-    by_rank = any(layer.moe is not None and layer.moe.group == "rank" for layer in spec.model.layers)
+    by_rank = any(layer.moe is not None and layer.moe.by_rank for layer in spec.model.layers)
     groups = data_parallel_size(spec) // data_size if by_rank else 1
     patches = spec.model.embedding
     if isinstance(patches, Patches):

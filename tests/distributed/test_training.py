@@ -13,7 +13,7 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 from matrices import some
-from models import moe_plan
+from models import FOUR, moe_plan
 from torch import Tensor
 from training import accumulate, backward_twice, batches, complain, train_as_rank, train_unsharded
 
@@ -249,6 +249,12 @@ def test_a_rank_drops_other_choices_where_there_are_more(gloo: GlooPool):
     options = {"batch": 8, "beside": "capacity = factor(1.0); group = rank"}
     alone, spread = (gloo.run(ranks, accumulate, {**options, "ranks": ranks, "ep": 1}, 1)[0] for ranks in (1, 4))
     assert alone["drops"] != pytest.approx(spread["drops"], abs=1e-3)
+
+
+def test_a_gate_that_prefers_near_experts_trains_as_its_reference_of_the_same_ranks(gloo: GlooPool):
+    near = {"gate": "topology(2, weight = 0.1, share = 0.2)", "balance": "[]", "model": PADDED, "levels": FOUR}
+    options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "ranks": 4, "tp": 2, "ep": 4, "microbatches": 1, **near}
+    require_same_curve(gloo.run(4, train_as_rank, options, timeout=120.0), unsharded(**options))
 
 
 def evaluated_as_rank(options: dict[str, Any]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from plain_moe import PlainModel, PlainMoe
 from plain_weights import plain_state_dict
 from torch import Tensor, nn
 
+from moec.grammar.spec import Spec
 from moec.runtime.job.reference import reference
 
 SEED, STEP = 2**61 + 12_345, 2**33 + 7
@@ -164,17 +165,29 @@ LOSSES: dict[str, Callable[[Routed, int], Tensor]] = {
 
 
 def compare(
-    oracle: type[OracleMoe], layers: str, *, training: bool = True, padding: int | None = None, tight: float = 1e-10
+    oracle: type[OracleMoe],
+    layers: str,
+    *,
+    training: bool = True,
+    padding: int | None = None,
+    tight: float = 1e-10,
+    ranks: Callable[[Spec], Spec] = lambda spec: spec,
+    microbatches: int = 1,
 ) -> PlainModel:
-    """The reference of a model whose `layers` are these against the handwritten model: logits, loss, gradients."""
+    """The reference of a model whose `layers` are these against the handwritten model: logits, loss, gradients.
+
+    `ranks` puts the model, of one rank, on several.
+    """
     embedding = "tokens()" if padding is None else f"tokens(padding = {padding})"
-    spec = small_spec(layers, dim=22, embedding=embedding)
-    ours, plain = reference(spec, dtype=torch.float64), PlainModel(spec, torch.float64)
+    spec = ranks(small_spec(layers, dim=22, embedding=embedding))
+    ours = reference(spec, dtype=torch.float64, microbatches=microbatches)
+    plain = PlainModel(spec, torch.float64)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in ours.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    tokens, labels = (torch.randint(VOCAB, (3, 13), generator=generator) for _ in range(2))
+    assert spec.train is not None
+    tokens, labels = (torch.randint(VOCAB, (spec.train.batch, 13), generator=generator) for _ in range(2))
     if padding is not None:
         tokens[1, 4:] = padding
     for number, layer in enumerate(plain.layers):

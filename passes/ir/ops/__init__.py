@@ -40,6 +40,7 @@ from moec.passes.ir.ops.segment_ops import CountInSegments, KeepInSegments, Numb
 from moec.passes.ir.ops.selector_ops import DecodeSelectors, SumOfTokens
 from moec.passes.ir.ops.soft_ops import SlotCombine, SlotInputs, SlotOutputs, SlotRows, SlotWeights
 from moec.passes.ir.ops.state_ops import MoveBias, SumSources
+from moec.passes.ir.ops.topology_ops import BoundFar, ChooseNear, DataRanks, TopologyLoss
 from moec.passes.ir.ops.vocabulary_ops import CrossEntropyOfSums, LabelLogit, LogitMax, SumExp, Widen
 from moec.passes.ir.ops.window_ops import WindowLinear, Windows
 
@@ -58,8 +59,10 @@ __all__ = [
     "Attention",
     "BalancedAssignment",
     "BestScore",
+    "BoundFar",
     "Call",
     "Capacity",
+    "ChooseNear",
     "ChooseTokens",
     "ChosenWeights",
     "Classify",
@@ -77,6 +80,7 @@ __all__ = [
     "CountTokens",
     "CrossEntropy",
     "CrossEntropyOfSums",
+    "DataRanks",
     "DecodeSelectors",
     "Embed",
     "EmbedPositions",
@@ -155,6 +159,7 @@ __all__ = [
     "SwitchLoss",
     "TakeRoutes",
     "TokenKeys",
+    "TopologyLoss",
     "Uniform",
     "VariationLoss",
     "WeightedSum",

@@ -32,8 +32,10 @@ from moec.passes.lower.gates.gshard_gate import gshard
 from moec.passes.lower.gates.hash_gate import hash_gate
 from moec.passes.lower.gates.nested_gate import nested_gate
 from moec.passes.lower.gates.noisy_gate import noisy_topk
+from moec.passes.lower.gates.placed_topology import PlacedTopology
 from moec.passes.lower.gates.sparsemixer_gate import sparsemixer
 from moec.passes.lower.gates.topk_gates import batch_priority, switch, topk
+from moec.passes.lower.gates.topology_gate import topology
 
 __all__ = ["BIAS", "Gated", "lower_gate"]
 
@@ -67,4 +69,5 @@ _LOWERED: dict[type[Node], Callable[[Builder, Node, Given], Gated]] = {
     SparseMixer: sparsemixer,
     Switch: switch,
     TopK: topk,
+    PlacedTopology: topology,
 }

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from images import image_plan
-from models import layer_plan, moe_plan, moe_text
+from models import FOUR, layer_plan, moe_plan, moe_text
 from sliced_experts import sliced_plan
 from torch import fx
 
@@ -77,6 +77,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "learned noise": {"gate": "noisy_topk(2)", "tp": 2},
     "sampled experts": {"gate": "sparsemixer(2)", "tp": 2},
     "experts by codes": {"gate": "dselect_k(2, entropy = 0.1)", "balance": "[]", "tp": 2},
+    "near experts": {"gate": "topology(2, share = 0.2)", "tp": 2, "ep": 4, "levels": FOUR},
     "jitter": {"gate": "topk(2, jitter = 0.1)", "tp": 2},
     "noise": {"gate": "topk(2, noise = 0.5)", "tp": 2},
     "balance of sequences": {

@@ -95,7 +95,10 @@ CHECKS: dict[str, Check] = {
 EVERY: dict[str, Check] = {
     "MOE0213": lambda text, folder: load_bytes(text.encode(), folder, expert="8"),
     **dict.fromkeys(
-        ("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319", "MOE0326", "MOE0330", "MOE0355"),
+        (
+            *("MOE0202", "MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319"),
+            *("MOE0326", "MOE0327", "MOE0329", "MOE0330", "MOE0355"),
+        ),
         with_degrees,
     ),
     "MOE0501": within_memory,

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import layer_plan, moe_plan
+from models import FOUR, layer_plan, moe_plan
 from torch import Tensor
 
 from moec.codegen.plan import Plan
@@ -58,6 +58,8 @@ MODELS = {
     "linear, places": {"expert": "linear", "beside": "capacity = factor(1.25)"},
     "lora": {"expert": "lora(3, alpha = 8)", "ffn": "lora(4)", "beside": "shared = lora(4, alpha = 1)"},
     "conv": {"expert": "conv(12, kernel = 2)", "ffn": "conv(12)"},
+    "near experts": {"gate": "topology(2)", "levels": FOUR, "model": "embedding = tokens(padding = 3)"},
+    "near experts, bounded": {"gate": "topology(2, share = 0.2)", "levels": FOUR, "ep": 4},
     "jitter": {"gate": "topk(2, jitter = 0.1)"},
     "jitter, bf16": {"gate": "topk(2, jitter = 0.1)", "dtype": "bf16"},
     "gshard_loss": {"balance": "[gshard_loss(0.1)]"},
