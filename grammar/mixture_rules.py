@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import DSelectK, Moe, TopK
+from moec.grammar.spec import DSelectK, Moa, Moe, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import AttentionRouter, NoisyTopK
 
@@ -26,7 +26,7 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
         yield diagnose("MOE0315", at, help=help, severity=Severity.WARNING)
 
 
-def balanced(moe: Moe) -> Iterator[Diagnostic]:
+def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
     """Every balance term is over scores that the gate computes, and over choices in the order that it counts on."""
     gate = moe.gate
     for term in moe.balance:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.source import Span
-from moec.grammar.spec import Model, Patches, Spec
+from moec.grammar.spec import Moa, Model, Moe, Patches, Spec
 
 
 def model_forms(spec: Spec) -> Iterator[Diagnostic]:
@@ -56,7 +56,10 @@ def _images(spec: Spec) -> Iterator[Diagnostic]:
     if model.head is None:
         help = "give the number of classes: `head = classes(10)`"
         yield diagnose("MOE0367", embedding.span(), "the scores of an image's next token are not defined", help=help)
-    for gate in dict.fromkeys(layer.moe.gate for layer in model.layers if layer.moe is not None):
+    gates = [
+        node.gate for layer in model.layers for node in (layer.moe, layer.attention) if isinstance(node, Moe | Moa)
+    ]
+    for gate in dict.fromkeys(gates):
         if "tokens" in gate.inputs():
             help = "`topk` chooses by the patch's vector"
             message = f"`{gate.word}` chooses by ids, and a patch has none"

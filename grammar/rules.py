@@ -14,7 +14,8 @@ from moec.grammar.device_groups import device_groups
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.group_gate_rules import group_gates
-from moec.grammar.mixture_rules import choice, gated, mixture
+from moec.grammar.head_mixture_rules import head_mixture
+from moec.grammar.mixture_rules import gated, mixture
 from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.parts import Part
@@ -91,7 +92,7 @@ def special_ids(embedding: TokenEmbedding, vocab: int, vocab_span: Span | None) 
 def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterator[Diagnostic]:
     """Heads against each other and against the model's width (`None` where that is not known)."""
     if isinstance(node, Moa):
-        yield from choice(node.gate, node.experts, node.span("experts"))
+        yield from head_mixture(node)
     kv_heads = getattr(node, "kv_heads", None)
     if kv_heads and node.heads % kv_heads:
         yield diagnose(

@@ -22,6 +22,7 @@ from moec.grammar.spec import (
     GShardLoss,
     Lora,
     Mixture,
+    Moa,
     Moe,
     Patches,
     SequenceLoss,
@@ -40,7 +41,7 @@ from moec.grammar.spec.gates import Online
 def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
     every = (*_walk(spec, None, set()), *_of_layers(spec), *_of_images(spec))
-    every += (*_of_experts(spec), *_of_devices(spec))
+    every += (*_of_experts(spec), *_of_heads(spec), *_of_devices(spec))
     return list(dict.fromkeys(every)) or list(dict.fromkeys(_of_packed(spec)))
 
 
@@ -62,15 +63,14 @@ def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
     """Where texts are packed, what counts whole sequences: with `group = sequence` a text is the routing group."""
     if not (spec.has_model and spec.model.embedding.packs):
         return
+    for moa in {id(layer.attention): layer.attention for layer in spec.model.layers}.values():
+        if isinstance(moa, Moa):
+            yield from _terms_of_packed(moa)
     for moe in {id(layer.moe): layer.moe for layer in spec.model.layers if layer.moe}.values():
+        yield from _terms_of_packed(moe)
         if moe.group != "sequence":
-            terms = [term for term in moe.balance if isinstance(term, SequenceLoss)]
-            for term in terms:
-                what = f"`{term.word}` of packed texts beside `group = {moe.group}`"
-                yield _refused(term.span(), what, "use `group = sequence`")
             continue
         words = [(moe.gate.span(), moe.gate.word)] if isinstance(moe.gate, _GROUPED_GATES) else []
-        words += [(term.span(), term.word) for term in moe.balance if not isinstance(term, _BY_SEGMENT)]
         words += [(moe.span("overflow"), f"overflow = {moe.overflow}")] if moe.overflow != "drop" else []
         order = getattr(moe.capacity, "order", "sequence")
         words += [(moe.capacity.span("order"), f"order = {order}")] if order != "sequence" else []
@@ -81,6 +81,16 @@ def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
         if any(n >= _LARGEST_PART for n in numbers):
             help = "write a factor with fewer digits"
             yield _refused(moe.span("capacity"), "so exact a capacity of each of several packed texts", help)
+
+
+def _terms_of_packed(mixture: Moe | Moa) -> Iterator[Diagnostic]:
+    """Balance terms that cannot have one text of several as a routing group."""
+    for term in mixture.balance:
+        if mixture.group == "sequence" and not isinstance(term, _BY_SEGMENT):
+            yield _refused(term.span(), f"`{term.word}` within each of several packed texts", "use `group = batch`")
+        elif mixture.group != "sequence" and isinstance(term, SequenceLoss):
+            what = f"`{term.word}` of packed texts beside `group = {mixture.group}`"
+            yield _refused(term.span(), what, "use `group = sequence`")
 
 
 _GROUPED_GATES = (Base, BatchPriority, ExpertChoice, Smear, Soft)
@@ -104,6 +114,24 @@ def _of_experts(spec: Spec) -> Iterator[Diagnostic]:
             yield _refused(moe.span("experts"), f"a list of experts with `{moe.gate.word}`", "use one size")
         if len(moe.parts) > 1 and moe.overflow == "pad":
             yield _refused(moe.span("experts"), "a list of experts with `overflow = pad`", "use one size, or `drop`")
+
+
+def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
+    """What a mixture of attention heads cannot have yet."""
+    layers = spec.model.layers if spec.has_model else ()
+    for moa in {id(layer.attention): layer.attention for layer in layers}.values():
+        if not isinstance(moa, Moa):
+            continue
+        if moa.sinks:
+            yield _refused(moa.span("sinks"), "`sinks` of `moa`", "leave `sinks` out")
+        if moa.qk_norm == "projection":
+            yield _refused(moa.span("qk_norm"), "`qk_norm = projection` of `moa`", "use `qk_norm = head`")
+        if isinstance(bias := getattr(moa.gate, "bias", None), Online):
+            what, help = f"`bias = {bias.word}` of a gate of `moa`", "balance its groups by `switch_loss`"
+            yield _refused(moa.gate.span("bias"), what, help)
+        if spec.train is not None and spec.train.replay:
+            help = "a rollout gives no choices of heads: leave `replay` out"
+            yield _refused(moa.span(), "`moa` in a model with `replay`", help)
 
 
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:

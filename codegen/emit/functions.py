@@ -10,6 +10,7 @@ from torch import fx, nn
 
 from moec.codegen.emit.emit_attention import ATTENTION
 from moec.codegen.emit.emit_balance import BALANCE
+from moec.codegen.emit.emit_chosen_heads import CHOSEN_HEADS
 from moec.codegen.emit.emit_dense import DENSE
 from moec.codegen.emit.emit_gates import GATES
 from moec.codegen.emit.emit_images import IMAGES
@@ -37,6 +38,7 @@ from moec.passes.place.shard_zero import is_zero_gather
 EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **{kind: emit_operator for kind in Op.registry.values() if kind.operator},
     **ATTENTION,
+    **CHOSEN_HEADS,
     **DENSE,
     **IMAGES,
     **GATES,

@@ -117,7 +117,7 @@ def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[
     counting = ("count", "scan")
     match op:
         case o.Route():
-            shape = _route_shape(op, experts, k)
+            shape = _route_shape(op, experts)
             yield shape, () if shape == shape.of_backward else ("route",)
             if shape != shape.of_backward:
                 yield shape.of_backward, ("route_backward",)
@@ -150,11 +150,11 @@ def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[
             yield every, counting
 
 
-def _route_shape(op: o.Route, experts: int, k: int) -> RouteShape:
+def _route_shape(op: o.Route, experts: int) -> RouteShape:
     """Logits and weights are float32 whatever the model's dtype is."""
     return RouteShape(
         experts=experts,
-        k=k,
+        k=op.k,
         score=op.score,
         after=op.order == "after",
         normalize=op.normalize,

@@ -85,6 +85,8 @@ CODES: dict[str, str] = {
     "MOE0330": "the micro-batches do not divide a rank's sequences",
     "MOE0331": "there are no experts to recompute",
     "MOE0332": "a layer's host decides how many micro-batches there are",
+    "MOE0333": "this gate does not choose attention heads",
+    "MOE0334": "groups of attention heads lie on no ranks of their own",
     "MOE0336": "Nesterov's momentum without momentum",
     "MOE0337": "the states of this optimizer are fp32",
     "MOE0338": "bf16 cannot follow a state that changes so slowly",

@@ -3,6 +3,7 @@
 from fractions import Fraction
 from typing import Annotated, Literal
 
+from moec.grammar.spec.balance import Loss
 from moec.grammar.spec.base import (
     Bound,
     Doc,
@@ -134,6 +135,10 @@ class _Attention(Node):
     causal: Annotated[bool, Doc("whether a token sees only itself and those before it")] = True
     multiplier: Annotated[Positive | None, Doc("factor on scores; default 1 / sqrt(head_dim) (Granite)")] = None
 
+    def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
+        """What a gate of its heads needs beside the vectors of the tokens."""
+        return ()
+
 
 class Gqa(_Attention):
     """Grouped-query attention: `heads / kv_heads` queries share one key and value."""
@@ -170,15 +175,34 @@ class Mla(_Attention):
 
 
 class Moa(_Attention):
-    """A mixture of attention heads: each token chooses its query heads, and all share keys and values."""
+    """A mixture of attention heads: each token chooses groups of query heads, and all share keys and values.
+
+    A group has `heads` query heads with projections of its own, from the token and back, and a token's result is the
+    weighted sum over its groups. `tp` cuts the heads of every group, and nothing cuts the list of groups: a rank of
+    `ep` has them all. Padding tokens choose no group. A job's figures of loads are of experts in `moe`, not of groups.
+    """
 
     word = "moa"
-    source = "Zhang et al. 2022, arXiv 2210.05144"
-    implemented = False
+    source = "Zhang et al. 2022, arXiv 2210.05144, section 3"
     experts: Annotated[int, at_least(1), Bound("at most", 65_536, "MOE0402"), Doc("groups of `heads` to choose from")]
-    gate: Annotated[Gate, Doc("how tokens choose them")]
-    kv_heads: Annotated[PositiveInt | None, Doc("key and value heads; default: `heads`")] = None
+    gate: Annotated[Gate, Doc("how tokens choose them; one that gives each token a number of choices")]
+    kv_heads: Annotated[PositiveInt | None, Doc("key and value heads, which divide `heads`; default: `heads`")] = None
     head_dim: Annotated[PositiveInt | None, Doc("width of a head; default model dim / heads")] = None
+    normalize: Annotated[
+        bool, Doc("divide the weights of a token's choices by their sum, which gets no gradient (the paper's)")
+    ] = False
+    balance: Annotated[tuple[Loss, ...], Doc("auxiliary losses of the gate, each with its weight")] = ()
+    group: Annotated[Literal["sequence", "batch"], Doc("tokens over which balance is counted, as in `moe`")] = (
+        "sequence"
+    )
+
+    @property
+    def num_experts(self) -> int:
+        """Groups of heads to choose from."""
+        return self.experts
+
+    def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
+        return self.gate.inputs()
 
 
 Attention = Gqa | Mha | Mla | Moa

@@ -18,6 +18,16 @@ def call_layer(b: Builder, block: Block, number: int, operands: Sequence[str], t
     return [Output(name, output.role, number) for name, output in zip(given, block.outputs, strict=True)]
 
 
+def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:
+    """A layer's outputs beside the residual stream, with the balance terms of its experts and of its heads as one."""
+    terms = [output for output in others if output.role == "balance"]
+    if len(terms) < 2:
+        return list(others)
+    total = b.one(o.Add, *(output.name for output in terms), to="balance")
+    added = Output(total, "balance")
+    return [added if output is terms[0] else output for output in others if output not in terms[1:]]
+
+
 def forward_outputs(b: Builder, first: Output, of_layers: Sequence[Output]) -> list[Output]:
     """The outputs of `forward`: its result, the sum of balance terms, the layers' choices, and the counts of each."""
     counts = [output for output in of_layers if output.role == "counts"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from moec.grammar.spec import Attention, Gqa, Mha, Mla, Model
+from moec.grammar.spec import Attention, Gqa, Mha, Mla, Moa, Model
 from moec.passes.ir import Init, Matrices
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import PROJECTION, Builder, normal, residual_init
@@ -25,10 +25,26 @@ def attend(
     assert isinstance(attention, Gqa | Mha | Mla)
     make, span = latent_heads if isinstance(attention, Mla) else _heads, attention.span()
     q, k, v = make(b, model, attention, h, of_texts, context)  # type: ignore[arg-type]
-    width, heads, value_dim = (b.scope[name].shape[dim] for name, dim in ((q, 3), (q, 2), (v, 3)))
-    assert isinstance(width, int)
+    a = attended(b, model, attention, q, k, v, of_texts)
+    heads, value_dim = b.scope[a].shape[2:]
     assert isinstance(heads, int)
     assert isinstance(value_dim, int)
+    shape, init = (model.dim, heads, value_dim), residual_init(model.depth)
+    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
+    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
+    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
+
+
+def attended(
+    b: Builder, model: Model, attention: Attention, q: str, k: str, v: str, of_texts: Mapping[str, str]
+) -> str:
+    """The values that queries attend to, `[batch, sequence, heads, width of v]`, from q, k and v as `attention` says.
+
+    `of_texts` as in `attend`.
+    """
+    width, heads = (b.scope[q].shape[dim] for dim in (3, 2))
+    assert isinstance(width, int)
+    assert isinstance(heads, int)
     how = {"causal": attention.causal, "window": attention.window or 0, "scale": _scale(attention, width)}
     beside = dict(of_texts)
     if attention.grid is not None:
@@ -36,11 +52,7 @@ def attend(
     if attention.sinks:
         line, zeros = attention.span("sinks"), Init(kind="zeros")
         beside["sinks"] = b.parameter("attention.sinks", (heads,), model.dtype, zeros, line, {"tp": 0})
-    a = b.one(o.Attention, q, k, v, beside=beside, to="attended", span=span, **how)
-    shape, init = (model.dim, heads, value_dim), residual_init(model.depth)
-    out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 1}, PROJECTION)
-    y = b.one(o.Linear, a, out, to="o", span=span, contract=2)
-    return b.biased(y, "attention.o.bias", attention.span("bias")) if attention.bias == "all" else y
+    return b.one(o.Attention, q, k, v, beside=beside, to="attended", span=attention.span(), **how)
 
 
 def _heads(
@@ -49,34 +61,51 @@ def _heads(
     """Names of q, k and v `[batch, sequence, heads, head_dim]` of h `[batch, sequence, dim]`."""
     heads = attention.heads
     kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
-    width = attention.head_dim or model.dim // heads
-    span = attention.span()
-
-    def project(name: str, count: int) -> str:
-        shape = (count, width, model.dim)
-        heads_are_rows = Matrices(rows=2, hidden=True)
-        weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, heads_are_rows)
-        projected = b.one(o.Linear, h, weight, to=name, span=span)
-        if attention.bias != "none":
-            projected = b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
-        if attention.clip is None:
-            return projected
-        return b.one(o.Clip, projected, to=name, span=attention.span("clip"), limit=attention.clip)
-
-    def normed(name: str, count: int) -> str:
-        projected, line = project(name, count), attention.span("qk_norm")
-        if attention.qk_norm == "none":
-            return projected
-        shape = (width,) if attention.qk_norm == "head" else (count, width)
-        weight = b.parameter(f"attention.{name}_norm.weight", shape, model.dtype, Init(kind="ones"), line)
-        return b.one(o.RmsNorm, projected, weight, to=name, span=line, eps=model.norm.eps)
-
-    q, k, v = normed("q", heads), normed("k", kv_heads), project("v", kv_heads)
-    if attention.rope is not None:
-        line, turning = attention.rope.span(), rotation(attention.rope, width, context)
-        q = b.one(o.Rope, q, beside=of_texts, to="q", span=line, **turning)
-        k = b.one(o.Rope, k, beside=of_texts, to="k", span=line, **turning)
+    q = normed(b, model, attention, "q", project(b, model, attention, h, "q", heads))
+    k = normed(b, model, attention, "k", project(b, model, attention, h, "k", kv_heads))
+    v = project(b, model, attention, h, "v", kv_heads)
+    q, k = (turned(b, attention, name, x, of_texts, context) for name, x in (("q", q), ("k", k)))
     return q, k, v
+
+
+def project(b: Builder, model: Model, attention: Gqa | Mha | Moa, h: str, name: str, heads: int) -> str:
+    """A projection of h to so many heads, `[batch, sequence, heads, head_dim]`; with bias and clip."""
+    width, span = attention.head_dim or model.dim // attention.heads, attention.span()
+    shape, heads_are_rows = (heads, width, model.dim), Matrices(rows=2, hidden=True)
+    weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, heads_are_rows)
+    projected = b.one(o.Linear, h, weight, to=name, span=span)
+    if attention.bias != "none":
+        projected = b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
+    return clipped(b, attention, name, projected)
+
+
+def clipped(b: Builder, attention: Attention, name: str, x: str) -> str:
+    """Heads x with every element within ± `clip`."""
+    if attention.clip is None:
+        return x
+    return b.one(o.Clip, x, to=name, span=attention.span("clip"), limit=attention.clip)
+
+
+def normed(b: Builder, model: Model, attention: Attention, name: str, x: str) -> str:
+    """Heads x after the norm that `qk_norm` asks for."""
+    line, shape = attention.span("qk_norm"), b.scope[x].shape[2:]
+    if attention.qk_norm == "none":
+        return x
+    sizes = [size for size in (shape[1:] if attention.qk_norm == "head" else shape) if isinstance(size, int)]
+    weight = b.parameter(f"attention.{name}_norm.weight", sizes, model.dtype, Init(kind="ones"), line)
+    return b.one(o.RmsNorm, x, weight, to=name, span=line, eps=model.norm.eps)
+
+
+def turned(
+    b: Builder, attention: Attention, name: str, x: str, of_texts: Mapping[str, str], context: int | None
+) -> str:
+    """Heads x with rotary positions, where there are any."""
+    if attention.rope is None:
+        return x
+    width = b.scope[x].shape[3]
+    assert isinstance(width, int)
+    turning = rotation(attention.rope, width, context)
+    return b.one(o.Rope, x, beside=of_texts, to=name, span=attention.rope.span(), **turning)
 
 
 def _scale(attention: Attention, width: int) -> float:

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from moec.grammar.spec import DeviceLoss, GShardLoss, ImportanceLoss, LoadLoss, Moe, SequenceLoss, SwitchLoss, ZLoss
+from moec.grammar.spec import (
+    DeviceLoss,
+    GShardLoss,
+    ImportanceLoss,
+    LoadLoss,
+    Moa,
+    Moe,
+    SequenceLoss,
+    SwitchLoss,
+    ZLoss,
+)
 from moec.grammar.spec.base import Node
 from moec.passes.ir import ops as o
 from moec.passes.ir.attribute_types import RoutingGroup
@@ -44,8 +54,9 @@ class Routed:
         return dict(zip(("real",), self.real, strict=False))
 
 
-def balance_terms(b: Builder, moe: Moe, routed: Routed) -> list[str]:
-    """The layer's weighted balance terms and its gate's own terms as one scalar, a sum over tokens; nothing without."""
+def balance_terms(b: Builder, moe: Moe | Moa, routed: Routed) -> list[str]:
+    """The weighted balance terms of a mixture, of experts or of heads, and its gate's own terms, as one scalar, a sum
+    over tokens; nothing without."""
     own = [*routed.gated.terms, *_of_gate(b, moe.gate, routed)]
     if not moe.balance and not own:
         return []
@@ -61,11 +72,11 @@ def _of_gate(b: Builder, gate: Node, routed: Routed) -> Iterator[tuple[str, floa
         yield topology_loss(b, gate, routed.gated, routed.e, routed.beside), gate.weight
 
 
-def _switch_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+def _switch_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     return _of_choices(b, moe.group, term, routed, routed.outer or routed.e)
 
 
-def _gshard_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+def _gshard_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     return _of_choices(b, moe.group, term, routed, b.one(o.FirstChoices, routed.e, to="first", span=term.span()))
 
 
@@ -81,14 +92,14 @@ def _of_choices(b: Builder, group: RoutingGroup, term: Node, routed: Routed, e: 
     return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to=to, span=span, group=group)
 
 
-def _importance_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+def _importance_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     w, span = routed.gated.w, term.span()
     return _variation(
         b, moe, term, routed, b.one(o.ExpertWeights, w, routed.e, to="parts", span=span, num_experts=routed.experts)
     )
 
 
-def _load_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+def _load_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     gated = routed.gated
     assert gated.logits is not None, "the language refuses a term over what the gate does not give"
     clean, deviation = (gated.others[name] for name in ("clean", "deviation"))
@@ -96,14 +107,14 @@ def _load_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     return _variation(b, moe, term, routed, loads)
 
 
-def _variation(b: Builder, moe: Moe, term: Node, routed: Routed, parts: str) -> str:
+def _variation(b: Builder, moe: Moe | Moa, term: Node, routed: Routed, parts: str) -> str:
     """The squared coefficient of variation of the experts' `parts`, summed over each routing group."""
     span, real = term.span(), routed.beside
     totals = b.one(o.GroupTotals, parts, beside=real, to="totals", span=span, group=moe.group)
     return b.one(o.VariationLoss, parts, totals, beside=real, to=str(term.word), span=span, group=moe.group)
 
 
-def _sequence_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+def _sequence_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     """The switch loss of each sequence, over the k largest scores: DeepSeek-V3, eq. 17 to 20."""
     gated, span = routed.gated, term.span()
     p, chosen = gated.p, routed.e
@@ -116,7 +127,7 @@ def _sequence_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     return _of_choices(b, "sequence", term, routed, chosen)
 
 
-def _device_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+def _device_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     """The switch loss of groups in place of experts: DeepSeekMoE, eq. 15 to 17, with D groups of E / D experts.
 
     f'_d · P'_d = (D / E) Σ (E / kT · count) · Σ P = (D / kT · Σ count) · Σ P, over the experts of group d.
@@ -130,13 +141,13 @@ def _device_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
     return b.one(o.SwitchLoss, p, choices, beside=routed.beside, to="device_loss", span=span, group=moe.group)
 
 
-def _z_loss(b: Builder, moe: Moe, term: Node, routed: Routed) -> str:
+def _z_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
     logits = routed.gated.logits
     assert logits is not None, "the language refuses a term over what the gate does not give"
     return b.one(o.ZLoss, logits, beside=routed.beside, to="z_loss", span=term.span())
 
 
-_LOWERED: dict[type[Node], Callable[[Builder, Moe, Node, Routed], str]] = {
+_LOWERED: dict[type[Node], Callable[[Builder, Moe | Moa, Node, Routed], str]] = {
     DeviceLoss: _device_loss,
     GShardLoss: _gshard_loss,
     ImportanceLoss: _importance_loss,

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 from moec.grammar.device_groups import with_device_groups
 from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.spec import Conv, Layer, Model, Patches, Spec, Subject, distinct_layers
+from moec.grammar.spec import Conv, Layer, Moa, Model, Patches, Spec, Subject, distinct_layers
 from moec.grammar.supported import unsupported
 from moec.passes.ir import SEED, STEP, Block, Output, Program, Role, Value
 from moec.passes.ir import ops as o
 from moec.passes.layer_names import layer_set_name
 from moec.passes.lower.block_builder import TABLE, Builder, normal
 from moec.passes.lower.gates.placed_topology import with_places
-from moec.passes.lower.layer_calls import call_layer, forward_outputs
+from moec.passes.lower.layer_calls import call_layer, forward_outputs, with_one_balance
 from moec.passes.lower.lower_attention import attend
 from moec.passes.lower.lower_feed_forward import feed_forward
+from moec.passes.lower.lower_head_mixture import attend_by_groups
 from moec.passes.lower.lower_images import class_logits, patch_numbers, patch_vectors
 from moec.passes.lower.lower_layer import layer_blocks
 from moec.passes.lower.lower_losses import TOKENS, balance_blocks_of_tokens, input_of, loss_blocks, of_tokens
@@ -77,20 +78,25 @@ def _layer_block(spec: Spec, subject: Subject, layer: Layer, numbers: Sequence[i
     if "real" in beside and not layer.attention.causal:
         of_texts["real"] = "real"
     b = Builder(f"layers{layer_set_name(numbers)}", [x, *beside.values()], layer.span())
-    parallel, others = model.parallel_residual, list[Output]()
+    named = {role: value.name for role, value in beside.items()}
+    parallel, others, of_heads = model.parallel_residual, list[Output](), list[Output]()
     h = before(b, model, "x", "attention")
-    attended = attend(b, model, layer.attention, h, of_texts, _stated_context(spec))
+    if isinstance(layer.attention, Moa):
+        context = _stated_context(spec)
+        attended, of_heads = attend_by_groups(b, model, layer.attention, h, named, of_texts, context)
+    else:
+        attended = attend(b, model, layer.attention, h, of_texts, _stated_context(spec))
     residual = "x" if parallel != "none" else added(b, model, "x", attended, "attention")
     h = h if parallel == "one_norm" else before(b, model, residual, "ffn")
     if layer.moe is None:
         assert layer.ffn is not None
         fed = feed_forward(b, subject, layer.ffn, "ffn", h)
     else:
-        named = {role: value.name for role, value in beside.items()}
         fed, others = mixture(b, subject, layer.moe, h, named, replay=replay)
     if parallel != "none":  # under tp two partial sums are one, and reduced once (PaLM, arXiv 2204.02311, section 2)
         fed = b.one(o.Add, attended, fed, to="both", span=model.span("parallel_residual"))
-    return b.block([Output(added(b, model, residual, fed, "ffn"), "residual"), *others])
+    y = added(b, model, residual, fed, "ffn")
+    return b.block([Output(y, "residual"), *with_one_balance(b, [*others, *of_heads])])
 
 
 def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
@@ -98,8 +104,10 @@ def _beside_residual(model: Model, layer: Layer) -> tuple[Role, ...]:
     texts: tuple[Role, ...] = ()
     if model.embedding.packs:
         texts = ("segments", "positions") if layer.attention.rope is not None else ("segments",)
-    gate: tuple[Role, ...] = layer.moe.inputs() if layer.moe else ()
-    looks = layer.moe is not None or isinstance(layer.ffn, Conv) or not layer.attention.causal
+    by_heads = isinstance(layer.attention, Moa)
+    gates = (*(layer.moe.inputs() if layer.moe else ()), *layer.attention.inputs())
+    gate: tuple[Role, ...] = tuple(dict.fromkeys(gates))
+    looks = layer.moe is not None or by_heads or isinstance(layer.ffn, Conv) or not layer.attention.causal
     return (*texts, *gate, *(("real",) if looks and model.embedding.padding is not None else ()))
 
 

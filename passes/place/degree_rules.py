@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
 from moec.grammar.rules import numbered
 from moec.grammar.source import Span
-from moec.grammar.spec import Conv, Gqa, Layer, Mha, Mla, Moe, Soft, Spec
+from moec.grammar.spec import Conv, Layer, Moe, Soft, Spec
 from moec.grammar.spec.base import Node
 from moec.passes.place.stated_degrees import Mixtures, Stated, divisors, number_of, stated_eps, zero_of
 
@@ -203,10 +203,9 @@ def _zero_problems(spec: Spec) -> list[Diagnostic]:
 def _divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
     """The sizes of a layer that `tp` must divide: the declaring node, the field's name, the size."""
     attention = layer.attention
-    if isinstance(attention, Gqa | Mha | Mla):
-        yield attention, "heads", attention.heads
-    if isinstance(attention, Gqa):
-        yield attention, "kv_heads", attention.kv_heads
+    yield attention, "heads", attention.heads
+    if (kv_heads := getattr(attention, "kv_heads", None)) is not None:
+        yield attention, "kv_heads", kv_heads
     if layer.moe is not None and isinstance(layer.moe.gate, Soft):
         yield layer.moe.gate, "slots", layer.moe.gate.slots
     bodies = [layer.ffn] if layer.moe is None else [layer.moe.shared, layer.moe.residual]

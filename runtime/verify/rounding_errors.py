@@ -66,9 +66,10 @@ class RoundingErrors:
 
     def routers(self, routes: Routes) -> None:
         """Fails a plan whose router logits were rounded to bf16: bf16 makes ties."""
-        for path, (expected,) in self._same_dtype.routes.scores.items():
-            if not _are_bf16(expected) and all(map(_are_bf16, routes.scores[path])):
-                self._ratios["output"][f"the router logits of {path.rstrip('.')}, rounded to bf16"] = math.inf
+        for key, (expected,) in self._same_dtype.routes.scores.items():
+            if not _are_bf16(expected) and all(map(_are_bf16, routes.scores[key])):
+                layer = ".".join(key.split(".")[:2])
+                self._ratios["output"][f"the router logits of {layer}, rounded to bf16"] = math.inf
 
     def gradients(self, summed: Mapping[str, Sequence[Tensor]]) -> None:
         """Every parameter's gradient."""

@@ -13,19 +13,22 @@ from torch import Tensor, fx
 
 from moec.codegen.emit import WEIGHTS, info_of
 from moec.codegen.plan import Plan
-from moec.passes.ir import REPLICATED, Layout, Op, local_slices
+from moec.passes.ir import REPLICATED, Layout, Op, Value, local_slices
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.mixture_values import choices_of
 
 
 class Routes:
-    """What the gates with scores choose in a run. `given` (module path → experts of every rank) replaces choices."""
+    """What gates choose in a run. `given` (key of the choices → experts of every rank) replaces choices.
+
+    A layer may have two gates, of its experts and of its heads. The key of choices is their name in the module.
+    """
 
     def __init__(self, given: Mapping[str, Sequence[Tensor]] | None = None) -> None:
         self.experts: dict[str, list[Tensor]] = {}
-        """The choices of this run: module path → int64 `[B, S, k]` of every rank."""
+        """The choices of this run: key, such as `layers.1.e`, → int64 `[B, S, k]` of every rank."""
         self.scores: dict[str, list[Tensor]] = {}
-        """The router logits of this run: module path → `[B, S, E]` of every rank."""
+        """The router logits of this run: key of the choices → `[B, S, E]` of every rank."""
         self._given = given
 
     def replace(self, path: str, node: fx.Node, inputs: Mapping[fx.Node, list[Any]], results: list[Any]) -> list[Any]:
@@ -36,53 +39,50 @@ class Routes:
         op, value = info_of(node).op, info_of(node).value
         if op is None:
             return results
-        if value is not None and (key := _key(path, op, value.name)) is not None:
+        if value is not None and value in _chosen(op):
+            key = f"{path}{value.name}"
             self.experts[key] = results if self._given is None else list(self._given[key])
             return self.experts[key]
         if not op.scores:
             return results
-        scores = op.named(op.operands)[op.scores]
+        scores, named = op.named(op.operands)[op.scores], dict(zip(op.gives.split(), op.results, strict=True))
+        key = f"{path}{named['experts'].name}"
         for source, values in inputs.items():
             if info_of(source).key == scores:
-                self.scores[path] = values
-        named = dict(zip(op.gives.split(), op.results, strict=True))
-        if value is named["experts"]:
-            self.experts[path] = results = results if self._given is None else list(self._given[path])
-        elif value is named.get("weights") and value is not None and self._given is not None:
-            pairs = zip(self.scores[path], self._given[path], strict=True)
+                self.scores[key] = values
+        if value is named.get("weights") and value is not None and self._given is not None:
+            pairs = zip(self.scores[key], self._given[key], strict=True)
             results = [WEIGHTS[type(op)](op, of_rank, experts) for of_rank, experts in pairs]
         return results
 
 
 def shared_out(plan: Plan, experts: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
-    """Shards the global batch's choices (module path → `[B, S, k]`) over the ranks."""
+    """Shards the global batch's choices (key → `[B, S, k]`) over the ranks."""
     dense = plan.meshes["dense"]
-    layouts = layouts_of_choices(plan) | _layouts_of_others(plan)
+    layouts = _layouts_of_results(plan)
     return {
-        path: [whole[local_slices(whole.shape, layouts[path], dense, rank)] for rank in range(plan.world_size)]
-        for path, whole in experts.items()
+        key: [whole[local_slices(whole.shape, layouts[key], dense, rank)] for rank in range(plan.world_size)]
+        for key, whole in experts.items()
     }
 
 
 def layouts_of_choices(plan: Plan) -> dict[str, Layout]:
-    """The layout of each layer's choices on the dense mesh, by the layer's path."""
+    """The layout of the choices of each layer's mixture on the dense mesh, by the layer's path."""
     chosen = ((call.layer, choices_of(plan.program.block(call.block))) for call in layer_calls(plan.program))
     return {f"layers.{layer}.": (choices.layout or REPLICATED) for layer, choices in chosen if choices is not None}
 
 
-def _key(path: str, op: Op, value: str) -> str | None:
-    """The key of a value that `Op.chooses` names, such as `layers.1.keep_first.kept`; None for other values."""
-    names = dict(zip((v.name for v in op.results), op.gives.split(), strict=True)) if op.chooses else {}
-    name = names.get(value)
-    return f"{path}{op.mnemonic}.{name}" if name in op.chooses.split() else None
+def _chosen(op: Op) -> list[Value]:
+    """The results of a gate that depend on an order of scores: its experts, and what `Op.chooses` names."""
+    names = {*op.chooses.split(), *(["experts"] if op.scores else [])}
+    return [value for value, name in zip(op.results, op.gives.split(), strict=True) if name in names] if names else []
 
 
-def _layouts_of_others(plan: Plan) -> dict[str, Layout]:
-    """The layouts of the values that `Op.chooses` names, by key."""
+def _layouts_of_results(plan: Plan) -> dict[str, Layout]:
+    """The layouts of the values that gates choose, by key."""
     return {
-        key: value.layout or REPLICATED
+        f"layers.{call.layer}.{value.name}": value.layout or REPLICATED
         for call in layer_calls(plan.program)
         for op in plan.program.block(call.block).ops
-        for value in op.results
-        if (key := _key(f"layers.{call.layer}.", op, value.name)) is not None
+        for value in _chosen(op)
     }

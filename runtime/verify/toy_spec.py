@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from moec.codegen.plan import Plan
-from moec.grammar.spec import DSelectK, Experts, Gqa, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
+from moec.grammar.spec import DSelectK, Experts, Layer, LayerModule, Model, Moe, Spec, TokenEmbedding
 from moec.passes.lower.lower_model import context_of
 from moec.passes.place.shard_zero import ZERO_AXES
 from moec.passes.place.stated_degrees import zero_of
@@ -141,7 +141,7 @@ class ToySpec:
                 few_heads, toy_kv = heads, kv
             toys[heads, kv] = few_heads, toy_kv
             self._toys.add(Width("heads", heads, toys[heads, kv][0]))
-        stated = {layer.attention.kv_heads for layer in layers if isinstance(layer.attention, Gqa)}
+        stated = {getattr(layer.attention, "kv_heads", None) for layer in layers}
         self._toys -= {width for width in self._toys if width.name == "kv_heads" and width.before not in stated}
         return toys
 
@@ -155,7 +155,7 @@ class ToySpec:
     def _layer(self, layer: Layer) -> Layer:
         heads, kv_heads = self._heads[_head_counts(layer)]
         small: dict[str, int] = {"head_dim": self._head_dims[_head_dim(self._spec.model, layer)], "heads": heads}
-        if isinstance(layer.attention, Gqa):
+        if getattr(layer.attention, "kv_heads", None) is not None:
             small["kv_heads"] = kv_heads
         changed: dict[str, object] = {"attention": layer.attention.replace(**small)}
         if layer.ffn is not None:
@@ -209,4 +209,4 @@ def _head_dim(model: Model, layer: Layer) -> int:
 def _head_counts(layer: Layer) -> tuple[int, int]:
     """Query heads, and heads of keys and values."""
     attention: Any = layer.attention
-    return attention.heads, getattr(attention, "kv_heads", attention.heads)
+    return attention.heads, getattr(attention, "kv_heads", None) or attention.heads

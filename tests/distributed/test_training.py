@@ -81,6 +81,13 @@ FOLDED = {
     ),
     "tp 2, sampled experts": (4, {"tp": 2, "ep": 2, "gate": "sparsemixer(2, jitter = 0.3)"}),
     "tp 2, experts by codes": (4, {"tp": 2, "ep": 2, "gate": "dselect_k(2, entropy = 0.01)", "balance": "[]"}),
+    "tp 2, heads by token": (
+        4, {
+            "tp": 2, "ep": 2, "model": PADDED, "gate": "noisy_topk(2)",
+            "attention": "moa(heads = 4, kv_heads = 2, experts = 5, gate = noisy_topk(2), rope = rope(), bias = all, "
+            "normalize = true, balance = [switch_loss(0.01), z_loss(0.001)])",
+        }
+    ),
     "tp 2, packed texts": (4, {"tp": 2, "ep": 2, "model": "embedding = tokens(separator = 3)"}),
     "tp 2, norm of each head": (4, {"tp": 2, "ep": 2, "qk_norm": "head"}),
     "tp 4, norm of all heads together": (4, {"tp": 4, "ep": 2, "qk_norm": "projection"}),

@@ -3,6 +3,7 @@
 from moec.passes.ir.ops.attention_ops import Attention, Clip, JoinShared, RepeatHeads, Rope
 from moec.passes.ir.ops.balance_ops import CountChoices, LargestScores, SumGroups, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.capacity_ops import Capacity, CountQueues, KeepChoices, LargestLoad, QueueStarts
+from moec.passes.ir.ops.chosen_head_ops import ChosenHeads, DetachedShares, MixHeads
 from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.ops.conversion import Conversion
 from moec.passes.ir.ops.dense_conversions import (
@@ -64,6 +65,7 @@ __all__ = [
     "Capacity",
     "ChooseNear",
     "ChooseTokens",
+    "ChosenHeads",
     "ChosenWeights",
     "Classify",
     "Clip",
@@ -82,6 +84,7 @@ __all__ = [
     "CrossEntropyOfSums",
     "DataRanks",
     "DecodeSelectors",
+    "DetachedShares",
     "Embed",
     "EmbedPositions",
     "EveryExpert",
@@ -112,6 +115,7 @@ __all__ = [
     "MergeExperts",
     "MergeShares",
     "Mix",
+    "MixHeads",
     "MixtureMlp",
     "MoveBias",
     "NestedRoute",

@@ -50,9 +50,11 @@ def lower_gate(
     group: RoutingGroup = "sequence",
     within: Moe | None = None,
     ordered: bool = True,
+    of_heads: bool = False,
 ) -> Gated:
-    """Lowers any gate that moec compiles; with `within`, the mixture that each expert is, pairs of gates."""
-    given = Given(subject=subject, experts=experts, h=h, beside=beside, group=group, ordered=ordered)
+    """Lowers any gate that moec compiles; with `within`, the mixture that each expert is, pairs of gates. `of_heads`:
+    the gate of a mixture of attention heads."""
+    given = Given(subject=subject, experts=experts, h=h, beside=beside, group=group, ordered=ordered, of_heads=of_heads)
     return _LOWERED[type(gate)](b, gate, given) if within is None else nested_gate(b, gate, within, given)
 
 

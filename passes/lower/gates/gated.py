@@ -12,7 +12,10 @@ from moec.passes.ir.ops import Router
 from moec.passes.lower.block_builder import TABLE, Builder, Located, normal
 
 BIAS = "moe.gate.bias"
-"""A bias per expert: a parameter if it is learned, a state if it is moved online. No gate has both."""
+"""A bias per expert of a mixture: a parameter if it is learned, a state if it is moved online. No gate has both."""
+
+STREAMS = 16
+"""Streams of random numbers that a gate may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,8 @@ class Given:
     """The inputs of a gate: the tokens' vectors `h`, the number of experts, and by role the inputs that it `takes`.
 
     `group` is the mixture's routing group. `ordered`: whether the order of a token's choices matters, to a capacity or
-    to a balance term over first choices.
+    to a balance term over first choices. `of_heads`: the gate is that of a mixture of attention heads. Its layer may
+    have another gate, whose parameters and random numbers are others.
     """
 
     subject: Subject
@@ -50,6 +54,16 @@ class Given:
     beside: Mapping[Role, str]
     group: RoutingGroup = "sequence"
     ordered: bool = True
+    of_heads: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """The first part of the names of the gate's parameters."""
+        return "attention.gate" if self.of_heads else "moe.gate"
+
+    def stream(self, number: int) -> int:
+        """The stream of the gate's random numbers `number`; no other gate of the layer draws from it."""
+        return number + (STREAMS if self.of_heads else 0)
 
     def router(
         self,
@@ -68,6 +82,7 @@ class Given:
         `biased` adds a learned bias per expert, initially zeros.
         """
         dtype, shape = self.subject.dtype, (outputs or self.experts, self.subject.dim)
-        weight = b.parameter(f"moe.gate.{name}weight", shape, dtype, normal(), span, matrices=TABLE)
-        beside = {"bias": b.parameter(BIAS, shape[:1], dtype, Init(kind="zeros"), span)} if biased else {}
+        weight = b.parameter(f"{self.prefix}.{name}weight", shape, dtype, normal(), span, matrices=TABLE)
+        zeros, of_experts = Init(kind="zeros"), f"{self.prefix}.bias"
+        beside = {"bias": b.parameter(of_experts, shape[:1], dtype, zeros, span)} if biased else {}
         return b.one(Router, h or self.h, weight, to=to, span=span, beside=beside)

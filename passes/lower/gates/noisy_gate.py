@@ -17,7 +17,9 @@ def noisy_topk(b: Builder, gate: Node, given: Given) -> Gated:
     span = gate.span()
     clean = given.router(b, span, to="clean")
     spread = given.router(b, span, name="noise.", to="spread")
-    noise = b.one(NormalNoise, clean, given.beside["keys"], b.setting(TRAINING), to="noise", span=span, stream=1)
+    noise = b.one(
+        NormalNoise, clean, given.beside["keys"], b.setting(TRAINING), to="noise", span=span, stream=given.stream(1)
+    )
     logits, deviation = b.add(AddLearnedNoise, clean, spread, noise, to="logits deviation", span=span)
     p, w, e = b.add(
         g.Route, logits, to="p w e", span=span, k=gate.k, score="softmax", order="after", normalize=False

@@ -14,7 +14,8 @@ def sparsemixer(b: Builder, gate: Node, given: Given) -> Gated:
     assert isinstance(gate, SparseMixer)
     span, training = gate.span(), b.setting(TRAINING)
     logits = given.router(b, span)
-    u = b.one(Uniform, given.beside["keys"], training, to="u", span=span, count=2 * gate.k, stream=1)
+    numbers, keys = 2 * gate.k, given.beside["keys"]
+    u = b.one(Uniform, keys, training, to="u", span=span, count=numbers, stream=given.stream(1))
     p, e, outside, full = b.add(
         SampleExperts, logits, u, training, to="p e outside full", span=span, k=gate.k, jitter=gate.jitter
     )  # fmt: skip

@@ -16,7 +16,9 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
     span, h = gate.span(), given.h
     if gate.jitter:
         training, line = b.setting(TRAINING), gate.span("jitter") or span
-        h = b.one(Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=0)
+        h = b.one(
+            Jitter, h, given.beside["keys"], training, to="h", span=line, amount=gate.jitter, stream=given.stream(0)
+        )
     logits = given.router(b, span, h, biased=gate.bias == "learned")
     if gate.noise:
         logits = _with_noise(b, gate, given, logits)
@@ -33,7 +35,7 @@ def topk(b: Builder, gate: Node, given: Given) -> Gated:
 def _with_noise(b: Builder, gate: TopK, given: Given, logits: str) -> str:
     """Logits with noise in training; balance terms are over these, too."""
     training, line = b.setting(TRAINING), gate.span("noise") or gate.span()
-    noise = b.one(NormalNoise, logits, given.beside["keys"], training, to="noise", span=line, stream=1)
+    noise = b.one(NormalNoise, logits, given.beside["keys"], training, to="noise", span=line, stream=given.stream(1))
     return b.one(AddNoise, logits, noise, to="logits", span=line, std=gate.noise)
 
 

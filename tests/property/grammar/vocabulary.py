@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from moec.grammar import Spec
 from moec.grammar import spec as s
 from moec.grammar.diagnostics.diagnostic import Severity
+from moec.grammar.head_mixture_rules import HEAD_GATES
 from moec.grammar.rules import check
 from moec.grammar.schema import BlockKind, CallKind, Field, Kind, ListKind, NumberKind, ProductKind, TextKind, WordKind
 from moec.grammar.schema import fields as fields_of
@@ -93,7 +94,11 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
     if cls is s.Train and isinstance(given.get("optimizer"), s.Adafactor):
         given.pop("state", None)  # MOE0337
     if cls is s.Moa:
+        if not isinstance(given["gate"], HEAD_GATES):  # MOE0333
+            given["gate"] = s.TopK(k=getattr(given["gate"], "k", 2))
         given["gate"], given["experts"] = chosen(given["gate"], given["experts"])
+        given["balance"] = balancing(given.get("balance") or (), given["gate"], given["experts"])
+        given["balance"] = tuple(term for term in given["balance"] if not isinstance(term, s.DeviceLoss))  # MOE0334
     if cls is s.Moe:
         parts = given["experts"] if isinstance(given["experts"], tuple) else (given["experts"],)
         given["gate"], total = chosen(given["gate"], sum(part.count for part in parts))
@@ -104,9 +109,7 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
         else:
             given["experts"] = parts[0].replace(body=ungated(parts[0].body))
         if given.get("balance"):
-            refused = {"noise"} if getattr(given["gate"], "k", 1) == total else set()  # MOE0345
-            gives = {*given["gate"].gives} - refused
-            given["balance"] = tuple(term for term in given["balance"] if term.needs in gives)
+            given["balance"] = balancing(given["balance"], given["gate"], total)
         gate = given["gate"]
         by_scores = isinstance(gate, s.Switch) or (
             isinstance(gate, s.TopK) and gate.bias != "learned" and not gate.noise and not gate.keep_groups
@@ -119,6 +122,12 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
         if given.get("residual"):
             given["residual"] = ungated(given["residual"])
     return given
+
+
+def balancing(terms: Any, gate: Any, experts: int) -> tuple[Any, ...]:
+    """The terms over what the gate gives (MOE0325), and that are not constant (MOE0345)."""
+    refused = {"noise"} if getattr(gate, "k", 1) == experts else set()
+    return tuple(term for term in terms if term.needs in {*gate.gives} - refused)
 
 
 def chosen(gate: Any, experts: int) -> tuple[Any, int]:

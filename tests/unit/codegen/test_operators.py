@@ -105,6 +105,11 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "mla": {"attention": f"mla({MLA}, value_dim = 4, q_rank = 4, rope = rope())", "tp": 2},
     "mla, sinks": {"attention": f"mla({MLA}, value_dim = 8, sinks = true)"},
+    "heads by token": {
+        "attention": "moa(heads = 4, kv_heads = 2, experts = 5, gate = topk(2), normalize = true, bias = all)",
+        "model": "embedding = tokens(padding = 3)",
+        "tp": 2,
+    },
     "a degree per layer": {"ranks": 4, "tp": 2, "ep": 4, "mixtures": ((8, 2), (16, None), (8, 1))},
 }
 """Options of `moe_plan` that together make every op (`test_every_op_is_in_one_of_these_plans`)."""

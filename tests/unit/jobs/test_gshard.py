@@ -41,10 +41,10 @@ def test_the_second_expert_is_taken_with_twice_its_weight() -> None:
     routes = Routes()
     parameters = {name: p.detach().double() for name, p in model.named_parameters()}
     UnshardedRun(Graphs(program, float64=True), parameters, {}, routes).run(inputs)
-    (path,) = routes.scores
-    best = routes.scores[path][0].softmax(-1).topk(2, -1)[0]
+    (key,) = routes.scores
+    best = routes.scores[key][0].softmax(-1).topk(2, -1)[0]
     expected = (2 * best[..., 1] / best.sum(-1)).clamp_max(1)
-    taken = (routes.experts[f"{path}second_at_random.taken"][0][..., 1] >= 0).double()
+    taken = (routes.experts["layers.1.e.1"][0][..., 1] >= 0).double()
     assert 0.1 < expected.mean() < 0.9
     assert abs(taken.mean() - expected.mean()) < 3 * 0.5 / taken.numel() ** 0.5
     likely = expected > expected.median()
@@ -64,9 +64,9 @@ def test_verify_repeats_which_second_experts_are_taken() -> None:
     recorded = Routes()
     exact = run(recorded)
     repeated = {key: list(of_ranks) for key, of_ranks in recorded.experts.items()}
-    assert sorted(repeated) == ["layers.1.", "layers.1.second_at_random.taken"]
+    assert sorted(repeated) == ["layers.1.e", "layers.1.e.1"]
     assert torch.equal(run(Routes(repeated)), exact)
-    taken = "layers.1.second_at_random.taken"
+    taken = "layers.1.e.1"
     repeated[taken] = [torch.where(torch.tensor([True, False]), x, -1) for x in repeated[taken]]
     assert not torch.allclose(run(Routes(repeated)), exact)
 

@@ -103,12 +103,20 @@ MODELS = {
     "mla": {"attention": f"mla({MLA}, value_dim = 12, q_rank = 8, rope = rope())"},
     "mla, wide values, bf16": {"attention": f"mla({MLA}, value_dim = 24)", "dtype": "bf16"},
     "mla, sinks": {"attention": f"mla({MLA}, value_dim = 12, sinks = true, window = 5)"},
+    "heads by token": {
+        "attention": "moa(heads = 4, kv_heads = 2, experts = 5, gate = topk(2), normalize = true, rope = rope())"
+    },
+    "heads by token, biases, bf16": {
+        "attention": "moa(heads = 4, experts = 3, gate = topk(2), bias = all, qk_norm = head, balance = [z_loss(0.1)])",
+        "dtype": "bf16",
+    },
     "padding and positions": {"model": "embedding = tokens(padding = 3, positions = learned); norm = layer_norm()"},
 }
 TENSOR_PARALLEL = {
     "tp": {"tp": 2},
     "tp 4": {"tp": 4, "ep": 4, "ranks": 8},
     "mla": {"attention": f"mla({MLA}, value_dim = 12, q_rank = 8, rope = rope())", "tp": 2},
+    "heads by token": {"attention": "moa(heads = 4, kv_heads = 2, experts = 5, gate = topk(2))", "tp": 2},
     "tokens whole": {"tp": 2, "sequence_parallel": False},
     "vocabulary whole": {"tp": 4, "ep": 4, "beside": "shared = swiglu(8)"},
 }

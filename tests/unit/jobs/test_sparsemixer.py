@@ -28,14 +28,9 @@ def test_first_choices_are_drawn_from_the_softmax_of_candidates() -> None:
     parameters = {name: p.detach().double() for name, p in model.named_parameters()}
     inputs, routes = global_batch(moe_plan(gate="sparsemixer(2, jitter = 1)", depth=2, batch=512), 0), Routes()
     UnshardedRun(Graphs(reference_program(spec), float64=True), parameters, {}, routes).run(inputs.to(torch.float64))
-    path = "layers.1."
-    experts, outside, full = (
-        routes.experts[path][0],
-        routes.experts[f"{path}sample_experts.outside"][0],
-        routes.experts[f"{path}sample_experts.full"][0],
-    )
+    experts, outside, full = (routes.experts[f"layers.1.{name}"][0] for name in ("e", "outside", "full"))
     assert (experts[..., 0] != experts[..., 1]).all()
-    gates = torch.where(outside & 1 == 0, routes.scores[path][0], -torch.inf).softmax(-1)
+    gates = torch.where(outside & 1 == 0, routes.scores["layers.1.e"][0], -torch.inf).softmax(-1)
     drawn = torch.nn.functional.one_hot(experts[..., 0], 8).double()
     tokens = drawn[..., 0].numel()
     assert ((drawn - gates).flatten(0, 1).mean(0).abs() < 4 * 0.5 / tokens**0.5).all()
