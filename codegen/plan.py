@@ -50,11 +50,12 @@ class PlanParameter:
     init: Init
     decays: bool
     sum_over: tuple[str, ...]
+    frozen: bool = False
     matrices: Matrices = VECTOR
 
     @property
     def master(self) -> Layout:
-        """The layout of the fp32 master, which is the module's `nn.Parameter`: that of the optimizer state."""
+        """The layout of the module's `nn.Parameter`, fp32 unless it is frozen: that of the optimizer state."""
         return self.optimizer_state
 
     @property
@@ -199,6 +200,7 @@ def _placed(p: Parameter, block: Block) -> PlanParameter:
         optimizer_state=state,
         init=p.init,
         decays=p.decays,
+        frozen=p.frozen,
         matrices=p.matrices,
         sum_over=tuple(group_name(axis, block.experts) for axis in axes),
     )

@@ -110,7 +110,8 @@ def _declared(program: Program) -> dict[str, tuple[object, ...]]:
     `moec verify` runs short sequences, on which two capacities may have the same places.
     """
     parameters = {
-        f"parameter {n}": (p.shape, p.dtype, p.init, p.decays, p.matrices) for n, p in parameters_of(program).items()
+        f"parameter {n}": (p.shape, p.dtype, p.init, p.decays, p.frozen, p.matrices)
+        for n, p in parameters_of(program).items()
     }
     states = {f"state {n}": (s.shape, s.dtype, s.init) for n, s in states_of(program).items()}
     stated: dict[str, tuple[object, ...]] = {}

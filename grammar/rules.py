@@ -24,7 +24,7 @@ from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Sp
 from moec.grammar.suggest import advice
 from moec.grammar.token_rules import token_inputs
 from moec.grammar.topology_rules import near_experts
-from moec.grammar.training_rules import optimizer_options
+from moec.grammar.training_rules import frozen_parts, optimizer_options
 
 
 def check(spec: Spec) -> list[Diagnostic]:
@@ -69,6 +69,7 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),
+        *frozen_parts(spec),
         *token_inputs(spec),
     ]
 

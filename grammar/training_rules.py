@@ -1,4 +1,4 @@
-"""Rules of `train { … }`: options of an optimizer that do not go together."""
+"""Rules of `train { … }`: options of an optimizer that do not go together, and parts that do not train."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
-from moec.grammar.spec import Adafactor, Muon, Optimizer, Sgd, Train
+from moec.grammar.spec import Adafactor, Hash, ModelPart, Muon, Optimizer, Sgd, Spec, Train
 
 SLOWEST = 2**-8
 """bf16 has 8 significant bits: rounding to nearest drops a change below this part of some numbers."""
@@ -45,3 +45,39 @@ def _narrow_states(train: Train, optimizer: Optimizer) -> Iterator[Diagnostic]:
                 help = "at most 0.996 here (DeepSeek-V3, whose states are bf16: 0.9 and 0.95), or leave `state` out"
                 at = node.span(name) if node.given(name) else train.span("state")
                 yield diagnose("MOE0338", at, message, labels=here, help=help, severity=Severity.WARNING)
+
+
+def frozen_parts(spec: Spec) -> Iterator[Diagnostic]:
+    """Every part that `frozen` names has parameters, and some other part trains."""
+    train = spec.train
+    if train is None or not train.frozen:
+        return
+    parts, span = _parts(spec), train.span("frozen")
+    help = f"parts of this {'model' if spec.has_model else 'layer'}: {', '.join(parts)}"
+    for part in dict.fromkeys(train.frozen):
+        if part == "head" and part not in parts and spec.has_model:
+            message = "the head is the embedding's table (`tied`)"
+            yield diagnose("MOE0342", span, message, help="`embedding` freezes both uses of the table")
+        elif part not in parts:
+            yield diagnose("MOE0342", span, f"nothing here has parameters of `{part}`", help=help)
+    if set(parts) <= set(train.frozen):
+        yield diagnose("MOE0343", span, "every part is frozen", help="leave a part out, such as `experts`")
+
+
+def _parts(spec: Spec) -> list[ModelPart]:
+    """The parts of the file's model or layer that have parameters."""
+    layers = spec.model.layers if spec.has_model else ()
+    mixtures = list({id(moe): moe for moe in spec.subject.mixtures if moe is not None}.values())
+    weighed = [moe for moe in mixtures if moe.residual is not None or getattr(moe.shared, "gated", False)]
+    present: dict[ModelPart, bool] = {
+        "embedding": spec.has_model,
+        "attention": spec.has_model,
+        "norms": spec.has_model,
+        "ffn": any(layer.ffn is not None for layer in layers),
+        "experts": bool(mixtures),
+        "gate": bool(weighed) or any(not isinstance(moe.gate, Hash) for moe in mixtures),
+        "shared": any(moe.shared is not None for moe in mixtures),
+        "residual": any(moe.residual is not None for moe in mixtures),
+        "head": spec.has_model and not spec.model.embedding.tied,
+    }
+    return [part for part, is_there in present.items() if is_there]

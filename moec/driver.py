@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.grammar.spec import Spec
+from moec.grammar.spec import Spec, Train
 from moec.grammar.supported import unsupported
 
 if TYPE_CHECKING:
@@ -145,8 +145,10 @@ def layer(
     else:
         spec = to_spec(source)
         require_layer(spec)
-        # The host chooses batches and sequences.
-        plan = compile(spec.replace(train=None), world_size=len(ranks))
+        # The host chooses batches, sequences and the optimizer; what is frozen stays.
+        frozen = spec.train.frozen if spec.train else ()
+        train = Train(batch=len(ranks), sequence=1, frozen=frozen) if frozen else None
+        plan = compile(spec.replace(train=train), world_size=len(ranks))
     return make_layer(plan, ranks, reduction, seed=seed, device=device)
 
 

@@ -92,6 +92,8 @@ CODES: dict[str, str] = {
     "MOE0338": "bf16 cannot follow a state that changes so slowly",
     "MOE0340": "nothing says how many groups of experts `device_loss` balances",
     "MOE0341": "the groups of `device_loss` do not divide the experts",
+    "MOE0342": "the model has no such part to freeze",
+    "MOE0343": "nothing is left to train",
     "MOE0345": "expected loads are constant where tokens take all experts",
     "MOE0346": "binary codes need a power of two of experts",
     "MOE0350": "this overflow needs a capacity of fixed places",

@@ -64,7 +64,7 @@ from moec.grammar.spec.gates import (
 from moec.grammar.spec.images import Classes, Patches
 from moec.grammar.spec.model import DType, Layer, LayerModule, Model, Moe, Subject, TokenEmbedding, distinct_layers
 from moec.grammar.spec.parallel import Adapt, Greedy, Parallel, ParallelLayers, Replicate, Shadow
-from moec.grammar.spec.training import Adafactor, AdamW, Muon, Optimizer, Sgd, Trace, Train, Uniform, Zipf
+from moec.grammar.spec.training import Adafactor, AdamW, ModelPart, Muon, Optimizer, Sgd, Trace, Train, Uniform, Zipf
 
 
 class Spec(Node):
@@ -158,6 +158,7 @@ __all__ = [
     "Mla",
     "Moa",
     "Model",
+    "ModelPart",
     "Moe",
     "Muon",
     "Node",

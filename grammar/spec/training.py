@@ -94,6 +94,10 @@ class Trace(Node):
     path: Annotated[Text, Doc("the `.npz` file, beside this one")]
 
 
+ModelPart = Literal["embedding", "attention", "norms", "ffn", "experts", "gate", "shared", "residual", "head"]
+"""A part of a model whose parameters train or do not; `passes/lower/lower_frozen.py` says which are whose."""
+
+
 class Train(Node):
     """`train { … }`: the batch, the optimizer, and the load to plan for."""
 
@@ -112,4 +116,11 @@ class Train(Node):
         bool,
         Doc("whether a step can take the experts that each token goes to: `job.step(…, routes=…)`, `.routes`"),
     ] = False
+    frozen: Annotated[
+        tuple[ModelPart, ...],
+        Doc(
+            "parts of the model that do not train: their parameters have no gradient, no master and no optimizer "
+            "state; gradients flow through them"
+        ),
+    ] = ()
     routing: Annotated[Uniform | Zipf | Trace, Doc("the expert load to plan for")] = Uniform()

@@ -56,7 +56,9 @@ def inspect_plan(path: Path, rank: int | None, picture: str | None) -> str:
 
 
 def _plan(plan: Plan) -> Iterator[str]:
-    yield f"{plan.name}: {count(plan.world_size, 'rank')}, {count(len(plan.parameters), 'parameter')}"
+    frozen = sum(p.frozen for p in plan.parameters.values())
+    of_them = f", {frozen} of them frozen" if frozen else ""
+    yield f"{plan.name}: {count(plan.world_size, 'rank')}, {count(len(plan.parameters), 'parameter')}{of_them}"
     yield ""
     for mesh in plan.meshes.values():
         yield f"  mesh {mesh.name}: {' × '.join(f'{axis} {size}' for axis, size in mesh.axes)}"
@@ -136,6 +138,7 @@ def _rank(plan: Plan, rank: int) -> Iterator[str]:
         width = max(len(p.name) for p in block.parameters)
         for p in parameters_of_block(block):
             others = "".join(f"  {what} {layout}" for what, layout in _other_layouts(block, p))
+            others += "  frozen" * p.frozen
             yield f"  {p.name.ljust(width)}  {p.dtype}{_held(plan, p, rank)}  of {list(p.shape)}  {p.layout}{others}"
         for state in block.states if block.update else ():
             yield f"  {state.name.ljust(width)}  {state.dtype}{list(state.shape)}  updated by {block.update}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from moec.codegen.plan import Plan
@@ -29,6 +30,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         f"  {_subject(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
         "  degrees   " + "\n            ".join(_degrees(degrees)),
+        *_frozen(plan),
         *_zero(spec),
         f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
         f"            activations of {at_once}, kept for backward: {kept}",
@@ -74,6 +76,15 @@ def _degrees(degrees: Degrees) -> list[str]:
         of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
         return [f"{dense}; every other 1", *of_layers]
     return [", ".join([dense, *spread]) + "; every other 1"]
+
+
+def _frozen(plan: Plan) -> list[str]:
+    """How many parameters train, where some do not."""
+    parts = plan.spec.train.frozen if plan.spec.train else ()
+    if not parts:
+        return []
+    trained = sum(math.prod(p.shape) for p in plan.parameters.values() if not p.frozen)
+    return [f"  trains    {si(trained)} parameters; {', '.join(parts)} {'are' if len(parts) > 1 else 'is'} frozen"]
 
 
 def _zero(spec: Spec) -> list[str]:

@@ -32,7 +32,8 @@ def elementwise(
     differentiable operand or result has no backward. `scratch` is that of `Cost`.
     """
     given = _differentiable(results)
-    wanted = _differentiable([value for name, value in op.named(operands).items() if name not in op.constants])
+    trained = {name: value for name, value in op.named(operands).items() if not workload.is_frozen(value)}
+    wanted = _differentiable([value for name, value in trained.items() if name not in op.constants])
     ahead = Direction(moved=workload.bytes(*operands, *results), launches=forward)
     if not given or not wanted:
         return Cost(work=Work(forward=ahead), scratch=(scratch[0], 0.0))
@@ -46,13 +47,14 @@ def _differentiable(values: Sequence[Value]) -> list[Value]:
 
 
 def projection(x: Value, weight: Value, dtype: str, contract: int, workload: Workload) -> Work:
-    """`[…, in] × [out…, in]`, computed in `dtype`. Backward: one product for x and one for the weight."""
+    """`[…, in] × [out…, in]`, computed in `dtype`. Backward: one product for x and one for a weight that trains."""
     local = workload.shape(weight)
     k = math.prod(local[-contract:])
     n = math.prod(local[:-contract])
     ahead = Product(name="linear", m=workload.count(x) / k, n=n, k=k, width=workload.width(dtype))
-    behind = tuple(replace(ahead, name=name) for name in ("linear_backward", "linear_weights"))
-    return Work(forward=Direction(products=(ahead,), launches=1), backward=Direction(products=behind, launches=2))
+    names = ("linear_backward",) if workload.is_frozen(weight) else ("linear_backward", "linear_weights")
+    behind = Direction(products=tuple(replace(ahead, name=name) for name in names), launches=len(names))
+    return Work(forward=Direction(products=(ahead,), launches=1), backward=behind)
 
 
 def fused_attention(q: Value, k: Value, v: Value, out: Value, workload: Workload, *, keys: float) -> Work:

@@ -54,6 +54,8 @@ class _Part:
 def _parts(blocks: Iterable[BlockCost]) -> Iterator[_Part]:
     for cost in blocks:
         for p in cost.block.parameters:
+            if p.frozen:
+                continue
             shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
             yield _Part(p, math.prod(shape), cost.workload.device)
 

@@ -55,8 +55,9 @@ class BlockCost:
         return {gathered.get(name, name) for name in names if name in gathered or name.startswith("@")}
 
     def model_flops(self) -> float:
-        """FLOPs of a forward pass over all ranks; replicated computation counts once."""
-        return sum(cost.work.forward.flops * self._num_parts(op) for op, cost in self.costs)
+        """FLOPs of forward and backward over all ranks; replicated computation counts once."""
+        each = ((op, cost.work.forward.flops + cost.work.backward.flops) for op, cost in self.costs)
+        return sum(flops * self._num_parts(op) for op, flops in each if flops)
 
     def _num_parts(self, op: Op) -> int:
         """Number of ranks that divide the op's computation: on the dense or the expert mesh, whichever is more."""
@@ -102,9 +103,11 @@ class Traffic:
 class Tally:
     """Counts are exact; traffic is that of an even load, and `imbalance` says how uneven `train.routing` is.
 
-    `flops_per_token` is forward plus backward (twice forward), with the causal half of attention and no recomputation.
+    `flops_per_token` is forward plus backward (twice forward where all parameters train), with the causal half of
+    attention and no recomputation.
     `imbalance` is the rows of the busiest rank over the mean, experts placed in order: the largest over all layers.
-    `state_bytes` are fp32 masters, gradients, optimizer states, and narrow copies of parameters narrower than fp32.
+    `state_bytes` are fp32 masters, gradients, optimizer states, and narrow copies of parameters narrower than fp32;
+    of frozen parameters their weights.
     `activation_bytes` are the saved activations of a whole batch under an even load; `most_activation_bytes` are those
     of the busiest rank.
     """
@@ -140,7 +143,7 @@ def tally(program: Program, spec: Spec) -> Tally:
         most_activation_bytes=activation_bytes(program, most),
         sequences=workload.batch,
         tokens=workload.tokens,
-        flops_per_token=3 * flops / workload.tokens,
+        flops_per_token=flops / workload.tokens,
         traffic=(*_collective_traffic(runs), *_parameter_traffic(runs, program.microbatches)),
         imbalance=max((cost.skew() for cost in most.values()), default=1.0),
     )
@@ -196,11 +199,14 @@ def _parameters(run: tuple[BlockCost, int], train: Train | None) -> tuple[int, i
 
 
 def _state_bytes(p: Parameter, workload: Workload, train: Train | None) -> int:
-    """Bytes of a rank's part: fp32 master and gradient, optimizer states, plus a narrow copy below fp32."""
+    """Bytes of a rank's part: fp32 master and gradient, optimizer states, plus a narrow copy below fp32; of a frozen
+    parameter its weight."""
     shapes = (workload.shape(replace(p, layout=layout)) for layout in (p.layout, p.gradient, p.optimizer_state))
     weight, gradient, master = shapes
-    states = int(state_bytes(master, train, p.matrices))
     narrow = DTYPE_BYTES[p.dtype]
+    if p.frozen:
+        return math.prod(weight) * narrow
+    states = int(state_bytes(master, train, p.matrices))
     copy = math.prod(weight) * narrow if narrow < MASTER_BYTES else 0
     return (math.prod(master) + math.prod(gradient)) * MASTER_BYTES + states + copy
 

@@ -56,6 +56,8 @@ def _of_parameter(p: Parameter, workload: Workload, microbatches: int, is_read: 
         gathered = sent * DTYPE_BYTES[p.dtype] * (microbatches if per_use else 1)
         again = gathered if per_use and is_read else 0.0
         yield Sending(axis=axis, collective="all_gather", of="weights", forward=gathered, backward=again)
+        if p.frozen:
+            return
         summed = sent * MASTER_BYTES * (microbatches if scatters else 1)
         yield Sending(axis=axis, collective="reduce_scatter", of="gradients", backward=summed)
         elements = float(math.prod(workload.shape(replace(p, layout=p.optimizer_state))))

@@ -64,6 +64,8 @@ def weight_bytes(cost: BlockCost, spec: Spec, microbatches: int) -> dict[str, We
 
 
 def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, lasts: bool) -> WeightBytes:
+    if p.frozen:
+        return _of_frozen(cost, p)
     shape = cost.workload.shape(replace(p, layout=p.optimizer_state or REPLICATED))
     used = math.prod(cost.workload.shape(as_used(p)))
     local = math.prod(shape) * MASTER_BYTES
@@ -101,3 +103,27 @@ def _of_parameter(cost: BlockCost, p: Parameter, spec: Spec, is_saved: bool, las
         collected=local if per_pass else gradient,
         cloned=local,
     )
+
+
+def _of_frozen(cost: BlockCost, p: Parameter) -> WeightBytes:
+    """A parameter that does not train: its weight in the compute dtype, which ZeRO 3 gathers for each use."""
+    weight, part = (math.prod(cost.workload.shape(each)) * DTYPE_BYTES[p.dtype] for each in (as_used(p), p))
+    narrow = weight if _gets_gradient(cost, p) else 0
+    if not zero_stage(p):
+        return WeightBytes(masters=part, narrow=narrow)
+    times = GLOO_COPIES if cost.workload.device == "cpu" else 1
+    return WeightBytes(masters=part, narrow=narrow, copies=weight, per_use=weight, gathering=times * weight)
+
+
+def _gets_gradient(cost: BlockCost, p: Parameter) -> bool:
+    """Whether backward computes the gradient of a frozen parameter and drops it: an operator of moec's own, such as
+    `expert_mlp`, computes those of all its operands where it computes one."""
+    names = {f"@{p.name}"}
+    for op in cost.block.ops:
+        if names.isdisjoint(op.operands):
+            continue
+        if op.moves:
+            names.update(value.name for value in op.results)
+        elif op.operator is not None and not cost.block.frozen.issuperset(op.operands):
+            return True
+    return False

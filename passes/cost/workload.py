@@ -28,7 +28,8 @@ class Workload:
 
     The i-th expert's load is proportional to i ** -`exponent`, experts placed in order; 0 is an even load. `sizes` are
     the symbols' sizes over all ranks, once bound to a block: `rows` counts choices that are not dropped, `choices` the
-    choices of one token. `device` is the device kind for which operators are chosen.
+    choices of one token. `frozen` names the bound block's values without a gradient (`Block.frozen`). `device` is the
+    device kind for which operators are chosen.
     """
 
     batch: int
@@ -37,6 +38,7 @@ class Workload:
     device: str = "cpu"
     meshes: Meshes = field(default_factory=lambda: Meshes(NO_MESH))
     sizes: Mapping[str, float] = field(default_factory=dict)
+    frozen: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, spec: Spec, program: Program) -> Workload:
@@ -65,7 +67,7 @@ class Workload:
         dense = meshes.dense
         sizes: dict[str, float] = {"batch": self.batch, "sequence": self.sequence}
         sizes |= {"pieces": dense.size("tp"), "data_ranks": _data_ranks(program), "sources": dense.ranks}
-        bound = replace(self, meshes=meshes, sizes=sizes)
+        bound = replace(self, meshes=meshes, sizes=sizes, frozen=block.frozen)
         for op in block.ops:
             for symbol, size in op.binds(block.operands(op), bound).items():
                 sizes.setdefault(symbol, size)
@@ -110,11 +112,15 @@ class Workload:
     def _whole(self, shape: Sequence[Dim]) -> tuple[int, ...]:
         return tuple(dim if isinstance(dim, int) else int(self.sizes[dim]) for dim in shape)
 
+    def is_frozen(self, value: Value) -> bool:
+        """Whether a parameter or value of the block has no gradient, because it or what it is made of is frozen."""
+        return bool(self.frozen) and _name(value) in self.frozen
+
     # ---- saved activations ---------------------------------------------------------------------------
 
     def keep(self, *values: Value) -> tuple[Saved, ...]:
         """Saves values and parameters of the block for backward."""
-        return tuple(Saved(f"@{v.name}" if isinstance(v, Parameter) else v.name, self.bytes(v)) for v in values)
+        return tuple(Saved(_name(v), self.bytes(v)) for v in values)
 
     def inner(self, result: Value, what: str, count: float, dtype: str) -> Saved:
         """Saves a tensor of `count` elements that is inside the op of `result`."""
@@ -148,6 +154,11 @@ class Workload:
     def rows_of(self, rows: float, experts: int) -> tuple[float, float]:
         """`rows`, which are those of all experts, and the rows of the busiest expert."""
         return rows, rows / experts * busiest(experts, experts, self.exponent)
+
+
+def _name(value: Value) -> str:
+    """The name of a value by which operands use it."""
+    return f"@{value.name}" if isinstance(value, Parameter) else value.name
 
 
 def _data_ranks(program: Program) -> int:

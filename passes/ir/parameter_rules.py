@@ -27,6 +27,8 @@ def parameter_complaint(parameter: Parameter, axes: Mapping[str, int]) -> str:
     if weight is None or gradient is None or state is None:
         return f"{name} has no layout for its {'gradient' if gradient is None else 'optimizer state'}"
     summed = parameter.sum_over or ()
+    if parameter.frozen and (summed or not weight == gradient == state):
+        return f"{name} is frozen, and has no gradient to sum or to cut"
     for what, layout in (("gradient", gradient), ("optimizer state", state)):
         if not axes.keys() >= set(layout.axes):
             return f"the {what} of {name} lies on {layout}, axes are {set(axes)}"

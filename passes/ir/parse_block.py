@@ -39,7 +39,7 @@ _BLOCK = re.compile(
 )
 _INPUT = re.compile(rf"%([a-z0-9_.]++): ({TYPE}) as ([a-z_]++)(?:, (?=%)|\Z)")
 _PARAMETER = re.compile(
-    rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?"
+    rf"    parameter @([a-z0-9_.]++): ({TYPE}) = (ones|zeros|normal\(([0-9.e+-]++)\))( decays)?( frozen)?"
     r"(?: shard\(([a-z]++ = [0-9](?:, [a-z]++ = [0-9])*+)\))?"
     r"(?: sum_over\(([a-z, ]*+)\))?"
     rf"(?: gradient\(({LAYOUT})\))?(?: optimizer\(({LAYOUT})\))?"
@@ -180,7 +180,7 @@ class BlockReader:
 
     def parameter(self, scope: Scope) -> Parameter:
         found = self.lines.take_match(_PARAMETER, "a parameter").groups()
-        name, type_, init, std, decays, cuts, sums, gradient, optimizer, stack, rows, hidden, *at = found
+        name, type_, init, std, decays, frozen, cuts, sums, gradient, optimizer, stack, rows, hidden, *at = found
         scope.define(name, "@")
         typed = self.types.read(type_)
         if any(isinstance(dim, str) for dim in typed.shape):
@@ -193,6 +193,7 @@ class BlockReader:
             layout=typed.layout,
             init=Init(kind="normal", std=_std(std)) if std else Init(kind=init),
             decays=decays is not None,
+            frozen=frozen is not None,
             matrices=Matrices(int(stack or 0), int(rows or 0), hidden is not None),
             shard=tuple((axis, int(dim)) for axis, dim in _CUT.findall(cuts or "")),
             sum_over=axes,

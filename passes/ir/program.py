@@ -79,6 +79,15 @@ class Block:
         names.update({f"^{s.name}": s for s in self.states})
         return names
 
+    @cached_property
+    def frozen(self) -> frozenset[str]:
+        """The frozen parameters (`@name`) and the values that are computed from these alone: none has a gradient."""
+        found = {f"@{p.name}" for p in self.parameters if p.frozen}
+        for op in self.ops if found else ():
+            if found.issuperset(op.operands):
+                found.update(value.name for value in op.results)
+        return frozenset(found)
+
     def operands(self, op: Op) -> tuple[Value, ...]:
         """The values that `op` takes."""
         return tuple(self.scope[name] for name in op.operands)

@@ -90,6 +90,8 @@ def _parameter(p: Parameter) -> str:
     text = f"parameter @{p.name}: {print_type(p)} = {p.init}"
     if p.decays:
         text += " decays"
+    if p.frozen:
+        text += " frozen"
     if p.shard:
         text += f" shard({', '.join(f'{axis} = {dim}' for axis, dim in p.shard)})"
     if p.sum_over is not None:

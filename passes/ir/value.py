@@ -95,10 +95,14 @@ class Parameter(Value):
     `layout` is how it is stored between uses; conversions take it to the layout in which an op uses it. `gradient` is
     the layout of its gradient once summed, `optimizer_state` that of the optimizer's state. Both are None until it is
     placed. `matrices` says what optimizers of whole matrices take as one matrix.
+
+    A `frozen` parameter does not train: it has no gradient, no sum of one and no optimizer state, and `gradient` and
+    `optimizer_state` are its layout. Gradients flow through the ops that use it.
     """
 
     init: Init
     decays: bool
+    frozen: bool = False
     matrices: Matrices = VECTOR
     shard: tuple[tuple[str, int], ...] = ()
     sum_over: tuple[str, ...] | None = None

@@ -166,7 +166,7 @@ def connected(program: Program) -> None:
             _lie_as(block, op, operands, placing.operands)
             _lie_as(block, op, op.results, placing.results)
             for name, over in zip(op.operands, sums, strict=True):
-                if not op.moves and over != summed.get(name, _NOTHING):
+                if not op.moves and name not in block.frozen and over != summed.get(name, _NOTHING):
                     given = set(summed.get(name, _NOTHING))
                     raise _failure(block, f"the gradient of {name} is summed over {given}, not {set(over)}", op)
             if isinstance(op, Conversion):

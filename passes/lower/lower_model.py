@@ -16,6 +16,7 @@ from moec.passes.lower.gates.placed_topology import with_places
 from moec.passes.lower.layer_calls import call_layer, forward_outputs, with_one_balance
 from moec.passes.lower.lower_attention import attend
 from moec.passes.lower.lower_feed_forward import feed_forward
+from moec.passes.lower.lower_frozen import freeze
 from moec.passes.lower.lower_head_mixture import attend_by_groups
 from moec.passes.lower.lower_images import class_logits, patch_numbers, patch_vectors
 from moec.passes.lower.lower_layer import layer_blocks
@@ -41,6 +42,7 @@ def lower(spec: Spec) -> Program:
         raise DiagnosticError(refused)
     spec = with_places(with_device_groups(spec))
     blocks = _model_blocks(spec) if spec.has_model else layer_blocks(spec.layer, spec.subject)
+    blocks = freeze(blocks, spec.train.frozen if spec.train else ())
     return Program(name=spec.subject.name, blocks=tuple(blocks))
 
 

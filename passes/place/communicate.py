@@ -100,7 +100,9 @@ def _connect(program: Program, block: Block) -> Block:
     outputs = block.outputs
     if block.final:
         outputs = tuple(replace(output, name=connector.output(output.name)) for output in outputs)
-    parameters = tuple(replace(p, sum_over=tuple(sorted(connector.sums.get(p.name, ())))) for p in block.parameters)
+    parameters = tuple(
+        replace(p, sum_over=() if p.frozen else tuple(sorted(connector.sums.get(p.name, ())))) for p in block.parameters
+    )
     return replace(block, ops=tuple(connector.ops), outputs=outputs, parameters=parameters)
 
 

@@ -19,8 +19,10 @@ def cut_by_zero(parameter: Parameter, meshes: Meshes, axis: str, stage: int) -> 
     """`parameter`, placed and without ZeRO, with the layouts of ZeRO's `stage` (0 to 3) over `axis`.
 
     Cuts the first dim that the axis divides and that nothing else cuts; without such a dim the parameter stays whole.
-    Stage 1 cuts the optimizer state, 2 the gradient too, 3 the weight too.
+    Stage 1 cuts the optimizer state, 2 the gradient too, 3 the weight too. A frozen parameter has only a weight.
     """
+    if parameter.frozen and stage < 3:
+        return parameter
     layout, ranks = parameter.layout, meshes.size(axis)
     assert layout is not None
     free = (d for d, n in enumerate(parameter.shape) if not layout.cuts(d) and isinstance(n, int) and n % ranks == 0)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from moec.codegen.plan import Plan
+from moec.codegen.emit import DTYPES as COMPUTED
+from moec.codegen.plan import Plan, PlanParameter
 from moec.runtime.checkpoint.content import random_states, require_optimizer
 from moec.runtime.checkpoint.extras import give, read_extras, unread
 from moec.runtime.checkpoint.files import shown
@@ -166,7 +167,7 @@ def _prepared(
     loading = Loading(Checkpoint(path))
     index, head, plan = loading.checkpoint.index, loading.checkpoint.head, job.plan
     tensors = tensors_of(model, plan)
-    _require_same_model(path, index.tensors, tensors, head.model, plan.name)
+    _require_same_model(path, index.tensors, tensors, head.model, plan)
     for name, tensor in tensors.items():
         loading.want(MODEL + name, tensor)
         loading.targets[MODEL + name] = part_of(tensor).local
@@ -255,23 +256,33 @@ def tensors_of(model: PlanModule, plan: Plan) -> dict[str, Tensor]:
 
 
 def _require_same_model(
-    path: Path, stored: Mapping[str, Entry], here: Mapping[str, Tensor], model: str, name: str
+    path: Path, stored: Mapping[str, Entry], here: Mapping[str, Tensor], model: str, plan: Plan
 ) -> None:
-    """Raises `JobError` MOE0805 unless the checkpoint has the model's tensors, with their shapes and dtypes."""
+    """Raises `JobError` MOE0805 unless the checkpoint has the model's tensors, with their shapes and dtypes.
+
+    A parameter may be frozen, in its compute dtype, on one side and an fp32 master on the other: layers compute alike.
+    """
     there = {key.removeprefix(MODEL): entry for key, entry in stored.items() if key.startswith(MODEL)}
     unlike = []
     for key in [*there, *(key for key in here if key not in there)]:
         said = _described(there.get(key)), _described(here.get(key))
-        if said[0] != said[1]:
+        if said[0] != said[1] and not _is_frozen_on_one_side(there.get(key), here.get(key), plan.parameters.get(key)):
             unlike.append(f"{key} is {said[0]} in the checkpoint, {said[1]} here")
     if not unlike:
         return
     more = f"; and {len(unlike) - MAX_NAMED} more" if len(unlike) > MAX_NAMED else ""
     raise JobError(
         "MOE0805",
-        f"{path} is of {model}, and this model is {name}: {'; '.join(unlike[:MAX_NAMED])}{more}",
+        f"{path} is of {model}, and this model is {plan.name}: {'; '.join(unlike[:MAX_NAMED])}{more}",
         "load a checkpoint of the same model; its plan, its degrees and the world size may differ",
     )
+
+
+def _is_frozen_on_one_side(stored: Entry | None, here: Tensor | None, data: PlanParameter | None) -> bool:
+    if stored is None or here is None or data is None or tuple(stored.shape) != tuple(here.shape):
+        return False
+    computes = COMPUTED[data.dtype]
+    return {DTYPES[stored.dtype], here.dtype} == {computes, torch.float32}
 
 
 def _described(tensor: Entry | Tensor | None) -> str:

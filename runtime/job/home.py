@@ -88,7 +88,9 @@ class Alone:
         return self
 
     def parameter(self, name: str) -> nn.Parameter:
-        return nn.Parameter(initial_shard(name, self._parameters[name], ALONE, 0, seed=self.seed, dtype=self._master))
+        data = self._parameters[name]
+        whole = initial_shard(name, data, ALONE, 0, seed=self.seed, dtype=self._master)
+        return nn.Parameter(whole, requires_grad=not data.frozen)
 
     def state(self, state: State) -> Tensor:
         return initial_state(state, self._master)
@@ -96,7 +98,7 @@ class Alone:
     def weight(self, name: str, site: str) -> WeightSpec:
         data = self._parameters[name]
         dtype = self._dtype or DTYPES[data.dtype]
-        return WeightSpec(name=name, shape=data.shape, dtype=dtype, site=site, master=self._master)
+        return WeightSpec(name=name, shape=data.shape, dtype=dtype, site=site, master=self._master, frozen=data.frozen)
 
     def require_running(self) -> None:
         """Never raises: a single process needs no job."""

@@ -162,14 +162,15 @@ class Job:
             return PlanModule(self.plan.program, limits, home)
 
     def optimizer(self, model: PlanModule) -> Optimizer:
-        """The optimizer of the file's `train` block, else AdamW with its defaults.
+        """The optimizer of the file's `train` block, else AdamW with its defaults, over what the plan does not freeze.
 
         Raises `JobError` for parameters that the plan does not have.
         """
         require_model(model, self.plan)
         train = self.plan.spec.train
         named, datas = parameters_by_name(model, self.plan), self.plan.parameters
-        masters = [master_of(parameter, datas[name], self._number) for name, parameter in named.items()]
+        trained = {name: parameter for name, parameter in named.items() if not datas[name].frozen}
+        masters = [master_of(parameter, datas[name], self._number) for name, parameter in trained.items()]
         spec, state = (train.optimizer, train.state) if train else (AdamWSpec(), "fp32")
         with torch.inference_mode(False):
             optimizer = make_optimizer(spec, masters, model, state)

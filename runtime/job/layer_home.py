@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from moec.codegen.plan import Plan
+from moec.codegen.plan import Plan, PlanParameter
 from moec.grammar.spec import Spec
 from moec.passes.ir import local_slices
 from moec.passes.ir.mesh import group_name
@@ -115,6 +115,10 @@ class LayerHome(RankHome):
             found.append(range(before + own.start, before + own.stop))
             before += data.shape[0]
         return found[0] if len(found) == 1 else tuple(number for part in found for number in part)
+
+    def stored_dtype(self, data: PlanParameter) -> torch.dtype:
+        """fp32: wrappers of a host may want one dtype for all its parameters."""
+        return torch.float32
 
     def weight(self, name: str, site: str) -> WeightSpec:
         spec = replace(super().weight(name, site), master=None)

@@ -55,10 +55,16 @@ class RankHome:
         """This rank's part, newly drawn: a DTensor if there are several ranks."""
         data = self.plan.parameters[name]
         mesh = self.plan.meshes[data.mesh]
-        part = initial_shard(name, data, mesh, self.rank, seed=self.seed, device=self._device)
+        dtype = self.stored_dtype(data)
+        part = initial_shard(name, data, mesh, self.rank, seed=self.seed, dtype=dtype, device=self._device)
         if data.mesh not in self._meshes:
-            return nn.Parameter(part)
-        return nn.Parameter(DTensor.from_local(part, *self._layout(data), run_check=False))
+            return nn.Parameter(part, requires_grad=not data.frozen)
+        whole = DTensor.from_local(part, *self._layout(data), run_check=False)
+        return nn.Parameter(whole, requires_grad=not data.frozen)
+
+    def stored_dtype(self, data: PlanParameter) -> torch.dtype:
+        """The dtype of a parameter between steps: fp32 for the optimizer, the compute dtype where it is frozen."""
+        return DTYPES[data.dtype] if data.frozen else torch.float32
 
     def state(self, state: State) -> Tensor:
         """The whole state: every rank has the same."""
@@ -74,7 +80,8 @@ class RankHome:
             dtype=DTYPES[data.dtype],
             groups=tuple(self.groups + group for group in self._sum_over(data)),
             site=site,
-            master=torch.float32,
+            master=self.stored_dtype(data),
+            frozen=data.frozen,
             zero=None if cut is None else self._zero_part(data, cut),
         )
 

@@ -28,8 +28,9 @@ class WeightSpec:
 
     `name` is relative to its module, `shape` is that of this rank's part, `groups` sum its gradient, `site` is the part
     of the model that uses it. `scale` multiplies the gradient's sum. `master` is the dtype that the parameter must
-    have; None if a host may convert it. With `zero` the layer computes with more than this rank's part: it is gathered
-    over `zero.group`, which also sums and scatters its gradient, before `groups`.
+    have; None if a host may convert it. A `frozen` parameter must not want a gradient, which no group would sum. With
+    `zero` the layer computes with more than this rank's part: it is gathered over `zero.group`, which also sums and
+    scatters its gradient, before `groups`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class WeightSpec:
     site: str = ""
     scale: float = 1.0
     master: torch.dtype | None = None
+    frozen: bool = False
     zero: ZeroPart | None = None
 
     @property

@@ -188,12 +188,18 @@ class Weights:
                 "on several ranks parameters are DTensors: use `torch.distributed.tensor.distribute_tensor(whole, "
                 "old.device_mesh, old.placements)`",
             )
+        if spec.frozen and parameter.requires_grad:
+            raise JobError(
+                "MOE0713",
+                f"{spec.name} ({spec.site}) wants a gradient, but the plan freezes it: no rank would sum its gradient",
+                "leave its part out of `frozen` in `train`, and compile the file again",
+            )
         # A parametrization or `functional_call` may compute with another dtype: then the parameter is elsewhere.
         if spec.master is not None and parameter.dtype != spec.master and isinstance(parameter, nn.Parameter):
+            use = "this frozen parameter stays" if spec.frozen else "an optimizer updates masters"
             raise JobError(
                 "MOE0710",
-                f"{spec.name} ({spec.site}) was converted to {parameter.dtype}, but an optimizer updates masters in "
-                f"{spec.master}",
+                f"{spec.name} ({spec.site}) was converted to {parameter.dtype}, but {use} in {spec.master}",
                 f"layers compute in the file's `dtype`; leave the parameters {str(spec.master).removeprefix('torch.')}",
             )
         return parameter

@@ -146,7 +146,7 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
         expected = outcome(model, inputs)
         expected.differentiated.backward()  # type: ignore[no-untyped-call]
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert len(gradients) == len(cluster.parameters)
+    assert len(gradients) == sum(p.requires_grad for p in model.parameters())
     results, losses = cluster.lockstep.run(
         inputs.rank_given,
         inputs.rank_targets,
@@ -227,7 +227,11 @@ def _add_gradients(
 ) -> None:
     """Compares each parameter's gradient, and the parameter after one step of SGD, on each rank."""
     plan, whole = cluster.plan, dict(model.named_parameters())
+    for name in sorted(gradients.keys() ^ summed.keys()):  # the plan freezes what the Spec does not, or the reverse
+        errors.largest["gradient"] = (math.inf, name)
     for name, parts in summed.items():
+        if name not in gradients:
+            continue
         data = plan.parameters[name]
         gradient, parameter = gradients[name], whole[name].detach()
         after = parameter - LEARNING_RATE * gradient
@@ -263,7 +267,8 @@ def gradient_noise(spec: Spec, model: Unsharded, inputs: Inputs, part: float) ->
             state.copy_(states_of(model)[name])
     with plain_torch():
         outcome(single, narrow).differentiated.backward()  # type: ignore[no-untyped-call]
-    pairs = {name: (p.grad, model.get_parameter(name).grad) for name, p in single.named_parameters()}
+    trained = ((name, p) for name, p in single.named_parameters() if p.requires_grad)
+    pairs = {name: (p.grad, model.get_parameter(name).grad) for name, p in trained}
     if inputs.given.requires_grad:
         pairs["x"] = narrow.given.grad, inputs.given.grad
     noise = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,11 +42,12 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
     states = states_of(model)
     single = {name: state.float() for name, state in states.items()}
     doubled = Graphs(program, float64=True)
-    exact = _run_exactly(doubled, narrow, states, inputs, Routes())
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    exact = _run_exactly(doubled, narrow, states, inputs, Routes(), trained)
     choices = {path: experts[0] for path, experts in exact.routes.experts.items()}
     again = {name: _rounded_again(p, name) for name, p in narrow.items()}
-    perturbed = _run_exactly(doubled, again, states, inputs, Routes(_alone(choices)))
-    same_dtype = UnshardedRun(Graphs(program, float64=False), narrow, single, Routes(_alone(choices)))
+    perturbed = _run_exactly(doubled, again, states, inputs, Routes(_alone(choices)), trained)
+    same_dtype = UnshardedRun(Graphs(program, float64=False), narrow, single, Routes(_alone(choices)), trained)
     same_dtype.run(inputs.to(dtype))
     routes = Routes(shared_out(plan, choices))
     cluster = VirtualCluster(plan, narrow, single, recompute=recompute, routes=routes)
@@ -68,15 +69,20 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
     else:
         assert of_logits is not None
         found.loss_alone(of_logits, *(run.loss_alone(inputs, confident) for run in (exact, same_dtype)))
-    found.step(narrow, summed)
+    found.step({name: p for name, p in narrow.items() if name in trained}, summed)
     return found.report(name)
 
 
 def _run_exactly(
-    graphs: Graphs, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor], inputs: Inputs, routes: Routes
+    graphs: Graphs,
+    parameters: Mapping[str, Tensor],
+    states: Mapping[str, Tensor],
+    inputs: Inputs,
+    routes: Routes,
+    trained: Container[str],
 ) -> UnshardedRun:
     """The run of the unsharded model in float64, on these parameters and inputs, which are widened."""
-    run = UnshardedRun(graphs, {name: p.double() for name, p in parameters.items()}, states, routes)
+    run = UnshardedRun(graphs, {name: p.double() for name, p in parameters.items()}, states, routes, trained)
     run.run(inputs.to(torch.float64))
     return run
 

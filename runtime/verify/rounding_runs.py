@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -22,14 +22,19 @@ MARGIN = 10.0
 
 
 class UnshardedRun:
-    """One run of the unsharded model, forward and backward."""
+    """One run of the unsharded model, forward and backward, with gradients of the parameters `trained`."""
 
     def __init__(
-        self, graphs: Graphs, parameters: Mapping[str, Tensor], states: Mapping[str, Tensor], routes: Routes
+        self,
+        graphs: Graphs,
+        parameters: Mapping[str, Tensor],
+        states: Mapping[str, Tensor],
+        routes: Routes,
+        trained: Container[str],
     ) -> None:
         self.routes = routes
         self._dtype = next(iter(parameters.values())).dtype
-        self._leaves = {name: [p.clone().requires_grad_()] for name, p in parameters.items()}
+        self._leaves = {name: [p.clone().requires_grad_(name in trained)] for name, p in parameters.items()}
         self._lockstep = Lockstep(graphs, 1, {}, self._leaves, states=states, routes=routes)
 
     def run(self, inputs: Inputs) -> None:
@@ -42,6 +47,7 @@ class UnshardedRun:
         self.gradients = {
             name: torch.zeros_like(p).double() if p.grad is None else p.grad.double()
             for name, (p,) in self._leaves.items()
+            if p.requires_grad
         }
         if inputs.given.grad is not None:
             self.gradients["x"] = inputs.given.grad.double()

@@ -128,11 +128,12 @@ def _model(plan: Plan, dtype: torch.dtype, seed: int) -> Unsharded:
 
 
 def _spread_vectors(model: Unsharded, seed: int) -> None:
-    """Norm weights start as ones, biases and states as zeros, which would hide an op that forgets them."""
+    """Norm weights start as ones, biases, states and `lora`'s second matrix as zeros, which would hide an op that
+    forgets them, and all gradients before it."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1 or name.endswith(".bias"):
+            if parameter.dim() == 1 or name.endswith(".bias") or not parameter.any():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter))
         for state in states_of(model).values():
             # Larger biases than the differences between scores would send all tokens to the same experts.

@@ -83,7 +83,7 @@ class VirtualCluster:
             key = (owner.get(rank, rank), *((cut.start, cut.stop) for cut in index))
             if key not in leaves:
                 weight = whole.detach()[index] if data.master == data.layout else gathered[rank]
-                leaves[key] = weight.requires_grad_()
+                leaves[key] = weight.requires_grad_(not data.frozen)
             parts.append(leaves[key])
         return parts
 
@@ -104,12 +104,13 @@ class VirtualCluster:
         return self.gradients()
 
     def gradients(self) -> dict[str, list[Tensor]]:
-        """Each parameter's gradient on every rank, after the sums over the plan's groups, in at least fp32.
+        """Each trained parameter's gradient on every rank, after the sums over the plan's groups, in at least fp32.
 
         It has the master's layout. Raises `BackwardError` if a wrong plan's gradient does not divide.
         """
         try:
-            return {name: self._summed(name, parts) for name, parts in self.parameters.items()}
+            trained = {name: parts for name, parts in self.parameters.items() if not self.plan.parameters[name].frozen}
+            return {name: self._summed(name, parts) for name, parts in trained.items()}
         except FAILURES as error:
             raise BackwardError(f"the gradients' way to the optimizer, which stopped: {error}") from error
 

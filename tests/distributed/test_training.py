@@ -120,6 +120,12 @@ FOLDED = {
             "model": "embedding = tokens(tied = true)",
         }
     ),
+    "tp 2, lora experts over frozen layers": (
+        4, {
+            "tp": 2, "ep": 2, "expert": "lora(3, alpha = 6)", "beside": "shared = swiglu(8)",
+            "optimizer": "adamw(lr = 3e-3); frozen = [attention, norms, ffn, shared]",
+        }
+    ),
     "dp 4, tp 2, ep 8": (8, {"tp": 2, "ep": 8}),
     "dp 2, tp 4, ep 2": (8, {"tp": 4, "ep": 2}),
     "dp 2, tp 4, ep 4, a degree per layer": (8, {"tp": 4, "ep": 4, "mixtures": ((8, 2), (16, 8), (8, None))}),

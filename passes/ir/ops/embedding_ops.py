@@ -120,7 +120,8 @@ class RmsNorm(Op):
         # On CPUs torch composes the norm from operators, which save x in fp32 and x/rms.
         given = workload.keep(x) if wide == x.dtype else (workload.inner(y, "wide", workload.count(x), wide),)
         normalized = workload.inner(y, "normalized", workload.count(x), wide)
-        keeps = (*given, normalized, *saved)
+        of_weight = () if workload.is_frozen(weight) else (normalized,)
+        keeps = (*given, *of_weight, *saved)
         scratch = normalized.bytes, 2 * normalized.bytes
         return elementwise(self, operands, results, workload, keeps=keeps, forward=5, backward=8, scratch=scratch)
 
@@ -161,5 +162,7 @@ def _lookup(keeps: tuple[Saved, ...], operands: Sequence[Value], results: Sequen
     """The cost of a lookup. Forward reads and writes the looked-up rows; backward writes the whole table's gradient."""
     ids, table = operands[:2]
     ahead = Direction(moved=workload.bytes(ids, *results, *results), launches=1)
+    if workload.is_frozen(table):
+        return Cost(work=Work(forward=ahead))
     behind = Direction(moved=workload.bytes(ids, *results, table), launches=1)
     return Cost(work=Work(forward=ahead, backward=behind), saved=keeps)

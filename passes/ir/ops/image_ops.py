@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
-from moec.passes.cost.cost import Cost
+from moec.passes.cost.cost import Cost, Work
 from moec.passes.cost.formulas import elementwise, projection
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Layout, Partial, Shard
@@ -78,7 +78,10 @@ class PatchEmbed(Op):
         images, weight = operands
         patches = workload.inner(results[0], "patches", workload.count(images), weight.dtype)
         wide = Value(name="patches", shape=images.shape, dtype=weight.dtype, layout=images.layout)
-        return Cost(work=projection(wide, weight, weight.dtype, 3, workload), saved=(patches,))
+        work = projection(wide, weight, weight.dtype, 3, workload)
+        if workload.is_frozen(weight):
+            return Cost(work=Work(forward=work.forward))
+        return Cost(work=work, saved=(patches,))
 
 
 @register
@@ -168,7 +171,8 @@ class Classify(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, weight, _ = operands
-        return Cost(work=projection(x, weight, x.dtype, 1, workload), saved=workload.keep(x, weight))
+        keeps = (weight,) if workload.is_frozen(weight) else (x, weight)
+        return Cost(work=projection(x, weight, x.dtype, 1, workload), saved=workload.keep(*keeps))
 
 
 def _grid(op: Op, images: Value, size: int) -> None:

@@ -61,7 +61,8 @@ class Linear(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         x, weight = operands
-        return Cost(work=projection(x, weight, x.dtype, self.contract, workload), saved=workload.keep(x, weight))
+        keeps = (weight,) if workload.is_frozen(weight) else (x, weight)
+        return Cost(work=projection(x, weight, x.dtype, self.contract, workload), saved=workload.keep(*keeps))
 
 
 @register
@@ -201,6 +202,8 @@ class Router(Op):
         # The router widens x and the weight where they are narrower, and saves the wide copies.
         keeps: list[Saved] = []
         for what, v in (("x", x), ("weight", weight)):
+            if v is x and workload.is_frozen(weight):
+                continue
             wide = v.dtype == logits.dtype
             keeps += workload.keep(v) if wide else [workload.inner(logits, what, workload.count(v), logits.dtype)]
         return Cost(work=work, saved=tuple(keeps))

@@ -126,7 +126,7 @@ def test_choices_of_another_op_are_repeated(monkeypatch: pytest.MonkeyPatch):
     inputs = global_batch(plan, 0).to(torch.float64)
 
     def run(program: Program, routes: Routes) -> UnshardedRun:
-        made = UnshardedRun(Graphs(program, float64=True), parameters, {}, routes)
+        made = UnshardedRun(Graphs(program, float64=True), parameters, {}, routes, parameters)
         made.run(inputs)
         return made
 

@@ -40,7 +40,7 @@ def test_the_second_expert_is_taken_with_twice_its_weight() -> None:
     inputs = global_batch(moe_plan(depth=2, batch=512, **GATE), 0).to(torch.float64)
     routes = Routes()
     parameters = {name: p.detach().double() for name, p in model.named_parameters()}
-    UnshardedRun(Graphs(program, float64=True), parameters, {}, routes).run(inputs)
+    UnshardedRun(Graphs(program, float64=True), parameters, {}, routes, parameters).run(inputs)
     (key,) = routes.scores
     best = routes.scores[key][0].softmax(-1).topk(2, -1)[0]
     expected = (2 * best[..., 1] / best.sum(-1)).clamp_max(1)
@@ -57,7 +57,7 @@ def test_verify_repeats_which_second_experts_are_taken() -> None:
     parameters, inputs = {n: p.detach() for n, p in model.named_parameters()}, global_batch(plan, 0).to(torch.float64)
 
     def run(routes: Routes) -> Tensor:
-        made = UnshardedRun(Graphs(program, float64=True), parameters, {}, routes)
+        made = UnshardedRun(Graphs(program, float64=True), parameters, {}, routes, parameters)
         made.run(inputs)
         return made.result
 

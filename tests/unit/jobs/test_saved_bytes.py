@@ -57,6 +57,12 @@ MODELS = {
     "linear": {"expert": "linear(bias = true)", "ffn": "linear", "beside": "shared = linear"},
     "linear, places": {"expert": "linear", "beside": "capacity = factor(1.25)"},
     "lora": {"expert": "lora(3, alpha = 8)", "ffn": "lora(4)", "beside": "shared = lora(4, alpha = 1)"},
+    "lora beside frozen parts": {
+        "expert": "lora(3)",
+        "beside": "shared = swiglu(8)",
+        "optimizer": "adamw(); frozen = [attention, norms, ffn, shared, head]",
+    },
+    "frozen parts, bf16": {"dtype": "bf16", "optimizer": "adamw(); frozen = [attention, norms, experts, gate]"},
     "conv": {"expert": "conv(12, kernel = 2)", "ffn": "conv(12)"},
     "near experts": {"gate": "topology(2)", "levels": FOUR, "model": "embedding = tokens(padding = 3)"},
     "near experts, bounded": {"gate": "topology(2, share = 0.2)", "levels": FOUR, "ep": 4},
