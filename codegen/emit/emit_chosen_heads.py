@@ -52,6 +52,11 @@ def _each_choice(e: Emitter, op: Op, of_choices: fx.Node) -> fx.Node:
     return e.call(op, aten.unsqueeze.default, e.call(op, aten.flatten.using_ints, of_choices, 1, 2), -1)
 
 
+def _count_groups(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.CountGroups)
+    e.result(op, moec.count_choices.default, *e.refs(op), op.groups, 1)
+
+
 def _detached_shares(e: Emitter, op: Op) -> None:
     (weights,) = e.refs(op)
     total = e.call(op, aten.sum.dim_IntList, e.call(op, aten.detach.default, weights), [-1], True)
@@ -60,6 +65,7 @@ def _detached_shares(e: Emitter, op: Op) -> None:
 
 CHOSEN_HEADS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.ChosenHeads: _chosen_heads,
+    o.CountGroups: _count_groups,
     o.DetachedShares: _detached_shares,
     o.MixHeads: _mix_heads,
 }

@@ -179,7 +179,7 @@ class Moa(_Attention):
 
     A group has `heads` query heads with projections of its own, from the token and back, and a token's result is the
     weighted sum over its groups. `tp` cuts the heads of every group, and nothing cuts the list of groups: a rank of
-    `ep` has them all. Padding tokens choose no group. A job's figures of loads are of experts in `moe`, not of groups.
+    `ep` has them all. Padding tokens choose no group. `job.head_loads` counts the choices of each group.
     """
 
     word = "moa"

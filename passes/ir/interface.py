@@ -20,6 +20,9 @@ from moec.passes.ir.value import SETTINGS, TRAINING, Dim, Value
 
 FORWARD = "forward"
 
+COUNTS: tuple[Role, ...] = ("counts", "head_counts")
+"""What layers count, of experts and of groups of heads; `forward` gives the counts of each layer."""
+
 BESIDE_TOKENS: tuple[Role, ...] = ("routes", "segments", "real", "sequences")
 """The inputs that `forward` of a model may have beside `tokens`, in this order."""
 
@@ -95,9 +98,9 @@ def has_interface(program: Program) -> None:
         (call.layer, value.name)
         for call in calls
         for value, output in zip(call.results, program.block(call.block).outputs, strict=True)
-        if output.role == "counts"
+        if output.role in COUNTS
     }
-    given = {(output.layer, output.name) for output in forward.outputs if output.role == "counts"}
+    given = {(output.layer, output.name) for output in forward.outputs if output.role in COUNTS}
     _require(given == counted, "forward does not give the counts that its layers give")
 
 
@@ -160,7 +163,7 @@ def _require_forward(forward: Block) -> None:
         y, x = forward.output_values()[0], forward.inputs[0]
         _require((y.shape, y.dtype) == (x.shape, x.dtype), "forward gives another type than it takes")
     of_model = ("balance", "routes")
-    fits = all(output.role in (of_model if output.layer is None else ("counts",)) for output in others)
+    fits = all(output.role in (of_model if output.layer is None else COUNTS) for output in others)
     _require(fits and first.layer is None, "forward gives more than its result, balance, routes and layers' counts")
     taken_routes, given_routes = forward.input("routes"), forward.output("routes")
     shapes = [None if value is None else value.shape for value in (taken_routes, given_routes)]
@@ -191,7 +194,7 @@ def _require_layer(block: Block) -> None:
     takes = taken[:1] == ["residual"] and all(role is not None and ROLES[role].in_layers for role in taken[1:])
     _require(takes, f"{block.name} takes {_listed(taken)}")
     gives = given[:1] == [("residual", None, None)] and set(given[1:]) <= {
-        ("counts", None, None),
+        *((role, None, None) for role in COUNTS),
         ("balance", None, None),
         ("choices", None, None),
     }

@@ -24,6 +24,7 @@ Role = Literal[
     "routes",
     "choices",
     "counts",
+    "head_counts",
     "balance",
     "valid",
     "num_tokens",
@@ -122,6 +123,10 @@ ROLES: Mapping[Role, RoleSpec] = {
         "rows that a rank's tokens sent to each expert of one layer, [sources, experts]",
         ("sources", WIDTH),
         lies="source by source",
+    ),
+    "head_counts": RoleSpec(
+        "choices of a rank's tokens of each group of attention heads of one layer, [sources, groups]",
+        ("sources", WIDTH),
     ),
     "balance": RoleSpec("the weighted balance terms, a sum over tokens", (), _FLOATING, "partial"),
     "valid": RoleSpec("the number of labels that are not ignored, on all ranks", (), lies="replicated"),

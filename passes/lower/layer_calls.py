@@ -30,7 +30,7 @@ def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:
 
 def forward_outputs(b: Builder, first: Output, of_layers: Sequence[Output]) -> list[Output]:
     """The outputs of `forward`: its result, the sum of balance terms, the layers' choices, and the counts of each."""
-    counts = [output for output in of_layers if output.role == "counts"]
+    counts = [output for output in of_layers if output.role in ("counts", "head_counts")]
     balances = [output.name for output in of_layers if output.role == "balance"]
     balance = [Output(b.one(o.Add, *balances, to="balance"), "balance")] if balances else []
     return [first, *balance, *given_routes(b, of_layers), *counts]

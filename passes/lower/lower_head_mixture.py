@@ -28,8 +28,8 @@ def attend_by_groups(
     of_texts: Mapping[str, str],
     context: int | None,
 ) -> tuple[str, list[Output]]:
-    """Attention over h `[batch, sequence, dim]`: the name of what it adds to the residual stream, and the balance term
-    of its gate if it has one.
+    """Attention over h `[batch, sequence, dim]`: the name of what it adds to the residual stream, the counts of choices
+    of each group, and the balance term of its gate if it has one.
 
     `beside` names the layer's inputs beside the residual stream. `of_texts` and `context` are as in `attend`.
     """
@@ -55,7 +55,9 @@ def attend_by_groups(
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 2}, OUTPUTS)
     y = b.one(o.MixHeads, a, e, w, out, to="o", span=span, some_are_none=some_are_none)
     y = b.biased(y, "attention.o.bias", moa.span("bias")) if moa.bias == "all" else y
-    return y, [Output(name, "balance") for name in balance_terms(b, moa, routed)]
+    counts = b.one(o.CountGroups, e, to="head_counts", span=moa.gate.span(), groups=moa.experts)
+    balance = (Output(name, "balance") for name in balance_terms(b, moa, routed))
+    return y, [Output(counts, "head_counts"), *balance]
 
 
 def _routed(b: Builder, subject: Subject, moa: Moa, h: str, beside: Mapping[Role, str]) -> Routed:

@@ -319,6 +319,15 @@ class Job:
         self._require_own(model)
         return loads.of_last_pass(self, model, "job.expert_loads").experts
 
+    def head_loads(self, model: PlanModule) -> dict[int, Tensor]:
+        """Choices of each group of attention heads (`moa`) in the last forward pass, over all ranks: layer → int64
+        `[groups]`, on the CPU.
+
+        A collective: every rank must call it, or none.
+        """
+        self._require_own(model)
+        return loads.of_last_pass(self, model, "job.head_loads").heads
+
     def drop_rates(self, model: PlanModule) -> dict[int, float]:
         """Fraction of the last forward pass's choices that a capacity dropped, over all ranks: layer → 0 to 1.
 

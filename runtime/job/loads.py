@@ -1,4 +1,5 @@
-"""The rows of every expert in the last forward pass, over all ranks, and the choices that were dropped."""
+"""The rows of every expert in the last forward pass, over all ranks, and the choices that were dropped. Of attention
+heads, the choices of every group."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ OTHER_LAYERS = "ranks have counted the rows of {least} to {most} experts: run th
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """`experts`: layer → rows per expert, int64 `[experts]` on the CPU. `tokens`: all ranks', without padding."""
+    """`experts`: layer → rows per expert, int64 `[experts]` on the CPU. `heads`: layer → choices of each group of
+    attention heads, likewise. `tokens`: all ranks', without padding."""
 
     experts: dict[int, Tensor]
+    heads: dict[int, Tensor]
     tokens: int
 
     def drop_rates(self, plan: Plan) -> dict[int, float]:
@@ -42,15 +45,18 @@ def of_last_pass(job: Job, model: PlanModule, site: str) -> Loads:
 
     Raises `JobError` on every rank if one makes another call, or has not run the model.
     """
-    layers = sorted(model.expert_counts)
-    sizes = [model.expert_counts[layer].numel() for layer in layers]
+    every = model.expert_counts, model.head_counts
+    found = [of_layers[layer] for of_layers in every for layer in sorted(of_layers)]
+    sizes = [counts.numel() for counts in found]
     same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
     (tokens,) = job.checks.require(site, None, same_layers, counts=(int(model.num_tokens),))
     tokens //= job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
-    if not layers:
-        return Loads({}, tokens)
-    counts = torch.cat([model.expert_counts[layer] for layer in layers])
+    if not found:
+        return Loads({}, {}, tokens)
+    counts = torch.cat(found)
     if job.world_size > 1:
         with collective("all_reduce", job.number + ALL_RANKS, site) as peers:
             dist.all_reduce(counts, group=peers)
-    return Loads(dict(zip(layers, torch.split(counts.cpu(), sizes), strict=True)), tokens)
+    summed = iter(torch.split(counts.cpu(), sizes))
+    experts, heads = ({layer: next(summed) for layer in sorted(of_layers)} for of_layers in every)
+    return Loads(experts, heads, tokens)

@@ -33,7 +33,7 @@ OutputPath = str | PathLike[str] | None
 """Where an output goes; None leaves it out."""
 
 Record = dict[str, Any]
-"""The figures of one step: numbers, and numbers by layer (`load` and `drop_rate`)."""
+"""The figures of one step: numbers, and numbers by layer (`load`, `head_load` and `drop_rate`)."""
 
 OWN_FIGURES = {
     "step",
@@ -46,6 +46,7 @@ OWN_FIGURES = {
     "memory",
     "collective_seconds",
     "load",
+    "head_load",
     "drop_rate",
     "resumed",
 }
@@ -153,6 +154,7 @@ class Metrics:
         if not self._wanted or self._steps % self._every:
             return None
         last = of_last_pass(self._job, model, "metrics.step")
+        heads = {layer: _skew(counts) for layer, counts in last.heads.items()}
         loads, drops = last.experts, last.drop_rates(self._job.plan) if self._may_drop else {}
         if self._job.rank:
             return None
@@ -163,6 +165,7 @@ class Metrics:
         record |= self._rates()
         record |= {name: _number(value) for name, value in others.items()}
         record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
+        record |= {"head_load": heads} if heads else {}
         record |= {"drop_rate": drops} if drops else {}
         for output in tuple(self._outputs):
             self._try(output, lambda output=output: output.write(record, loads, done))

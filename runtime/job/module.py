@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
 from moec.passes.ir import STEP, Program, Role
-from moec.passes.ir.interface import FORWARD, layer_calls, scalar_blocks, taken_role
+from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks, taken_role
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
@@ -95,6 +95,8 @@ class PlanModule(nn.Module):
         """Tokens of the last forward pass, without padding."""
         self.expert_counts: dict[int, Tensor] = {}
         """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
+        self.head_counts: dict[int, Tensor] = {}
+        """This rank's tokens' choices of each group of attention heads in the last forward pass: layer → int64."""
         self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_drop_loads)  # type: ignore[no-untyped-call]
@@ -135,9 +137,10 @@ class PlanModule(nn.Module):
         unfit = unscored.complaint(noted, self._routers) if look else None
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
-        self.expert_counts = {
-            n: rows[0] for (role, n, _), rows in results.items() if role == "counts" and n is not None
-        }
+        self.expert_counts, self.head_counts = (
+            {n: rows[0] for (role, n, _), rows in results.items() if role == counted and n is not None}
+            for counted in COUNTS
+        )
         self._refuse_late_recomputation()
         if labels is not None and not in_backward():
             self._counts.add(labels)

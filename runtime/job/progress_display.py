@@ -30,6 +30,7 @@ NOT_SHOWN = {
     "collective_seconds",
     "load",
     "drop_rate",
+    "head_load",
 }
 """Figures that the display shows in another form, or not at all."""
 

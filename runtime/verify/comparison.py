@@ -194,6 +194,9 @@ def _add_results(
     for layer, counts in expected.counts.items():
         total = _total(lockstep.counts.get(layer, []))
         errors.add("counts", f"the expert counts of layer {layer}", total, counts, counts)
+    for layer, counts in expected.head_counts.items():
+        total = _total(lockstep.head_counts.get(layer, []))
+        errors.add("counts", f"the counts of groups of heads of layer {layer}", total, counts, counts)
     for name, state in expected.states.items():
         for rank, got in enumerate(lockstep.new_states.get(name, [None] * plan.world_size)):
             errors.add("states", f"{name} on rank {rank}", got, state, state)

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from moec.codegen.emit import LAYER, info_of, recomputed, target_name
 from moec.passes.ir import SEED, STEP, Op, OutputKey, Role, Setting, State, Value
-from moec.passes.ir.interface import FORWARD, layer_calls, result_role
+from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, result_role
 from moec.passes.ir.ops import Call
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.job.settings import setting_values
@@ -111,6 +111,8 @@ class Lockstep:
         """Each consumer's view of a value with several consumers: its gradient is that consumer's part."""
         self.counts: dict[int, PerRank] = {}
         """Rows that each rank's tokens sent to each expert in the last run: layer → `[1, experts]` of every rank."""
+        self.head_counts: dict[int, PerRank] = {}
+        """Each rank's tokens' choices of each group of heads in the last run: layer → `[1, groups]` of every rank."""
         self.routes: PerRank | None = None
         """The routes of each rank's tokens in the last run; None of a model that gives none."""
         self.losses: dict[str, PerRank] = {}
@@ -152,11 +154,14 @@ class Lockstep:
             self._forward(part, index, {role: [cut[index] for cut in ranks] for role, ranks in others.items()})
             for index, part in enumerate(given)
         ]
-        self.counts = {
-            output.layer: _sums(*(found[output.key] for found in outputs))
-            for output in self._graphs[FORWARD].results
-            if output.role == "counts" and output.layer is not None
-        }
+        self.counts, self.head_counts = (
+            {
+                output.layer: _sums(*(found[output.key] for found in outputs))
+                for output in self._graphs[FORWARD].results
+                if output.role == counted and output.layer is not None
+            }
+            for counted in COUNTS
+        )
         self.new_states = self._updated(loads or {}) if self._training else {}
         role = result_role(self._graphs.program)
         results = [found[role, None, None] for found in outputs]

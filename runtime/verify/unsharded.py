@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ class Outcome:
     `result`: logits or y. `scalars`: equal on every rank, the loss of a model or the `aux_loss` of a layer.
     `differentiated`: the loss, or `(y * cotangent).sum() + aux_loss`. `counts`: rows per expert, by layer.
     `states`: the new value that `Inputs.loads` give each state, by full name; none in evaluation. `routes`: the choices
-    that a model gives, if it does.
+    that a model gives, if it does. `head_counts`: choices of each group of attention heads, by layer.
     """
 
     result: Tensor
@@ -44,6 +44,7 @@ class Outcome:
     counts: Mapping[int, Tensor]
     states: Mapping[str, Tensor]
     routes: Tensor | None = None
+    head_counts: Mapping[int, Tensor] = field(default_factory=dict)
 
 
 def unsharded(spec: Spec, *, seed: int = 0, dtype: torch.dtype, microbatches: int = 1) -> Unsharded:
@@ -62,7 +63,8 @@ def outcome(model: Unsharded, inputs: Inputs) -> Outcome:
         loss = training_loss(model, output)
         whole = {layer: rows.sum(0, keepdim=True) for layer, rows in inputs.loads.items()}
         states = model.new_states(whole) if model.training else {}
-        return Outcome(output.logits, {"loss": loss}, loss, model.expert_counts, states, output.routes)
+        counts = model.expert_counts, states, output.routes, model.head_counts
+        return Outcome(output.logits, {"loss": loss}, loss, *counts)
     (layer,) = model.layer
     y = layer(inputs.given)
     assert layer.expert_counts is not None

@@ -3,7 +3,7 @@
 from moec.passes.ir.ops.attention_ops import Attention, Clip, JoinShared, RepeatHeads, Rope
 from moec.passes.ir.ops.balance_ops import CountChoices, LargestScores, SumGroups, SwitchLoss, WeightedSum, ZLoss
 from moec.passes.ir.ops.capacity_ops import Capacity, CountQueues, KeepChoices, LargestLoad, QueueStarts
-from moec.passes.ir.ops.chosen_head_ops import ChosenHeads, DetachedShares, MixHeads
+from moec.passes.ir.ops.chosen_head_ops import ChosenHeads, CountGroups, DetachedShares, MixHeads
 from moec.passes.ir.ops.control_ops import Call
 from moec.passes.ir.ops.conversion import Conversion
 from moec.passes.ir.ops.dense_conversions import (
@@ -75,6 +75,7 @@ __all__ = [
     "Conversion",
     "CopyTo",
     "CountChoices",
+    "CountGroups",
     "CountInSegments",
     "CountLabels",
     "CountQueues",

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
 from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import Layout, Partial, Shard
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.token_layouts import TOKEN_DIMS, Blocks, own_tokens, settled
@@ -151,6 +152,29 @@ class MixHeads(Op):
         _, dim, heads, width = workload.shape(weight)
         mixed = workload.inner(results[0], "projected", workload.count(chosen) * dim, weight.dtype)
         return _cost(self, chosen, weight, (heads * width, dim), (mixed, *workload.keep(weights)), workload)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CountGroups(Op):
+    """How many of a rank's choices went to each group: experts `[batch, sequence, k]` → `[sources, groups]`, int64.
+
+    A choice of −1 is not counted. Not differentiated.
+    """
+
+    mnemonic: ClassVar[str] = "count_groups"
+    takes: ClassVar[str] = "experts"
+    gives: ClassVar[str] = "counts"
+    groups: Count
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (chosen,) = operands
+        require(chosen.dtype == "int64" and len(chosen.shape) == 3, self, "wants groups of each token")
+        return (Type(shape=("sources", self.groups), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        of_ranks = Layout.of(dict.fromkeys(meshes.own_tokens.axes, Shard(0)))
+        return Placing((meshes.own_tokens,), (of_ranks,))
 
 
 @register

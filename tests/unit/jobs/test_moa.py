@@ -10,6 +10,7 @@ import torch
 from faults import bypass, change_op, change_sums
 from models import moe_plan, moe_spec
 
+import moec
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
@@ -64,6 +65,13 @@ def test_a_wide_plan_is_verified_at_toy_widths() -> None:
         report = verify(plan, scale=True, float32=False)
         assert report.ok, report
         assert {width.name for width in report.widths} >= {"heads", "head_dim", "hidden"}
+
+
+def test_a_plan_that_counts_padding_is_refused() -> None:
+    plan = moe_plan(**TP, attention=FULL, **PACKED)
+    wrong = change_op(plan, BODY, "head_counts", operands=("e",))  # before padding is masked
+    assert verify(plan, float32=False).ok
+    assert not verify(wrong, float32=False).ok
 
 
 # ---- wrong plans -----------------------------------------------------------------------------------------
@@ -154,6 +162,21 @@ def test_router_logits_that_are_nan_are_refused_at_the_line_of_the_heads() -> No
     with pytest.raises(JobError, match=r"layer 1 \(tiny.moe:8\)") as error:
         model(tokens, tokens)
     assert "NaN" in str(error.value)
+
+
+def test_a_job_counts_the_choices_of_each_group_of_all_tokens_but_padding() -> None:
+    model = "embedding = tokens(padding = 3)"
+    plan = moe_plan(ranks=1, ep=1, batch=6, sequence=5, model=model, attention=MOA.format("balance = [z_loss(0.1)]"))
+    tokens = torch.randint(4, 32, (6, 5), generator=torch.Generator().manual_seed(0))
+    tokens[0, 2:] = 3
+    with moec.launch(plan, device="cpu") as job, job.metrics(progress=True) as metrics:
+        built = job.build(seed=1)
+        record = metrics.step(built, job.step(built, tokens, tokens))
+        loads = job.head_loads(built)
+        assert set(job.expert_loads(built)) == {1, 2}
+    assert [(layer, load.shape, int(load.sum())) for layer, load in loads.items()] == [(1, (5,), 54), (2, (5,), 54)]
+    assert record is not None
+    assert record["head_load"] == pytest.approx({layer: float(load.max()) * 5 / 54 for layer, load in loads.items()})
 
 
 def test_padding_tokens_choose_no_group() -> None:

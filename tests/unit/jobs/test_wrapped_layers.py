@@ -76,6 +76,7 @@ CALLS: dict[str, Callable[[Job, Any], object]] = {
     "step": lambda job, model: job.step(model, TOKENS, TOKENS),
     "update_states": lambda job, model: job.update_states(model),
     "expert_loads": lambda job, model: job.expert_loads(model),
+    "head_loads": lambda job, model: job.head_loads(model),
     "drop_rates": lambda job, model: job.drop_rates(model),
 }
 OTHERS: dict[str, Callable[[Job], nn.Module]] = {
