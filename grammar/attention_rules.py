@@ -11,11 +11,13 @@ from moec.grammar.spec import Llama3, LongRope, Mla, Rope, Spec, Yarn
 
 
 def windows(spec: Spec) -> Iterator[Diagnostic]:
-    """No window is longer than the longest sequence, once for all layers with the same attention."""
+    """No window is longer than the longest sequence or an image's patches, once for layers with the same attention."""
     if not spec.has_model:
         return
     model, train = spec.model, spec.train
-    if model.context is not None:
+    if model.length is not None:
+        longest, place = model.length, model.span("embedding")
+    elif model.context is not None:
         longest, place = model.context, model.span("context")
     elif train is not None and train.sequence is not None:
         longest, place = train.sequence, train.span("sequence")

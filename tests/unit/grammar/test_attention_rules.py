@@ -81,6 +81,42 @@ def test_a_window_longer_than_the_context_is_refused(window: int) -> None:
     assert refused(f"mha(heads = 4, window = {window})") == found
 
 
+IMAGES = """
+model "m" {{
+  dim = 32; depth = 2{context}
+  embedding = patches(image = 12, size = 4, channels = 1)
+  head = classes(3)
+  layers {{ attention = {attention}; ffn = gelu(8) }}
+}}
+{train}
+"""
+
+
+@pytest.mark.parametrize("window", [9, 10])
+@pytest.mark.parametrize("context", ["", "; context = 9"])
+@pytest.mark.parametrize("train", ["", "train { batch = 2 }"])
+def test_a_window_longer_than_an_images_patches_is_refused(window: int, context: str, train: str) -> None:
+    """3 x 3 patches: the length of every sequence, whatever else the file says."""
+    for word in (f"mha(heads = 4, window = {window})", f"mha(heads = 4, causal = false, window = {window})"):
+        text = IMAGES.format(attention=word, context=context, train=train)
+        found = [(d.code, text[d.span.start : d.span.end] if d.span else "") for d in load_text(text).diagnostics]
+        assert found == ([("MOE0362", "10")] if window > 9 else [])
+
+
+@pytest.mark.parametrize("window", [8, 9])
+def test_without_a_context_the_longest_sequence_is_that_of_training(window: int) -> None:
+    text = MODEL.format(attention=f"mha(heads = 4, window = {window})", context="").replace("; context = 16", "")
+    found = load_text(f"{text}train {{ batch = 2; sequence = 8 }}").diagnostics
+    assert [d.code for d in found] == (["MOE0362"] if window > 8 else [])
+
+
+def test_a_window_of_an_images_grid_is_no_larger_than_the_grid() -> None:
+    for size, code in ((3, []), (4, ["MOE0369"]), (6, ["MOE0369"])):
+        word = f"mha(heads = 4, causal = false, grid = windows({size}))"
+        text = IMAGES.format(attention=word, context="", train="")
+        assert [d.code for d in load_text(text).diagnostics] == code
+
+
 @pytest.mark.parametrize("scaling", ["ntk(1e30, original = 1)", "ntk(2)", "yarn(1, original = 1)", "linear(1e300)"])
 def test_the_ends_of_the_ranges_compile(scaling: str) -> None:
     """Two dims turn, the fewest, and factors are large."""
