@@ -93,6 +93,8 @@ def mended(cls: type[Node], given: dict[str, Any]) -> dict[str, Any]:
         given.pop("nesterov", None)  # MOE0336
     if cls is s.Train and isinstance(given.get("optimizer"), s.Adafactor):
         given.pop("state", None)  # MOE0337
+    if cls is s.Train and given.get("frozen"):  # MOE0342, MOE0343: every model has these, and a head or its embedding
+        given["frozen"] = tuple(part for part in given["frozen"] if part in ("attention", "norms"))
     if cls is s.Moa:
         if not isinstance(given["gate"], HEAD_GATES):  # MOE0333
             given["gate"] = s.TopK(k=getattr(given["gate"], "k", 2))
@@ -180,6 +182,7 @@ def specs(draw: st.DrawFn) -> Spec:
     if modules and draw(st.integers(0, 4)) == 0:
         subject = modules[0].replace(dim=modules[0].dim or 64)
         parallel = draw(nodes(s.Parallel)).replace(microbatches=None)  # MOE0332
+        train = train.replace(frozen=()) if train else None
         return valid(Spec(layers=(subject,), cluster=cluster, train=train, parallel=parallel, adapt=adapt))
     kinds = draw(st.lists(layers(modules), min_size=1, max_size=3))
     stack = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=12)))
