@@ -24,7 +24,7 @@ from moec.runtime.checkpoint.extras import give, read_extras, unread
 from moec.runtime.checkpoint.files import shown
 from moec.runtime.checkpoint.grid import Box
 from moec.runtime.checkpoint.index import MODEL, RNG, Entry, unexpected
-from moec.runtime.checkpoint.mathematics import differences
+from moec.runtime.checkpoint.mathematics import differences, other_biases
 from moec.runtime.checkpoint.optimizer_state import (
     OPTIONS,
     Plain,
@@ -168,6 +168,9 @@ def _prepared(
     index, head, plan = loading.checkpoint.index, loading.checkpoint.head, job.plan
     tensors = tensors_of(model, plan)
     _require_same_model(path, index.tensors, tensors, head.model, plan)
+    if words := other_biases(index.model, plan.spec.model):
+        message = f"{path} is of {head.model}, and this model is {plan.name}: {words}"
+        raise JobError("MOE0805", message, "give the gate the checkpoint's `bias`")
     for name, tensor in tensors.items():
         loading.want(MODEL + name, tensor)
         loading.targets[MODEL + name] = part_of(tensor).local

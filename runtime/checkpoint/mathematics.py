@@ -7,7 +7,8 @@ run to run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from moec.grammar.printer import selector, written_value
@@ -56,6 +57,25 @@ def differences(stored: ModelFields, model: Model) -> list[str]:
         name, _, rest = phrase.partition(" is ")
         found.append(f"{name}{where} is {rest}")
     return found
+
+
+def other_biases(stored: ModelFields, model: Model) -> str:
+    """How the gate's bias of the first layer where they differ is made in a checkpoint and in `model`; else nothing.
+
+    A learned bias and that of `online` have one name and shape, and mean different things: the first is added to logits
+    and has a gradient, the second only chooses and follows loads.
+    """
+    here = ModelFields(**fields_of(model))
+    for number, (there, now) in enumerate(zip(stored.kinds, here.kinds, strict=False)):
+        words = [_bias_of(fields.layers[kind]) for fields, kind in ((stored, there), (here, now))]
+        if all(words) and words[0] != words[1]:
+            return f"layers.{number}.moe.gate.bias is `{words[0]}` in the checkpoint, `{words[1]}` here"
+    return ""
+
+
+def _bias_of(layer: Mapping[str, str]) -> str:
+    found = re.search(r"\bbias = (learned|online)\b", layer.get("moe.gate", ""))
+    return found[1] if found else ""
 
 
 def _between(stored: dict[str, str], here: dict[str, str]) -> Iterator[str]:

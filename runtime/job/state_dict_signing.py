@@ -12,6 +12,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.home import home_of
 
 KEY = "moec"
+STATES = "states"
 HOW_TO_LOAD = (
     "load the state that this rank saved, a checkpoint of `torch.distributed.checkpoint`, or whole tensors, of which "
     "each rank takes its part"
@@ -19,16 +20,19 @@ HOW_TO_LOAD = (
 
 
 def sign_state(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Stores the rank and its parts in the metadata of a `state_dict`, which `torch.save` keeps."""
-    local_metadata[KEY] = home_of(module).signature()
+    """Stores the rank, its parts and names of states in the metadata of a `state_dict`, which `torch.save` keeps."""
+    states = [name for name, _ in module.named_buffers()]
+    local_metadata[KEY] = {**home_of(module).signature(), STATES: states}
 
 
 def refuse_foreign_state(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: Any
 ) -> None:
-    """Raises `JobError` for another rank's parts; replaces whole tensors by this rank's parts."""
+    """Raises `JobError` for another rank's parts, and where a state stands for a parameter; replaces whole tensors by
+    this rank's parts."""
     if KEY in local_metadata:
         require_own(module, local_metadata[KEY], "this state_dict")
+        _require_same_states(module, {name.removeprefix(prefix) for name in state_dict}, local_metadata[KEY])
     for name, parameter in module.named_parameters(remove_duplicate=False):
         tensor = state_dict.get(prefix + name)
         if isinstance(tensor, Tensor):
@@ -40,6 +44,21 @@ def require_own(module: nn.Module, signature: dict[str, Any], what: str) -> None
     complaint = home_of(module).complaint_of(signature)
     if complaint:
         raise JobError("MOE0712", f"{what} is another rank's: {complaint}", HOW_TO_LOAD)
+
+
+def _require_same_states(module: nn.Module, given: set[str], signature: dict[str, Any]) -> None:
+    """Raises `JobError` if one of the tensors `given` is a state there and a parameter here, or the reverse: a bias of
+    `online` has the name and the shape of a learned one, and another meaning."""
+    if STATES not in signature:  # of an earlier moec
+        return
+    there = given.intersection(signature[STATES])
+    here = given.intersection(name for name, _ in module.named_buffers())
+    for name in sorted(there ^ here):
+        known = name in here or any(name == other for other, _ in module.named_parameters(remove_duplicate=False))
+        if known:
+            kinds = ("a state", "learned") if name in there else ("learned", "a state")
+            message = f"{name} is {kinds[0]} in this state_dict, and {kinds[1]} here"
+            raise JobError("MOE0712", message, "give the gate the `bias` of the run that saved it")
 
 
 def _own_part(name: str, parameter: Tensor, tensor: Tensor, *, signed: bool) -> Tensor:
