@@ -22,14 +22,18 @@ _WORD = 1 << 64
 
 
 def _hash_route(e: Emitter, op: Op) -> None:
-    """SplitMix64 in int64: products wrap; `>>` copies the sign bit, and a mask removes the copies."""
+    """SplitMix64 in int64: products wrap; `>>` copies the sign bit, and a mask removes the copies.
+
+    `mix(seed) + golden · (id · 2³¹ + expert)` is a sum of a number of the id and a number of the expert.
+    """
     assert isinstance(op, g.HashRoute)
     (ids,) = e.refs(op)
-    numbers = e.call(op, aten.cumsum.default, e.call(op, aten.new_ones.default, ids, [op.num_experts]), 0)
-    experts = e.call(op, aten.sub.Scalar, numbers, 1)
-    of_ids = e.call(op, aten.mul.Scalar, e.call(op, aten.unsqueeze.default, ids, -1), 1 << 31)
-    steps = e.call(op, aten.mul.Scalar, e.call(op, aten.add.Tensor, of_ids, experts), _signed(_GOLDEN))
-    mixed = e.call(op, aten.add.Scalar, steps, _signed(_mix(op.seed)))
+    after = e.call(op, aten.cumsum.default, e.call(op, aten.new_ones.default, ids, [op.num_experts]), 0)  # expert + 1
+    steps = e.call(op, aten.mul.Scalar, after, _signed(_GOLDEN))
+    of_experts = e.call(op, aten.add.Scalar, steps, _signed((_mix(op.seed) - _GOLDEN) % _WORD))
+    columns = e.call(op, aten.unsqueeze.default, ids, -1)
+    of_ids = e.call(op, aten.mul.Scalar, columns, _signed((_GOLDEN << 31) % _WORD))
+    mixed = e.call(op, aten.add.Tensor, of_ids, of_experts)
     for bits, factor in ((30, _FIRST), (27, _SECOND)):
         mixed = e.call(op, aten.mul.Scalar, _xor_shifted(e, op, mixed, bits), _signed(factor))
     whole = e.call(op, aten.topk.default, _xor_shifted(e, op, mixed, 31), op.k)
