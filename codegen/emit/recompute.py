@@ -20,7 +20,7 @@ from moec.passes.ir import ops as _ops  # noqa: F401  (registers the ops)
 
 CHOOSING = frozenset(
     {f"moec::{op.operator}" for op in Op.registry.values() if (op.scores or op.chooses) and op.operator}
-    | {"aten::topk"}
+    | {"aten::max", "aten::searchsorted", "aten::topk"}
 )
 """The operators whose results are kept: gates with scores, and the choice of those that are compositions."""
 

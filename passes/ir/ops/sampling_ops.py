@@ -63,8 +63,10 @@ class SampleExperts(Op):
         return own_tokens_in_training(self, 2, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        keeps = workload.keep(results[0])
-        return elementwise(self, operands, results, workload, keeps=keeps, forward=1 + 16 * self.k)
+        probabilities, tokens = results[0], workload.count(results[1]) / self.k
+        best = [workload.inner(probabilities, f"best_{x}", tokens, x) for x in (probabilities.dtype, "int64")]
+        keeps = (*workload.keep(operands[0]), *best)
+        return elementwise(self, operands, results, workload, keeps=keeps, forward=3 + 16 * self.k)
 
 
 @register
@@ -100,7 +102,6 @@ class SampledWeights(Op):
         size, keeps = workload.count(logits), [*workload.keep(experts)]
         for number in range(rounds):
             keeps.append(workload.inner(weights, f"gates_{number}", size, logits.dtype))
-            keeps.append(workload.inner(weights, f"mask_{number}", size, "bool"))
         return elementwise(
             self, operands, results, workload, keeps=keeps, forward=8 * rounds, backward=6 * rounds
         )  # fmt: skip

@@ -27,7 +27,9 @@ def test_first_choices_are_drawn_from_the_softmax_of_candidates() -> None:
     model = reference(spec, seed=1)
     parameters = {name: p.detach().double() for name, p in model.named_parameters()}
     inputs, routes = global_batch(moe_plan(gate="sparsemixer(2, jitter = 1)", depth=2, batch=512), 0), Routes()
-    UnshardedRun(Graphs(reference_program(spec), float64=True), parameters, {}, routes, parameters).run(inputs.to(torch.float64))
+    UnshardedRun(Graphs(reference_program(spec), float64=True), parameters, {}, routes, parameters).run(
+        inputs.to(torch.float64)
+    )
     experts, outside, full = (routes.experts[f"layers.1.{name}"][0] for name in ("e", "outside", "full"))
     assert (experts[..., 0] != experts[..., 1]).all()
     gates = torch.where(outside & 1 == 0, routes.scores["layers.1.e"][0], -torch.inf).softmax(-1)
