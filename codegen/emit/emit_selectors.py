@@ -17,6 +17,7 @@ aten = torch.ops.aten
 
 
 def _decode_selectors(e: Emitter, op: Op) -> None:
+    """A selector's weights are an outer product: those of the upper half of the bits by those of the lower half."""
     assert isinstance(op, o.DecodeSelectors)
     call = partial(e.call, op)
     codes, *alphas = e.refs(op)
@@ -25,19 +26,31 @@ def _decode_selectors(e: Emitter, op: Op) -> None:
     ones = call(aten.constant_pad_nd.default, column, [1, 0])
     zeros = call(aten.constant_pad_nd.default, call(aten.rsub.Scalar, column, 1), [0, 1])
     of_bits = call(aten.add.Tensor, zeros, ones)  # [batch, sequence, k, bits, 2]
-    selected = call(aten.select.int, of_bits, -2, 0)
-    for bit in range(1, op.bits):
-        factor = call(aten.unsqueeze.default, call(aten.select.int, of_bits, -2, bit), -1)
-        product = call(aten.mul.Tensor, factor, call(aten.unsqueeze.default, selected, -2))
-        selected = call(aten.flatten.using_ints, product, -2, -1)
+    upper = _products(e, op, of_bits, range(op.bits // 2, op.bits))
     if alphas:
         shares = call(aten.unsqueeze.default, call(aten.softmax.int, alphas[0], -1), -1)
-        selected = call(aten.mul.Tensor, shares, selected)
-    weights = call(aten.sum.dim_IntList, selected, [-2])
-    counted = call(aten.cumsum.default, call(aten.ones_like.default, weights, dtype=torch.int64), -1)
-    numbers = call(aten.sub.Scalar, counted, 1)
-    experts = call(aten.where.ScalarSelf, call(aten.eq.Scalar, weights, 0), -1, numbers)
-    e.several(op, weights, experts, _entropies(e, op, steps))
+        upper = call(aten.mul.Tensor, shares, upper)
+    if op.bits > 1:
+        lower = _products(e, op, of_bits, range(op.bits // 2))
+        summed = call(aten.matmul.default, call(aten.transpose.int, upper, -1, -2), lower)
+        weights = call(aten.flatten.using_ints, summed, -2, -1)
+    else:
+        weights = call(aten.sum.dim_IntList, upper, [-2])
+    ones = call(aten.new_ones.default, weights, [2**op.bits], dtype=torch.int64)
+    chosen = call(aten.to.dtype, call(aten.ne.Scalar, weights, 0), torch.int64)
+    after = call(aten.mul.Tensor, chosen, call(aten.cumsum.default, ones, 0))  # expert + 1, or 0
+    e.several(op, weights, call(aten.sub.Scalar, after, 1), _entropies(e, op, steps))
+
+
+def _products(e: Emitter, op: Op, of_bits: fx.Node, bits: range) -> fx.Node:
+    """The weights of the numbers that these bits make: [batch, sequence, k, bits, 2] → [batch, sequence, k, 2ⁿ]."""
+    call = partial(e.call, op)
+    product = call(aten.select.int, of_bits, -2, bits[0])
+    for bit in bits[1:]:
+        factor = call(aten.unsqueeze.default, call(aten.select.int, of_bits, -2, bit), -1)
+        whole = call(aten.mul.Tensor, factor, call(aten.unsqueeze.default, product, -2))
+        product = call(aten.flatten.using_ints, whole, -2, -1)
+    return product
 
 
 def _smooth_steps(e: Emitter, op: Op, codes: fx.Node, gamma: float) -> fx.Node:

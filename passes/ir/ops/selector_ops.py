@@ -68,8 +68,12 @@ class DecodeSelectors(Op):
         steps = [inner(f"step_{i}", numbers) for i in range(4)] + [
             inner(f"mask_{i}", numbers, "bool") for i in range(3)
         ]
-        sizes = [numbers / self.bits * 2**bit for bit in range(2, self.bits + bool(alphas))]
-        products = [inner(f"product_{i}", size) for i, size in enumerate((2 * numbers, *sizes))]
+        halves = (self.bits - self.bits // 2, self.bits // 2)
+        powers = [2**n for half in halves for n in range(2, half + 1)]
+        if alphas and self.bits > 1:
+            powers.append(2 ** halves[0])
+        sizes = (2 * numbers, *(numbers / self.bits * power for power in powers))
+        products = [inner(f"product_{i}", size) for i, size in enumerate(sizes)]
         shares = [inner("shares", workload.count(value)) for value in alphas]
         keeps = (*workload.keep(codes), *steps, *products, *shares)
         return elementwise(self, operands, results, workload, keeps=keeps, forward=20, backward=20)
