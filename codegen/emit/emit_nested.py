@@ -21,40 +21,23 @@ def _nested_route(e: Emitter, op: Op) -> None:
     of_outer = e.call(op, aten.narrow.default, logits, -1, 0, op.outer)
     of_inner = e.call(op, aten.narrow.default, logits, -1, op.outer, op.outer * op.inner)
     of_inner = e.call(op, aten.unflatten.int, of_inner, -1, [op.outer, op.inner])
-    probabilities = _probabilities(e, op, of_outer, op.score)
-    weights, chosen = _best(e, op, of_outer, op.k, op.score, op.order, op.normalize)
+    probabilities, weights, chosen = _route(e, op, of_outer, op.k, op.score, op.order, op.normalize)
     groups = e.call(op, aten.unsqueeze.default, chosen, -1)
     every = e.call(op, aten.expand.default, groups, [-1, -1, -1, op.inner])
-    own = e.call(op, aten.gather.default, of_inner, 2, every)
-    how = op.inner_score, op.inner_order, op.inner_normalize
-    within, inside = _best(e, op, own, op.inner_k, *how)
+    own = e.call(op, aten.flatten.using_ints, e.call(op, aten.gather.default, of_inner, 2, every), 1, 2)
+    _, *inner = _route(e, op, own, op.inner_k, op.inner_score, op.inner_order, op.inner_normalize)
+    within, inside = (e.call(op, aten.unflatten.int, each, 1, [-1, op.k]) for each in inner)
     weights = e.call(op, aten.mul.Tensor, within, e.call(op, aten.unsqueeze.default, weights, -1))
     experts = e.call(op, aten.add.Tensor, inside, e.call(op, aten.mul.Scalar, groups, op.inner))
     e.several(op, probabilities, *(e.call(op, aten.flatten.using_ints, pairs, 2, 3) for pairs in (weights, experts)))
 
 
-def _scores(e: Emitter, op: Op, logits: fx.Node, score: str) -> fx.Node:
-    return e.call(op, aten.sigmoid.default, logits) if score == "sigmoid" else e.call(op, aten.softmax.int, logits, -1)
-
-
-def _probabilities(e: Emitter, op: Op, logits: fx.Node, score: str) -> fx.Node:
-    scores = _scores(e, op, logits, score)
-    return _divided(e, op, scores) if score == "sigmoid" else scores
-
-
-def _divided(e: Emitter, op: Op, x: fx.Node) -> fx.Node:
-    return e.call(op, aten.div.Tensor, x, e.call(op, aten.sum.dim_IntList, x, [-1], True))
-
-
-def _best(
+def _route(
     e: Emitter, op: Op, logits: fx.Node, k: int, score: str, order: str, normalize: bool
-) -> tuple[fx.Node, fx.Node]:
-    """The weights and the indices of the k best, over the last dim."""
-    given = logits if order == "after" else _scores(e, op, logits, score)
-    found = e.call(op, aten.topk.default, given, k)
-    best, chosen = (e.item(op, found, index) for index in range(2))
-    weights = _scores(e, op, best, score) if order == "after" else best
-    return _divided(e, op, weights) if normalize else weights, chosen
+) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """Probabilities, weights and experts. Unlike `topk`, which breaks ties in no defined order."""
+    found = e.call(op, torch.ops.moec.route.default, logits, None, k, score, order, normalize)
+    return e.item(op, found, 0), e.item(op, found, 1), e.item(op, found, 2)
 
 
 def _outer_choices(e: Emitter, op: Op) -> None:

@@ -32,7 +32,8 @@ class Routed:
     `kept` are the choices that the experts get: `e`, or fewer where a capacity's queues are not in token order or are
     those of texts. `real` names the marks of real tokens in a model with a padding id. `segments` names the segments of
     the tokens, where each is a routing group; it is None elsewhere. `outer`: the choices of outer experts in a mixture
-    of mixtures, whose balance terms count these.
+    of mixtures, whose balance terms count these. `chosen_w`: the weights of `e` where `gated.w` are those of experts
+    that reroutes found; None elsewhere.
     """
 
     gated: Gated
@@ -42,6 +43,7 @@ class Routed:
     real: tuple[str, ...]
     segments: str | None = None
     outer: str | None = None
+    chosen_w: str | None = None
 
     @property
     def some_are_none(self) -> bool:
@@ -93,7 +95,7 @@ def _of_choices(b: Builder, group: RoutingGroup, term: Node, routed: Routed, e: 
 
 
 def _importance_loss(b: Builder, moe: Moe | Moa, term: Node, routed: Routed) -> str:
-    w, span = routed.gated.w, term.span()
+    w, span = routed.chosen_w or routed.gated.w, term.span()
     return _variation(
         b, moe, term, routed, b.one(o.ExpertWeights, w, routed.e, to="parts", span=span, num_experts=routed.experts)
     )

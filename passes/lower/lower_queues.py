@@ -80,7 +80,7 @@ def _rerouted(b: Builder, moe: Moe, routed: Routed, ordered: Mapping[str, str]) 
         score=rule["score"], **capacity_of(moe),
     )  # fmt: skip
     weights = b.one(o.ChosenWeights, logits, scored, to="w", span=span, **rule)
-    return replace(routed, kept=kept, gated=replace(routed.gated, w=weights))
+    return replace(routed, kept=kept, chosen_w=routed.gated.w, gated=replace(routed.gated, w=weights))
 
 
 _RULE = {"score": "softmax", "order": "before", "normalize": False, "scale": 1.0}
