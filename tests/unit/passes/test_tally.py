@@ -47,6 +47,36 @@ def test_dense_paths_beside_experts_are_counted(beside: str, per_token: int):
     assert flops(beside=beside) == flops() + 3 * 2 * per_token
 
 
+INNER = 'layer "inner" { moe { experts = 4 * gelu(8); gate = topk(2) } }'
+ROUTER, USUAL = 2 * 16 * 8, 2 * 2 * 3 * 16 * 16
+"""FLOPs of a token forward: a router of 8 experts, and two experts `swiglu(16)`."""
+
+
+@pytest.mark.parametrize(
+    ("experts", "gate", "per_token"),
+    [
+        ("8 * linear()", "topk(2)", ROUTER + 2 * 2 * 16 * 16),
+        ("8 * lora(4)", "topk(2)", ROUTER + 2 * 2 * 2 * 16 * 4),
+        ("8 * conv(8, kernel = 3)", "topk(2)", ROUTER + 2 * 2 * (3 * 3 * 16 * 8 + 3 * 8 * 16)),
+        ('8 * mixture("inner")', "topk(2)", 2 * 16 * (8 + 8 * 4) + 4 * 2 * 2 * 16 * 8),
+        ("8 * swiglu(16)", "dense", ROUTER + 4 * USUAL),
+        ("8 * swiglu(16)", "attention_router(2)", 3 * ROUTER + USUAL),
+        ("8 * swiglu(16)", "noisy_topk(2)", 2 * ROUTER + USUAL),
+        ("8 * swiglu(16)", "expert_choice(2)", ROUTER + USUAL),
+        ("8 * swiglu(16)", "expert_choice(3)", ROUTER + 3 * USUAL / 2),
+        ("8 * swiglu(16)", "base", ROUTER + USUAL / 2),
+        ("8 * swiglu(16)", "hash(3)", 3 * USUAL / 2),
+    ],
+)
+def test_every_kind_of_expert_and_gate_is_counted(experts: str, gate: str, per_token: float):
+    """mx e365763, tt#3225: what stands beside the usual experts had no FLOPs."""
+    text = moe_text(ranks=1, ep=1, depth=2, gate=gate, balance="[]") + (INNER if "mixture" in experts else "")
+    spec = load_text(text.replace("8 * swiglu(16)", experts), name="tiny.moe").unwrap()
+    usual = moe_spec(ranks=1, ep=1, depth=2, gate="topk(2)", balance="[]")
+    found, expected = (tally(compile_program(one).program, one).flops_per_token for one in (spec, usual))
+    assert found - expected == 3 * (per_token - ROUTER - USUAL)
+
+
 def test_a_tied_head_computes_as_much_as_its_own_and_holds_nothing():
     tied, own = (moe_spec(model=f"embedding = tokens(tied = {word})") for word in ("true", "false"))
     of_tied, of_own = (tally(compile_program(spec).program, spec) for spec in (tied, own))
