@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import fx
@@ -33,7 +33,7 @@ def _sample_experts(e: Emitter, op: Op) -> None:
     routed = call(torch.ops.moec.route.default, logits, None, 1, "softmax", "after", False)
     probabilities, best_expert = e.item(op, routed, 0), e.item(op, routed, 2)
     remaining, best = scores, call(aten.gather.default, scores, -1, best_expert)
-    experts, full, outside = list[fx.Node](), list[fx.Node](), None
+    experts, full, bits = list[fx.Node](), list[fx.Node](), list[fx.Node]()
     for number in range(op.k):
         if number:
             remaining = call(aten.scatter.value, remaining, -1, experts[-1], -math.inf)
@@ -42,8 +42,7 @@ def _sample_experts(e: Emitter, op: Op) -> None:
         parts = call(aten.sub.Tensor, best, scores)
         parts = call(aten.div.Tensor, parts, call(aten.maximum.default, sizes, best))
         far = call(aten.gt.Scalar, parts, 2 * op.jitter)
-        bit = call(aten.mul.Scalar, far, 1 << number)
-        outside = bit if outside is None else call(aten.add.Tensor, outside, bit)
+        bits.append(call(aten.mul.Scalar, far, 1 << number))
         excluded = call(aten.to.dtype, far, e.dtype(op.results[0].dtype))
         drawn = _drawn(e, op, call(aten.add.Tensor, remaining, excluded, alpha=FAR), numbers, number)
         chosen = call(aten.where.self, evaluating, best_expert, drawn)
@@ -52,6 +51,7 @@ def _sample_experts(e: Emitter, op: Op) -> None:
         whole = call(aten.logical_or.default, call(aten.logical_or.default, is_best, luck), evaluating)
         experts.append(chosen)
         full.append(call(aten.to.dtype, whole, torch.int64))
+    outside = reduce(partial(call, aten.add.Tensor), bits)
     e.several(op, probabilities, _side_by_side(e, op, experts), outside, _side_by_side(e, op, full))
 
 
