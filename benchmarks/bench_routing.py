@@ -28,6 +28,7 @@ from moec.grammar.supported import unsupported
 from moec.passes.ir import Output, Value
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.gates import lower_gate
+from moec.passes.lower.gates.placed_topology import with_places
 from moec.passes.lower.lower_model import lower
 from moec.runtime import ops
 
@@ -50,6 +51,7 @@ OPTIONS = {
 MORE = (
     "topk(2, bias = learned, order = after)",
     "topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 8, keep_groups = 4, bias = online(0.001))",
+    "topology(2, share = 0.25)",
 )
 
 Run = Callable[[], float]
@@ -76,7 +78,11 @@ def spec_of(gate: str, dim: int) -> Spec | None:
       vocab = 64; dim = {dim}; depth = 1; dtype = fp32; context = {TOKENS}
       layers {{ attention = mha(heads = 1); moe {{ experts = {EXPERTS} * gelu(8); gate = {gate} }} }}
     }}
-    cluster "here" {{ device = cpu; level "core" {{ size = 1 }} }}
+    cluster "here" {{
+      device = cpu
+      level "node" {{ size = 2; bandwidth = 4GB/s }}
+      level "rail" {{ size = 2; bandwidth = 1GB/s }}
+    }}
     """
     try:
         spec = load_text(text).unwrap()
@@ -87,7 +93,7 @@ def spec_of(gate: str, dim: int) -> Spec | None:
 
 def routing(spec: Spec, dim: int) -> Run:
     """Runs the gate's ops once, forward and backward; returns seconds of processor time."""
-    layer = spec.model.layers[0]
+    layer = with_places(spec).model.layers[0]
     assert layer.moe is not None
     gate: Node = layer.moe.gate
     program = lower(spec)

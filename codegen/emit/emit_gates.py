@@ -111,6 +111,8 @@ def _weights_of_route(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _unscaled(op: g.Route | o.ChosenWeights, logits: Tensor, experts: Tensor) -> Tensor:
+    if op.score == "none":
+        return _of_choices(logits, experts)
     if op.score == "sigmoid" and op.normalize:
         return _normalized(aten.log_sigmoid.default(logits), experts)
     if op.score == "sigmoid":

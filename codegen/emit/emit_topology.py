@@ -95,15 +95,14 @@ def _bounded(
     counted = aten.ge.Scalar(experts, 0)
     if real is not None:
         counted = aten.logical_and.default(counted, _mask(real))
-    near = _of_sequences(_near(op, ranks), experts, groups)
-    chosen = aten.gather.default(near, 1, aten.flatten.using_ints(aten.clamp_min.default(experts, 0), 1, 2))
-    far = aten.logical_and.default(counted, aten.logical_not.default(aten.view_as.default(chosen, experts)))
+    near = _of_choices(_of_sequences(_near(op, ranks), experts, groups), experts)
+    far = aten.logical_and.default(counted, aten.logical_not.default(near))
     scores = aten.reshape.default(aten.where.ScalarOther(far, aten.detach.default(weights), -1.0), [-1])
     order = aten.argsort.stable(scores, stable=True, dim=0, descending=True)
     of_rank = _of_ranks(experts, groups)
     far_of_rank = aten.logical_and.default(of_rank, _column(far))
     numbers = aten.cumsum.default(aten.index_select.default(far_of_rank, 0, order), 0)
-    numbers = aten.index_select.default(numbers, 0, aten.argsort.default(order))
+    numbers = aten.index_copy.default(aten.zeros_like.default(numbers), 0, order, numbers)
     total = aten.sum.dim_IntList(aten.logical_and.default(of_rank, _column(counted)), [0])
     most = _divided(aten.mul.Scalar(total, op.share), op.whole)
     beyond = aten.any.dim(aten.logical_and.default(far_of_rank, aten.gt.Tensor(numbers, most)), 1)
@@ -113,20 +112,18 @@ def _bounded(
 
 
 def _chosen_near(op: o.ChooseNear, groups: int, scores: Tensor, kept: Tensor, ranks: Tensor) -> Tensor:
-    """The best near experts that a token has not chosen, one after another; each −1 takes the next of them."""
-    experts, k = sum(op.parts), op.results[0].shape[-1]
+    """A token's kept near choices are its best near experts, so that the following ones are those it has not chosen."""
+    k = op.results[0].shape[-1]
     assert isinstance(k, int)
-    scores, wanted = aten.detach.default(scores), aten.lt.Scalar(kept, 0)
-    marks = aten.constant_pad_nd.default(aten.zeros_like.default(scores), [0, 1])
-    marks = aten.scatter.value(marks, -1, aten.where.ScalarSelf(wanted, experts, kept), 1.0)
-    untaken = aten.eq.Scalar(aten.narrow.default(marks, -1, 0, experts), 0)
-    near = aten.unsqueeze.default(_of_sequences(_near(op, ranks), kept, groups), 1)
-    left = aten.where.ScalarOther(aten.logical_and.default(near, untaken), scores, -math.inf)
-    best: list[Tensor] = []
-    for _ in range(k):
-        best.append(aten.argmax.default(left, -1, True))
+    near, wanted = _of_sequences(_near(op, ranks), kept, groups), aten.lt.Scalar(kept, 0)
+    left = aten.where.ScalarOther(aten.unsqueeze.default(near, 1), aten.detach.default(scores), -math.inf)
+    best = [aten.argmax.default(left, -1, True)]
+    for _ in range(k - 1):
         left = aten.scatter.value(left, -1, best[-1], -math.inf)
-    place = aten.clamp_min.default(aten.sub.Scalar(aten.cumsum.default(wanted, -1), 1), 0)
+        best.append(aten.argmax.default(left, -1, True))
+    own = aten.logical_and.default(_of_choices(near, kept), aten.logical_not.default(wanted))
+    place = aten.add.Tensor(aten.cumsum.default(wanted, -1), aten.sum.dim_IntList(own, [-1], True))
+    place = aten.clamp.default(aten.sub.Scalar(place, 1), 0, k - 1)
     again = aten.gather.default(aten.cat.default(best, -1), -1, place)
     chosen: Tensor = aten.where.self(wanted, again, kept)
     return chosen
@@ -176,6 +173,13 @@ def _of_sequences(table: Tensor, x: Tensor, groups: int) -> Tensor:
     """For each sequence of x `[batch, sequence, …]`, the row of its data rank in `table` [groups, n]: [batch, n]."""
     rows: Tensor = aten.index_select.default(table, 0, _groups(x, groups))
     return rows
+
+
+def _of_choices(rows: Tensor, experts: Tensor) -> Tensor:
+    """What `rows` [batch, E] has of each choice [batch, sequence, k]; of a choice of −1, that of expert 0."""
+    found = aten.gather.default(rows, 1, aten.flatten.using_ints(aten.clamp_min.default(experts, 0), 1, 2))
+    of: Tensor = aten.view_as.default(found, experts)
+    return of
 
 
 def _groups(x: Tensor, groups: int) -> Tensor:

@@ -56,7 +56,13 @@ def ranks_of_node(spec: Spec) -> int:
 
 
 def near_parts(ranks: int, node: int, tp: int, ep: int) -> Iterator[int]:
-    """For each data-parallel rank, the ep ranks whose experts each of its tp ranks has in its own node of `node`."""
+    """For each data-parallel rank, the ep ranks whose experts each of its tp ranks has in its own node of `node`.
+
+    Of a rank these are neighbours: those of its expert-parallel group that are in its node.
+    """
     for first in range(0, ranks, tp):
-        own = range(first, first + tp)
-        yield sum(all(rank // node == (rank // ep * ep + part) // node for rank in own) for part in range(ep))
+        low, high = 0, ep
+        for rank in range(first, first + tp):
+            group, own = rank // ep * ep, rank // node * node
+            low, high = max(low, own - group), min(high, own + node - group)
+        yield max(0, high - low)

@@ -167,13 +167,14 @@ class Reroute(Capacity):
 class ChosenWeights(Op):
     """The weights that `route` with the same attributes gives to choices made elsewhere: logits, experts → weights.
 
-    Weights have the shape of experts, `[batch, sequence, k]`. A choice of −1 gets that of expert 0.
+    Weights have the shape of experts, `[batch, sequence, k]`. A choice of −1 gets that of expert 0. With the score
+    `none` the operand `logits` holds the experts' scores already, such as the probabilities of `route`.
     """
 
     mnemonic: ClassVar[str] = "chosen_weights"
     takes: ClassVar[str] = "logits experts"
     gives: ClassVar[str] = "weights"
-    score: Literal["softmax", "sigmoid"]
+    score: Literal["softmax", "sigmoid", "none"]
     order: Literal["before", "after"] = "before"
     normalize: bool = False
     scale: Positive = 1.0
@@ -184,6 +185,7 @@ class ChosenWeights(Op):
             experts.dtype == "int64" and experts.shape[:-1] == logits.shape[:-1], self, "wants experts of each token"
         )
         require(logits.dtype != "int64", self, "wants logits of every expert")
+        require(self.score != "none" or not self.normalize, self, "scores cannot be normalized as logits")
         return (Type(shape=experts.shape, dtype=logits.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -196,6 +198,8 @@ class ChosenWeights(Op):
         over_chosen = self.normalize or (self.order == "after" and self.score == "softmax")
         if not over_chosen and self.score == "softmax":
             kept.append(workload.inner(weights, "scores", of_all, logits.dtype))
+        elif self.score == "none":
+            pass
         elif self.scale == 1:
             kept += workload.keep(weights)
         else:

@@ -174,7 +174,8 @@ class ChooseNear(Placed):
     sequence, k]`, ranks → experts, of the shape of kept.
 
     Best are those with the largest scores that the token has not chosen, ties to the lower index; near is as in
-    `bound_far`. At least k experts are near each rank. Not differentiated.
+    `bound_far`. Kept choices are among the k best of all experts, and at least k experts are near each rank. Not
+    differentiated.
     """
 
     mnemonic: ClassVar[str] = "choose_near"

@@ -22,8 +22,9 @@ def topology(b: Builder, gate: Node, given: Given) -> Gated:
     assert isinstance(gate, PlacedTopology)
     spans = {key: span for key in ("", "k") if (span := gate.span(key))}
     gated = topk(b, TopK(k=gate.k).with_spans(spans), given)
-    logits = gated.logits
+    logits, p = gated.logits, gated.p
     assert logits is not None
+    assert p is not None
     if gate.share is None and not gate.weight:
         return gated
     ranks = b.one(o.DataRanks, logits, to="ranks", span=gate.span())
@@ -37,7 +38,7 @@ def topology(b: Builder, gate: Node, given: Given) -> Gated:
         share=gate.share.numerator, whole=gate.share.denominator, **gate.places,
     )  # fmt: skip
     e = b.one(o.ChooseNear, logits, kept, ranks, to="e", span=line, **gate.places)
-    w = b.one(o.ChosenWeights, logits, e, to="w", span=line, score="softmax")
+    w = b.one(o.ChosenWeights, p, e, to="w", span=line, score="none")
     return replace(gated, w=w, e=e, by_scores=False)
 
 
