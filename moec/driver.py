@@ -62,7 +62,9 @@ def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     return plan
 
 
-DEPENDS_ON_RANKS = frozenset(("MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319", "MOE0330", "MOE0501"))
+DEPENDS_ON_RANKS = frozenset(
+    ("MOE0310", "MOE0311", "MOE0312", "MOE0313", "MOE0318", "MOE0319", "MOE0329", "MOE0330", "MOE0501")
+)
 """Codes of files that compile for other numbers of ranks."""
 
 

@@ -12,6 +12,7 @@ from models import FOUR, moe_plan, moe_spec, moe_text
 from torch import Tensor
 
 from moec.codegen.plan import Plan
+from moec.driver import DEPENDS_ON_RANKS, load_for
 from moec.driver import compile as compile_source
 from moec.grammar import load_text
 from moec.grammar.diagnostics import DiagnosticError, InternalError
@@ -203,9 +204,27 @@ def test_a_bound_beside_replay_is_refused() -> None:
     assert {one.code for one in found} == {"MOE0315", "MOE0352", "MOE0370"}
 
 
-def test_on_other_ranks_the_cluster_must_say_its_bandwidths_again() -> None:
-    spec = moe_spec(ep=2, **GATE)
-    with pytest.raises(DiagnosticError, match="MOE0327"):
-        compile_source(for_ranks(spec, 8))
-    alone = for_ranks(moe_spec(ep=None, **GATE | {"gate": "topology(2)"}), 1)
-    assert compile_source(alone).world_size == 1
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "bandwidths"),
+    [
+        (8, [2, 4], [4e9, 1e9]),
+        (2, [2, 1], [4e9, 1e9]),
+        (1, [1, 1], [4e9, 1e9]),
+        (6, [2, 3], [4e9, 1e9]),
+        (3, [3], [1e9]),
+    ],
+)
+def test_on_other_ranks_nodes_stay_where_they_can(ranks: int, sizes: list[int], bandwidths: list[float]) -> None:
+    spec = for_ranks(moe_spec(ep=None, **GATE | {"gate": "topology(2)", "batch": 24, "experts": 24}), ranks)
+    levels = spec.cluster.levels
+    assert ([level.size for level in levels], [level.bandwidth for level in levels]) == (sizes, bandwidths)
+    assert compile_source(spec).world_size == ranks
+
+
+def test_a_plan_for_other_ranks_is_taken_where_nodes_hold_too_few_experts() -> None:
+    spec = moe_spec(ep=4, **GATE | {"gate": "topology(4, share = 0.5)"})
+    eight = spec.replace(parallel=spec.parallel.replace(ep=8))
+    assert "MOE0329" in DEPENDS_ON_RANKS
+    with pytest.raises(DiagnosticError, match="MOE0329"):
+        load_for(8, eight)
+    assert load_for(8, eight, spec).world_size == 8
