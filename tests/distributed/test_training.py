@@ -264,6 +264,7 @@ def test_a_rank_drops_other_choices_where_there_are_more(gloo: GlooPool):
     assert alone["drops"] != pytest.approx(spread["drops"], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_a_gate_that_prefers_near_experts_trains_as_its_reference_of_the_same_ranks(gloo: GlooPool):
     near = {"gate": "topology(2, weight = 0.1, share = 0.2)", "balance": "[]", "model": PADDED, "levels": FOUR}
     options = {"batch": 8, "optimizer": "adamw(lr = 3e-3)", "ranks": 4, "tp": 2, "ep": 4, "microbatches": 1, **near}

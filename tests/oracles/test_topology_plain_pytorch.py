@@ -138,8 +138,10 @@ def test_the_loss_is_that_of_the_links(levels: Levels, ep: int, tp: int) -> None
     compare(oracle(Links(levels, ep, tp)), layers, ranks=on(levels, ep, tp, batch))
 
 
-@pytest.mark.parametrize("share", ["0", "0.2", "1/7", "1"])
-@pytest.mark.parametrize(("levels", "ep", "tp", "k"), [(TWO, 4, 1, 2), (THREE, 8, 2, 3), (THREE, 8, 1, 1)])
+@pytest.mark.parametrize(
+    ("levels", "ep", "tp", "k", "share"),
+    [(TWO, 4, 1, 2, "0.2"), (TWO, 4, 1, 2, "1"), (THREE, 8, 2, 3, "1/7"), (THREE, 8, 2, 2, "0"), (THREE, 8, 1, 1, "0")],
+)
 def test_far_choices_beyond_the_share_are_made_again(levels: Levels, ep: int, tp: int, k: int, share: str) -> None:
     layers = LAYERS.format(gate=f"{k}, weight = 0.3, share = {share}", balance="switch_loss(0.2)", beside="")
     plain = compare(oracle(Links(levels, ep, tp)), layers, ranks=on(levels, ep, tp))

@@ -115,9 +115,7 @@ def test_given_choices_are_replayed_and_counted() -> None:
 
 FAULTS: dict[str, Callable[[Plan], Plan]] = {
     "another ep": lambda p: change_op(p, BODY, "topology", ep=2),
-    "another tp": lambda p: change_op(p, BODY, "topology", tp=1),
     "other levels": lambda p: change_op(p, BODY, "topology", levels=(1, 4)),
-    "another bandwidth": lambda p: change_op(p, BODY, "topology", bandwidths=(10e9, 4e9, 4e9)),
     "choices of one tp rank": lambda p: bypass(p, BODY, "choices.1"),
     "another share": lambda p: change_op(p, BODY, "bounded", share=2),
     "other nodes": lambda p: change_op(p, BODY, "e.1", levels=(1, 4)),
