@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 """The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""
 
 Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
+Heads = o.ChosenHeads | o.MixHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +82,7 @@ def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
 
 
 def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
-    chosen = choices_of(block)
-    if chosen is None:
+    if choices_of(block) is None and not any(isinstance(op, Heads) for op in block.ops):
         return
     k = choices_per_token(block)
 
@@ -91,7 +91,8 @@ def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
 
     asked: dict[KernelShape, tuple[Op, list[str]]] = {}
     for op in block.ops:
-        for shape, names in _of_rows(op, block, k):
+        of_op = _of_heads(plan, block, op) if isinstance(op, Heads) else _of_rows(op, block, k)
+        for shape, names in of_op:
             asked.setdefault(shape, (op, []))[1].extend(names)
     for shape, (op, launched) in asked.items():
         yield kernel(shape, op, *dict.fromkeys(launched))
@@ -148,6 +149,27 @@ def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[
             yield own, (*counting, "keep")
         case o.LargestLoad():
             yield every, counting
+
+
+def _of_heads(plan: Plan, block: Block, op: Heads) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
+    """The kernels that sort a rank's choices by group of heads, and move rows from tokens and back.
+
+    Between attention and its output a row is a choice of its own, with the rank's heads of the group.
+    """
+    given, inside = op.named(op.operands), 1 if isinstance(op, o.ChosenHeads) else 2
+    groups, *sizes = _local_shape(plan.program, block, given["weight"])
+    width, dim = sizes[inside - 1] * sizes[inside], sizes[2 if inside == 1 else 0]
+    k, dtype = block.scope[given["experts"]].shape[-1], block.scope[given["weight"]].dtype
+    assert isinstance(k, int)
+    of_tokens, of_choices = (
+        PlacesShape(k=choices, dim=row, dtype=dtype, weights="fp32") for choices, row in ((k, dim), (1, width))
+    )
+    yield QueuesShape(experts=groups, k=1), ("count", "scan", "rank")
+    yield of_choices, ("fill", "add_rows")
+    if isinstance(op, o.ChosenHeads):
+        yield of_tokens, ("fill", "add_rows")
+    else:
+        yield of_tokens, ("combine", "combine_backward")
 
 
 def _route_shape(op: o.Route, experts: int) -> RouteShape:

@@ -190,6 +190,29 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
 
 
+MIXTURE = "moe { experts = 4 * swiglu(8); gate = topk(2) }"
+HEADS = """
+model "tiny" {
+  vocab = 8; dim = 8; depth = 1; dtype = fp32
+  layers { attention = moa(heads = 2, head_dim = 3, experts = 5, gate = topk(3, normalize = true)); BODY }
+}
+cluster "one" { device = cpu; level "process" { size = 1 } }
+train { batch = 1; sequence = 3 }
+"""
+
+
+@pytest.mark.parametrize("body", some([MIXTURE, "ffn = gelu(8)"], [MIXTURE]))
+def test_a_plan_lists_the_kernels_of_a_mixture_of_heads(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = HEADS.replace("BODY", body)
+    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
+    run, launched = noting(monkeypatch), noting_launches(monkeypatch)
+    tokens = torch.randint(8, (1, 3))
+    with moec.launch(moec.compile(text), device="cpu") as job:
+        job.step(job.build(seed=1), tokens, tokens)
+    assert run == {kernel.shape for kernel in kernels_of(plan)}
+    assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+
+
 GATE = """topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 2, keep_groups = 1,
                                     bias = online(0.01))"""
 
