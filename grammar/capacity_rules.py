@@ -9,7 +9,7 @@ from fractions import Fraction
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
-from moec.grammar.spec import BatchPriority, Dropless, DSelectK, Dynamic, Factor, Moe, Spec, Switch, TopK
+from moec.grammar.spec import BatchPriority, Dropless, Dynamic, Factor, Moe, Spec, Switch, TopK
 from moec.grammar.units import written
 
 
@@ -34,7 +34,7 @@ def _evaluation(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     capacity, tokens = moe.capacity, _tokens_in_training(spec, moe)
     if not isinstance(capacity, Factor) or capacity.eval is None or tokens is None:
         return
-    k = moe.num_choices
+    k = moe.gate.choices(moe.num_experts)
     places = math.ceil(capacity.eval * k * tokens / moe.num_experts)
     if places < capacity.min:
         factor = written(capacity.eval, "")
@@ -92,8 +92,8 @@ def _causality(spec: Spec, moe: Moe) -> Iterator[Diagnostic]:
     In token order only second choices queue behind later tokens, unless each choice has an expert of its own; by
     priority, or at random in training, first ones do.
     """
-    capacity, k = moe.capacity, moe.num_choices
-    second = k > 1 and not isinstance(moe.gate, DSelectK)
+    capacity, k = moe.capacity, moe.gate.choices(moe.num_experts)
+    second = k > 1 and not moe.gate.by_expert
     match capacity:
         case Factor():
             factors, least = (capacity.factor, capacity.eval or capacity.factor), capacity.min

@@ -44,7 +44,7 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
             label = _labels((gate.span(), f"`{gate.word}` lists choices by expert, not best first"))
             help = "use `switch_loss`, which counts all choices"
             yield diagnose("MOE0325", term.span(), f"`{term.word}` counts first choices", labels=label, help=help)
-        elif term.needs == "noise" and getattr(gate, "k", 1) == moe.num_experts:
+        elif term.needs == "noise" and gate.choices(moe.num_experts) == moe.num_experts:
             yield diagnose(
                 "MOE0345",
                 gate.span("k") or gate.span(),

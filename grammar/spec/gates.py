@@ -42,6 +42,10 @@ class _Gate(Node):
     decides_rows: ClassVar[bool] = False
     leaks: ClassVar[Literal["", "training", "training and evaluation"]] = ""
 
+    def choices(self, experts: int) -> int:
+        """The number of a token's choices among so many experts, those included that are −1."""
+        return experts if self.by_expert else int(getattr(self, "k", 1))
+
     def inputs(self) -> tuple[Literal["tokens", "keys"], ...]:
         """What it needs beside the vectors of the tokens: `takes`, and keys of tokens where it draws random numbers."""
         return (*self.takes, "keys") if self.draws or self.random() else self.takes
@@ -228,6 +232,9 @@ class Dense(_Gate):
 
     word = "dense"
     source = "Jacobs et al. 1991, Adaptive Mixtures of Local Experts, eq. 1"
+
+    def choices(self, experts: int) -> int:
+        return experts
 
 
 class Soft(_Gate):

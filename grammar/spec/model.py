@@ -9,7 +9,7 @@ from moec.grammar.spec.attention import Attention, LayerNorm, RmsNorm
 from moec.grammar.spec.balance import Capacity, Dropless, Dynamic, Factor, Loss
 from moec.grammar.spec.base import BlockLabel, Doc, Node, NotYet, Positive, PositiveInt, at_least, at_most
 from moec.grammar.spec.experts import Experts, FeedForward, Mixture
-from moec.grammar.spec.gates import BatchPriority, Dense, DSelectK, Gate, Topology
+from moec.grammar.spec.gates import BatchPriority, Gate, Topology
 from moec.grammar.spec.images import Classes, Patches
 
 MAX_LAYERS = 10_000
@@ -120,12 +120,6 @@ class Moe(Node):
         if isinstance(capacity, Factor) or (isinstance(capacity, Dynamic) and capacity.max is not None):
             return "priority" if isinstance(self.gate, BatchPriority) else capacity.order
         return "sequence"
-
-    @property
-    def num_choices(self) -> int:
-        """Choices of a token that a capacity counts, of which some may be none."""
-        everywhere = isinstance(self.gate, Dense | DSelectK)
-        return self.num_experts if everywhere else getattr(self.gate, "k", 1)
 
     @property
     def by_rank(self) -> bool:

@@ -65,6 +65,9 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     within = subject.within(moe.parts[0])
     ordered = moe.drops or any(isinstance(term, GShardLoss) for term in moe.balance)
     gated = lower_gate(b, subject, moe.gate, moe.num_experts, h, beside, moe.group, within, ordered)
+    inner_k = 1 if within is None else within.gate.choices(within.num_experts)
+    choices = moe.gate.choices(moe.num_experts) * inner_k
+    assert b.scope[gated.e].shape[-1] == choices, "rules of capacities count choices as the schema says"
     if replay:
         gated = replayed(b, gated, moe.gate.span())
     e, real = gated.e, (beside["real"],) if "real" in beside else ()
@@ -73,7 +76,6 @@ def _routed(b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role
     segments = beside.get("segments") if moe.group == "sequence" else None
     outer = None
     if within is not None and moe.balance:
-        inner_k = getattr(within.gate, "k", 1)
         span = moe.gate.span()
         outer = b.one(o.OuterChoices, e, to="outer", span=span, inner=within.num_experts, inner_k=inner_k)
     routed = Routed(gated=gated, e=e, kept=e, experts=moe.num_experts, real=real, segments=segments, outer=outer)

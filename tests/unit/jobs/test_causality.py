@@ -121,6 +121,7 @@ def assert_changed(difference: float, expected: bool) -> None:
         ("dselect_k(2)", "capacity = factor(0.5)", False, False),
         ("dselect_k(2)", "capacity = factor(0.3, order = priority)", True, True),
         ("dselect_k(2)", "capacity = factor(1.0, order = priority)", False, False),
+        ("dselect_k(2)", "capacity = factor(1.25, order = priority)", False, False),
         ("switch", "capacity = factor(0.5)", False, False),
         ("switch", "capacity = dynamic(max = 0.6)", False, False),
         ("switch", "capacity = factor(0.5); group = batch", False, False),
@@ -153,6 +154,14 @@ def test_a_longer_sequence_has_more_places_so_that_its_start_is_not_what_it_was_
     with torch.no_grad():
         difference = (model(tokens).logits[:, :8] - model(tokens[:, :8]).logits).abs().max().item()
     assert_changed(difference, True)
+
+
+@pytest.mark.parametrize(("gate", "places"), [("dense", 12), ("dselect_k(2)", 12), ("topk(3)", 9), ("switch", 3)])
+def test_least_places_are_compared_with_those_of_all_choices(gate: str, places: int) -> None:
+    """MOE0320: `ceil(choices · 12 / 4)` places, with 4 choices of a token for `dense` and `dselect_k`."""
+    for least in (places, places + 1):
+        found = warned(load(gate, f"capacity = factor(0.5, eval = 1.0, min = {least})"))
+        assert ("MOE0320" in found) == (least > places)
 
 
 def test_layers_that_share_a_block_share_the_warning() -> None:
