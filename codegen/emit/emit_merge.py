@@ -26,7 +26,8 @@ def _merge_shares(e: Emitter, op: Op) -> None:
     else:
         means = e.call(op, aten.mean.dim, wide, [1])
     logits = e.call(op, aten.linear.default, means, e.call(op, aten.to.dtype, weight, dtype))
-    e.result(op, aten.softmax.int, logits, -1)
+    logits = e.scored(op, e.call(op, aten.unsqueeze.default, logits, 1))  # those of a sequence
+    e.result(op, aten.softmax.int, e.call(op, aten.squeeze.dim, logits, 1), -1)
 
 
 def _merge_experts(e: Emitter, op: Op) -> None:

@@ -20,7 +20,7 @@ def _decode_selectors(e: Emitter, op: Op) -> None:
     """A selector's weights are an outer product: those of the upper half of the bits by those of the lower half."""
     assert isinstance(op, o.DecodeSelectors)
     call = partial(e.call, op)
-    codes, *alphas = e.refs(op)
+    codes, *alphas = (e.scored(op, logits) for logits in e.refs(op))
     steps = _smooth_steps(e, op, call(aten.unflatten.int, codes, -1, [-1, op.bits]), op.gamma)
     column = call(aten.unsqueeze.default, steps, -1)
     ones = call(aten.constant_pad_nd.default, column, [1, 0])

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 def _slot_weights(e: Emitter, op: Op) -> None:
     """Padding gets the least finite logit: a sequence of padding alone has a softmax too, which is then masked."""
     logits, *real = e.refs(op)
+    logits = e.scored(op, logits)
     over_tokens = logits
     if real:
         least = torch.finfo(e.dtype(op.results[0].dtype)).min

@@ -60,6 +60,8 @@ EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
     **TOPOLOGY,
 }
 """How each op is emitted."""
+NOTING = ("moec.route.default", "moec.note_scores.default")
+"""The operators that note tokens without scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class Function:
     """A block as a function of inputs, settings, states and weights, in the order of their names; it returns `results`.
 
     `module` is its graph, or a `RecomputedLayer` around it. `users` are the first ops that use each weight, `routers`
-    the ops that choose experts by scores, as often as they call `moec::route`, which notes tokens without scores.
+    the ops of gates, in order and as often as they call an operator of `NOTING`.
     """
 
     module: nn.Module
@@ -104,7 +106,7 @@ def emit_function(
         tuple(p.name for p in found.parameters),
         found.outputs,
         weight_users(found),
-        _routers(found, graph),
+        _routers(graph),
     )
 
 
@@ -117,13 +119,14 @@ def emit_graph(
         if gathered and is_zero_gather(op):
             emitter.pass_on(op)
         else:
-            EMISSIONS[type(op)](emitter, op)
+            with emitter.noting(op):
+                EMISSIONS[type(op)](emitter, op)
     return emitter.finish()
 
 
-def _routers(block: Block, graph: fx.Graph) -> tuple[Op, ...]:
-    calls = [info_of(node).op for node in graph.nodes if target_name(node) == "moec.route.default"]
-    return tuple(op for op in block.ops if op.scores for _ in range(max(1, sum(call is op for call in calls))))
+def _routers(graph: fx.Graph) -> tuple[Op, ...]:
+    calls = (info_of(node).op for node in graph.nodes if target_name(node) in NOTING)
+    return tuple(op for op in calls if op is not None)
 
 
 def weight_users(block: Block) -> dict[str, Op]:

@@ -25,7 +25,10 @@ _noted: ContextVar[list[Tensor] | None] = ContextVar("unscored", default=None)
 
 @contextmanager
 def noting() -> Iterator[Sequence[Tensor]]:
-    """Inside the block `route` raises nothing. Yields a mask of tokens without scores, bool [B, S], for each call."""
+    """Inside the block `route` raises nothing. Yields a mask of tokens without scores, bool [B, S], for each call.
+
+    The mask of a gate that scores whole sequences is [B, 1].
+    """
     noted: list[Tensor] = []
     token = _noted.set(noted)
     try:
@@ -47,6 +50,13 @@ def note_or_refuse(probabilities: Tensor, weights: Tensor) -> None:
         raise FloatingPointError(f"moec::route: the router logits {_which(bad)}")
 
 
+def note(logits: Tensor) -> None:
+    """Notes the tokens of logits [B, S, n] that have no scores: one is NaN or +inf, or all are -inf."""
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(~logits.amax(-1).isfinite())
+
+
 def complaint(noted: Sequence[Tensor], sites: Sequence[str]) -> Complaint | None:
     """Names the first router of `sites` that left tokens without scores. Waits for the device once."""
     if not noted or not torch.cat([bad.flatten() for bad in noted]).any():
@@ -59,5 +69,7 @@ def complaint(noted: Sequence[Tensor], sites: Sequence[str]) -> Complaint | None
 
 def _which(bad: Tensor) -> str:
     sequence, token = bad.nonzero()[0].tolist()
+    if bad.shape[1] == 1:
+        return f"are NaN or infinite for {int(bad.sum())} of {len(bad)} sequences, first sequence {sequence}"
     first = f"first token {token} of sequence {sequence}"
     return f"are NaN or infinite for {int(bad.sum())} of {bad.numel()} tokens, {first}"

@@ -32,6 +32,6 @@ from moec.runtime.ops.padded_rows import (
 from moec.runtime.ops.queues import keep_first, reroute
 from moec.runtime.ops.random_numbers import jitter, normal_noise, token_keys
 from moec.runtime.ops.recomputed_experts import expert_mlp_recomputed, mixture_mlp_recomputed
-from moec.runtime.ops.routing import route
+from moec.runtime.ops.routing import note_scores, route
 from moec.runtime.ops.rows import combine, permute
 from moec.runtime.ops.weighted_rows import permute_weights, sum_rows

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from moec.passes.ir.operator_schema import schema_of
 from moec.passes.ir.ops.gate_ops import Route
+from moec.runtime.job.unscored import note
 from moec.runtime.ops.registry import check, define, differentiate
 
 SCORES = ("softmax", "sigmoid")
@@ -137,3 +138,32 @@ def _differentiate_route(
 
 
 differentiate(route, setup=_setup_route, backward=_differentiate_route)
+
+
+# ---- note_scores -------------------------------------------------------------------------------------
+
+
+def _check_note(logits: Tensor) -> None:
+    check(
+        logits.dim() == 3 and logits.is_floating_point() and logits.shape[-1] > 0,
+        lambda: f"moec::note_scores: logits must be floating [B, S, n], not {logits.dtype} {list(logits.shape)}",
+    )
+
+
+def _note_scores(logits: Tensor) -> Tensor:
+    note(logits)
+    return logits.clone(memory_format=torch.contiguous_format)
+
+
+note_scores = define(
+    "note_scores(Tensor logits) -> Tensor",
+    fake=lambda logits: logits.new_empty(logits.shape),
+    check=_check_note,
+    kernel=_note_scores,
+)
+"""A copy of router logits [B, S, n] of any floating dtype, for gates without `route`.
+
+Notes the tokens without scores, which the model's forward pass reports at its end; outside of a model it does nothing.
+"""
+
+differentiate(note_scores, setup=lambda ctx, inputs, output: None, backward=lambda ctx, grad: grad)

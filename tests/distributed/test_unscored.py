@@ -71,6 +71,20 @@ PLANS = {
 }
 
 
+OTHER_GATES = {
+    "dselect_k(2)": "for 4 of 8 tokens, first token 0 of sequence 1",
+    "soft": "for 4 of 8 tokens, first token 0 of sequence 1",
+    "smear": "for 1 of 2 sequences, first sequence 1",
+}
+
+
+@pytest.mark.parametrize("gate", OTHER_GATES)
+def test_nan_of_a_gate_without_route_is_said_on_both_ranks(gloo: GlooPool, gate: str) -> None:
+    results = gloo.run(2, steps_as_rank, {"ranks": 2, "ep": 2, "gate": gate, "balance": "[]"}, "nan")
+    where = "rank 1, step 2: the router logits of layer 1 (tiny.moe:11) are NaN or infinite"
+    require_errors(results, f"{where} {OTHER_GATES[gate]}")
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_nan_on_one_rank_is_said_on_all_of_them_and_they_go_on(gloo: GlooPool, plan: str) -> None:
     # One NaN token spoils its sequence: attention multiplies masked values by 0.

@@ -44,6 +44,7 @@ def route(numbers: Numbers) -> Iterator[Call]:
         probabilities, weights, experts = ops.route(logits, None, 2, *how)
         for grads in ((probabilities, weights), (None, weights), (probabilities, None)):
             yield "route_backward", (logits, *grads, weights, experts, *how)
+    yield "note_scores", (logits.clone().requires_grad_(),)
 
 
 def balance(numbers: Numbers) -> Iterator[Call]:

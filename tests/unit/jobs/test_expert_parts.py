@@ -126,7 +126,7 @@ def test_pairs_that_are_given_get_the_weights_that_the_op_gives() -> None:
     plan = moec.compile(nested(ranks=1, ep=1))
     op = next(op for op in plan.program.block(BODY).ops if isinstance(op, NestedRoute))
     function = emit_function(reference_program(plan.spec), BODY, float64=True)
-    assert [type(router) for router in function.routers] == [NestedRoute]
+    assert {type(router) for router in function.routers} == {NestedRoute}
     logits = torch.randn(2, 3, 8 * 4, dtype=torch.float64)
     outer, of_inner = logits[..., :8].softmax(-1), logits[..., 8:].unflatten(-1, (8, 3)).softmax(-1)
     pairs = torch.tensor([[[6, 8, 21, 22]]]).expand(2, 3, 4)  # 2 with 0 and 2, 7 with 0 and 1

@@ -12,7 +12,8 @@ import torch
 from models import moe_plan
 from torch import Tensor
 
-from moec.codegen.emit import WEIGHTS, emit_function
+import moec
+from moec.codegen.emit import WEIGHTS
 from moec.codegen.emit.emitter import Emitter
 from moec.codegen.emit.functions import EMISSIONS
 from moec.passes.ir import Meshes, Op, Placing, Program, Value
@@ -20,6 +21,7 @@ from moec.passes.ir.op import Type, operand_names
 from moec.passes.ir.ops.gate_ops import Route
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
 from moec.runtime import ops
+from moec.runtime.errors import JobError
 from moec.runtime.job.reference import reference_program
 from moec.runtime.verify.inputs import global_batch
 from moec.runtime.verify.prepared_graphs import Graphs
@@ -113,7 +115,8 @@ def another_gate(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_other_routes(program: Program) -> Program:
     def other(op: Op) -> Op:
-        return OtherRoute(operands=op.operands, results=op.results) if isinstance(op, Route) else op
+        given = {"operands": op.operands, "results": op.results, "span": op.span}
+        return OtherRoute(**given) if isinstance(op, Route) else op  # type: ignore[arg-type]
 
     return replace(program, blocks=tuple(replace(b, ops=tuple(map(other, b.ops))) for b in program.blocks))
 
@@ -150,7 +153,12 @@ def test_choices_of_another_op_are_repeated(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.usefixtures("another_gate")
 def test_nan_scores_of_another_op_are_reported():
-    program = with_other_routes(moe_plan(ranks=1, ep=1).program)
-    (block,) = {name for name in program.layer_blocks if any(op.scores for op in program.block(name).ops)}
-    (router,) = emit_function(program, block).routers
-    assert type(router) is OtherRoute
+    plan = moe_plan(ranks=1, ep=1, batch=2)
+    tokens = torch.arange(16).reshape(2, 8)
+    with moec.launch(replace(plan, program=with_other_routes(plan.program)), device="cpu") as job:
+        model = job.build(seed=1)
+        assert job.step(model, tokens, tokens).isfinite()
+        model.get_parameter("layers.2.moe.gate.weight").data[3] = torch.nan
+        message = r"MOE0708.*: the router logits of layer 2 \(tiny.moe:11\) are NaN or infinite for 16 of 16 tokens"
+        with pytest.raises(JobError, match=message):
+            job.step(model, tokens, tokens)
