@@ -86,8 +86,7 @@ def _every_expert(e: Emitter, op: Op) -> None:
     (*_, experts) = op.results[0].shape
     ones = e.call(op, aten.new_ones.default, scores, [experts], dtype=torch.int64)
     numbers = e.call(op, aten.sub.Scalar, e.call(op, aten.cumsum.default, ones, 0), 1)
-    every = e.call(op, aten.expand_as.default, numbers, scores)
-    e.result(op, aten.clone.default, every, memory_format=torch.contiguous_format)
+    e.result(op, aten.contiguous.default, e.call(op, aten.expand_as.default, numbers, scores))
 
 
 GATES: dict[type[Op], Callable[[Emitter, Op], None]] = {

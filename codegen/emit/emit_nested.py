@@ -16,6 +16,7 @@ ALL = (1 << 63) - 1
 
 
 def _nested_route(e: Emitter, op: Op) -> None:
+    """Two calls of `moec::route`: the second has a row of logits for each outer choice."""
     assert isinstance(op, o.NestedRoute)
     (logits,) = e.refs(op)
     of_outer = e.call(op, aten.narrow.default, logits, -1, 0, op.outer)
@@ -66,6 +67,8 @@ def weights_of_pairs(op: Op, logits: Tensor, experts: Tensor) -> Tensor:
 
 
 def _weights_of(logits: Tensor, chosen: Tensor, score: str, order: str, normalize: bool) -> Tensor:
-    scored = torch.sigmoid if score == "sigmoid" else lambda x: x.softmax(-1)
-    weights = scored(logits.gather(-1, chosen)) if order == "after" else scored(logits).gather(-1, chosen)
-    return weights / weights.sum(-1, keepdim=True) if normalize else weights
+    if normalize or (order == "after" and score == "softmax"):  # by logarithms: sigmoids may all be 0
+        logarithms = torch.nn.functional.logsigmoid(logits) if score == "sigmoid" else logits
+        return logarithms.gather(-1, chosen).softmax(-1)
+    scores = torch.sigmoid(logits) if score == "sigmoid" else logits.softmax(-1)
+    return scores.gather(-1, chosen)

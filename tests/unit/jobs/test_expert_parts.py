@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from faults import change_op
 from models import layer_text, moe_text
 
 import moec
-from moec.codegen.emit import WEIGHTS, emit_function
+from moec.codegen.emit import WEIGHTS, emit_function, emit_graph
 from moec.codegen.plan import Plan
 from moec.grammar import load_text
 from moec.grammar.supported import unsupported
 from moec.passes.cost.totals import costs_of
 from moec.passes.cost.workload import Workload
+from moec.passes.ir import Output
 from moec.passes.ir.ops import ExpertMlp, NestedRoute
+from moec.runtime import ops
 from moec.runtime.job.reference import layer_reference, reference_program
 from moec.runtime.verify.verification import verify
 
@@ -133,6 +136,35 @@ def test_pairs_that_are_given_get_the_weights_that_the_op_gives() -> None:
     expected = [outer[..., i] * of_inner[..., i, j] / of_inner[..., i, list(both)].sum(-1)
                 for i, j, both in ((2, 0, (0, 2)), (2, 2, (0, 2)), (7, 0, (0, 1)), (7, 1, (0, 1)))]  # fmt: skip
     torch.testing.assert_close(WEIGHTS[NestedRoute](op, logits, pairs), torch.stack(expected, -1))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("logit", [0.0, -1e3])
+def test_nested_gates_break_ties_and_divide_as_route_does(logit: float, score: str, normalize: bool) -> None:
+    """Equal logits go to the lower index; sigmoids that are all 0 divided by their sum make no NaN."""
+    how = f"score = {score}, normalize = {str(normalize).lower()}"
+    text = moe_text(ranks=1, ep=1, expert="gelu(3)", gate=f"topk(2, {how})", balance="[]")
+    text = text.replace("8 * gelu(3)", '8 * mixture("inner")')
+    text += f'layer "inner" {{ moe {{ experts = 3 * gelu(5); gate = topk(2, {how}) }} }}'
+    program = reference_program(moec.compile(text).spec)
+    block = program.block(BODY)
+    (op,) = (op for op in block.ops if isinstance(op, NestedRoute))
+    outputs = tuple(Output(value.name, "residual") for value in op.results)
+    inputs = tuple(block.operands(op))
+    alone = replace(block, inputs=inputs, parameters=(), settings=(), states=(), ops=(op,), outputs=outputs)
+    graph = emit_graph(program, alone, float64=True)
+    logits = torch.full((2, 3, 8 * 4), logit, dtype=torch.float64).requires_grad_()
+    probabilities, weights, experts = torch.fx.GraphModule(torch.nn.Module(), graph)(logits, torch.tensor(1))
+    assert experts.tolist() == [[[0, 1, 3, 4]] * 3] * 2
+    p, w, _ = ops.route(torch.full((2, 3, 8), logit).double(), None, 2, score, "before", normalize)
+    _, v, _ = ops.route(torch.full((2, 3, 3), logit).double(), None, 2, score, "before", normalize)
+    torch.testing.assert_close(probabilities, p)
+    torch.testing.assert_close(weights, (w[..., None] * v[..., None, :]).flatten(-2))
+    (gradient,) = torch.autograd.grad(weights.sum() + probabilities.square().sum(), logits)
+    assert gradient.isfinite().all()
+    repeated = WEIGHTS[NestedRoute](op, logits, experts)
+    torch.testing.assert_close(repeated, weights)
 
 
 @pytest.mark.parametrize(
