@@ -19,6 +19,8 @@ from moec.runtime.job.reference import reference
 
 USUAL = "[switch_loss(0.1), gshard_loss(0.1), importance_loss(0.1), sequence_loss(0.1), device_loss(0.1, groups = 2)"
 ALL = f"{USUAL}, z_loss(0.1)]"
+BY_EXPERT = USUAL.replace(" gshard_loss(0.1),", "")
+"""Of gates that list a token's choices by expert: they have no first ones."""
 GATES: dict[str, str] = {
     "topk(2)": ALL,
     "topk(2, score = sigmoid, normalize = true, scale = 2.5)": ALL,
@@ -30,12 +32,12 @@ GATES: dict[str, str] = {
     "gshard": ALL,
     "noisy_topk(2)": f"{USUAL}, load_loss(0.1), z_loss(0.1)]",
     "sparsemixer(2)": ALL,
-    "expert_choice(2)": ALL,
+    "expert_choice(2)": f"{BY_EXPERT}, z_loss(0.1)]",
     "base": ALL,
     "batch_priority(2)": ALL,
     "attention_router(2)": ALL,
     "dense": ALL,
-    "dselect_k(2)": f"{USUAL}]",
+    "dselect_k(2)": f"{BY_EXPERT}]",
     "soft": "[]",
     "smear": "[]",
 }

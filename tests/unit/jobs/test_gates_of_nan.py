@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
-from models import moe_spec, moe_text
+from models import FOUR, moe_spec, moe_text
 
 from moec.grammar import load_text
 from moec.grammar.schema import fields
@@ -33,7 +33,7 @@ def nested_spec(outer: str, inner: str) -> Spec:
     return load_text(text + INNER.format(inner), name="tiny.moe").unwrap()
 
 
-SPECS = {gate: moe_spec(gate=gate, balance="[]") for gate in [*GATES, *MORE]} | {
+SPECS = {gate: moe_spec(gate=gate, balance="[]", ranks=4, ep=2, levels=FOUR) for gate in [*GATES, *MORE]} | {
     "a mixture of mixtures": nested_spec("topk(2, score = sigmoid)", "topk(2, normalize = true)"),
 }
 
@@ -42,7 +42,7 @@ SPECS = {gate: moe_spec(gate=gate, balance="[]") for gate in [*GATES, *MORE]} | 
 @pytest.mark.parametrize("gate", SPECS)
 def test_nan_in_any_parameter_of_a_gate_names_its_layer(gate: str, training: bool) -> None:
     model = reference(SPECS[gate], seed=1).train(training)
-    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
     model(tokens, tokens)
     names = [name for name, _ in model.named_parameters() if name.startswith("layers.2.moe.gate.")]
     assert names
