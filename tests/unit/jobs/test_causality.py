@@ -193,17 +193,18 @@ def test_a_model_that_is_not_causal_is_not_warned() -> None:
         ("topk(1, score = sigmoid, order = after)", True),
         ("topk(1)", True),
         ("switch", True),
+        ("noisy_topk(1)", False),
+        ("noisy_topk(2)", True),
+        ("sparsemixer(1, jitter = 0.5)", True),
+        ("batch_priority(1)", True),
+        ("base", True),
+        ("attention_router(1)", False),
         ("topk(2, normalize = true)", True),
         ("topk(2, order = after)", True),
         ("topk(1, normalize = true, bias = learned)", False),
         ("topk(1, groups = 2, keep_groups = 1)", True),
-        ("noisy_topk(1)", False),
-        ("noisy_topk(2)", True),
-        ("attention_router(1)", False),
         ("attention_router(2)", True),
-        ("batch_priority(1)", True),
         ("gshard", True),
-        ("base", True),
         ("dense", True),
         ("expert_choice(1)", True),
         ("soft", True),
@@ -219,7 +220,18 @@ def test_a_warning_stands_where_the_router_gets_no_gradient(gate: str, learns: b
     assert len(routers) == 2
     for gradient in routers:
         assert_changed(gradient.abs().max().item(), learns)
-    assert ("MOE0321" in warned(loaded)) == (not learns)
+    assert ("MOE0321" in warned(loaded)) != learns
+
+
+def test_the_importance_of_weights_that_are_all_1_does_not_train_a_router() -> None:
+    loaded = load("noisy_topk(1)", "balance = [importance_loss(1.0)]")
+    assert warned(loaded) == ["MOE0321"]
+    model = model_of(loaded, seed=1)
+    tokens = torch.randint(16, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    model(tokens, tokens.roll(-1, 1)).loss.backward()
+    gates = [parameter.grad for name, parameter in model.named_parameters() if ".moe.gate." in name]
+    assert len(gates) == 4
+    assert all(gradient is None or gradient.abs().max() < SAME for gradient in gates)
 
 
 def test_a_router_of_one_expert_has_nothing_to_learn_and_no_warning() -> None:
