@@ -10,7 +10,7 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
 from moec.grammar.spec import DSelectK, Moa, Moe, TopK
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.gates import AttentionRouter, NoisyTopK
+from moec.grammar.spec.gates import AttentionRouter, GShard, NoisyTopK
 
 
 def mixture(moe: Moe) -> Iterator[Diagnostic]:
@@ -40,7 +40,7 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
                 labels=_labels((gate.span(), f"`{gate.word}` computes none")),
                 help=others if gate.gives else fixed,
             )
-        elif term.counts_first and gate.by_expert:
+        elif term.counts == "first" and gate.by_expert:
             label = _labels((gate.span(), f"`{gate.word}` lists choices by expert, not best first"))
             help = "use `switch_loss`, which counts all choices"
             yield diagnose("MOE0325", term.span(), f"`{term.word}` counts first choices", labels=label, help=help)
@@ -52,6 +52,29 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
                 labels=_labels((term.span(), "their loads are equal whatever the noise is")),
                 help=f"leave `{term.word}` out, or give each token fewer experts",
             )
+        elif why := _equal_loads(moe, term.counts):
+            yield diagnose(
+                "MOE0345",
+                term.span(),
+                "it is constant, and has no gradient",
+                labels=_labels((gate.span(), why)),
+                help=f"leave `{term.word}` out",
+                severity=Severity.WARNING,
+            )
+
+
+def _equal_loads(moe: Moe, counts: str) -> str:
+    """Why the loads that a term counts are equal whatever the router computes, or nothing."""
+    gate, experts = moe.gate, moe.num_experts
+    if experts == 1 or counts not in ("choices", "scores") or isinstance(gate, GShard):  # drops second choices
+        return ""
+    if gate.equal_loads:
+        return "every expert takes as many tokens as the others"
+    if gate.choices(experts) < experts or (gate.by_expert and counts == "choices"):
+        return ""
+    if gate.by_expert:
+        return f"it has a choice for each of the {experts} experts, so all scores count"
+    return f"each token goes to all {experts} experts"
 
 
 def unlearned(gate: Node, experts: int) -> Iterator[Diagnostic]:

@@ -10,11 +10,12 @@ from moec.grammar.spec.base import Doc, Node, PositiveInt, Ratio, at_least
 class _Loss(Node):
     """A term of the loss; `needs` is what the gate must have of every expert for each token.
 
-    `counts_first`: it counts first choices alone, so the gate must list a token's choices best first.
+    `counts`: what it takes an expert's load from, a token's choices, its first one (so the gate must list the best one
+    first) or as many of its best scores as it has choices; empty for a term without loads.
     """
 
     needs: ClassVar[Literal["logits", "probabilities", "weights", "noise"]] = "probabilities"
-    counts_first: ClassVar[bool] = False
+    counts: ClassVar[Literal["", "choices", "first", "scores"]] = ""
     positional = ("weight",)
     weight: Annotated[float, at_least(0), Doc("factor in the total loss, per layer")]
 
@@ -24,6 +25,7 @@ class SwitchLoss(_Loss):
 
     word = "switch_loss"
     source = "Fedus et al. 2021, arXiv 2101.03961, eq. 4"
+    counts = "choices"
 
 
 class GShardLoss(_Loss):
@@ -34,7 +36,7 @@ class GShardLoss(_Loss):
 
     word = "gshard_loss"
     source = "Lepikhin et al. 2020, arXiv 2006.16668, section 2.2"
-    counts_first = True
+    counts = "first"
 
 
 class ImportanceLoss(_Loss):
@@ -62,6 +64,7 @@ class SequenceLoss(_Loss):
 
     word = "sequence_loss"
     source = "DeepSeek-V3, arXiv 2412.19437, eq. 17 to 20"
+    counts = "scores"
 
 
 class DeviceLoss(_Loss):
@@ -72,6 +75,7 @@ class DeviceLoss(_Loss):
 
     word = "device_loss"
     source = "DeepSeekMoE, arXiv 2401.06066, eq. 15 to 17"
+    counts = "choices"
     groups: Annotated[PositiveInt | None, Doc("number of groups; default: the `ep` that the file states")] = None
 
 

@@ -40,6 +40,8 @@ class _Gate(Node):
     replays: ClassVar[bool] = False
 
     decides_rows: ClassVar[bool] = False
+    equal_loads: ClassVar[bool] = False
+    """Whether every expert takes as many tokens as every other."""
     leaks: ClassVar[Literal["", "training", "training and evaluation"]] = ""
 
     def choices(self, experts: int) -> int:
@@ -141,6 +143,7 @@ class ExpertChoice(_Gate):
     word = "expert_choice"
     source = "Zhou et al. 2022, arXiv 2202.09368, section 3.2"
     by_expert = True
+    equal_loads = True
     decides_rows = True
     leaks = "training and evaluation"
     positional = ("factor",)

@@ -46,6 +46,35 @@ def test_padding_changes_no_term_and_no_gradient(group: str, terms: str) -> None
     torch.testing.assert_close(gradients, expected, rtol=1e-9, atol=1e-12)
 
 
+CONSTANT = {
+    "dense": {"switch_loss(1.0)", "sequence_loss(1.0)", "device_loss(1.0, groups = 2)"},
+    "expert_choice": {"switch_loss(1.0)", "sequence_loss(1.0)", "device_loss(1.0, groups = 2)"},
+    "topk(8)": {"switch_loss(1.0)", "sequence_loss(1.0)", "device_loss(1.0, groups = 2)"},
+    "dselect_k(2, gamma = 0.05)": {"sequence_loss(1.0)"},
+    "topk(7)": set(),
+    "gshard": set(),
+}
+
+
+@pytest.mark.parametrize("gate", CONSTANT)
+def test_terms_without_a_gradient_are_warned_of_and_no_others(gate: str) -> None:
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    for term in ("switch_loss(1.0)", "sequence_loss(1.0)", "device_loss(1.0, groups = 2)"):
+        loaded = load_text(moe_text(gate=gate, balance=f"[{term}]", depth=2))
+        constant = [one for one in loaded.diagnostics if one.code == "MOE0345"]
+        assert len(constant) == (term in CONSTANT[gate])
+        assert all(one.span and one.severity == "warning" for one in constant)
+        model = reference(loaded.unwrap(), seed=1, dtype=torch.float64)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.mul_(20 if ".gate." in name else 1)
+        model(tokens).aux_loss.backward()
+        gradients = [
+            p.grad.abs().max() for name, p in model.named_parameters() if ".gate." in name and p.grad is not None
+        ]
+        assert (max(gradients) < 1e-12) == (term in CONSTANT[gate]), (term, gradients)
+
+
 def test_a_sequence_loss_over_other_scores_is_found() -> None:
     plan = moe_plan(ep=2, tp=2, gate=V3, balance="[sequence_loss(0.5)]")
     (largest,) = (op for op in plan.program.block(BODY).ops if op.mnemonic == "largest_scores")

@@ -109,7 +109,7 @@ def test_a_gate_that_decides_rows_has_no_capacity_and_leaks(beside: str, codes: 
 
 
 def test_a_model_that_is_not_causal_is_not_warned() -> None:
-    text = moe_text(gate="expert_choice", attention="mha(heads = 4, causal = false)").replace(
+    text = moe_text(gate="expert_choice", balance="[]", attention="mha(heads = 4, causal = false)").replace(
         "mha(heads = 4);", "mha(heads = 4, causal = false);"
     )
     assert not load_text(text).diagnostics
