@@ -149,7 +149,7 @@ class Takes:
                 return (
                     f"routes of mixture {mixture} have expert {wrong}; experts are 0 to {experts - 1}, and -1 is none"
                 )
-            if beyond.numel() and bool((beyond >= 0).any()):
+            if bool(((beyond != -1) & (beyond != least)).any()):
                 return f"routes of mixture {mixture} have more than its {k} choices: the others must be -1"
             ordered = own.sort(-1)[0]
             if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):

@@ -293,8 +293,11 @@ def test_layers_with_fewer_choices_have_none_beyond_them() -> None:
     assert (chosen[:, :, 1, 0] >= 0).all()
     assert (chosen[:, :, 1, 1] == -1).all()
     assert torch.equal(model(TOKENS, routes=chosen).routes, chosen)
-    with pytest.raises(JobError, match="mixture 1 have more than its 1 choices"):
-        model(TOKENS, routes=GOOD)
+    beyond = torch.zeros_like(chosen, dtype=torch.bool)
+    beyond[1, 2, 1, 1] = True
+    for wrong in (GOOD, chosen.masked_fill(beyond, -2), chosen.masked_fill(beyond, -7)):
+        with pytest.raises(JobError, match="mixture 1 have more than its 1 choices: the others must be -1"):
+            model(TOKENS, routes=wrong)
 
 
 def test_a_plan_without_replay_takes_no_routes() -> None:
