@@ -62,7 +62,7 @@ def _fused(block: Block) -> Block:
                 continue
             # `mixture_mlp` saves a pre-activation for every choice, those of other parts' experts too.
             of_part = isinstance(given.get(mixture.permute.operands[1]), SelectExperts)
-            if not mixture.out and not of_part and _stays_apart(block, mixture):
+            if not mixture.out and not of_part and _stays_apart(mixture, given):
                 continue
             replaced |= (_travelling if mixture.out or of_part else _local)(block, mixture, names)
             if isinstance(mixture.permute, PermuteDynamic) and not mixture.out:
@@ -70,16 +70,29 @@ def _fused(block: Block) -> Block:
     return replace(block, ops=tuple(op for each in block.ops for op in replaced.get(id(each), (each,))))
 
 
-def _stays_apart(block: Block, mixture: _Mixture) -> bool:
+def _stays_apart(mixture: _Mixture, given: Mapping[str, Op]) -> bool:
     """Whether `mixture_mlp` would not serve: it computes no empty places, and makes room for a row of each choice.
 
-    Where experts choose tokens, a token has a choice of every expert, and most are −1.
+    Where a gate is `sparse`, a token has a choice of every expert, and most are −1.
     """
     permute, experts = mixture.permute, mixture.experts
     if isinstance(experts, ExpertMlpPadded):
         return experts.all_places
     assert isinstance(permute, Permute)
-    return permute.some_are_none and block.scope[permute.operands[1]].shape[-1] == permute.num_experts > 2
+    return _gate(permute.operands[1], given).sparse
+
+
+def _gate(choices: str, given: Mapping[str, Op]) -> Op:
+    """The op that made choices, of which others may have left some out."""
+    op = given[choices]
+    while (source := _source(op)) in given:
+        op = given[source]
+    return op
+
+
+def _source(op: Op) -> str:
+    """The choices that an op takes, or moves; empty where it takes none."""
+    return op.operands[0] if isinstance(op, Conversion) else op.named(op.operands).get("experts", "")
 
 
 def _mixture(combine: Op, given: Mapping[str, Op]) -> _Mixture | None:

@@ -101,6 +101,8 @@ class Op(ABC):
     chooses: ClassVar[str] = ""
     """Names of int64 results that depend on an order of scores, beside those of `scores`: recomputation keeps them, and
     `moec verify` repeats them in other dtypes."""
+    sparse: ClassVar[bool] = False
+    """Of an op that chooses experts: whether a token has a choice of each expert, of which most are −1."""
     constants: ClassVar[frozenset[str]] = frozenset()
     """Operands that no gradient flows to, whatever their dtype."""
     moves: ClassVar[bool] = False

@@ -37,6 +37,7 @@ class ChooseTokens(Op):
     resolved: ClassVar[Mapping[str, str]] = {"group": "int groups"}
     constants: ClassVar[frozenset[str]] = frozenset({"scores"})
     chooses: ClassVar[str] = "experts"
+    sparse: ClassVar[bool] = True
     group: RoutingGroup
     parts: WideCount
     whole: WideCount

@@ -37,6 +37,7 @@ class DecodeSelectors(Op):
     takes: ClassVar[str] = "codes alphas?"
     gives: ClassVar[str] = "weights experts entropies"
     chooses: ClassVar[str] = "experts"
+    sparse: ClassVar[bool] = True
     bits: Count
     gamma: Positive
 

@@ -31,6 +31,17 @@ def test_a_mixture_whose_rows_stay_becomes_one_op(capacity: str, degrees: dict[s
     assert "all_reduce_max" not in ops
 
 
+@pytest.mark.parametrize(
+    ("gate", "fused"),
+    [("dense", True), ("topk(8)", True), ("topk(2)", True), ("expert_choice", False), ("dselect_k(2)", False)],
+)
+@pytest.mark.parametrize("padding", ["", "embedding = tokens(padding = 0)"])
+def test_choices_that_are_mostly_none_get_no_room_and_others_do(gate: str, fused: bool, padding: str) -> None:
+    program = compiled("dropless", ranks=1, ep=1, gate=gate, balance="[]", model=padding)
+    assert ("mixture_mlp" in mnemonics(program)) == fused
+    assert ("permute" in mnemonics(program)) != fused
+
+
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("tp", [{}, {"tp": 2}, {"tp": 2, "sequence_parallel": False}], ids=str)
 def test_weights_travel_with_rows_that_do(capacity: str, tp: dict[str, object]) -> None:
