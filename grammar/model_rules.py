@@ -64,11 +64,12 @@ def _images(spec: Spec) -> Iterator[Diagnostic]:
             help = "`topk` chooses by the patch's vector"
             message = f"`{gate.word}` chooses by ids, and a patch has none"
             yield diagnose("MOE0367", gate.span(), message, labels=here, help=help)
-    grid = f"{embedding.side} x {embedding.side} patches make sequences of {embedding.tokens}"
+    more = " with a class token" if model.has_class_token else ""
+    grid = f"{embedding.side} x {embedding.side} patches{more} make sequences of {model.length}"
     lengths = [(model.context, model.span("context"))]
     lengths += [(spec.train.sequence, spec.train.span("sequence"))] if spec.train else []
     for length, span in lengths:
-        if length not in (None, embedding.tokens):
+        if length not in (None, model.length):
             label, help = _labels((embedding.span(), grid)), "leave it out: the grid says it"
             yield diagnose("MOE0368", span, f"{length} tokens", labels=label, help=help)
 
@@ -93,6 +94,11 @@ def _windows(model: Model) -> Iterator[Diagnostic]:
         elif windows.shift >= windows.size:
             at, message = windows.span("shift"), f"a shift by {windows.shift} patches"
             label = _labels((windows.span("size"), f"windows repeat every {windows.size}"))
+        elif model.head is not None and model.has_class_token:
+            label = _labels((model.head.span("pool"), "this token stands before the patches"))
+            help = "leave `grid` out, or `pool`: the mean of the patches needs no token"
+            yield diagnose("MOE0344", windows.span(), "only patches lie in windows", labels=label, help=help)
+            continue
         else:
             continue
         yield diagnose("MOE0369", at, message, labels=label)

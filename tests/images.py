@@ -29,13 +29,15 @@ def image_text(
     beside: str = "",
     batch: int = 8,
     optimizer: str = "adamw(lr = 1e-3)",
+    image: int = IMAGE,
+    pool: str = "mean",
 ) -> str:
     """Layer 0 dense, layer 1 a mixture, both with `attention`, layer 1 with `second` if given."""
     return f"""\
 model "vision" {{
   dim = 16; depth = 2; dtype = {dtype}; {model}
-  embedding = patches(image = {IMAGE}, size = {PATCH}, channels = {CHANNELS}{patches})
-  head = classes({CLASSES})
+  embedding = patches(image = {image}, size = {PATCH}, channels = {CHANNELS}{patches})
+  head = classes({CLASSES}{"" if pool == "mean" else f", pool = {pool}"})
   layers {{ attention = {attention}; ffn = gelu(32) }}
   layers 1 {{
     attention = {second or attention}

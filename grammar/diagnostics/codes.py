@@ -94,6 +94,7 @@ CODES: dict[str, str] = {
     "MOE0341": "the groups of `device_loss` do not divide the experts",
     "MOE0342": "the model has no such part to freeze",
     "MOE0343": "nothing is left to train",
+    "MOE0344": "a class token has no place in a grid of patches",
     "MOE0345": "a balance term is constant where the loads of experts are equal",
     "MOE0346": "binary codes need a power of two of experts",
     "MOE0350": "this overflow needs a capacity of fixed places",

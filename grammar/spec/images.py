@@ -28,14 +28,21 @@ class Patches(Node):
 
     @property
     def tokens(self) -> int:
-        """Patches of an image: the length of every sequence."""
+        """Patches of an image: the length of every sequence without a class token."""
         return self.side**2
 
 
 class Classes(Node):
-    """One of several classes for each image: a linear map, with a bias, of the mean of its normed patches."""
+    """One of several classes for each image: a linear map, with a bias, of the mean of its normed patches.
+
+    With `pool = first` a learned token, the same for each image, stands before the patches, takes part in every layer,
+    and is read in place of the mean (Dosovitskiy et al. 2020, arXiv 2010.11929, section 3.1, equations 1 and 4).
+    """
 
     word = "classes"
     source = "mean over patches: Zhai et al. 2022, arXiv 2106.04560, section 3.2"
     positional = ("count",)
     count: Annotated[PositiveInt, Doc("number of classes; labels are 0 up to one below it")]
+    pool: Annotated[
+        Literal["mean", "first"], Doc("what is read of an image: the mean of its patches, or a class token before them")
+    ] = "mean"

@@ -243,8 +243,13 @@ class Model(Node):
 
     @property
     def length(self) -> int | None:
-        """The length of every sequence where the model fixes it: the patches of an image."""
-        return self.embedding.tokens if isinstance(self.embedding, Patches) else None
+        """The length of every sequence where the model fixes it: the patches of an image, and its class token."""
+        return self.embedding.tokens + self.has_class_token if isinstance(self.embedding, Patches) else None
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether a learned token stands before the patches of each image."""
+        return self.head is not None and self.head.pool == "first"
 
 
 def distinct_layers(layers: Sequence[Layer]) -> list[tuple[Layer, list[int]]]:

@@ -9,7 +9,7 @@ from moec.grammar.spec import ModelPart
 from moec.passes.ir import Block
 
 PARTS: Mapping[ModelPart, Sequence[str]] = {
-    "embedding": ("embedding", "positions"),
+    "embedding": ("embedding", "positions", "class_token"),
     "attention": ("attention",),
     "norms": ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm", "norm"),
     "ffn": ("ffn",),

@@ -14,16 +14,25 @@ def images_of(patches: Patches) -> Value:
     return Value(name="images", shape=shape, dtype="fp32", role="images")
 
 
-def patch_numbers(b: Builder, patches: Patches) -> str:
-    """The number of each patch in its image, in place of ids."""
-    return b.one(o.PatchNumbers, "images", to="patches", span=patches.span(), size=patches.size)
+def patch_numbers(b: Builder, model: Model, patches: Patches) -> str:
+    """The number of each token in its image, in place of ids."""
+    span, first = patches.span(), model.has_class_token
+    return b.one(o.PatchNumbers, "images", to="patches", span=span, size=patches.size, first=first)
 
 
 def patch_vectors(b: Builder, model: Model, patches: Patches) -> str:
-    """The projected patches `[batch, sequence, dim]`."""
+    """The projected patches `[batch, sequence, dim]`, after a class token if there is one.
+
+    The token starts at zeros, as in the code of Dosovitskiy et al.
+    """
     shape = (model.dim, patches.channels, patches.size, patches.size)
     weight = b.parameter("embedding.weight", shape, model.dtype, normal(), patches.span(), matrices=TABLE)
-    return b.one(o.PatchEmbed, "images", weight, to="x", span=patches.span())
+    first = {}
+    if model.has_class_token:
+        assert model.head is not None
+        zeros, line = Init(kind="zeros"), model.head.span("pool")
+        first["first"] = b.parameter("class_token.weight", (model.dim,), model.dtype, zeros, line)
+    return b.one(o.PatchEmbed, "images", weight, beside=first, to="x", span=patches.span())
 
 
 def window_numbers(b: Builder, model: Model, windows: Windows, v: str) -> str:
@@ -34,9 +43,12 @@ def window_numbers(b: Builder, model: Model, windows: Windows, v: str) -> str:
 
 
 def class_logits(b: Builder, model: Model, head: Classes, h: str, length: int) -> str:
-    """Logits `[batch, classes]` of the mean of the normed patches h."""
+    """Logits `[batch, classes]` of the mean of the normed patches h, or of the class token before them."""
     span = head.span()
-    mean = b.one(o.MeanTokens, h, to="mean", span=span, length=length)
+    if head.pool == "first":
+        pooled = b.one(o.FirstToken, h, to="first", span=head.span("pool"))
+    else:
+        pooled = b.one(o.MeanTokens, h, to="mean", span=span, length=length)
     weight = b.parameter("head.weight", (head.count, model.dim), model.dtype, normal(), span, matrices=TABLE)
     bias = b.parameter("head.bias", (head.count,), model.dtype, Init(kind="zeros"), span)
-    return b.one(o.Classify, mean, weight, bias, to="logits", span=span)
+    return b.one(o.Classify, pooled, weight, bias, to="logits", span=span)

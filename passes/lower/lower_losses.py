@@ -44,7 +44,7 @@ def balance_blocks_of_tokens(model: Model) -> list[Block]:
     tokens, padding = input_of(model), model.embedding.padding
     if isinstance(model.embedding, Patches):
         b = Builder("num_tokens", [tokens], model.embedding.span())
-        numbers = patch_numbers(b, model.embedding)
+        numbers = patch_numbers(b, model, model.embedding)
         patches = b.one(o.CountLabels, numbers, to="count", valid_only=False)
         count = b.block([Output(patches, "num_tokens")], final=True)
     elif padding == "given":

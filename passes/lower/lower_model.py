@@ -123,7 +123,7 @@ def _forward_block(spec: Spec, layers: Sequence[Block]) -> Block:
     b = Builder("forward", [input_of(model), *routes_input(layers), *given, *sequences], model.span())
     ids = "tokens"
     if isinstance(embedding, Patches) and (draws or embedding.positions == "learned"):
-        ids = patch_numbers(b, embedding)
+        ids = patch_numbers(b, model, embedding)
     handed, choices = _numbers_of_tokens(b, model, layers, ids), choices_of_layers(b, layers)
     x, table = _vectors(b, model)
     if embedding.positions == "learned":

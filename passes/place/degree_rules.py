@@ -169,8 +169,12 @@ def _width_problems(spec: Spec) -> list[Diagnostic]:
     train, patches = spec.train, spec.model.length
     if patches is not None and patches % tp:
         grid, help = spec.model.embedding.span(), "take a size of patches whose grid has a multiple of `tp` patches"
+        tokens = f"{patches} patches"
+        if spec.model.has_class_token:
+            tokens = f"{patches} tokens, a class token and patches,"
+            help = "a grid of odd sides and `tp = 2` fit, or leave `pool` out"
         label = _label(spec.parallel.span("tp"), f"tp = {tp}")
-        problems.append(diagnose("MOE0319", grid, f"{patches} patches over {tp} ranks", labels=label, help=help))
+        problems.append(diagnose("MOE0319", grid, f"{tokens} over {tp} ranks", labels=label, help=help))
     elif train is not None and train.sequence is not None and train.sequence % tp:
         problems.append(
             diagnose(

@@ -151,7 +151,7 @@ def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limit
     if isinstance(patches, Patches):
         return ImageLimits(
             image=(patches.channels, patches.image, patches.image),
-            tokens_per_label=patches.tokens,
+            tokens_per_label=context_of(spec),
             classes=spec.model.outputs,
             routing_groups=max(1, groups),
         )

@@ -66,6 +66,47 @@ def vit(p: dict[str, Tensor], images: Tensor, masks: Sequence[Tensor | None] = (
     return rms_norm(x, p["norm.weight"]).mean(1) @ p["head.weight"].T + p["head.bias"]
 
 
+def vit_with_class_token(p: dict[str, Tensor], images: Tensor) -> Tensor:
+    """Dosovitskiy et al. 2020, equations 1 to 4: `[x_class; x_1 E; …] + E_pos`, and a linear map of LN(z⁰)."""
+    patches = F.conv2d(images, p["embedding.weight"], stride=PATCH).flatten(2).transpose(1, 2)
+    first = p["class_token.weight"][None, None].repeat(len(images), 1, 1)
+    x = torch.cat([first, patches], 1)
+    if "positions.weight" in p:
+        x = x + p["positions.weight"][None]
+    for number in range(2):
+        of = of_layer(p, number)
+        x = x + attention(of, rms_norm(x, of["attention_norm.weight"]), causal=False, mask=None)
+        h = rms_norm(x, of["ffn_norm.weight"])
+        x = x + (gelu_ffn(of, h) if number == 0 else swiglu_mixture(of, h, 2))
+    return rms_norm(x[:, 0], p["norm.weight"]) @ p["head.weight"].T + p["head.bias"]
+
+
+@pytest.mark.parametrize("positions", ["", ", positions = none"])
+def test_a_class_token_before_the_patches_equals_the_handwritten_model(positions: str) -> None:
+    ours = reference(image_spec(patches=positions, balance="[]", pool="first"), dtype=torch.float64)
+    with torch.no_grad():
+        token = ours.get_parameter("class_token.weight")
+        token.normal_(generator=torch.Generator().manual_seed(8))
+    p = spread(ours)
+    assert p.get("positions.weight", torch.empty(SIDE * SIDE + 1)).shape[0] == SIDE * SIDE + 1
+    images, labels = batch()
+    output, logits = ours(images, labels), vit_with_class_token(p, images)
+    torch.testing.assert_close(output.logits, logits, **TIGHT)
+    F.cross_entropy(logits, labels, ignore_index=-100).backward()
+    output.loss.backward()
+    require_gradients(ours, p)
+
+
+def test_the_class_token_is_routed_and_counts_in_the_balance_term() -> None:
+    ours = reference(image_spec(balance="[switch_loss(0.25)]", pool="first"), dtype=torch.float64)
+    with torch.no_grad():
+        ours.get_parameter("layers.1.moe.gate.weight").zero_()
+    images, labels = batch()
+    output = ours(images, labels)
+    assert int(ours.expert_counts[1].sum()) == 2 * BATCH * (SIDE * SIDE + 1)
+    torch.testing.assert_close(output.aux_loss, torch.tensor(0.25, dtype=torch.float64), **TIGHT)
+
+
 def batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(2)
     images = torch.randn(BATCH, CHANNELS, IMAGE, IMAGE, generator=generator, dtype=torch.float64)

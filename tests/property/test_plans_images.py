@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -22,10 +24,14 @@ ATTENTIONS = {
 }
 
 
+CLASS_TOKEN: dict[str, Any] = {"image": 6, "pool": "first"}
+"""3 x 3 patches and a class token, whose length 2 divides and 4 does not, as with any grid."""
+
+
 @st.composite
-def plans(draw: st.DrawFn, attentions: list[str], ranks: int) -> Plan:
+def plans(draw: st.DrawFn, attentions: list[str], ranks: int, **options: Any) -> Plan:
     degrees = [degree for degree in (1, 2, 4) if ranks % degree == 0]
-    tp, microbatches = draw(st.sampled_from(degrees)), draw(st.sampled_from([1, 1, 2]))
+    tp, microbatches = draw(st.sampled_from(degrees[:2] if options else degrees)), draw(st.sampled_from([1, 1, 2]))
     capacities = ["", "capacity = factor(1.0); group = batch", "capacity = factor(0.75)", "group = rank"]
     return image_plan(
         ranks=ranks,
@@ -46,6 +52,7 @@ def plans(draw: st.DrawFn, attentions: list[str], ranks: int) -> Plan:
         balance=draw(st.sampled_from(["[]", "[switch_loss(0.1)]", "[switch_loss(0.1), z_loss(0.01)]"])),
         beside=draw(st.sampled_from(capacities)),
         batch=ranks * microbatches * draw(st.integers(1, 2)),
+        **options,
     )
 
 
@@ -74,6 +81,32 @@ def test_plans_with_tp_and_ep_equal_the_unsharded_model(word: str, sequence_para
     first, second = ATTENTIONS[word]
     options = {"attention": first, "second": second, "sequence_parallel": sequence_parallel, "microbatches": 2}
     plan = image_plan(ranks=8, tp=2, ep=4, zero=1, batch=16, **options)
+    report = verify(plan)
+    assert report.ok, report
+    assert parse_program(print_program(plan.program)) == plan.program
+
+
+@settings(max_examples=3, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_every_plan_with_a_class_token_equals_the_unsharded_model(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([2, 4, 8]))
+    report = verify(data.draw(plans(ATTENTIONS["whole images"], ranks, **CLASS_TOKEN)), float32=False)
+    assert report.ok, report
+
+
+@pytest.mark.slow
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_many_plans_with_a_class_token_equal_the_unsharded_model(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([1, 2, 4, 8, 16]))
+    report = verify(data.draw(plans(ATTENTIONS["whole images"], ranks, **CLASS_TOKEN)), float32=False)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_a_class_token_with_tp_and_ep_equals_the_unsharded_model(sequence_parallel: bool) -> None:
+    options = {"sequence_parallel": sequence_parallel, "microbatches": 2, **CLASS_TOKEN}
+    plan = image_plan(ranks=4, tp=2, ep=4, zero=3, batch=8, **options)
     report = verify(plan)
     assert report.ok, report
     assert parse_program(print_program(plan.program)) == plan.program

@@ -29,7 +29,8 @@ Shift = Annotated[int, Field(ge=0, lt=MAX_DIM)]
 class PatchNumbers(Op):
     """The number of each patch: images `[batch, channels, height, width]` → int64 `[batch, sequence]`, 0, 1, … by rows.
 
-    They count patches, and stand for ids where an op needs one number per token. No pixel is read.
+    They count patches, and stand for ids where an op needs one number per token. No pixel is read. With `first` the
+    token before the patches has number 0.
     """
 
     mnemonic: ClassVar[str] = "patch_numbers"
@@ -37,6 +38,7 @@ class PatchNumbers(Op):
     gives: ClassVar[str] = "numbers"
     constants: ClassVar[frozenset[str]] = frozenset({"images"})
     size: Count
+    first: bool = False
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         _grid(self, operands[0], self.size)
@@ -53,17 +55,20 @@ class PatchEmbed(Op):
     """Patches of `size` pixels squared, projected: images `[batch, channels, height, width]`, weight `[dim, channels,
     size, size]` → `[batch, sequence, dim]`, by rows of the grid (Dosovitskiy et al. 2020, equation 1: E).
 
-    Pixels are rounded to the weight's dtype. Images get no gradient.
+    Pixels are rounded to the weight's dtype. Images get no gradient. `first` `[dim]` is a token before the patches of
+    every image (ibid.: x_class).
     """
 
     mnemonic: ClassVar[str] = "patch_embed"
-    takes: ClassVar[str] = "images weight"
+    takes: ClassVar[str] = "images weight first?"
     gives: ClassVar[str] = "x"
     constants: ClassVar[frozenset[str]] = frozenset({"images"})
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        images, weight = operands
+        images, weight, *first = operands
         size = weight.shape[-1]
+        fits = all(v.shape == weight.shape[:1] and v.dtype == weight.dtype for v in first)
+        require(fits, self, "wants a first token as wide as the projected patches")
         require(len(weight.shape) == 4 and weight.shape[2] == size, self, "wants a weight [dim, channels, size, size]")
         assert isinstance(size, int)
         _grid(self, images, size)
@@ -72,10 +77,10 @@ class PatchEmbed(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         images = layout_of(operands[0]).only(Shard(0))
-        return Placing((images, REPLICATED), (images,))
+        return Placing((images, *(REPLICATED for _ in operands[1:])), (images,))
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        images, weight = operands
+        images, weight = operands[:2]
         patches = workload.inner(results[0], "patches", workload.count(images), weight.dtype)
         wide = Value(name="patches", shape=images.shape, dtype=weight.dtype, layout=images.layout)
         work = projection(wide, weight, weight.dtype, 3, workload)
@@ -144,6 +149,25 @@ class MeanTokens(Op):
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, forward=2, backward=2)
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstToken(Op):
+    """The first token of each sequence: `[batch, sequence, dim]` → `[batch, dim]`. Sequences are whole."""
+
+    mnemonic: ClassVar[str] = "first_token"
+    takes: ClassVar[str] = "x"
+    gives: ClassVar[str] = "first"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (x,) = operands
+        require(len(x.shape) == 3 and x.shape[1] == "sequence", self, "wants x [batch, sequence, dim]")
+        return (Type(shape=(x.shape[0], x.shape[2]), dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        whole = settled(operands[0], meshes).only(Shard(0))
+        return Placing((whole,), (whole,))
 
 
 @register

@@ -123,6 +123,7 @@ def plans() -> dict[str, Plan]:
     made = {name: moe_plan(**options) for name, options in FORMS.items()}
     made |= {path.name: moec.compile(path) for path in EXAMPLES}
     made |= {"images": image_plan(), "images, tp": image_plan(ranks=4, tp=2, ep=2)}
+    made |= {f"class token, tp {tp}": image_plan(ranks=2, tp=tp, ep=2, image=6, pool="first") for tp in (1, 2)}
     made |= {"windows": image_plan(attention="mha(heads = 4, causal = false, grid = windows(2, shift = 1))")}
     made |= {"a layer": layer_plan(), "a layer, ep": layer_plan(ep=4)}
     parts = moe_text(expert="gelu(3)").replace("8 * gelu(3)", "[4 * swiglu(8), 4 * linear]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import moec
 from moec.grammar import load_text
+from moec.grammar.diagnostics import DiagnosticError
 from moec.passes.cost.totals import activation_bytes, costs_of
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import ops as o
@@ -253,3 +255,66 @@ def test_the_reference_keeps_what_its_ops_say(options: dict[str, str]) -> None:
     assert output.loss.requires_grad
     said = activation_bytes(program, costs_of(program, Workload.of(spec, program)))
     assert said == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=2e-3)
+
+
+# ---- a class token ---------------------------------------------------------------------------------------
+
+
+TOKEN = {"image": 6, "pool": "first"}
+
+
+def small_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    labels = torch.randint(CLASSES, (BATCH,), generator=generator)
+    return torch.randn(BATCH, CHANNELS, 6, 6, generator=generator), labels
+
+
+def test_a_model_with_a_class_token_counts_it_and_trains_in_micro_batches_alike() -> None:
+    images, labels = small_batch()
+    with moec.launch(image_plan(**TOKEN, gate="topk(2, jitter = 0.2)"), device="cpu") as job:
+        model = job.build()
+        model.set(seed=3, step=5)
+        job.step(model, images, labels)
+        assert job.tokens == BATCH * 10
+        whole = gradients(model)
+        assert whole["class_token.weight"].any()
+        model.set(step=5)
+        job.step(model, images, labels, microbatches=2)
+        require_close(gradients(model), whole, "micro-batches")
+
+
+def test_verify_finds_a_pooled_token_that_is_not_the_first() -> None:
+    plan = image_plan(**TOKEN, ranks=2, tp=2, ep=2)
+    assert verify(plan).ok
+    blocks = []
+    for block in plan.program.blocks:  # a mean in place of the first token, in the same layout
+        ops = [
+            o.MeanTokens(operands=op.operands, results=op.results, length=10, span=op.span)
+            if isinstance(op, o.FirstToken)
+            else op
+            for op in block.ops
+        ]
+        blocks.append(replace(block, ops=tuple(ops)))
+    report = verify(replace(plan, program=replace(plan.program, blocks=tuple(blocks))))
+    assert not report.ok
+    assert report.first_difference is not None
+    assert report.first_difference.op == "mean_tokens"
+
+
+@pytest.mark.parametrize(
+    ("options", "code"),
+    [
+        ({"attention": "mha(heads = 4, causal = false, grid = windows(2))", "pool": "first"}, "MOE0344"),
+        ({"model": "context = 16", "pool": "first"}, "MOE0368"),
+        ({"ranks": 2, "tp": 2, "pool": "first"}, "MOE0319"),
+        ({"attention": "mha(heads = 4, causal = false, window = 18)", "pool": "first"}, "MOE0362"),
+        ({"pool": "last"}, "MOE0201"),
+    ],
+)
+def test_what_a_class_token_does_not_go_with_is_refused(options: dict[str, object], code: str) -> None:
+    with pytest.raises(DiagnosticError, match=code):
+        image_plan(**options)
+
+
+def test_with_a_class_token_the_context_is_one_longer() -> None:
+    assert image_plan(pool="first", model="context = 17").spec.sequence == 17
