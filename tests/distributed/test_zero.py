@@ -75,6 +75,14 @@ MORE: dict[str, dict[str, Any]] = {
     "repeated kv heads": {"ranks": 8, "tp": 4, "ep": 2},
     "dp 4, tp 2": {"ranks": 8, "tp": 2, "ep": 4, "sequence_parallel": False},
     "jitter": {"ranks": 4, "ep": 2, "gate": "topk(2, jitter = 0.2)"},
+    "frozen layers": {
+        "ranks": 4,
+        "tp": 2,
+        "ep": 2,
+        "expert": "lora(3, alpha = 6)",
+        "beside": "shared = swiglu(8)",
+        "optimizer": "adamw(lr = 3e-3); frozen = [attention, norms, ffn, shared]",
+    },
     "capacity": {"ranks": 4, "ep": 2, "beside": "capacity = factor(1.25); group = sequence"},
 }
 
