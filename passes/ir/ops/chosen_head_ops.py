@@ -134,6 +134,7 @@ class MixHeads(Op):
         fits = chosen.dtype == "int64" and chosen.shape[:-1] == attended.shape[:2] and chosen.shape == weights.shape
         require(fits and weights.dtype in ("fp32", "fp64"), self, "wants groups of each token and their weights")
         heads, k = weight.shape[2], chosen.shape[2]
+        require(isinstance(heads, int) and isinstance(k, int), self, "wants a known number of heads and of choices")
         assert isinstance(heads, int)
         assert isinstance(k, int)
         require(attended.shape[2:] == (heads * k, weight.shape[3]), self, "wants the heads of each choice")
