@@ -59,16 +59,14 @@ class DecodeSelectors(Op):
         return own_tokens(self, len(operands), meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        """Backward keeps the codes, four numbers and three marks of each, and the factors of each product."""
+        """Backward keeps the codes, six numbers of each, and the factors of each product."""
         codes, *alphas = operands
         numbers, (weights, *_) = workload.count(codes), results
 
         def inner(name: str, size: float, dtype: str = codes.dtype) -> Saved:
             return workload.inner(weights, name, size, dtype)
 
-        steps = [inner(f"step_{i}", numbers) for i in range(4)] + [
-            inner(f"mask_{i}", numbers, "bool") for i in range(3)
-        ]
+        steps = [inner(f"step_{i}", numbers) for i in range(6)]
         halves = (self.bits - self.bits // 2, self.bits // 2)
         powers = [2**n for half in halves for n in range(2, half + 1)]
         if alphas and self.bits > 1:
