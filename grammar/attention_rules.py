@@ -72,7 +72,9 @@ def _factors_of_pairs(scaling: LongRope, pairs: int, declared: Span | None) -> I
     for name, factors in (("short", scaling.short), ("long", scaling.long)):
         if len(factors) != pairs:
             message = f"{len(factors)} factors for {pairs} pairs"
-            yield diagnose("MOE0361", scaling.span(name), message, labels=_label(declared, "the width is given here"))
+            labels = _label(declared, "the width is given here")
+            help = f"give {pairs} factors, one for each pair that turns"
+            yield diagnose("MOE0361", scaling.span(name), message, labels=labels, help=help)
 
 
 def _computable(rope: Rope) -> Iterator[Diagnostic]:
@@ -82,16 +84,23 @@ def _computable(rope: Rope) -> Iterator[Diagnostic]:
         case Yarn() if scaling.beta_slow >= scaling.beta_fast:
             fast = _label(scaling.span("beta_fast"), f"kept above {scaling.beta_fast:g} turns")
             message = f"`beta_slow = {scaling.beta_slow:g}` is not below `beta_fast = {scaling.beta_fast:g}`"
-            yield diagnose("MOE0364", scaling.span("beta_slow"), message, labels=fast)
+            help = "set `beta_slow` below `beta_fast`, such as 1 and 32"
+            yield diagnose("MOE0364", scaling.span("beta_slow"), message, labels=fast, help=help)
         case Yarn() if rope.theta <= 1:
             message = "`yarn` wants wavelengths that grow: a `theta` above 1"
-            yield diagnose("MOE0364", rope.span("theta"), message, labels=_label(scaling.span(), "`yarn` is here"))
+            labels = _label(scaling.span(), "`yarn` is here")
+            yield diagnose(
+                "MOE0364", rope.span("theta"), message, labels=labels, help="set `theta = 10_000`, as is usual"
+            )
         case Llama3() if scaling.low >= scaling.high:
             high = _label(scaling.span("high"), f"kept above {scaling.high:g} turns")
             message = f"`low = {scaling.low:g}` is not below `high = {scaling.high:g}`"
-            yield diagnose("MOE0364", scaling.span("low"), message, labels=high)
+            help = "set `low` below `high`, such as 1 and 4"
+            yield diagnose("MOE0364", scaling.span("low"), message, labels=high, help=help)
         case LongRope() if scaling.original == 1:
-            yield diagnose("MOE0364", scaling.span("original"), "a context of one token has no logarithm to divide by")
+            message = "a context of one token has no logarithm to divide by"
+            help = "give the context that the model was trained with"
+            yield diagnose("MOE0364", scaling.span("original"), message, help=help)
 
 
 def _label(span: Span | None, message: str) -> tuple[Label, ...]:

@@ -66,7 +66,7 @@ def _order(moe: Moe) -> Iterator[Diagnostic]:
 def _overflow(moe: Moe) -> Iterator[Diagnostic]:
     """`reroute` and `pad` need a capacity; `reroute` also the logits of all experts."""
     word, capacity, gate = moe.overflow, moe.capacity, moe.gate
-    if word == "drop":
+    if word == "drop" or gate.decides_rows:  # `group_gates` refuses it there
         return
     if not moe.drops or (word == "pad" and not isinstance(capacity, Factor)):
         message = "no expert is ever full" if not moe.drops else "the number of places changes from step to step"

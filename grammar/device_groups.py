@@ -8,6 +8,7 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.source import Span
 from moec.grammar.spec import DeviceLoss, Layer, Moe, Spec
+from moec.grammar.suggest import divisor_near
 
 StatedEp = Mapping[int, tuple[object, Span | None]]
 """The stated `ep` of layers, a number or what no pass compiles yet, with its place, by the number of the layer."""
@@ -56,7 +57,8 @@ def _of_mixture(moe: Moe, ep: object, place: Span | None) -> Iterator[Diagnostic
             labels = [Label(span=first, message=f"there are {experts}")] if first else []
             labels += [Label(span=place, message="one group for each rank")] if place and term.groups is None else []
             message = f"{experts} experts do not make {groups} equal groups"
-            yield diagnose("MOE0341", term.span("groups"), message, labels=labels)
+            help = f"set `groups = {divisor_near(experts, groups)}`"
+            yield diagnose("MOE0341", term.span("groups") or term.span(), message, labels=labels, help=help)
 
 
 def _completed(moe: Moe, ep: object) -> Moe:

@@ -11,6 +11,7 @@ from moec.grammar.source import Span
 from moec.grammar.spec import DSelectK, Moa, Moe, TopK
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.gates import AttentionRouter, GShard, NoisyTopK
+from moec.grammar.suggest import divisor_near
 
 
 def mixture(moe: Moe) -> Iterator[Diagnostic]:
@@ -98,7 +99,9 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
     there = _labels((declared, f"there are {experts}"))
     k = getattr(gate, "k", 1)
     if k > experts:
-        yield diagnose("MOE0304", gate.span("k") or gate.span(), f"each token wants {k}", labels=there)
+        fewer = "" if isinstance(gate, GShard) else f"set `k = {experts}` or less, or "
+        help = f"{fewer}give {k} experts or more"
+        yield diagnose("MOE0304", gate.span("k") or gate.span(), f"each token wants {k}", labels=there, help=help)
     if isinstance(gate, DSelectK) and (experts < 2 or experts.bit_count() > 1):
         near = 2 ** max(1, round(math.log2(experts)))
         help = f"a code of m bits names 2^m experts: use {near} experts"
@@ -108,14 +111,22 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
     kept = gate.keep_groups or gate.groups
     if experts % gate.groups:
         message = f"{experts} experts do not make {gate.groups} equal groups"
-        yield diagnose("MOE0317", gate.span("groups"), message, labels=there)
+        help = f"set `groups = {divisor_near(experts, gate.groups)}`"
+        yield diagnose("MOE0317", gate.span("groups"), message, labels=there, help=help)
     elif kept > gate.groups:
         label = _labels((gate.span("groups"), f"there are {gate.groups} groups"))
-        yield diagnose("MOE0317", gate.span("keep_groups"), f"a token cannot keep {kept}", labels=label)
+        help = f"set `keep_groups = {gate.groups}` or less, or give more `groups`"
+        yield diagnose("MOE0317", gate.span("keep_groups"), f"a token cannot keep {kept}", labels=label, help=help)
     elif k <= experts and kept * (experts // gate.groups) < k:
         message = f"{kept} groups hold {kept * (experts // gate.groups)} experts"
         label = _labels((gate.span("k"), f"each token wants {k}"))
-        yield diagnose("MOE0317", gate.span("keep_groups"), message, labels=label)
+        help = f"set `keep_groups = {math.ceil(k * gate.groups / experts)}`"
+        yield diagnose("MOE0317", gate.span("keep_groups"), message, labels=label, help=help)
+    elif kept == gate.groups and (gate.groups > 1 or gate.given("group_score")):
+        at = gate.span("group_score") if gate.given("group_score") else gate.span("groups")
+        message = f"a token may choose from all {gate.groups}" if gate.groups > 1 else "all experts are one group"
+        help = "leave it out, or let a token keep fewer groups: `groups = 8, keep_groups = 4`"
+        yield diagnose("MOE0347", at, message, help=help, severity=Severity.WARNING)
 
 
 def gated(ffn: Node | None, moe: Moe | None) -> Iterator[Diagnostic]:

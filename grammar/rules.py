@@ -6,7 +6,7 @@ hide it; `check` applies all rules to a Spec made in Python. The `place` pass ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from moec.grammar.attention_rules import latent, rotary, windows
 from moec.grammar.capacity_rules import capacities
@@ -21,7 +21,7 @@ from moec.grammar.parallel_rules import microbatches_and_recomputation
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding
-from moec.grammar.suggest import advice
+from moec.grammar.suggest import advice, divisor_near
 from moec.grammar.token_rules import token_inputs
 from moec.grammar.topology_rules import near_experts
 from moec.grammar.training_rules import frozen_parts, optimizer_options
@@ -101,13 +101,14 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             node.span("kv_heads"),
             f"{node.heads} query heads cannot share {kv_heads} evenly",
             labels=_labels((node.span("heads"), f"{node.heads} query heads")),
-            help=f"set `kv_heads = {_divisor_near(node.heads, kv_heads)}`",
+            help=f"set `kv_heads = {divisor_near(node.heads, kv_heads)}`",
         )
     if isinstance(node, Mla):
         yield from latent(node)
         if node.rope and node.rope_dim % 2:
             label = _labels((node.span("rope_dim"), f"{node.rope_dim} dimensions have positions"))
-            yield diagnose("MOE0303", node.span("rope"), "it turns pairs of dimensions", labels=label)
+            help = f"set `rope_dim = {node.rope_dim + 1}`"
+            yield diagnose("MOE0303", node.span("rope"), "it turns pairs of dimensions", labels=label, help=help)
         elif node.rope and node.rope.fraction == 1:
             yield from rotary(node.rope, node.rope_dim, node.span("rope_dim"))
         return
@@ -117,7 +118,7 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             node.span("heads"),
             f"{dim} / {node.heads} leaves {dim % node.heads} over",
             labels=_labels((dim_span, f"the model is {dim} wide")),
-            help=f"set `heads = {_divisor_near(dim, node.heads)}`, or give the heads' width with `head_dim`",
+            help=f"set `heads = {divisor_near(dim, node.heads)}`, or give the heads' width with `head_dim`",
         )
         return
     width = node.head_dim or (dim // node.heads if dim else None)
@@ -130,6 +131,7 @@ def attention(node: Attention, dim: int | None, dim_span: Span | None) -> Iterat
             node.span("rope"),
             "it turns pairs of dimensions",
             labels=_labels((node.span("head_dim" if node.head_dim else "heads"), of_what)),
+            help=f"set `head_dim = {width + 1}`",
         )
 
 
@@ -277,9 +279,3 @@ def ranges(numbers: Sequence[int]) -> list[str]:
 
 def _labels(*places: tuple[Span | None, str]) -> list[Label]:
     return [Label(span=span, message=message) for span, message in places if span]
-
-
-def _divisor_near(number: int, wanted: int) -> int:
-    """The divisor of `number` that is nearest to `wanted`, the larger of two; the search is bounded."""
-    candidates: Iterable[int] = range(max(1, wanted - 10_000), min(number, wanted + 10_000) + 1)
-    return min((n for n in candidates if number % n == 0), key=lambda n: (abs(n - wanted), -n), default=1)

@@ -1,4 +1,4 @@
-"""Did you mean …? The nearest of the names that are allowed at one place."""
+"""The nearest of the names or numbers that are allowed at one place: did you mean …?"""
 
 from __future__ import annotations
 
@@ -49,3 +49,9 @@ def advice(word: str, allowed: Iterable[str]) -> str:
     best = nearest(word, names)
     listed = ", ".join(names[:MOST_LISTED]) + (", …" if len(names) > MOST_LISTED else "")
     return f"did you mean `{best}`? allowed here: {listed}" if best else f"allowed here: {listed}"
+
+
+def divisor_near(number: int, wanted: int) -> int:
+    """The divisor of `number` that is nearest to `wanted`, the larger of two; the search is bounded."""
+    candidates: Iterable[int] = range(max(1, wanted - 10_000), min(number, wanted + 10_000) + 1)
+    return min((n for n in candidates if number % n == 0), key=lambda n: (abs(n - wanted), -n), default=1)

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.spec import Patches, Spec, TokenEmbedding
 
 
 def token_inputs(spec: Spec) -> Iterator[Diagnostic]:
-    """Refuses gates whose choices cannot be given, in a file with `replay`, and two ways to mark packed texts."""
+    """Refuses gates whose choices cannot be given, in a file with `replay`, and two ways to mark packed texts.
+
+    Warns of one id for the ends of texts and for padding.
+    """
     if spec.has_model:
         yield from _packed(spec.model.embedding)
     if spec.train is not None and spec.train.replay and spec.has_model:
@@ -23,6 +26,14 @@ def _packed(embedding: TokenEmbedding | Patches) -> Iterator[Diagnostic]:
         here = (Label(span=line, message="texts end with this id"),) if line else ()
         message = "the batch says which text a token belongs to"
         yield diagnose("MOE0371", embedding.span("segments"), message, labels=here, help="keep one of them")
+    if embedding.separator is not None and embedding.separator == embedding.padding_id:
+        line = embedding.span("padding")
+        here = (Label(span=line, message="tokens with this id reach no expert"),) if line else ()
+        message = "the last token of each text is padding"
+        help = "pad with another id, or mark padding in the batch: `padding = given`"
+        yield diagnose(
+            "MOE0348", embedding.span("separator"), message, labels=here, help=help, severity=Severity.WARNING
+        )
 
 
 def _replayed(spec: Spec) -> Iterator[Diagnostic]:

@@ -97,6 +97,8 @@ CODES: dict[str, str] = {
     "MOE0344": "a class token has no place in a grid of patches",
     "MOE0345": "a balance term is constant where the loads of experts are equal",
     "MOE0346": "binary codes need a power of two of experts",
+    "MOE0347": "groups of which all are kept have no effect",
+    "MOE0348": "one id ends a text and is padding",
     "MOE0350": "this overflow needs a capacity of fixed places",
     "MOE0351": "an order of places has no effect",
     "MOE0352": "this gate lets later tokens decide for earlier ones",

@@ -17,6 +17,9 @@ from moec.passes.ir.roles import FREE_ROUTE
 from moec.runtime.job.checks import Complaint
 
 _MARKS: tuple[Role, Role] = ("segments", "real")
+ROUTES = "give the `.routes` of a rollout of this model over this batch"
+ASCENDING = "number the texts of a sequence as they follow each other, such as 0, 0, 1, 1, 1"
+MARKS = "give bools `[batch, sequence]`, True for each token that is padding"
 PADDING = "compile the file with `embedding = tokens(padding = given)`"
 SEGMENTS = "compile the file with `embedding = tokens(segments = true)`"
 REPLAY = "compile the file with `train { replay = true }`"
@@ -99,11 +102,11 @@ class Takes:
     def complaint(self, beside: Beside, tokens: Tensor, *, look: bool) -> Complaint | None:
         """The first error of what is given for valid `tokens`, or None. Without `look` it reads no tensor's values."""
         if beside.routes is not None and (words := self._of_routes(beside.routes, tokens, look)):
-            return Complaint("MOE0726", words, "" if self.k else REPLAY)
+            return Complaint("MOE0726", words, ROUTES if self.k else REPLAY)
         if beside.segments is not None and (words := self._of_segments(beside.segments, tokens, look)):
-            return Complaint("MOE0727", words, "" if self.segments else SEGMENTS)
+            return Complaint("MOE0727", words, ASCENDING if self.segments else SEGMENTS)
         if beside.padding is not None and (words := self._of_padding(beside.padding, tokens, look)):
-            return Complaint("MOE0728", words, "" if self.padding else PADDING)
+            return Complaint("MOE0728", words, MARKS if self.padding else PADDING)
         return None
 
     def _of_padding(self, padding: object, tokens: Tensor, look: bool) -> str | None:
