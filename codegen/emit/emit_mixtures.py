@@ -38,14 +38,6 @@ def _best_score(e: Emitter, op: Op) -> None:
     e.result(op, aten.amax.default, e.call(op, aten.detach.default, *e.refs(op)), [-1])
 
 
-def _random_order(e: Emitter, op: Op) -> None:
-    assert isinstance(op, o.RandomOrder)
-    keys, training = e.refs(op)
-    ones = e.call(op, aten.ones_like.default, e.call(op, aten.unsqueeze.default, keys, -1), dtype=torch.float32)
-    drawn = e.call(op, moec.jitter.default, ones, keys, training, e.layer_number(), 1.0, op.stream)
-    e.result(op, aten.squeeze.dim, drawn, -1)
-
-
 def _expert_linear(e: Emitter, op: Op) -> None:
     """Of padded rows, over all places of each expert, empty ones too. Of windows, over the positions of all rows."""
     assert isinstance(op, o.ExpertLinear)
@@ -94,6 +86,5 @@ MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.ConcatCounts: _concat_counts,
     o.ExpertLinear: _expert_linear,
     o.ExpertMlpPadded: _expert_mlp_padded,
-    o.RandomOrder: _random_order,
     o.SelectExperts: _select_experts,
 }

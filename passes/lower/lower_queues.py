@@ -89,8 +89,8 @@ _RULE = {"score": "softmax", "order": "before", "normalize": False, "scale": 1.0
 
 def _priorities(b: Builder, moe: Moe, routed: Routed, beside: Mapping[Role, str]) -> str:
     span = moe.capacity.span("order") or moe.gate.span()
-    if moe.order == "priority":
-        scores = routed.gated.p or routed.gated.w
-        return b.one(o.BestScore, scores, to="priorities", span=span)
-    training = b.setting(TRAINING)
-    return b.one(o.RandomOrder, beside["keys"], training, to="priorities", span=span, stream=QUEUES)
+    scores = routed.gated.p or routed.gated.w
+    if moe.order == "random":  # equal numbers in evaluation
+        keys, training = beside["keys"], b.setting(TRAINING)
+        scores = b.one(o.Uniform, keys, training, to="numbers", span=span, count=1, stream=QUEUES)
+    return b.one(o.BestScore, scores, to="priorities", span=span)

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
-from moec.passes.ir.attribute_types import Count, Positive, Stream
+from moec.passes.ir.attribute_types import Count, Positive
 from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
-from moec.passes.ir.value import TRAINING, Setting, Value
+from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
@@ -44,31 +44,6 @@ class BestScore(Op):
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
         return own_tokens(self, 1, meshes)
-
-
-@register
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomOrder(Op):
-    """Random priorities in training, equal ones in evaluation: keys `[batch, sequence]` → fp32 of the same shape.
-
-    They are `1 + u` with the u that `jitter` draws for the first element of a token, so no rank sees others. Two tokens
-    draw equal ones with a probability of 2⁻²⁴.
-    """
-
-    mnemonic: ClassVar[str] = "random_order"
-    takes: ClassVar[str] = "keys training"
-    gives: ClassVar[str] = "priorities"
-    stream: Stream
-
-    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
-        keys, training = operands
-        require(keys.dtype == "int64" and len(keys.shape) == 2, self, "wants a key for each token")
-        require(isinstance(training, Setting) and training.name == TRAINING.name, self, "wants the setting $training")
-        return (Type(shape=keys.shape, dtype="fp32"),)
-
-    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        placing = own_tokens(self, 1, meshes)
-        return Placing((*placing.operands, REPLICATED), placing.results)
 
 
 def _rows(op: Capacity, chosen: Value, num_experts: int, workload: Workload) -> Mapping[str, float]:
