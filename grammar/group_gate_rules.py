@@ -9,6 +9,11 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
 from moec.grammar.spec import Moe, Smear, Soft, Spec, Topology
 
+ONE_TEXT = (
+    "give every sequence one text: leave `segments` or `separator` out of `tokens(…)`, and pad with `padding = …`"
+)
+"""What remains for a gate that knows no group but a whole sequence."""
+
 
 def group_gates(spec: Spec) -> list[Diagnostic]:
     """Every diagnostic of these gates in the file's model or layer, once for all layers with the same mixture.
@@ -17,15 +22,16 @@ def group_gates(spec: Spec) -> list[Diagnostic]:
     """
     causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
+    packs = spec.has_model and spec.model.embedding.packs
     found: list[Diagnostic] = []
     for moe in {id(moe): moe for moe in mixtures if moe}.values():
-        found += _decided(moe)
+        found += _decided(moe, packs)
         found += _leaks(moe) if causal else ()
     return list(dict.fromkeys(found))
 
 
-def _decided(moe: Moe) -> Iterator[Diagnostic]:
-    """Refuses a capacity or an overflow where the gate decides how many rows an expert takes."""
+def _decided(moe: Moe, packs: bool) -> Iterator[Diagnostic]:
+    """Refuses a capacity or an overflow where the gate decides how many rows an expert takes; `packs`: texts."""
     gate = moe.gate
     if not gate.decides_rows:
         return
@@ -38,7 +44,8 @@ def _decided(moe: Moe) -> Iterator[Diagnostic]:
     if moe.group != "sequence" and isinstance(gate, Soft | Smear):
         what = "slots are means over" if isinstance(gate, Soft) else "experts are merged for"
         label = _label(gate.span(), f"its {what} a sequence")
-        yield diagnose("MOE0354", moe.span("group"), f"`group = {moe.group}`", labels=label, help="leave `group` out")
+        help = f"leave `group` out; {ONE_TEXT}" if packs else "leave `group` out"
+        yield diagnose("MOE0354", moe.span("group"), f"`group = {moe.group}`", labels=label, help=help)
 
 
 def _leaks(moe: Moe) -> Iterator[Diagnostic]:
@@ -47,7 +54,7 @@ def _leaks(moe: Moe) -> Iterator[Diagnostic]:
     bounded = isinstance(gate, Topology) and gate.share is not None
     if leaks := "training" if bounded else gate.leaks:
         message = f"in {leaks}, what a token gets depends on later tokens of its group"
-        help = "give the model `causal = false`, or use `topk`"
+        help = "say `causal = false` in attention, such as `mha(…, causal = false)`, or use `topk`"
         yield diagnose("MOE0352", gate.span(), message, help=help, severity=Severity.WARNING)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.group_gate_rules import ONE_TEXT
 from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import (
@@ -70,6 +71,8 @@ def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
         yield from _terms_of_packed(moe)
         if moe.group != "sequence":
             continue
+        if isinstance(moe.gate, Smear | Soft):  # which know no other group
+            yield _refused(moe.gate.span(), f"`{moe.gate.word}` within each of several packed texts", ONE_TEXT)
         words = [(moe.gate.span(), moe.gate.word)] if isinstance(moe.gate, _GROUPED_GATES) else []
         words += [(moe.span("overflow"), f"overflow = {moe.overflow}")] if moe.overflow != "drop" else []
         order = getattr(moe.capacity, "order", "sequence")
@@ -93,8 +96,8 @@ def _terms_of_packed(mixture: Moe | Moa) -> Iterator[Diagnostic]:
             yield _refused(term.span(), what, "use `group = sequence`")
 
 
-_GROUPED_GATES = (Base, BatchPriority, ExpertChoice, Smear, Soft)
-"""Gates whose choices depend on other tokens of the routing group."""
+_GROUPED_GATES = (Base, BatchPriority, ExpertChoice)
+"""Gates whose choices depend on other tokens of the routing group, which may be the batch."""
 _BY_SEGMENT = (GShardLoss, SequenceLoss, SwitchLoss, ZLoss)
 """Balance terms that have one text of several as a routing group, or no group."""
 _LARGEST_PART = 2**32

@@ -122,6 +122,6 @@ class _Reader:
 
     def _unknown(self, statement: Assignment | Block, allowed: Iterable[str]) -> None:
         name = statement.name if isinstance(statement, Assignment) else statement.kind
-        meant = unknown(self.scope, name, name.text, allowed)
+        meant = unknown(self.scope, name, name.text, allowed, self.cls)
         if meant:
             self.meant[meant] = Given(BROKEN, name.span, name.span)

@@ -55,14 +55,32 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression) -> obje
     return _misfit(scope, kinds, written, value)
 
 
-def unknown(scope: Scope, name: Name | Written, word: str, allowed: Iterable[str]) -> str | None:
-    """Diagnose a word that is not allowed here; returns the word that was probably meant."""
+def unknown(
+    scope: Scope, name: Name | Written, word: str, allowed: Iterable[str], block: type[Node] | None = None
+) -> str | None:
+    """Diagnose a word that is not allowed here; returns the word that was probably meant.
+
+    A word of a call inside of `block`, where it stands, has that call as its help.
+    """
     allowed = sorted(allowed)
     target = name.span if isinstance(name, Name) else name
     meant = nearest(word, allowed)
     instead = meant if isinstance(name, Name) else None
-    scope.error("MOE0201", target, f"`{word}` is not known here", help=advice(word, allowed), instead=instead)
+    owner = None if meant or block is None else _owner(block, word)
+    help = f"it belongs into {owner}" if owner else advice(word, allowed)
+    scope.error("MOE0201", target, f"`{word}` is not known here", help=help, instead=instead)
     return meant
+
+
+def _owner(block: type[Node], word: str) -> str | None:
+    """The calls that have `word`, as in `` `attention`: `mha(…)` ``, of this block or of the blocks in it."""
+    for known in fields(block).values():
+        classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
+        if owners := [f"`{cls.word}(…)`" for cls in classes if word in fields(cls)]:
+            return f"`{known.word}`: {' or '.join(owners)}"
+        if known.block and (found := _owner(known.block.cls, word)):
+            return found
+    return None
 
 
 def _word(value: Name | Call) -> str:

@@ -1,0 +1,81 @@
+"""What a refusal or a warning advises leads to a file that compiles without it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moec.driver import check
+from moec.grammar.diagnostics import Diagnostic
+
+TEXTS = """
+model "m" {{
+  vocab = 64; dim = 32; depth = 1; dtype = fp32{model}
+  layers {{ attention = {attention}; moe {{ experts = 8 * swiglu(16); gate = {gate}{moe} }} }}
+}}
+cluster "c" {{ device = cpu; level "n" {{ size = 4 }} }}
+train {{ batch = 8; sequence = 16{train} }}
+parallel {{ {parallel} }}
+"""
+USUAL = {
+    "model": "",
+    "attention": "mha(heads = 4, causal = false)",
+    "gate": "topk(2)",
+    "moe": "",
+    "train": "",
+    "parallel": "",
+}
+PACKED = "; embedding = tokens(segments = true)"
+
+
+def found(folder: Path, form: str = TEXTS, **given: str) -> tuple[Diagnostic, ...]:
+    """What `moec check` says of a file."""
+    path = folder / "example.moe"
+    path.write_text(form.format(**(USUAL | given)), encoding="utf-8")
+    return tuple(check(path))
+
+
+@pytest.mark.parametrize(
+    ("gate", "moe"),
+    [
+        ("expert_choice(2)", ""),
+        ("base", ""),
+        ("batch_priority(2)", "; capacity = factor(1)"),
+        ("topk(2)", "; capacity = factor(1); overflow = reroute"),
+        ("topk(2)", "; capacity = factor(1); overflow = pad"),
+        ("topk(2)", "; capacity = factor(1, order = random)"),
+        ("topk(2)", "; capacity = factor(1, order = priority)"),
+        ("topk(2)", "; balance = [importance_loss(0.1)]"),
+    ],
+)
+def test_where_packed_texts_are_no_groups_the_batch_is_one(tmp_path: Path, gate: str, moe: str) -> None:
+    (refusal,) = found(tmp_path, model=PACKED, gate=gate, moe=moe)
+    assert (refusal.code, refusal.help) == ("MOE0202", "use `group = batch`")
+    assert found(tmp_path, model=PACKED, gate=gate, moe=f"{moe}; group = batch") == ()
+
+
+@pytest.mark.parametrize("gate", ["soft(2)", "smear"])
+@pytest.mark.parametrize("packed", [PACKED, "; embedding = tokens(separator = 3)"])
+def test_gates_of_whole_sequences_get_one_text_a_sequence(tmp_path: Path, gate: str, packed: str) -> None:
+    (refusal,) = found(tmp_path, model=packed, gate=gate)
+    (of_batch,) = found(tmp_path, model=packed, gate=gate, moe="; group = batch")
+    assert (refusal.code, of_batch.code) == ("MOE0202", "MOE0354")
+    assert "group = batch" not in refusal.help
+    assert refusal.help in of_batch.help
+    assert found(tmp_path, model="; embedding = tokens(padding = 0)", gate=gate) == ()
+
+
+def test_causality_is_an_option_of_attention(tmp_path: Path) -> None:
+    causal = {"gate": "soft(2)", "attention": "mha(heads = 4)"}
+    (warning,) = found(tmp_path, **causal)
+    assert (warning.code, "`mha(…, causal = false)`" in warning.help) == ("MOE0352", True)
+    misplaced = next(d for d in found(tmp_path, model="; causal = false", **causal) if d.code == "MOE0201")
+    assert "`attention`: " in misplaced.help
+    assert "`mha(…)`" in misplaced.help
+    assert found(tmp_path, gate="soft(2)") == ()
+
+
+def test_an_option_of_the_embedding_is_said_to_be_one(tmp_path: Path) -> None:
+    (misplaced,) = found(tmp_path, model="; padding = 0")
+    assert misplaced.help == "it belongs into `embedding`: `tokens(…)`"
