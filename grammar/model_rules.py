@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
 from moec.grammar.spec import Moa, Model, Moe, Patches, Spec
 
@@ -16,7 +16,11 @@ def model_forms(spec: Spec) -> Iterator[Diagnostic]:
         yield from _parallel_residual(spec.model)
         yield from _images(spec)
         yield from _windows(spec.model)
-    if spec.train is not None and spec.train.sequence is None and not (spec.has_model and spec.model.length):
+    if (
+        spec.train is not None
+        and spec.train.sequence is None
+        and not (spec.has_model and spec.model.length is not None)
+    ):
         yield diagnose("MOE0203", spec.train.span(), "`train` needs `sequence`")
 
 
@@ -64,6 +68,12 @@ def _images(spec: Spec) -> Iterator[Diagnostic]:
             help = "`topk` chooses by the patch's vector"
             message = f"`{gate.word}` chooses by ids, and a patch has none"
             yield diagnose("MOE0367", gate.span(), message, labels=here, help=help)
+    for attention in {id(layer.attention): layer.attention for layer in model.layers}.values():
+        if attention.causal and not attention.given("causal") and attention.grid is None:
+            message = "a patch attends to the patches above it and to its left alone: `causal` is true"
+            help = "say `causal = false`; or `causal = true`, for this order of patches"
+            at = attention.span()
+            yield diagnose("MOE0367", at, message, labels=here, help=help, severity=Severity.WARNING)
     more = " with a class token" if model.has_class_token else ""
     grid = f"{embedding.side} x {embedding.side} patches{more} make sequences of {model.length}"
     lengths = [(model.context, model.span("context"))]
@@ -78,7 +88,7 @@ def _windows(model: Model) -> Iterator[Diagnostic]:
     """Windows of a grid: there is one, they divide it, and nothing else says which patches a patch attends to."""
     patches = model.embedding
     for attention in {id(layer.attention): layer.attention for layer in model.layers}.values():
-        windows = attention.grid
+        windows, help = attention.grid, ""
         if windows is None:
             continue
         if not isinstance(patches, Patches):
@@ -91,6 +101,10 @@ def _windows(model: Model) -> Iterator[Diagnostic]:
         elif patches.side % windows.size:
             at, message = windows.span("size"), f"{patches.side} / {windows.size} is not whole"
             label = _labels((patches.span(), f"a grid of {patches.side} x {patches.side} patches"))
+        elif windows.shift and windows.size == patches.side:
+            at, message = windows.span("shift"), f"a shift by {windows.shift} cuts the only window into parts"
+            label = _labels((patches.span(), f"one window has all {patches.side} x {patches.side} patches"))
+            help = "leave `shift` out"
         elif windows.shift >= windows.size:
             at, message = windows.span("shift"), f"a shift by {windows.shift} patches"
             label = _labels((windows.span("size"), f"windows repeat every {windows.size}"))
@@ -101,7 +115,7 @@ def _windows(model: Model) -> Iterator[Diagnostic]:
             continue
         else:
             continue
-        yield diagnose("MOE0369", at, message, labels=label)
+        yield diagnose("MOE0369", at, message, labels=label, help=help)
 
 
 def _tokens(spec: Spec) -> Iterator[Diagnostic]:

@@ -195,6 +195,7 @@ def test_tokens_have_no_classes() -> None:
         "causal = false, grid = windows(3)",
         "causal = false, grid = windows(8)",
         "causal = false, grid = windows(2, shift = 2)",
+        "causal = false, grid = windows(4, shift = 2)",
         "grid = windows(2)",
         "causal = true, grid = windows(2)",
         "causal = false, window = 3, grid = windows(2)",
@@ -203,6 +204,23 @@ def test_tokens_have_no_classes() -> None:
 def test_windows_that_do_not_fit_the_grid_are_refused(grid: str) -> None:
     found = load_text(image_text(attention=f"mha(heads = 4, {grid})")).diagnostics
     assert {each.code for each in found} == {"MOE0369"}
+
+
+def test_one_window_of_the_whole_grid_is_accepted_without_a_shift() -> None:
+    found = load_text(image_text(attention="mha(heads = 4, causal = false, grid = windows(4))")).diagnostics
+    assert found == ()
+
+
+def test_images_with_causal_attention_by_default_are_warned_of_and_nothing_else() -> None:
+    """ViT attends to all patches (Dosovitskiy et al. 2020); an order of patches has to be written."""
+    loaded = load_text(image_text(attention="mha(heads = 4)"))
+    assert {(each.code, each.severity) for each in loaded.diagnostics} == {("MOE0367", "warning")}
+    assert load_text(image_text(attention="mha(heads = 4, causal = true)")).diagnostics == ()
+
+
+def test_a_patch_larger_than_the_image_is_the_one_mistake() -> None:
+    text = image_text().replace("image = 8", "image = 2").replace("size = 2", "size = 4")
+    assert [each.code for each in load_text(text).diagnostics] == ["MOE0366"]
 
 
 def test_tokens_have_no_grid() -> None:
