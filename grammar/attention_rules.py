@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
-from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
 from moec.grammar.source import Span
 from moec.grammar.spec import Llama3, LongRope, Mla, Rope, Spec, Yarn
 
@@ -35,8 +35,13 @@ def windows(spec: Spec) -> Iterator[Diagnostic]:
 
 
 def latent(node: Mla) -> Iterator[Diagnostic]:
-    """What `mla` cannot have: its latent vectors are normed, and its queries and keys have a part that turns."""
+    """What `mla` cannot have: its latent vectors are normed, and its queries and keys have a part that turns,
+    for which it needs `rope`."""
     normed, rope = "latent vectors have a norm already", node.rope
+    if rope is None:
+        message = f"nothing turns these {node.rope_dim} dimensions"
+        help = "give `rope = rope()`"
+        yield diagnose("MOE0374", node.span("rope_dim"), message, help=help, severity=Severity.WARNING)
     options = [
         ("qk_norm", node.qk_norm != "none", node.span("qk_norm"), normed),
         ("clip", node.clip is not None, node.span("clip"), normed),

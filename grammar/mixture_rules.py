@@ -114,8 +114,10 @@ def choice(gate: Node, experts: int, declared: Span | None) -> Iterator[Diagnost
         help = f"set `groups = {divisor_near(experts, gate.groups)}`"
         yield diagnose("MOE0317", gate.span("groups"), message, labels=there, help=help)
     elif kept > gate.groups:
-        label = _labels((gate.span("groups"), f"there are {gate.groups} groups"))
-        help = f"set `keep_groups = {gate.groups}` or less, or give more `groups`"
+        groups = f"there are {gate.groups} groups" if gate.groups > 1 else "without `groups` there is one"
+        label = _labels((gate.span("groups") or gate.span(), groups))
+        fewer = f"set `keep_groups = {gate.groups}` or less, or give more `groups`"
+        help = fewer if gate.given("groups") else "give their number, `groups = …`"
         yield diagnose("MOE0317", gate.span("keep_groups"), f"a token cannot keep {kept}", labels=label, help=help)
     elif k <= experts and kept * (experts // gate.groups) < k:
         message = f"{kept} groups hold {kept * (experts // gate.groups)} experts"

@@ -116,6 +116,7 @@ CODES: dict[str, str] = {
     "MOE0369": "windows do not fit the grid of patches",
     "MOE0370": "the choices of this gate cannot be given",
     "MOE0371": "packed texts are marked in two ways",
+    "MOE0374": "an option has no effect without another",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

@@ -62,12 +62,13 @@ MLA = "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = {}, value_dim = 4, {
     ("attention", "found"),
     [
         (MLA.format(4, "rope = rope()"), []),
-        (MLA.format(4, "qk_norm = head, clip = 8"), [("MOE0363", "head"), ("MOE0363", "8")]),
+        (MLA.format(4, "qk_norm = head, clip = 8, rope = rope()"), [("MOE0363", "head"), ("MOE0363", "8")]),
         (MLA.format(4, "rope = rope(fraction = 0.25)"), [("MOE0363", "0.25")]),
         (MLA.format(3, "rope = rope()"), [("MOE0303", "rope()")]),
-        (MLA.format(3, "bias = all"), []),
+        (MLA.format(4, "bias = all, rope = rope()"), []),
+        (MLA.format(3, "bias = all"), [("MOE0374", "3")]),
         (MLA.format(4, "rope = rope(scaling = llama3(2, original = 4, low = 5))"), [("MOE0364", "5")]),
-        (MLA.format(4, "window = 17"), [("MOE0362", "17")]),
+        (MLA.format(4, "window = 17, rope = rope()"), [("MOE0362", "17")]),
         (MLA.format(4, "kv_heads = 2"), [("MOE0201", "kv_heads")]),
     ],
 )

@@ -26,6 +26,7 @@ USUAL = {
     "train": "",
     "parallel": "",
 }
+MLA = "mla(heads = 4, kv_rank = 8, nope_dim = 4, rope_dim = 4, value_dim = 4{})"
 PACKED = "; embedding = tokens(segments = true)"
 
 
@@ -79,3 +80,36 @@ def test_causality_is_an_option_of_attention(tmp_path: Path) -> None:
 def test_an_option_of_the_embedding_is_said_to_be_one(tmp_path: Path) -> None:
     (misplaced,) = found(tmp_path, model="; padding = 0")
     assert misplaced.help == "it belongs into `embedding`: `tokens(…)`"
+
+
+@pytest.mark.parametrize(
+    ("code", "given", "way_out"),
+    [
+        ("MOE0347", {"gate": "topk(2, groups = 4)"}, {"gate": "topk(2, groups = 4, keep_groups = 2)"}),
+        ("MOE0347", {"gate": "topk(2, group_score = max)"}, {"gate": "topk(2, groups = 4, keep_groups = 2)"}),
+        ("MOE0374", {"attention": MLA.format("")}, {"attention": MLA.format(", rope = rope()")}),
+    ],
+)
+def test_an_option_that_needs_another_is_warned_of(
+    tmp_path: Path, code: str, given: dict[str, str], way_out: dict[str, str]
+) -> None:
+    (warning,) = found(tmp_path, **given)
+    assert (warning.code, warning.severity) == (code, "warning")
+    assert found(tmp_path, **way_out) == ()
+
+
+def test_kept_groups_without_groups_say_what_is_missing(tmp_path: Path) -> None:
+    (refusal,) = found(tmp_path, gate="topk(2, keep_groups = 2)")
+    assert refusal.code == "MOE0317"
+    assert "`groups = …`" in refusal.help
+    assert [label.message for label in refusal.labels] == ["without `groups` there is one"]
+
+
+def test_one_id_for_padding_and_separators_is_warned_of(tmp_path: Path) -> None:
+    for embedding, codes in (
+        ("tokens(padding = 3, separator = 3)", ["MOE0348"]),
+        ("tokens(padding = 2, separator = 3)", []),
+        ("tokens(padding = given, separator = 3)", []),
+        ("tokens(padding = 3, segments = true)", []),
+    ):
+        assert [d.code for d in found(tmp_path, model=f"; embedding = {embedding}")] == codes
