@@ -48,20 +48,20 @@ class Beside:
         cut = {name: tensor.tensor_split(number) for name, tensor in self.given().items()}
         return [Beside(**{name: parts[index] for name, parts in cut.items()}) for index in range(number)]
 
-    def kinds(self) -> int:
-        """A number that says what is given."""
-        return sum(1 << index for index, field in enumerate(fields(self)) if field.name in self.given())
-
 
 NOTHING = Beside()
 
 
 @dataclass(frozen=True, slots=True)
 class Takes:
-    """What a model's `forward` takes beside ids. `experts` and `k` of each mixture whose choices can be given."""
+    """What a model's `forward` takes beside ids.
+
+    Of each mixture whose choices can be given: its `experts`, its `k`, and the number of its layer.
+    """
 
     experts: tuple[int, ...] = ()
     k: tuple[int, ...] = ()
+    layers: tuple[int, ...] = ()
     segments: bool = False
     padding: bool = False
     mixed: bool = False
@@ -72,13 +72,15 @@ class Takes:
         """What the Program takes."""
         forward = program.block(FORWARD)
         segments, padding = (forward.input(role) is not None for role in _MARKS)
-        experts, k = list[int](), list[int]()
-        for block in (program.block(call.block) for call in layer_calls(program)):
+        experts, k, layers = list[int](), list[int](), list[int]()
+        for call in layer_calls(program):
+            block = program.block(call.block)
             for op in (op for op in block.ops if isinstance(op, Replay)):
                 scores, own, _ = block.operands(op)
                 experts.append(cast(int, scores.shape[-1]))
                 k.append(cast(int, own.shape[-1]))
-        return cls(tuple(experts), tuple(k), segments, padding)
+                layers.append(call.layer)
+        return cls(tuple(experts), tuple(k), tuple(layers), segments, padding)
 
     def inputs(self, beside: Beside, tokens: Tensor) -> dict[Role, Tensor]:
         """The inputs of `forward` by role; what is not given gets values without effect."""
@@ -143,21 +145,29 @@ class Takes:
         return self._of_values(routes) if look and routes.numel() else None
 
     def _of_values(self, routes: Tensor) -> str | None:
-        for mixture, (experts, k) in enumerate(zip(self.experts, self.k, strict=True)):
+        for mixture, (experts, k, layer) in enumerate(zip(self.experts, self.k, self.layers, strict=True)):
             own, beyond = routes[:, :, mixture, :k], routes[:, :, mixture, k:]
             low, high = (int(bound) for bound in own.aminmax())
             least = FREE_ROUTE if self.mixed else -1
+            of_mixture = f"routes of mixture {mixture} (layer {layer})"
             if low < least or high >= experts:
-                wrong = low if low < least else high
-                return (
-                    f"routes of mixture {mixture} have expert {wrong}; experts are 0 to {experts - 1}, and -1 is none"
-                )
-            if bool(((beyond != -1) & (beyond != least)).any()):
-                return f"routes of mixture {mixture} have more than its {k} choices: the others must be -1"
+                wrong = (own < least) | (own >= experts)
+                found = f"expert {int(own[wrong][0])}{_first(wrong)}"
+                return f"{of_mixture} have {found}; experts are 0 to {experts - 1}, and -1 is none"
+            more = (beyond != -1) & (beyond != least)
+            if bool(more.any()):
+                return f"{of_mixture} have more than its {k} choices{_first(more)}: the others must be -1"
             ordered = own.sort(-1)[0]
-            if bool(((ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)).any()):
-                return f"routes of mixture {mixture} send a token to one expert twice"
+            twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] >= 0)
+            if bool(twice.any()):
+                return f"{of_mixture} send a token to one expert twice{_first(twice)}"
         return None
+
+
+def _first(wrong: Tensor) -> str:
+    """The first token `[batch, sequence, …]` of which something is wrong."""
+    sequence, token = wrong.flatten(2).any(-1).nonzero()[0].tolist()
+    return f" in sequence {sequence}, at token {token}"
 
 
 def _unlike(

@@ -59,7 +59,8 @@ class Complaint(NamedTuple):
 class MustMatch(NamedTuple):
     """Numbers that must be equal on all ranks, and the message if they are not.
 
-    In `words`, `{least}` and `{most}` stand for the minimum and maximum of a number over the ranks.
+    In `words`, `{least}` and `{most}` stand for the minimum and maximum of each number over the ranks, `{one}` and
+    `{other}` for the first ranks that have the minimum and the maximum of the first number that differs.
     """
 
     code: str
@@ -202,7 +203,9 @@ def _difference(reports: Sequence[_Report]) -> Complaint:
         columns = list(zip(*(claim.numbers for claim in claims), strict=True))
         least, most = [min(column) for column in columns], [max(column) for column in columns]
         if least != most:
-            return Complaint(claims[0].code, claims[0].words.format(least=least, most=most))
+            ranks = next(column for column in columns if min(column) != max(column))
+            one, other = ranks.index(min(ranks)), ranks.index(max(ranks))
+            return Complaint(claims[0].code, claims[0].words.format(least=least, most=most, one=one, other=other))
     rank, first = next((i, r.first) for i, r in enumerate(reports) if r.inputs != reports[r.first].inputs)
     return Complaint("MOE0702", OTHER_TOKENS.format(one=first, other=rank))
 

@@ -16,7 +16,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.job import hosts, unscored
 from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.checks import Complaint, MustMatch
-from moec.runtime.job.forward_checks import KINDS, SHAPES, counts_own_tokens
+from moec.runtime.job.forward_checks import counts_own_tokens, same_mode, same_shape
 from moec.runtime.job.home import Home, own_weights
 from moec.runtime.job.layer_state import INNER, PREFIX, give_whole_experts, load_own_parts
 from moec.runtime.job.microbatches import Microbatches
@@ -76,6 +76,7 @@ class MoeLayer(nn.Module):
         self._routers = [site_of(op, call.layer) for op in self._function.routers]
         self._number = torch.tensor(call.layer, device="cpu")
         self._padded = counts_own_tokens(program)
+        self._one_shape = same_shape(program)
         self.aux_loss = self.expert_counts = None
         self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
@@ -143,9 +144,8 @@ class MoeLayer(nn.Module):
         if look or self._padded:
             # A capacity is computed from one rank's tokens: every rank must have as many.
             shape = (0, 0) if complaint or not self._padded else tuple(_as_sequences(x).shape[:2])
-            kinds = (int(self.training), int(torch.is_grad_enabled()), hash(tuple(self._weights.needed())))
-            matching = MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kinds)
-            checks.require("start of a layer", complaint, *matching)
+            alike = same_mode(self.training, self._weights.needed())
+            checks.require("start of a layer", complaint, MustMatch("MOE0702", self._one_shape, shape), *alike)
         elif complaint:
             raise complaint.error()
         return look

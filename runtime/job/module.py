@@ -21,7 +21,7 @@ from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.batches import ImageLimits, Limits, device_of
 from moec.runtime.job.beside import NOTHING, Beside, Takes
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
-from moec.runtime.job.forward_checks import HOOKS, KINDS, SHAPES, Claims, counts_own_tokens
+from moec.runtime.job.forward_checks import HOOKS, Claims, counts_own_tokens, same_inputs, same_mode, same_shape
 from moec.runtime.job.home import Home
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.plan_layer import Layer, layer_inside
@@ -91,6 +91,7 @@ class PlanModule(nn.Module):
         self._draws = program.block(FORWARD).input("sequences") is not None
         self.takes = Takes.of(program)
         self._places_by_shape = counts_own_tokens(program)
+        self._one_shape = same_shape(program, "images" if isinstance(limits, ImageLimits) else "tokens")
         self.num_tokens: int | Tensor = 0
         """Tokens of the last forward pass, without padding."""
         self.expert_counts: dict[int, Tensor] = {}
@@ -396,13 +397,10 @@ class PlanModule(nn.Module):
         except JobError as error:
             complaint = complaint or Complaint.of(error)
         one_shape = self._places_by_shape or (self._draws and self.training)
-        shape = tuple(tokens.shape[:2]) if one_shape and complaint is None else (0, 0)
-        # Ranks with different frozen parameters would start different sums of gradients, and ranks whose parameters
-        # were changed between micro-batches would gather weights that others have kept.
-        given = int(labels is not None), beside.kinds()
-        kind = (int(self.training), *given, int(torch.is_grad_enabled()), hash(tuple(needed)))
+        shape = tuple(tokens.shape) if one_shape and complaint is None else (0, 0)
+        alike = *same_inputs(labels, beside), *same_mode(self.training, needed)
         settings = same_on_ranks(self.settings if self._draws else {})
-        return Claims(complaint, (MustMatch("MOE0702", SHAPES, shape), MustMatch("MOE0702", KINDS, kind), settings))
+        return Claims(complaint, (MustMatch("MOE0702", self._one_shape, shape), *alike, settings))
 
     def hooks_of_parameters(self) -> MustMatch:
         """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""

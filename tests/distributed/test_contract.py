@@ -143,7 +143,6 @@ def test_an_averaged_model_is_the_mean_of_its_weights(gloo: GlooPool, ranks: str
 
 
 OTHER_INPUTS = "MOE0702 ranks 0 and 1 have the same `job.data_rank`, but different tokens, labels or inputs"
-DIFFER = "MOE0702 ranks differ in whether they train, have labels, routes, segments or padding, want gradients"
 
 ERRORS = {
     "no scalar": r"MOE0713 (rank 3, |)(step 1: |)the loss gave torch.float32 \[\d, 8, 32\], and must give a scalar",
@@ -164,9 +163,9 @@ ERRORS = {
     "a hook's labels": "MOE0702 .*labels contain the id",
     "a hook's tokens": OTHER_INPUTS,
     "a hook on some": "nothing",
-    "a hook's call": DIFFER,
-    "frozen between": "MOE0702 ranks differ in whether they train",
-    "evaluating between": "MOE0702 ranks differ in whether they train",
+    "a hook's call": "MOE0702 rank 1 has labels and rank 0 none: give them on every rank or on none",
+    "frozen between": "MOE0702 ranks . and . want gradients of different parameters",
+    "evaluating between": "MOE0702 rank 0 trains and rank 1 evaluates",
     "names": "MOE0713 ranks differ in .* names of inputs",
     "other labels": "MOE0713 job.accumulate got .*, or other ignored ones",
     "another job's": "MOE0714 this job of tiny got a model that another job built",
@@ -182,11 +181,11 @@ ERRORS = {
     "data parallel": "MOE0711 DistributedDataParallel takes parameters for replicas",
     "inside another": "Operator c10d.broadcast_.default does not have a sharding strategy",
     "other tokens": OTHER_INPUTS,
-    "modes": f"{DIFFER}, and for which parameters",
+    "modes": r"MOE0702 rank 1 trains and rank 0 evaluates: call `train\(\)` or `eval\(\)` on every rank",
     "an adapter": r"MOE0710 (rank 2: |)head.weight was replaced: head is now of class Sequential",
     "other calls": "MOE0702 ranks make different calls: one is at `start of a forward pass`, another",
     "steps": "MOE0713 ranks differ in `microbatches`",
-    "frozen on one rank": f"{DIFFER}, and for which",
+    "frozen on one rank": "MOE0702 ranks . and . want gradients of different parameters",
     "replaced": r"MOE0710 (rank 0: |)head.weight .* was replaced: this rank's part has shape \[32, 16\], but the plan",
     "works": "True",
 }
@@ -204,8 +203,8 @@ def test_a_mistake_is_one_clear_error_the_same_on_every_rank(gloo: GlooPool, ran
 
 def test_batches_that_a_hook_makes_unequal_are_refused_with_a_capacity(gloo: GlooPool) -> None:
     told = set(gloo.run(4, refusals.cropped_by_a_hook, FOUR, initialize=False))
-    words = "capacities and jitter need one shape on all ranks"
-    assert told == {f"MOE0702 tokens have shapes from [2, 8] to [4, 8] on the ranks; {words}"}
+    words = "and must have one: places of experts follow from it"
+    assert told == {f"MOE0702 tokens have shapes from [2, 8] to [4, 8] on the ranks, {words}"}
 
 
 def test_another_ranks_state_is_refused_by_name(gloo: GlooPool, tmp_path: Path) -> None:

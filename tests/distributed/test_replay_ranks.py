@@ -52,10 +52,11 @@ def rolled_out_and_trained() -> dict[str, Any]:
                 job.step(model, *parts[:2], routes=parts[2].clone().fill_(-1).index_fill(-1, torch.tensor([0]), bad))
             except moec.DiagnosticError as error:
                 wrong[name] = error.diagnostics[0].code, error.diagnostics[0].message
-        try:
-            job.step(model, *parts[:2], routes=parts[2] if job.rank else None)
-        except moec.DiagnosticError as error:
-            wrong["on some ranks"] = error.diagnostics[0].code, error.diagnostics[0].message
+        for name, given in {"routes": parts[2], "segments": texts, "padding": padded}.items():
+            try:
+                job.step(model, *parts[:2], **{name: given if job.rank > 1 else None})
+            except moec.DiagnosticError as error:
+                wrong[f"{name} on some ranks"] = error.diagnostics[0].code, error.diagnostics[0].message
         try:
             job.step(model, *parts[:2], segments=texts if job.rank else texts.flip(1))
         except moec.DiagnosticError as error:
@@ -87,4 +88,9 @@ def test_a_step_with_the_routes_of_another_plans_rollout_is_the_unsharded_one(gl
         torch.testing.assert_close(result["plain"], other(TOKENS).logits.detach().chunk(2)[rank // 2])
     wrong = {str(result["wrong"]) for result in results}
     assert len(wrong) == 1, "ranks raise different errors"
-    assert [code for code, _ in results[0]["wrong"].values()] == ["MOE0726", "MOE0726", "MOE0702", "MOE0727"]
+    found = dict(results[0]["wrong"])
+    for name in ("routes", "segments", "padding"):
+        code, words = found.pop(f"{name} on some ranks")
+        assert code == "MOE0702"
+        assert words.startswith(f"rank 2 has {name} and rank 0 none: give ")
+    assert [code for code, _ in found.values()] == ["MOE0726", "MOE0726", "MOE0727"]

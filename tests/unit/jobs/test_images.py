@@ -21,6 +21,7 @@ from moec.passes.cost.totals import activation_bytes, costs_of
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import ops as o
 from moec.runtime.errors import JobError
+from moec.runtime.job.forward_checks import same_shape
 from moec.runtime.job.reference import reference, reference_program
 from moec.runtime.verify.verification import verify
 
@@ -204,6 +205,14 @@ def test_tokens_have_no_classes() -> None:
 def test_windows_that_do_not_fit_the_grid_are_refused(grid: str) -> None:
     found = load_text(image_text(attention=f"mha(heads = 4, {grid})")).diagnostics
     assert {each.code for each in found} == {"MOE0369"}
+
+
+def test_ranks_with_unequal_images_hear_of_images_and_of_what_needs_one_shape() -> None:
+    words = same_shape(reference_program(image_spec(gate="soft(2)", balance="[]")), "images")
+    told = words.format(least=[3, 2, 8, 8], most=[4, 2, 8, 8])
+    assert told == (
+        "images have shapes from [3, 2, 8, 8] to [4, 2, 8, 8] on the ranks, and must have one: slots follow from it"
+    )
 
 
 def test_one_window_of_the_whole_grid_is_accepted_without_a_shift() -> None:

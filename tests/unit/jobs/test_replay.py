@@ -268,6 +268,10 @@ WRONG = {
     "too large": (GOOD.masked_fill(GOOD == 3, 8), "have expert 8"),
     "too small": (GOOD.masked_fill(GOOD == 3, -2), "have expert -2"),
     "twice": (torch.zeros_like(GOOD), "one expert twice"),
+    "its place": (
+        GOOD.clone().index_put_(tuple(torch.tensor([5, 2, 1, 1])[:, None]), torch.tensor(9)),
+        r"routes of mixture 1 \(layer 2\) have expert 9 in sequence 5, at token 2; experts are 0 to 7",
+    ),
 }
 
 
@@ -295,8 +299,12 @@ def test_layers_with_fewer_choices_have_none_beyond_them() -> None:
     assert torch.equal(model(TOKENS, routes=chosen).routes, chosen)
     beyond = torch.zeros_like(chosen, dtype=torch.bool)
     beyond[1, 2, 1, 1] = True
-    for wrong in (GOOD, chosen.masked_fill(beyond, -2), chosen.masked_fill(beyond, -7)):
-        with pytest.raises(JobError, match="mixture 1 have more than its 1 choices: the others must be -1"):
+    for wrong, at in (
+        (GOOD, "sequence 0, at token 0"),
+        (chosen.masked_fill(beyond, -2), "sequence 1, at token 2"),
+        (chosen.masked_fill(beyond, -7), "sequence 1, at token 2"),
+    ):
+        with pytest.raises(JobError, match=rf"mixture 1 \(layer 2\) have more than its 1 choices in {at}: the others"):
             model(TOKENS, routes=wrong)
 
 
