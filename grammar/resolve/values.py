@@ -21,6 +21,7 @@ from moec.grammar.schema import (
     positional,
 )
 from moec.grammar.spec.base import Node
+from moec.grammar.spec.experts import Activated
 from moec.grammar.suggest import advice, nearest
 from moec.grammar.syntax.tree import Argument, Call, Expression, Name, Negative, Number, Operation, Range, String
 from moec.grammar.syntax.tree import Sequence as ListValue
@@ -176,7 +177,24 @@ def _misfit(scope: Scope, kinds: Sequence[Kind], written: Written, value: Expres
         help, instead = f"without quotes: `{value.value}`", value.value
     elif any(isinstance(kind, ListKind) for kind in kinds):
         help = "a list stands in brackets, also if it has one element: `[…]`"
-    return scope.error("MOE0206", written, f"expected {expected}, found {_found(value)}", help=help, instead=instead)
+    found = _found(value)
+    if isinstance(value, Operation) and not is_arithmetic(scope, value):
+        found, help = "a product", help or _one_wide(kinds, value)
+    return scope.error("MOE0206", written, f"expected {expected}, found {found}", help=help, instead=instead)
+
+
+def _one_wide(kinds: Sequence[Kind], product: Operation) -> str:
+    """Help for `2 * swiglu(4)` where one feed-forward stands: their sum is one of their total width."""
+    count, last = product.first, product.rest[-1][1]
+    classes = {word: cls for kind in kinds if isinstance(kind, CallKind) for word, cls in kind.classes.items()}
+    if not isinstance(last, Call) or not issubclass(classes.get(last.name.text, Node), Activated):
+        return ""
+    words = "the sum of several is one of their total width"
+    match (count, *(argument.value for argument in last.arguments[:1])):
+        case (Number() | Name() as number, Number() | Name() as width) if len(product.rest) == 1:
+            return f"{words}: `{last.name.text}({number.text} * {width.text})`"
+        case _:
+            return words
 
 
 def _words(kinds: Iterable[Kind]) -> set[str]:

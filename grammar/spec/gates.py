@@ -249,7 +249,7 @@ class Soft(_Gate):
     decides_rows = True
     leaks = "training and evaluation"
     positional = ("slots",)
-    slots: Annotated[PositiveInt, Doc("means that each expert takes")] = 1
+    slots: Annotated[PositiveInt, Doc("means that each expert takes; `tp` divides their number")] = 1
 
 
 class Smear(_Gate):

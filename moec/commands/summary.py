@@ -21,7 +21,9 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
     states, memory = amount_of_bytes(counts.state_bytes), amount_of_bytes(spec.cluster.device.memory)
-    at_once = count(max(1, counts.sequences // degrees.dp // program.microbatches), "sequence")
+    what = "image" if spec.has_model and spec.model.length is not None else "sequence"
+    of_rank = counts.sequences // degrees.dp
+    at_once = count(max(1, of_rank // program.microbatches), what)
     recomputed = any(block.recompute != "none" for block in program.blocks)
     kept = _activations(counts, program.microbatches) + (", without recomputation" if recomputed else "")
     lines = [
@@ -35,8 +37,8 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
         f"            activations of {at_once}, kept for backward: {kept}",
         *_memory(plan, program),
-        f"  a step    {counts.sequences} sequences, {si(counts.tokens)} tokens, "
-        f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, counts.sequences // degrees.dp)}",
+        f"  a step    {count(counts.sequences, what)}, {si(counts.tokens)} tokens, "
+        f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, of_rank, what)}",
         *_recomputed(program),
     ]
     for index, flow in enumerate(counts.traffic):
@@ -130,10 +132,10 @@ def skew_lines(skew: float | None) -> list[str]:
     return [f"fits while the busiest rank has at most {skew:.2f} × the mean of rows"] if skew else []
 
 
-def _microbatches(program: Program, sequences: int) -> str:
+def _microbatches(program: Program, sequences: int, what: str) -> str:
     """`, in 4 micro-batches of 2 sequences per rank`, or nothing if there is one."""
     parts = program.microbatches
-    return f", in {parts} micro-batches of {count(max(1, sequences // parts), 'sequence')} per rank" * (parts > 1)
+    return f", in {parts} micro-batches of {count(max(1, sequences // parts), what)} per rank" * (parts > 1)
 
 
 def _recomputed(program: Program) -> list[str]:

@@ -119,11 +119,15 @@ def _batch_problems(spec: Spec) -> list[Diagnostic]:
         diagnose(
             "MOE0313",
             train.span("batch"),
-            f"{train.batch} sequences over {shares}",
+            f"{train.batch} {_of_batch(spec)} over {shares}",
             labels=_cluster_label(spec),
             help=f"set `batch = {-(-train.batch // dp) * dp}`",
         )
     ]
+
+
+def _of_batch(spec: Spec) -> str:
+    return "images" if spec.has_model and spec.model.length is not None else "sequences"
 
 
 def _microbatch_problems(spec: Spec, batch: int, dp: int) -> list[Diagnostic]:
@@ -139,7 +143,7 @@ def _microbatch_problems(spec: Spec, batch: int, dp: int) -> list[Diagnostic]:
             "MOE0330",
             parallel.span("microbatches"),
             f"{sequences} / {parts} is not whole",
-            labels=_label(spec.train.span("batch"), f"{sequences} sequences per data-parallel rank, of {dp}"),
+            labels=_label(spec.train.span("batch"), f"{sequences} {_of_batch(spec)} per data-parallel rank, of {dp}"),
             help=f"set `microbatches = {below}` or `batch = {more}`",
         )
     ]
@@ -156,7 +160,8 @@ def _width_problems(spec: Spec) -> list[Diagnostic]:
             if size % tp == 0 or (name == "kv_heads" and tp % size == 0):
                 continue
             fitting = [f"`tp = {max(d for d in divisors(math.gcd(size, spec.cluster.ranks)))}`"]
-            fitting.append(f"`{name} = {-(-size // tp) * tp}`")
+            wider = f"`{name} = {-(-size // tp) * tp}`"
+            fitting.append(f"take {wider}, which is another model" if name == "slots" else wider)
             what = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
             found[id(node), name] = diagnose(
                 "MOE0318",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from images import image_text
 from models import moe_text
 
 from moec.commands.summary import summary
@@ -18,6 +19,14 @@ def lines_of(text: str) -> list[str]:
 def test_activations_are_those_of_a_ranks_sequences() -> None:
     (line,) = (line for line in lines_of(moe_text(batch=8, sequence=8)) if "activations of" in line)
     assert line == "            activations of 2 sequences, kept for backward: 55.9 kB"
+
+
+def test_a_model_of_images_counts_images() -> None:
+    found = "\n".join(lines_of(image_text(ranks=2, tp=1, batch=8, microbatches=2)))
+    assert "activations of 2 images, kept" in found
+    assert "a step    8 images, " in found
+    assert "in 2 micro-batches of 2 images per rank" in found
+    assert "sequence" not in found
 
 
 def test_the_busiest_rank_keeps_more_activations() -> None:

@@ -113,3 +113,37 @@ def test_one_id_for_padding_and_separators_is_warned_of(tmp_path: Path) -> None:
         ("tokens(padding = 3, segments = true)", []),
     ):
         assert [d.code for d in found(tmp_path, model=f"; embedding = {embedding}")] == codes
+
+
+@pytest.mark.parametrize(
+    ("shared", "help"),
+    [
+        ("2 * swiglu(4)", "the sum of several is one of their total width: `swiglu(2 * 4)`"),
+        ("2 * 3 * swiglu(4)", "the sum of several is one of their total width"),
+        ("2 * lora(4)", ""),
+    ],
+)
+def test_several_shared_experts_are_one_of_their_total_width(tmp_path: Path, shared: str, help: str) -> None:
+    (refusal,) = found(tmp_path, moe=f"; shared = {shared}")
+    assert (refusal.code, refusal.help) == ("MOE0206", help)
+    assert refusal.message.endswith("found a product")
+    assert found(tmp_path, moe="; shared = swiglu(2 * 4)") == ()
+
+
+def test_tp_divides_slots_and_other_slots_are_said_to_be_another_model(tmp_path: Path) -> None:
+    (refusal,) = found(tmp_path, gate="soft(1)", parallel="tp = 2")
+    assert (refusal.code, refusal.help) == ("MOE0318", "set `tp = 1` or take `slots = 2`, which is another model")
+    assert found(tmp_path, gate="soft(1)") == found(tmp_path, gate="soft(2)", parallel="tp = 2") == ()
+
+
+def test_batches_of_images_are_counted_in_images(tmp_path: Path) -> None:
+    images = """
+    model "v" {{
+      dim = 16; depth = 1; embedding = patches(image = 8, size = 2); head = classes(3)
+      layers {{ attention = {attention}; ffn = gelu(8) }}
+    }}
+    cluster "c" {{ device = cpu; level "n" {{ size = 4 }} }}
+    train {{ batch = 6 }}
+    """
+    (refusal,) = found(tmp_path, images)
+    assert (refusal.code, refusal.message) == ("MOE0313", "6 images over 4 ranks")
