@@ -6,7 +6,7 @@ No kernel is stored. At the first call, the kernels that run are rendered from t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
@@ -122,6 +122,11 @@ def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[
             yield shape, () if shape == shape.of_backward else ("route",)
             if shape != shape.of_backward:
                 yield shape.of_backward, ("route_backward",)
+        case o.NestedRoute():
+            yield _plain_route_shape(op.outer, op.k, op.score, op.order, op.normalize), ()
+            yield _plain_route_shape(op.inner, op.inner_k, op.inner_score, op.inner_order, op.inner_normalize), ()
+        case o.SampleExperts():
+            yield _plain_route_shape(experts, 1, "softmax", "after", False), ("route",)
         case o.Permute():
             yield every, (*counting, "rank")
             yield places, ("fill", "add_rows")
@@ -172,20 +177,19 @@ def _of_heads(plan: Plan, block: Block, op: Heads) -> Iterator[tuple[KernelShape
         yield of_tokens, ("combine", "combine_backward")
 
 
-def _route_shape(op: o.Route, experts: int) -> RouteShape:
+def _plain_route_shape(experts: int, k: int, score: str, order: str, normalize: bool) -> RouteShape:
     """Logits and weights are float32 whatever the model's dtype is."""
-    return RouteShape(
-        experts=experts,
-        k=op.k,
-        score=op.score,
-        after=op.order == "after",
-        normalize=op.normalize,
+    return RouteShape(experts=experts, k=k, score=score, after=order == "after", normalize=normalize, dtype="fp32")
+
+
+def _route_shape(op: o.Route, experts: int) -> RouteShape:
+    return replace(
+        _plain_route_shape(experts, op.k, op.score, op.order, op.normalize),
         scale=op.scale,
         groups=op.groups,
         keep_groups=op.keep_groups,
         group_score=op.group_score,
         biased="bias" in op.optional,
-        dtype="fp32",
     )
 
 
@@ -197,7 +201,7 @@ def _experts_of(op: Op, block: Block) -> int:
             return op.num_experts
         case o.MixtureMlp():
             experts = given["up"].shape[0]
-        case o.Route():
+        case o.Route() | o.SampleExperts():
             experts = given["logits"].shape[-1]
         case o.QueueStarts():
             experts = given["counts"].shape[-1]

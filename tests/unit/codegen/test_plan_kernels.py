@@ -44,6 +44,29 @@ def test_shapes_are_those_of_one_rank(plan: Plan) -> None:
     assert (up.experts, up.dim, up.hidden, up.gathered, up.dtype) == (1, 4096, 14336, True, "bf16")
 
 
+NESTED = ' layer "inner" { moe { experts = 3 * gelu(5); gate = topk(1, score = sigmoid) } }'
+CALLS = {
+    "topk(2)": {(8, 2, "softmax")},
+    "expert_choice(2)": {(8, 1, "softmax")},
+    "base": {(8, 1, "softmax")},
+    "sparsemixer(2)": {(8, 1, "softmax")},
+    "hash(2)": set(),
+    "nested": {(8, 2, "softmax"), (3, 1, "sigmoid")},
+}
+
+
+@pytest.mark.parametrize("gate", CALLS)
+def test_the_kernels_of_a_gate_are_those_that_its_op_calls(gate: str) -> None:
+    """`expert_choice` has a choice of each expert, and calls `route` for one."""
+    text = moe_text(ranks=1, ep=1, gate="topk(2)" if gate == "nested" else gate, balance="[]")
+    text = 'use "devices/h100"\n' + text.replace("device = cpu", 'device = "h100"')
+    if gate == "nested":
+        text = text.replace("8 * swiglu(16)", '8 * mixture("inner")') + NESTED
+    found = [kernel for kernel in kernels_of(compile_source(text)) if isinstance(kernel.shape, RouteShape)]
+    assert {(one.shape.experts, one.shape.k, one.shape.score) for one in found} == CALLS[gate]
+    assert all(one.only == (("route",) if gate.startswith("sparsemixer") else ()) for one in found)
+
+
 def test_dense_layers_have_the_kernels_of_their_activation_as_wide_as_on_one_rank() -> None:
     dense = """
     model "dense" {
