@@ -19,6 +19,7 @@ from moec.passes.ir.layout import REPLICATED, Layout, Partial
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_choices
 from moec.passes.ir.value import TRAINING, Setting, Value
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class CountQueues(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         return (Type(shape=(experts.shape[0], "pieces", experts.shape[2], self.num_experts), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
@@ -167,7 +168,7 @@ class LargestLoad(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         (experts,) = operands
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         return (Type(shape=(), dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:

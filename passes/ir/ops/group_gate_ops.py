@@ -10,11 +10,12 @@ from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import RoutingGroup, WideCount
 from moec.passes.ir.layout import REPLICATED
-from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
 from moec.passes.ir.ops.token_layouts import Blocks
-from moec.passes.ir.value import TRAINING, Setting, Value
+from moec.passes.ir.ops.token_operands import require_scores, require_training
+from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
@@ -44,8 +45,7 @@ class ChooseTokens(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         scores, *real = operands
-        fits = scores.dtype != "int64" and len(scores.shape) == 3 and isinstance(scores.shape[2], int)
-        require(fits, self, "wants scores of every expert")
+        require_scores(self, scores)
         require_real(self, scores, real)
         return (Type(shape=scores.shape, dtype="int64"),)
 
@@ -85,9 +85,8 @@ class BalancedAssignment(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         scores, training, *real = operands
-        fits = scores.dtype != "int64" and len(scores.shape) == 3 and isinstance(scores.shape[2], int)
-        require(fits, self, "wants scores of every expert")
-        require(isinstance(training, Setting) and training.name == TRAINING.name, self, "wants the setting $training")
+        require_scores(self, scores)
+        require_training(self, training)
         require_real(self, scores, real)
         return (Type(shape=(*scores.shape[:2], 1), dtype="int64"),)
 

@@ -18,6 +18,7 @@ from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.capacity_ops import Capacity
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_choices, require_scores
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class KeepFirst(Capacity):
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         experts, priorities, *settings = self.named(operands).values()
         self.require_setting(settings)
-        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        require_choices(self, experts)
         fits = priorities.dtype != "int64" and priorities.shape == experts.shape[:-1]
         require(fits, self, "wants a priority of each token")
         return (Type(shape=experts.shape, dtype="int64"),)
@@ -115,10 +116,8 @@ class Reroute(Capacity):
         given = self.named(operands)
         logits, experts = given["logits"], given["experts"]
         self.require_setting([given["training"]] if "training" in given else [])
-        require(
-            experts.dtype == "int64" and experts.shape[:-1] == logits.shape[:-1], self, "wants experts of each token"
-        )
-        require(logits.dtype != "int64" and isinstance(logits.shape[-1], int), self, "wants logits of every expert")
+        require_choices(self, experts, logits)
+        require_scores(self, logits, "logits")
         fits = "priorities" not in given or given["priorities"].shape == logits.shape[:-1]
         require(fits, self, "wants a priority of each token, or none")
         require("bias" not in given or given["bias"].shape == logits.shape[-1:], self, "wants a bias of each expert")
@@ -156,10 +155,8 @@ class ChosenWeights(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, experts = operands
-        require(
-            experts.dtype == "int64" and experts.shape[:-1] == logits.shape[:-1], self, "wants experts of each token"
-        )
-        require(logits.dtype != "int64", self, "wants logits of every expert")
+        require_choices(self, experts, logits)
+        require_scores(self, logits, "logits")
         require(self.score != "none" or not self.normalize, self, "scores cannot be normalized as logits")
         return (Type(shape=experts.shape, dtype=logits.dtype),)
 

@@ -9,24 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.attribute_types import Count, Stream
-from moec.passes.ir.layout import REPLICATED
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_keys, require_training
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
-
-
-def require_training(op: Op, training: Value) -> None:
-    """Requires the setting `$training`."""
-    require((training.dtype, training.shape) == ("int64", ()), op, "wants the setting $training")
-
-
-def own_tokens_in_training(op: Op, of_tokens: int, meshes: Meshes) -> Placing:
-    """The layout rule of an op over `of_tokens` values of tokens and the setting `$training`, its last operand."""
-    placing = own_tokens(op, of_tokens, meshes)
-    return Placing((*placing.operands, REPLICATED), placing.results)
 
 
 @register
@@ -46,12 +35,12 @@ class Uniform(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         keys, training = operands
-        require(keys.dtype == "int64" and len(keys.shape) == 2, self, "wants a key for each token")
+        require_keys(self, keys)
         require_training(self, training)
         return (Type(shape=(*keys.shape, self.count), dtype="fp32"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return own_tokens_in_training(self, 1, meshes)
+        return own_tokens(self, 1, meshes, parameters=1)
 
 
 @register
@@ -80,7 +69,7 @@ class SecondAtRandom(Op):
         return (Type(shape=experts.shape, dtype="int64"),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return own_tokens_in_training(self, 3, meshes)
+        return own_tokens(self, 3, meshes, parameters=1)
 
 
 @register

@@ -18,6 +18,7 @@ from moec.passes.ir.attribute_types import Positive, Stream
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, layout_of, register, require
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_keys, require_scores, require_training
 from moec.passes.ir.value import Value, promoted
 
 if TYPE_CHECKING:
@@ -73,13 +74,12 @@ class Jitter(Op):
         x, keys, training = operands
         require(len(x.shape) == 3 and isinstance(x.shape[2], int), self, "wants x [batch, sequence, dim]")
         require(x.dtype != "int64" and x.ragged is None, self, "wants floating x")
-        require(keys.dtype == "int64" and keys.shape == x.shape[:2], self, "wants a key for each token")
-        require(training.dtype == "int64" and training.shape == (), self, "wants the setting $training")
+        require_keys(self, keys, x)
+        require_training(self, training)
         return (Type(shape=x.shape, dtype=promoted(x.dtype)),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        placing = own_tokens(self, 2, meshes)
-        return Placing((*placing.operands, REPLICATED), placing.results)
+        return own_tokens(self, 2, meshes, parameters=1)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         return elementwise(self, operands, results, workload, keeps=workload.keep(operands[1]))
@@ -126,12 +126,11 @@ class NormalNoise(Op):
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         logits, keys, training = operands
-        require(len(logits.shape) == 3 and isinstance(logits.shape[2], int), self, "wants logits of each token")
+        require_scores(self, logits, "logits")
         require(logits.dtype in ("fp32", "fp64"), self, "wants logits in at least fp32")
-        require(keys.dtype == "int64" and keys.shape == logits.shape[:2], self, "wants a key for each token")
-        require(training.dtype == "int64" and training.shape == (), self, "wants the setting $training")
+        require_keys(self, keys, logits)
+        require_training(self, training)
         return (Type(shape=logits.shape, dtype=logits.dtype),)
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        placing = own_tokens(self, 2, meshes)
-        return Placing((*placing.operands, REPLICATED), placing.results)
+        return own_tokens(self, 2, meshes, parameters=1)

@@ -11,8 +11,8 @@ from pydantic import Field
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.formulas import elementwise
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
-from moec.passes.ir.ops.random_gate_ops import own_tokens_in_training, require_training
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_scores, require_training
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class SampleExperts(Op):
         logits, numbers, training = operands
         tokens, experts = logits.shape[:-1], logits.shape[-1]
         require(isinstance(experts, int) and self.k <= experts, self, f"k = {self.k} of {experts} experts")
-        require(logits.dtype != "int64" and len(tokens) == 2, self, "wants logits of each token")
+        require_scores(self, logits, "logits")
         require(numbers.shape == (*tokens, 2 * self.k) and numbers.dtype != "int64", self, "wants 2 k numbers a token")
         require_training(self, training)
         chosen = Type(shape=(*tokens, self.k), dtype="int64")
@@ -60,7 +60,7 @@ class SampleExperts(Op):
         return Type(shape=logits.shape, dtype=logits.dtype), chosen, outside, chosen
 
     def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
-        return own_tokens_in_training(self, 2, meshes)
+        return own_tokens(self, 2, meshes, parameters=1)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
         probabilities, tokens = results[0], workload.count(results[1]) / self.k

@@ -45,6 +45,9 @@ def sum_tokens(op: Op, activations: Sequence[Value], meshes: Meshes) -> Placing:
 
 
 def own_tokens(op: Op, activations: int, meshes: Meshes, parameters: int = 0) -> Placing:
-    """The rule of a mixture's op: every rank has different tokens, so no token is sent twice."""
+    """The rule of a mixture's op: every rank has different tokens, so no token is sent twice.
+
+    Behind the activations there are `parameters` or settings, which are replicated.
+    """
     wanted = (meshes.own_tokens,) * activations + (REPLICATED,) * parameters
     return Placing(wanted, (meshes.own_tokens,) * len(op.results))

@@ -284,8 +284,7 @@ def test_a_program_with_another_setting_is_refused(text: str) -> None:
     printed = print_program(moe_plan(**JITTER).program)
     line = "setting $training: int64[] @ replicate = 1 in 0..1"
     assert line in printed
-    name = text.split(":")[0].split("$")[1]
-    changed = printed.replace(line, text.replace("[] =", "[] @ replicate =")).replace("$training", f"${name}")
+    changed = printed.replace(line, f"{text.replace('[] =', '[] @ replicate =')}\n    {line}", 1)
     with pytest.raises(InternalError, match=r"no setting"):
         check_program(parse_program(changed))
 
@@ -416,3 +415,15 @@ def test_a_step_inside_of_another_is_refused() -> None:
         with pytest.raises(JobError, match=r"(?s)MOE0713.*one step at a time"), job.accumulate(model, labels):
             job.step(model, tokens, labels)
         assert job.step(model, tokens, labels) > 0
+
+
+@pytest.mark.parametrize("gate", ["topk(2, jitter = 0.1)", "topk(2, noise = 0.1)", "gshard", "sparsemixer(2)"])
+def test_a_program_whose_draws_take_another_setting_for_training_is_refused(gate: str) -> None:
+    text = print_program(lower(moe_spec(gate=gate)))
+    block = text[text.index("%keys") :]
+    drawn = next(line for line in block.splitlines() if "$training" in line and "setting" not in line)
+    changed = text.replace(drawn, drawn.replace("$training", "$other")).replace(
+        "    setting $training", "    setting $other: int64[] = 1 in 0..1\n    setting $training"
+    )
+    with pytest.raises(InternalError, match=r"\$training"):
+        check_program(parse_program(changed))
