@@ -52,6 +52,7 @@ def _expert_linear(e: Emitter, op: Op) -> None:
     steps: list[tuple[Any, tuple[object, ...]]] = []  # what follows the product
     if op.positions > 1:
         rows = e.call(op, aten.flatten.using_ints, windows_at(e, op, rows, shape), 0, 1)
+        rows = e.call(op, aten.contiguous.default, rows)  # of one row they are a view that overlaps
         counts = e.call(op, aten.mul.Scalar, counts, op.positions)
         steps += [(aten.view.default, ([-1, op.positions * int(shape[1])],))]
     steps += [(aten.gelu.default, ())] if op.then == "gelu" else []

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 
 
 def _windows(e: Emitter, op: Op) -> None:
+    """Copies the windows: a compiled graph gives the gradient of a result the result's strides, so none may overlap."""
     assert isinstance(op, o.Windows)
     given, size = op.named(e.refs(op)), op.before + 1 + op.after
     padded = e.call(op, aten.constant_pad_nd.default, given["x"], [0, 0, op.before, op.after])
@@ -32,7 +33,7 @@ def _windows(e: Emitter, op: Op) -> None:
                 inside = e.call(op, aten.eq.Tensor, numbers, own)
             mask = e.call(op, aten.to.dtype, inside, e.dtype(op.results[0].dtype))
             window = e.call(op, aten.mul.Tensor, window, e.call(op, aten.unsqueeze.default, mask, -1))
-    e.result(op, aten.flatten.using_ints, window, 2, 3)
+    e.result(op, aten.contiguous.default, e.call(op, aten.flatten.using_ints, window, 2, 3))
 
 
 def _window_linear(e: Emitter, op: Op) -> None:

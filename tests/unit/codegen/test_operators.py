@@ -182,6 +182,37 @@ def test_no_operator_writes_its_inputs_or_draws_numbers(nodes: list[fx.Node]):
         assert "generator" not in {argument.name for argument in target._schema.arguments}, target
 
 
+VIEWS = {
+    "detach",
+    "expand",
+    "flatten",
+    "permute",
+    "select",
+    "slice",
+    "squeeze",
+    "transpose",
+    "unflatten",
+    "unsqueeze",
+    "view",
+}
+
+
+def test_no_views_that_overlap_leave_an_op_or_reach_an_operator_of_moec(nodes: list[fx.Node]):
+    """Dynamo ends a graph at some of these operators. The gradient of a result then has the result's strides: where
+    they overlap, its numbers overwrite each other. torch replaces strides of 0 alone.
+    """
+    assert not {target for target in overloads(nodes) if "strided" in target.name()}
+    found = [node for node in nodes if node.target is torch.ops.aten.unfold.default and node.args[2] > node.args[3]]  # type: ignore[operator]
+    assert {info_of(node).op.mnemonic for node in found} == {"windows", "window_linear", "expert_linear"}  # type: ignore[union-attr]
+    for node in found:
+        for user in node.users:
+            assert user.op == "call_function", (node, user)
+            assert info_of(user).op is info_of(node).op, (node, user)
+            assert user.target.namespace != "moec", (node, user)  # type: ignore[union-attr]
+            if user.target.name().removeprefix("aten::").split(".")[0] in VIEWS:  # type: ignore[union-attr]
+                found.append(user)
+
+
 SEEDED = {torch.ops.aten.scaled_dot_product_attention.default}
 """It draws random numbers only for dropout, which is 0.0."""
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from matrices import diagonals, some
-from models import moe_plan, moe_spec
+from models import moe_plan, moe_spec, moe_text
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import moec
+from moec.grammar import load_text
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_layer import Layer
@@ -144,3 +145,21 @@ def test_a_compiled_model_recomputes_and_keeps_the_routers_choices(word: str, mo
             found.append([loss, *(p.grad for p in model.parameters())])
     assert equal(*found)
     assert counter.frame_count == 6
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize(
+    ("gate", "experts"),
+    [("gshard", "4 * conv(4)"), pytest.param("topk(2)", "[2 * swiglu(4), 2 * conv(4)]", marks=pytest.mark.slow)],
+)
+def test_windows_that_leave_a_compiled_graph_get_their_gradients(gate: str, experts: str) -> None:
+    """A graph ends at `permute` where a choice may be −1."""
+    text = moe_text(gate=gate, expert="gelu(3)", experts=4).replace("4 * gelu(3)", experts)
+    spec = load_text(text, name="tiny.moe").unwrap()
+    compiled, eager = (reference(spec, seed=1) for _ in range(2))
+    compiled.compile(backend="aot_eager")
+    tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(0))
+    for model in (compiled, eager):
+        model(tokens, tokens).loss.backward()
+    for name, parameter in eager.named_parameters():
+        torch.testing.assert_close(compiled.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-7, msg=name)
