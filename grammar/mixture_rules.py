@@ -64,7 +64,7 @@ def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:
             )
 
 
-def _equal_loads(moe: Moe, counts: str) -> str:
+def _equal_loads(moe: Moe | Moa, counts: str) -> str:
     """Why the loads that a term counts are equal whatever the router computes, or nothing."""
     gate, experts = moe.gate, moe.num_experts
     if experts == 1 or counts not in ("choices", "scores") or isinstance(gate, GShard):  # drops second choices

@@ -25,7 +25,7 @@ def write_description(
     `shards`: of each rank the bytes of its shard, and the digest of the shard's header. `head` and `index` are the
     other fields of `Head` and `Index`. Raises `OSError`, and `JobError` MOE0804 for files that no reader would take.
     """
-    content = canonical({"model": fields_of(plan.spec.model), "headers": [header for _, header in shards], **index})
+    content = canonical({"model": fields_of(plan.spec), "headers": [header for _, header in shards], **index})
     fields = {"model": plan.name, "spec": digest(plan.spec_text.encode()), "world_size": len(shards), **head}
     sizes = [num_bytes for num_bytes, _ in shards]
     first = head_bytes({**fields, "shard_bytes": sizes, "index": digest(content)})

@@ -168,7 +168,7 @@ def _prepared(
     index, head, plan = loading.checkpoint.index, loading.checkpoint.head, job.plan
     tensors = tensors_of(model, plan)
     _require_same_model(path, index.tensors, tensors, head.model, plan)
-    if words := other_biases(index.model, plan.spec.model):
+    if words := other_biases(index.model, plan.spec):
         message = f"{path} is of {head.model}, and this model is {plan.name}: {words}"
         raise JobError("MOE0805", message, "give the gate the checkpoint's `bias`")
     for name, tensor in tensors.items():
@@ -204,7 +204,7 @@ def _remarks(
 ) -> Iterator[str]:
     """What a script should know of a checkpoint that was loaded: another model of the same shapes, parts not loaded."""
     index = loading.checkpoint.index
-    others = differences(index.model, plan.spec.model)
+    others = differences(index.model, plan.spec)
     if others:
         more = f"; and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
         yield f"the model has the same shapes, but computes something else: {'; '.join(others[:MAX_NAMED])}{more}"

@@ -1,8 +1,8 @@
 """What a model computes, as the text of its `.moe` file, and how two models of equal shapes differ. Needs no torch.
 
-A checkpoint stores the fields of `model` that are not at their defaults, in canonical text. Sizes are left out, which
-the tensors' shapes state, and everything outside of `model`: how a model is trained and on which ranks may change from
-run to run.
+A checkpoint stores the fields of `model`, and of the layers that its experts are, that are not at their defaults, in
+canonical text. Sizes are left out, which the tensors' shapes state; how a model is trained and on which ranks are left
+out, which may change from run to run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from moec.grammar.printer import selector, written_value
 from moec.grammar.schema import fields
-from moec.grammar.spec import Model
+from moec.grammar.spec import LongRope, Mixture, Moe, Ntk, Spec
 from moec.grammar.spec.base import Node
 from moec.runtime.checkpoint.index import ModelFields
 
@@ -21,28 +21,44 @@ WITHOUT = frozenset(("name", "vocab", "dim", "depth", "context", "layers"))
 """Fields of a model that are shapes, or bounds of them, or are stored by layer."""
 
 
-def fields_of(model: Model) -> dict[str, Any]:
+def fields_of(spec: Spec) -> dict[str, Any]:
     """A `ModelFields` as plain data: the text of every field, once for each distinct layer."""
     distinct = dict[Node, int]()
-    kinds = [distinct.setdefault(layer, len(distinct)) for layer in model.layers]
-    layers = [dict(_texts(layer)) for layer in distinct]
-    return {"model": {k: text for k, text in _texts(model) if k not in WITHOUT}, "layers": layers, "kinds": kinds}
+    kinds = [distinct.setdefault(layer, len(distinct)) for layer in spec.model.layers]
+    inner = spec.subject.inner
+    layers = [dict(_texts(layer, inner)) for layer in distinct]
+    model = {k: text for k, text in _texts(spec.model, inner) if k not in WITHOUT} | _context(spec)
+    return {"model": model, "layers": layers, "kinds": kinds}
 
 
-def _texts(node: Node, prefix: str = "") -> Iterator[tuple[str, str]]:
+def _texts(node: Node, inner: Mapping[str, Moe], prefix: str = "") -> Iterator[tuple[str, str]]:
     for known in fields(type(node)).values():
         value = getattr(node, known.name)
         if value is None or known.name in WITHOUT or (not known.required and value == known.default):
             continue
         if known.block:
-            yield from _texts(value, f"{prefix}{known.word}.")
+            yield from _texts(value, inner, f"{prefix}{known.word}.")
         else:
             yield prefix + known.word, written_value(known, value)
+    parts = node.parts if isinstance(node, Moe) else ()
+    for number, part in enumerate(parts):
+        if isinstance(part.body, Mixture):
+            where = f"experts.{number}." if len(parts) > 1 else "experts."
+            yield from _texts(inner[part.body.name], inner, prefix + where)
 
 
-def differences(stored: ModelFields, model: Model) -> list[str]:
-    """A phrase for each field that differs between a checkpoint's model and `model`, with both values."""
-    here = ModelFields(**fields_of(model))
+def _context(spec: Spec) -> dict[str, str]:
+    """The context, where frequencies of rotary positions depend on it (`passes/lower/rotary.py`)."""
+    context = spec.model.context or spec.sequence
+    ropes = (layer.attention.rope for layer in spec.model.layers)
+    scalings = (rope.scaling for rope in ropes if rope is not None)
+    originals = [each.original for each in scalings if isinstance(each, LongRope | Ntk) and each.original]
+    return {"context": str(context)} if context and any(context > original for original in originals) else {}
+
+
+def differences(stored: ModelFields, spec: Spec) -> list[str]:
+    """A phrase for each field that differs between a checkpoint's model and that of `spec`, with both values."""
+    here = ModelFields(**fields_of(spec))
     found = list(_between(stored.model, here.model))
     layers = dict[str, list[int]]()
     phrases = dict[tuple[int, int], list[str]]()
@@ -59,13 +75,13 @@ def differences(stored: ModelFields, model: Model) -> list[str]:
     return found
 
 
-def other_biases(stored: ModelFields, model: Model) -> str:
-    """How the gate's bias of the first layer where they differ is made in a checkpoint and in `model`; else nothing.
+def other_biases(stored: ModelFields, spec: Spec) -> str:
+    """How the gate's bias of the first layer where they differ is made in a checkpoint and in `spec`; else nothing.
 
     A learned bias and that of `online` have one name and shape, and mean different things: the first is added to logits
     and has a gradient, the second only chooses and follows loads.
     """
-    here = ModelFields(**fields_of(model))
+    here = ModelFields(**fields_of(spec))
     for number, (there, now) in enumerate(zip(stored.kinds, here.kinds, strict=False)):
         words = [_bias_of(fields.layers[kind]) for fields, kind in ((stored, there), (here, now))]
         if all(words) and words[0] != words[1]:

@@ -17,8 +17,8 @@ from moec.passes.ir.limits import MAX_AXES, MAX_RANKS
 from moec.passes.ir.op import LayoutError, Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.mixture_ops import grouped
 from moec.passes.ir.ops.padding_ops import require_real
-from moec.passes.ir.ops.random_gate_ops import require_training
 from moec.passes.ir.ops.token_layouts import Blocks, own_tokens
+from moec.passes.ir.ops.token_operands import require_training
 from moec.passes.ir.value import Value
 
 if TYPE_CHECKING:

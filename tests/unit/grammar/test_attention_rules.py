@@ -98,8 +98,10 @@ model "m" {{
 @pytest.mark.parametrize("train", ["", "train { batch = 2 }"])
 def test_a_window_longer_than_an_images_patches_is_refused(window: int, context: str, train: str) -> None:
     """3 x 3 patches: the length of every sequence, whatever else the file says."""
-    for word in (f"mha(heads = 4, window = {window})", f"mha(heads = 4, causal = false, window = {window})"):
-        text = IMAGES.format(attention=word, context=context, train=train)
+    for causal in ("true", "false"):
+        text = IMAGES.format(
+            attention=f"mha(heads = 4, causal = {causal}, window = {window})", context=context, train=train
+        )
         found = [(d.code, text[d.span.start : d.span.end] if d.span else "") for d in load_text(text).diagnostics]
         assert found == ([("MOE0362", "10")] if window > 9 else [])
 

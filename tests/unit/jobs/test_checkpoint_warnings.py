@@ -71,7 +71,7 @@ def said_by(act: Callable[[], Any]) -> tuple[Any, list[str]]:
 def test_models_of_equal_shapes_differ_in_what_they_compute_and_in_nothing_else(
     old: str, new: str, said: list[str]
 ) -> None:
-    saved, here = (moec.driver.to_spec(text).model for text in (TEXT, TEXT.replace(old, new)))
+    saved, here = (moec.driver.to_spec(text) for text in (TEXT, TEXT.replace(old, new)))
     assert TEXT.replace(old, new) != TEXT
     assert differences(ModelFields(**fields_of(saved)), here) == said
 
