@@ -27,7 +27,7 @@ def _attention(e: Emitter, op: Op) -> None:
         _widened(e, op, given[name], max(width, of_values) - own)
         for name, own in (("q", width), ("k", width), ("v", of_values))
     )
-    in_blocks = op.window or "sinks" in given
+    in_blocks = op.window or "sinks" in given or "segments" in given
     scale = op.scale or (width**-0.5 if in_blocks or of_values > width else None)
     narrowed = (-1, 0, of_values) if of_values < width else None
     if in_blocks:

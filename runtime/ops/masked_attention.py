@@ -1,7 +1,8 @@
-"""`masked_attention`: softmax attention with windows and sinks, in blocks of rows, by PyTorch's fused attention.
+"""`masked_attention`: softmax attention with windows, sinks and packed texts, in blocks of rows, by PyTorch's fused
+attention.
 
-A block of rows attends to the keys that its windows reach, under a mask of the block alone: work and memory grow with
-sequence times window, and nothing quadratic is kept for backward.
+A block of rows attends to the keys that its windows and (on CPU) its texts reach, under a mask of the block alone: work
+and memory grow with sequence times window or text, and nothing quadratic is kept for backward.
 
 A sink is a learned logit z of a head that takes a part of the weights (gpt-oss). With scores s and their log of sums l,
 weights are `exp(s − l')` with `l' = log(exp(l) + exp(z))`, so the result is attention times `exp(l − l')`. Backward of
@@ -11,7 +12,7 @@ it computes the gradients of attention with a sink. That of z is `−Σ exp(z �
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,22 @@ ROWS = 256
 
 class Mask(NamedTuple):
     """Which keys a row sees: of its segment and kind (`segments` and `real` int64 [B, S]), up to itself if `causal`,
-    less than `window` away, 0 for any distance."""
+    less than `window` away, 0 for any distance. `texts`: on CPU, where a look costs nothing, segments do not descend.
+    """
 
     segments: Tensor | None
     real: Tensor | None
     causal: bool
     window: int
+    texts: bool = False
+
+    @classmethod
+    def seen(cls, segments: Tensor | None, real: Tensor | None, causal: bool, window: int) -> Mask:
+        """The mask of a batch. Sequences of one text each need no segments."""
+        texts = segments is not None and segments.device.type == "cpu" and bool((segments.diff(dim=1) >= 0).all())
+        if texts and segments is not None and torch.equal(segments[:, :1], segments[:, -1:]):
+            segments = None
+        return cls(segments, real, causal, window, texts)
 
     def blocks(self, sequence: int) -> Iterator[tuple[slice, slice]]:
         """Rows and the keys that they reach; one block where no mask is needed beside `causal`."""
@@ -43,11 +54,22 @@ class Mask(NamedTuple):
             yield slice(0, sequence), slice(0, sequence)
             return
         size = max(ROWS, self.window)
-        for start in range(0, sequence, size):
-            end = min(start + size, sequence)
-            first = max(start - self.window + 1, 0) if self.window else 0
-            after = min(end + self.window - 1, sequence) if self.window else sequence
+        starts = range(0, sequence, size)
+        ends = [min(start + size, sequence) for start in starts]
+        for start, end, begun, over in zip(starts, ends, *self._texts(starts, ends), strict=True):
+            first = max(start - self.window + 1, begun) if self.window else begun
+            after = min(end + self.window - 1, over) if self.window else over
             yield slice(start, end), slice(first, end if self.causal else after)
+
+    def _texts(self, starts: Sequence[int], ends: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Where the first text of each block begins, and where its last one is over, in any sequence of the batch."""
+        segments = self.segments
+        if segments is None or not self.texts or not segments.numel():
+            return [0] * len(starts), [*ends[-1:]] * len(starts)
+        lasts = [end - 1 for end in ends]
+        begun = torch.searchsorted(segments, segments[:, starts].contiguous()).amin(0)
+        over = torch.searchsorted(segments, segments[:, lasts].contiguous(), right=True).amax(0)
+        return begun.tolist(), over.tolist()
 
     def of(self, rows: slice, keys: slice, device: torch.device) -> Tensor | None:
         """A block's mask, bool [B or 1, 1, rows, keys]; None where no mask is needed beside `causal`."""
@@ -104,7 +126,7 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Tensor | None, real: Tensor | None,
     causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    seen = Mask(segments, real, causal, window)
+    seen = Mask.seen(segments, real, causal, window)
     attended, logsumexp = _fake(q)
     if q.device.type != "cpu":
         return attend_in_public(q, k, v, sinks, seen, scale).contiguous(), logsumexp.zero_()
@@ -125,7 +147,7 @@ def _attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Tensor | None, real: Tensor | None,
     attended: Tensor, logsumexp: Tensor, causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    seen, wide = Mask(segments, real, causal, window), logsumexp.dtype
+    seen, wide = Mask.seen(segments, real, causal, window), logsumexp.dtype
     if q.device.type != "cpu":
         return _backward_in_public(grad, q, k, v, sinks, seen, scale)
     of_q, of_k, of_v = torch.empty_like(q), *(torch.zeros(x.shape, dtype=wide) for x in (k, v))

@@ -162,7 +162,7 @@ class Attention(Op):
         work = fused_attention(q, k, v, attended, workload, keys=self._keys(sequence))
         saved = (*_kept_for_attention(q, k, v, attended, workload), log_sums)
         numbers = [value for value in beside if value.dtype == "int64"]
-        if self.window or "sinks" in self.optional:
+        if self.window or {"sinks", "segments"} & set(self.optional):
             saved = (*saved, *workload.keep(*beside))
         elif numbers:  # torch turns the mask into numbers of q's dtype
             saved = (*saved, workload.inner(attended, "mask", batch * sequence * sequence, q.dtype))

@@ -223,13 +223,15 @@ def test_attention_drops_nothing(nodes: list[fx.Node]):
     assert all(node.args[4] == 0.0 for node in attention)
 
 
-def test_attention_is_causal_by_a_mask_or_by_torch(nodes: list[fx.Node]):
+def test_attention_is_causal_by_torch_or_in_blocks(nodes: list[fx.Node]):
     attention = [node for node in nodes if node.target in SEEDED and isinstance(info_of(node).op, Attention)]
-    assert {(node.args[3] is None, info_of(node).op.causal) for node in attention} >= {  # type: ignore[union-attr]
-        (False, True),
+    assert {(node.args[3] is None, info_of(node).op.causal) for node in attention} == {  # type: ignore[union-attr]
         (True, True),
         (True, False),
+        (False, False),
     }
+    in_blocks = [node for node in nodes if node.target is torch.ops.moec.masked_attention.default]
+    assert {info_of(node).op.causal for node in in_blocks} == {True, False}  # type: ignore[union-attr]
     for node in attention:
         assert node.args[5] == (node.args[3] is None and info_of(node).op.causal)  # type: ignore[union-attr]
 

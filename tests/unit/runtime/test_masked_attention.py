@@ -39,7 +39,11 @@ def masks() -> dict[str, tuple[Tensor, tuple[object, ...]]]:
     band = all_of_them.tril() & ~all_of_them.tril(-3)
     texts = torch.tensor([[0] * 4 + [1] * 7, [0] * 11])
     real = torch.tensor([[1] * 11, [0] * 5 + [1] * 6])
-    of_texts, of_kinds = (x[:, None, :, None] == x[:, None, None] for x in (texts, real))
+    short = torch.tensor([[0] * 2 + [3] * 5 + [9] * 4, [-1] * 9 + [2] * 2])
+    grid = torch.tensor([[0, 0, 1, 1, 0, 0, 1, 1, 2, 3, 0], [0, 1, 0, 1, 2, 3, 2, 3, 0, 1, 0]])
+    of_texts, of_kinds, of_short, of_grid = (
+        x[:, None, :, None] == x[:, None, None] for x in (texts, real, short, grid)
+    )
     return {
         "causal": (all_of_them.tril(), (None, None, True, 0)),
         "all": (all_of_them, (None, None, False, 0)),
@@ -48,8 +52,23 @@ def masks() -> dict[str, tuple[Tensor, tuple[object, ...]]]:
         "window of all": (all_of_them.tril(), (None, None, True, SEQUENCE)),
         "texts": (of_texts & all_of_them.tril(), (texts, None, True, 0)),
         "texts, window": (of_texts & band, (texts, None, True, 3)),
+        "short texts": (of_short & all_of_them.tril(), (short, None, True, 0)),
+        "short texts both ways": (of_short, (short, None, False, 0)),
+        "windows of a grid": (of_grid, (grid, None, False, 0)),
+        "one text each": (all_of_them.tril(), (torch.tensor([[0] * 11, [5] * 11]), None, True, 0)),
         "texts and padding": (of_texts & of_kinds, (texts, real, False, 0)),
     }
+
+
+def test_a_block_has_the_keys_of_its_texts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked_attention, "ROWS", 4)
+    segments = torch.tensor([[0] * 2 + [3] * 6 + [9] * 3, [-1] * 2 + [2] * 7 + [4] * 2])
+    rows = [slice(0, 4), slice(4, 8), slice(8, 11)]
+    causal, both = (list(Mask.seen(segments, None, causal, 0).blocks(11)) for causal in (True, False))
+    assert causal == list(zip(rows, [slice(0, 4), slice(2, 8), slice(2, 11)], strict=True))
+    assert both == list(zip(rows, [slice(0, 9), slice(2, 9), slice(2, 11)], strict=True))
+    windows = list(Mask.seen(segments, None, True, 2).blocks(11))
+    assert windows == list(zip(rows, [slice(0, 4), slice(3, 8), slice(7, 11)], strict=True))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *how: object) -> Tensor:
