@@ -71,7 +71,7 @@ def _equal_loads(moe: Moe | Moa, counts: str) -> str:
         return ""
     if gate.equal_loads:
         return "every expert takes as many tokens as the others"
-    if gate.choices(experts) < experts or (gate.by_expert and counts == "choices"):
+    if gate.choices(experts) != experts or (gate.by_expert and counts == "choices"):
         return ""
     if gate.by_expert:
         return f"it has a choice for each of the {experts} experts, so all scores count"
