@@ -16,12 +16,13 @@ from moec.grammar.units import written
 def capacities(spec: Spec) -> list[Diagnostic]:
     """Every warning about a capacity of the file's model or layer, once for all layers with the same mixture.
 
-    A `layer` file has no causality warning: only its host knows whether the model is causal.
+    Where the gate decides how many rows an expert takes, its own rules refuse a capacity. A `layer` file has no
+    causality warning: only its host knows whether the model is causal.
     """
     causal = spec.has_model and all(getattr(layer.attention, "causal", True) for layer in spec.model.layers)
     mixtures = [layer.moe for layer in (spec.model.layers if spec.has_model else spec.layers)]
     found: list[Diagnostic] = []
-    for moe in {id(moe): moe for moe in mixtures if moe}.values():
+    for moe in {id(moe): moe for moe in mixtures if moe and not moe.gate.decides_rows}.values():
         found += _evaluation(spec, moe)
         found += _order(moe)
         found += _overflow(moe)

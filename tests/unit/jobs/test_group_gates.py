@@ -105,7 +105,17 @@ def test_no_room_is_made_for_the_choices_that_are_none() -> None:
 )
 def test_a_gate_that_decides_rows_has_no_capacity_and_leaks(beside: str, codes: list[str]) -> None:
     found = load_text(moe_text(gate="expert_choice", balance="[]", beside=beside)).diagnostics
-    assert sorted({d.code for d in found} - {"MOE0350"}) == codes
+    assert sorted(d.code for d in found) == codes
+
+
+def test_each_option_that_a_gate_decides_is_refused_once() -> None:
+    beside = "capacity = factor(0.5, eval = 0.1, min = 9, order = random); overflow = reroute"
+    for gate in ("base", "expert_choice", "soft", "smear"):
+        found = load_text(moe_text(gate=gate, balance="[]", beside=beside)).diagnostics
+        errors = [d for d in found if d.severity == "error"]
+        assert [d.code for d in errors] == ["MOE0354"] * 2
+        assert len({d.span for d in errors}) == 2
+        assert [d.code for d in found if d not in errors] == ["MOE0352"]
 
 
 def test_a_model_that_is_not_causal_is_not_warned() -> None:
