@@ -18,7 +18,7 @@ ALL = (1 << 63) - 1
 def _nested_route(e: Emitter, op: Op) -> None:
     """Two calls of `moec::route`: the second has a row of logits for each outer choice."""
     assert isinstance(op, o.NestedRoute)
-    (logits,) = e.refs(op)
+    logits = e.scored(op, *e.refs(op))  # by token: `route` sees the inner logits by outer choice
     of_outer = e.call(op, aten.narrow.default, logits, -1, 0, op.outer)
     of_inner = e.call(op, aten.narrow.default, logits, -1, op.outer, op.outer * op.inner)
     of_inner = e.call(op, aten.unflatten.int, of_inner, -1, [op.outer, op.inner])

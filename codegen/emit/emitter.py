@@ -8,8 +8,7 @@ words and lists that the op's class declares.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,20 +142,8 @@ class Emitter:
         return self._note(self.graph.call_function(target, args, kwargs), op)
 
     def scored(self, op: Op, logits: fx.Node) -> fx.Node:
-        """Router logits [B, S, n] of a gate without `moec::route`, which notes tokens without scores as this does."""
+        """Router logits [B, S, n] of a gate whose choices `moec::route` does not make, which notes tokens without scores."""
         return self.call(op, torch.ops.moec.note_scores.default, logits)
-
-    @contextmanager
-    def noting(self, op: Op) -> Iterator[None]:
-        """Inside the block a composition that chooses by `Op.scores` gets them from `scored`."""
-        if not op.scores or op.operator:
-            yield
-            return
-        name = op.named(op.operands)[op.scores]
-        logits = self._nodes[name]
-        self._nodes[name] = self.scored(op, logits)
-        yield
-        self._nodes[name] = logits
 
     def traced(self, op: Op, function: Callable[..., Any], *operands: fx.Node) -> fx.Node:
         """The last of the intermediate nodes of `function`, which calls operators on tensors and reads no values."""

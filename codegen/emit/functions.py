@@ -119,8 +119,7 @@ def emit_graph(
         if gathered and is_zero_gather(op):
             emitter.pass_on(op)
         else:
-            with emitter.noting(op):
-                EMISSIONS[type(op)](emitter, op)
+            EMISSIONS[type(op)](emitter, op)
     return emitter.finish()
 
 

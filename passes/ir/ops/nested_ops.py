@@ -59,8 +59,15 @@ class NestedRoute(Op):
         return own_tokens(self, 1, meshes)
 
     def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
-        (logits,), (_, weights, experts) = operands, results
-        keeps = workload.keep(logits, weights, experts)
+        """Backward keeps what two calls of `route` keep: the logits of all gates, and of the chosen inner ones."""
+        (logits,), (_, weights, _) = operands, results
+        pairs = workload.count(weights)
+        chosen = pairs / self.inner_k
+        kept = (
+            *(("own", chosen * self.inner, logits.dtype), ("outer", chosen, logits.dtype), ("chosen", chosen, "int64")),
+            *(("within", pairs, logits.dtype), ("inside", pairs, "int64")),
+        )
+        keeps = (*workload.keep(logits), *(workload.inner(weights, *each) for each in kept))
         return elementwise(self, operands, results, workload, keeps=keeps, forward=12, backward=12)
 
 

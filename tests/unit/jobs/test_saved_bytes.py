@@ -10,10 +10,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import FOUR, layer_plan, moe_plan
+from models import FOUR, layer_plan, moe_plan, moe_text
 from torch import Tensor
 
 from moec.codegen.plan import Plan
+from moec.driver import compile as compile_source
 from moec.passes.cost.totals import activation_bytes, costs_of
 from moec.passes.cost.workload import Workload, busiest
 from moec.passes.ir import Program
@@ -205,6 +206,16 @@ def test_the_reference_keeps_what_its_ops_say(options: dict[str, object]) -> Non
     workload = Workload.of(plan.spec, program)
     narrow = weights_said(program, workload) if plan.spec.subject.dtype == "bf16" else 0
     assert saved_by_costs(program, workload) + narrow == pytest.approx(saved_by_reference(plan), rel=1e-3)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("topk(2)", "topk(2)"), ("topk(3, normalize = true)", "topk(1)")])
+def test_a_mixture_of_mixtures_keeps_what_its_ops_say(outer: str, inner: str) -> None:
+    text = moe_text(**SIZES | {"gate": outer, "ranks": 1, "ep": 1, "balance": "[switch_loss(0.1)]"})
+    text = text.replace(f"{EXPERTS} * swiglu(48)", f'{EXPERTS} * mixture("inner")')
+    plan = compile_source(f'{text} layer "inner" {{ moe {{ experts = 5 * gelu(5); gate = {inner} }} }}')
+    program = reference_program(plan.spec)
+    said = saved_by_costs(program, Workload.of(plan.spec, program))
+    assert said == pytest.approx(saved_by_reference(plan), rel=1e-3)
 
 
 @pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
