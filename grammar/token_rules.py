@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
-from moec.grammar.spec import Patches, Spec, TokenEmbedding
+from moec.grammar.spec import Factor, Moe, Patches, Spec, TokenEmbedding
 
 
 def token_inputs(spec: Spec) -> Iterator[Diagnostic]:
@@ -48,3 +48,23 @@ def _replayed(spec: Spec) -> Iterator[Diagnostic]:
         if not gate.replays:
             message = f"the weights of `{gate.word}` do not follow from scores and given choices"
             yield diagnose("MOE0370", gate.span(), message, labels=here, help=help)
+    for moe in {id(layer.moe): layer.moe for layer in spec.model.layers if layer.moe}.values():
+        yield from _decided_again(moe, here)
+
+
+def _decided_again(moe: Moe, here: tuple[Label, ...]) -> Iterator[Diagnostic]:
+    """Warns of a capacity that drops or reroutes other choices of a step than of its rollout."""
+    capacity = moe.capacity
+    if not moe.drops:
+        return
+    if moe.overflow == "reroute":
+        span, message = moe.span("overflow"), "a step reroutes the given choices by its own scores"
+    elif moe.order != "sequence":
+        by = "its own scores" if moe.order == "priority" else "numbers that evaluation does not draw"
+        span, message = capacity.span("order"), f"a step drops some of the given choices by {by}"
+    elif isinstance(capacity, Factor) and capacity.eval not in (None, capacity.factor):
+        span, message = capacity.span("eval"), "a rollout in evaluation has other places than a step"
+    else:
+        return
+    help = "`dropless` drops nothing; one `factor`, in sequence, drops the same choices of the same tokens"
+    yield diagnose("MOE0373", span, message, labels=here, help=help, severity=Severity.WARNING)

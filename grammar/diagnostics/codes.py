@@ -116,6 +116,7 @@ CODES: dict[str, str] = {
     "MOE0369": "windows do not fit the grid of patches",
     "MOE0370": "the choices of this gate cannot be given",
     "MOE0371": "packed texts are marked in two ways",
+    "MOE0373": "a replay drops or reroutes other choices than its rollout",
     "MOE0374": "an option has no effect without another",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
