@@ -70,7 +70,7 @@ def _images(spec: Spec) -> Iterator[Diagnostic]:
             yield diagnose("MOE0367", gate.span(), message, labels=here, help=help)
     for attention in {id(layer.attention): layer.attention for layer in model.layers}.values():
         if attention.causal and not attention.given("causal") and attention.grid is None:
-            message = "a patch attends to the patches above it and to its left alone: `causal` is true"
+            message = "a patch attends to the rows above it and to patches on its left alone: `causal` is true"
             help = "say `causal = false`; or `causal = true`, for this order of patches"
             at = attention.span()
             yield diagnose("MOE0367", at, message, labels=here, help=help, severity=Severity.WARNING)
