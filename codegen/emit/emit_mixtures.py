@@ -82,9 +82,15 @@ def _concat_counts(e: Emitter, op: Op) -> None:
         total = padded if total is None else e.call(op, aten.add.Tensor, total, padded)
 
 
+def _count_made(e: Emitter, op: Op) -> None:
+    made = e.call(op, aten.ge.Scalar, *e.refs(op), 0)
+    e.result(op, aten.reshape.default, e.call(op, aten.sum.default, made), [1, 1])
+
+
 MIXTURES: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.BestScore: _best_score,
     o.ConcatCounts: _concat_counts,
+    o.CountMade: _count_made,
     o.ExpertLinear: _expert_linear,
     o.ExpertMlpPadded: _expert_mlp_padded,
     o.SelectExperts: _select_experts,

@@ -142,7 +142,7 @@ class Emitter:
         return self._note(self.graph.call_function(target, args, kwargs), op)
 
     def scored(self, op: Op, logits: fx.Node) -> fx.Node:
-        """Router logits [B, S, n] of a gate whose choices `moec::route` does not make, which notes tokens without scores."""
+        """Router logits [B, S, n] whose tokens `moec::route` does not see; notes tokens without scores, as it does."""
         return self.call(op, torch.ops.moec.note_scores.default, logits)
 
     def traced(self, op: Op, function: Callable[..., Any], *operands: fx.Node) -> fx.Node:

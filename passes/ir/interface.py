@@ -20,8 +20,8 @@ from moec.passes.ir.value import SETTINGS, TRAINING, Dim, Value
 
 FORWARD = "forward"
 
-COUNTS: tuple[Role, ...] = ("counts", "head_counts")
-"""What layers count, of experts and of groups of heads; `forward` gives the counts of each layer."""
+COUNTS: tuple[Role, ...] = ("counts", "head_counts", "made")
+"""What layers count: rows of experts, choices of groups of heads, choices made; `forward` gives those of each layer."""
 
 BESIDE_TOKENS: tuple[Role, ...] = ("routes", "segments", "real", "sequences")
 """The inputs that `forward` of a model may have beside `tokens`, in this order."""

@@ -25,6 +25,7 @@ Role = Literal[
     "choices",
     "counts",
     "head_counts",
+    "made",
     "balance",
     "valid",
     "num_tokens",
@@ -127,6 +128,12 @@ ROLES: Mapping[Role, RoleSpec] = {
     "head_counts": RoleSpec(
         "choices of a rank's tokens of each group of attention heads of one layer, [sources, groups]",
         ("sources", WIDTH),
+        lies="source by source",
+    ),
+    "made": RoleSpec(
+        "the number of choices that a rank's tokens made in one layer before a capacity drops any, [sources, 1]",
+        ("sources", WIDTH),
+        lies="source by source",
     ),
     "balance": RoleSpec("the weighted balance terms, a sum over tokens", (), _FLOATING, "partial"),
     "valid": RoleSpec("the number of labels that are not ignored, on all ranks", (), lies="replicated"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from moec.passes.ir import Block, Output
 from moec.passes.ir import ops as o
+from moec.passes.ir.interface import COUNTS
 from moec.passes.lower.block_builder import Builder
 from moec.passes.lower.lower_replay import given_routes
 
@@ -30,7 +31,7 @@ def with_one_balance(b: Builder, others: Sequence[Output]) -> list[Output]:
 
 def forward_outputs(b: Builder, first: Output, of_layers: Sequence[Output]) -> list[Output]:
     """The outputs of `forward`: its result, the sum of balance terms, the layers' choices, and the counts of each."""
-    counts = [output for output in of_layers if output.role in ("counts", "head_counts")]
+    counts = [output for output in of_layers if output.role in COUNTS]
     balances = [output.name for output in of_layers if output.role == "balance"]
     balance = [Output(b.one(o.Add, *balances, to="balance"), "balance")] if balances else []
     return [first, *balance, *given_routes(b, of_layers), *counts]

@@ -23,7 +23,7 @@ from moec.passes.lower.lower_replay import replayed
 def mixture(
     b: Builder, subject: Subject, moe: Moe, h: str, beside: Mapping[Role, str], *, replay: bool = False
 ) -> tuple[str, list[Output]]:
-    """Returns the mixed value's name, then the counts of rows per expert, balance terms, and choices for replay.
+    """Returns the mixed value's name, then the counts of rows per expert and of choices, balance terms, and choices.
 
     `smear` has no rows, and no counts. With `replay` the layer also takes choices, and gives those that were made
     before a capacity drops any. `beside` names the layer's inputs beside the residual stream: `tokens` and `keys` where
@@ -42,7 +42,14 @@ def mixture(
     mixed = beside_experts(b, subject, moe, h, mixed)
     balance = (Output(name, "balance") for name in balance_terms(b, moe, routed))
     choices = (Output(routed.e, "choices"),) if replay else ()
-    return mixed, [Output(counts, "counts"), *balance, *choices]
+    return mixed, [Output(counts, "counts"), *_made(b, moe, routed), *balance, *choices]
+
+
+def _made(b: Builder, moe: Moe, routed: Routed) -> list[Output]:
+    """The number of choices before a capacity drops any, where it does not follow from the number of tokens."""
+    if not (moe.drops and routed.gated.some_are_none):
+        return []
+    return [Output(b.one(o.CountMade, routed.e, to="made", span=moe.span("capacity")), "made")]
 
 
 def _without_choices(

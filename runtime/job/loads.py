@@ -3,7 +3,7 @@ heads, the choices of every group."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,17 +27,25 @@ OTHER_LAYERS = "ranks have counted the rows of {least} to {most} experts: run th
 @dataclass(frozen=True, slots=True)
 class Loads:
     """`experts`: layer → rows per expert, int64 `[experts]` on the CPU. `heads`: layer → choices of each group of
-    attention heads, likewise. `tokens`: all ranks', without padding."""
+    attention heads, likewise. `tokens`: all ranks', without padding. `made`: layer → all ranks' choices, of layers
+    where a token may make fewer than k.
+    """
 
     experts: dict[int, Tensor]
     heads: dict[int, Tensor]
     tokens: int
+    made: dict[int, int] = field(default_factory=dict)
 
     def drop_rates(self, plan: Plan) -> dict[int, float]:
-        """Layer → fraction of the choices that a capacity dropped, 0 to 1."""
-        choices = {call.layer: choices_per_token(plan.program.block(call.block)) for call in layer_calls(plan.program)}
-        kept = {layer: int(load.sum()) / choices[layer] for layer, load in self.experts.items()}
-        return {layer: 1 - rows / self.tokens if self.tokens else 0.0 for layer, rows in kept.items()}
+        """Layer → fraction of the choices that a capacity dropped, 0 to 1; 0 without a capacity that drops."""
+        blocks = {call.layer: plan.program.block(call.block) for call in layer_calls(plan.program)}
+        rates = dict.fromkeys(self.experts, 0.0)
+        for layer, load in self.experts.items():
+            moe = plan.spec.subject.mixtures[layer]
+            made = self.made.get(layer, self.tokens * choices_per_token(blocks[layer]))
+            if moe is not None and moe.drops and made:
+                rates[layer] = 1 - int(load.sum()) / made
+        return rates
 
 
 def of_last_pass(job: Job, model: PlanModule, site: str) -> Loads:
@@ -45,7 +53,7 @@ def of_last_pass(job: Job, model: PlanModule, site: str) -> Loads:
 
     Raises `JobError` on every rank if one makes another call, or has not run the model.
     """
-    every = model.expert_counts, model.head_counts
+    every = model.expert_counts, model.head_counts, model.choices_made
     found = [of_layers[layer] for of_layers in every for layer in sorted(of_layers)]
     sizes = [counts.numel() for counts in found]
     same_layers = MustMatch("MOE0713", OTHER_LAYERS, (sum(sizes),))
@@ -58,5 +66,5 @@ def of_last_pass(job: Job, model: PlanModule, site: str) -> Loads:
         with collective("all_reduce", job.number + ALL_RANKS, site) as peers:
             dist.all_reduce(counts, group=peers)
     summed = iter(torch.split(counts.cpu(), sizes))
-    experts, heads = ({layer: next(summed) for layer in sorted(of_layers)} for of_layers in every)
-    return Loads(experts, heads, tokens)
+    experts, heads, made = ({layer: next(summed) for layer in sorted(of_layers)} for of_layers in every)
+    return Loads(experts, heads, tokens, {layer: int(total) for layer, total in made.items()})

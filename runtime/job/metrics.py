@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import diagnose, render
 from moec.grammar.diagnostics.diagnostic import Severity
-from moec.grammar.spec import Dropless
 from moec.passes.cost.totals import tally
 from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.loads import of_last_pass
@@ -271,9 +270,7 @@ def _peak(plan: Plan) -> float | None:
 
 
 def _may_drop(plan: Plan) -> bool:
-    return any(
-        layer.moe is not None and not isinstance(layer.moe.capacity, Dropless) for layer in plan.spec.model.layers
-    )
+    return any(layer.moe is not None and layer.moe.drops for layer in plan.spec.model.layers)
 
 
 def _memory(device_type: str) -> int:

@@ -98,6 +98,8 @@ class PlanModule(nn.Module):
         """Rows that this rank's tokens sent to each expert in the last forward pass: layer → int64 `[experts]`."""
         self.head_counts: dict[int, Tensor] = {}
         """This rank's tokens' choices of each group of attention heads in the last forward pass: layer → int64."""
+        self.choices_made: dict[int, Tensor] = {}
+        """Choices of this rank's tokens in that pass, of layers where a token may make fewer than k: int64 `[1]`."""
         self.register_state_dict_post_hook(sign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(refuse_foreign_state)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_drop_loads)  # type: ignore[no-untyped-call]
@@ -138,7 +140,7 @@ class PlanModule(nn.Module):
         unfit = unscored.complaint(noted, self._routers) if look else None
         logits, balance = results["logits", None, None], results.get(("balance", None, None))
         chosen = results.get(("routes", None, None))
-        self.expert_counts, self.head_counts = (
+        self.expert_counts, self.head_counts, self.choices_made = (
             {n: rows[0] for (role, n, _), rows in results.items() if role == counted and n is not None}
             for counted in COUNTS
         )

@@ -154,7 +154,7 @@ class Lockstep:
             self._forward(part, index, {role: [cut[index] for cut in ranks] for role, ranks in others.items()})
             for index, part in enumerate(given)
         ]
-        self.counts, self.head_counts = (
+        self.counts, self.head_counts, _ = (
             {
                 output.layer: _sums(*(found[output.key] for found in outputs))
                 for output in self._graphs[FORWARD].results

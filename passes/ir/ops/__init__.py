@@ -29,7 +29,7 @@ from moec.passes.ir.ops.mixture_ops import Combine, ExpertMlp, Permute
 from moec.passes.ir.ops.nested_ops import NestedRoute, OuterChoices
 from moec.passes.ir.ops.padded_ops import CombinePadded, ExpertMlpPadded, PermuteDynamic, PermutePadded
 from moec.passes.ir.ops.padding_ops import CountRealTokens, MaskChoices, RealTokens
-from moec.passes.ir.ops.part_ops import ConcatCounts, SelectExperts
+from moec.passes.ir.ops.part_ops import ConcatCounts, CountMade, SelectExperts
 from moec.passes.ir.ops.path_ops import Mix, SigmoidGate
 from moec.passes.ir.ops.queue_ops import BestScore, ChosenWeights, KeepFirst, Reroute
 from moec.passes.ir.ops.ragged_conversions import AllToAll, ExchangeCounts
@@ -78,6 +78,7 @@ __all__ = [
     "CountGroups",
     "CountInSegments",
     "CountLabels",
+    "CountMade",
     "CountQueues",
     "CountRealTokens",
     "CountTokens",

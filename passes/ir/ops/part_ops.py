@@ -55,6 +55,24 @@ class SelectExperts(Op):
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CountMade(Op):
+    """The number of choices that are not −1: experts `[batch, sequence, k]` → `[sources, 1]`."""
+
+    mnemonic: ClassVar[str] = "count_made"
+    takes: ClassVar[str] = "experts"
+    gives: ClassVar[str] = "made"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        (experts,) = operands
+        require(experts.dtype == "int64" and len(experts.shape) == 3, self, "wants experts of each token")
+        return (Type(shape=("sources", 1), dtype="int64"),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        return Placing(own_tokens(self, 1, meshes).operands, (experts_layout(meshes, {}, Shard(0)),))
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ConcatCounts(Op):
     """The counts `[sources, experts]` of all parts of the experts, one after the other."""
 

@@ -74,6 +74,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "biases that balance": {"gate": "topk(2, bias = online(0.01))", "tp": 2, "ep": 4},
     "experts by ids": {"balance": "[]", "gate": "hash(2)", "tp": 2},
     "a random second expert": {"gate": "gshard", "tp": 2},
+    "a random second expert, places": {"gate": "gshard", "tp": 2, "beside": "capacity = factor(1.0)"},
     "learned noise": {"gate": "noisy_topk(2)", "tp": 2},
     "sampled experts": {"gate": "sparsemixer(2)", "tp": 2},
     "experts by codes": {"gate": "dselect_k(2, entropy = 0.1)", "balance": "[]", "tp": 2},
