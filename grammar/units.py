@@ -10,6 +10,8 @@ LARGEST_WHOLE = 2**63 - 1
 LONGEST_EXPONENT = 9  # its digits
 MOST_DIGITS = 400  # of a numerator or denominator: any float has fewer, and arithmetic stays fast
 _TOO_LONG: int = 10**MOST_DIGITS
+_LARGEST = 2.0**128 - 2.0**120  # of bf16
+_SMALLEST = 2.0**-150  # rounds to 0 in float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,14 @@ def a_float_holds(value: Fraction) -> bool:
         return not value or float(value) != 0.0
     except OverflowError:
         return False
+
+
+def a_layer_holds(value: float) -> bool:
+    """Whether `value` is a number of bf16's range, which float32 includes, and 0 in float32 only if it is 0.
+
+    torch refuses constants of an operator that are out of the range of its tensor's dtype.
+    """
+    return not value or _SMALLEST < abs(value) <= _LARGEST
 
 
 def short(value: Fraction) -> bool:

@@ -13,7 +13,17 @@ from moec.grammar.resolve.scope import BROKEN, Broken, Quantity, Scope, Written
 from moec.grammar.schema import NumberKind
 from moec.grammar.suggest import advice, nearest
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation
-from moec.grammar.units import EXAMPLES, LARGEST_WHOLE, MOST_DIGITS, NAMES, UNITS, a_float_holds, exact, short
+from moec.grammar.units import (
+    EXAMPLES,
+    LARGEST_WHOLE,
+    MOST_DIGITS,
+    NAMES,
+    UNITS,
+    a_float_holds,
+    a_layer_holds,
+    exact,
+    short,
+)
 
 _LITERAL = re.compile(r"([0-9_]+(?:\.[0-9_]+)?(?:[eE][+-]?[0-9]+)?)(.*)")
 
@@ -52,6 +62,8 @@ def number(scope: Scope, written: Written, kind: NumberKind) -> int | float | Fr
             return scope.error(bound.code, written, f"must be {bound}, and is {_shown(value)}", help=_choices(kind))
     if (kind.whole or kind.exact) and max(abs(value.numerator), value.denominator) > LARGEST_WHOLE:
         return scope.error("MOE0107", written, "more than 64 bits hold")
+    if isinstance(taken, float) and not a_layer_holds(taken):
+        return scope.error("MOE0107", written, "beyond what layers compute with: 1e-45 to 3.38e38")
     return taken
 
 

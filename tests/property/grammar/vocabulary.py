@@ -20,6 +20,7 @@ from moec.grammar.rules import check
 from moec.grammar.schema import BlockKind, CallKind, Field, Kind, ListKind, NumberKind, ProductKind, TextKind, WordKind
 from moec.grammar.schema import fields as fields_of
 from moec.grammar.spec.base import Node
+from moec.grammar.units import a_layer_holds
 
 LARGEST = 2**40
 SKIPPED = (s.Layer, s.ParallelLayers)  # drawn with the model, which has the number of layers
@@ -33,15 +34,16 @@ def numbers(kind: NumberKind) -> st.SearchStrategy[Any]:
     if kind.whole:
         return st.integers(int(low), int(LARGEST if high is None else high))
     if kind.exact:
-        return st.builds(Fraction, st.integers(1, LARGEST), st.integers(1, LARGEST))
+        drawn = st.builds(Fraction, st.integers(1, LARGEST), st.integers(1, LARGEST))
+        return drawn.filter(lambda number: all(bound.holds(number) for bound in kind.bounds))
     return st.floats(
         low,
-        high,
+        3.38e38 if high is None else high,
         exclude_min="more than" in limits,
         exclude_max="less than" in limits,
         allow_infinity=False,
         allow_nan=False,
-    )
+    ).filter(a_layer_holds)
 
 
 def values(kind: Kind) -> st.SearchStrategy[Any]:

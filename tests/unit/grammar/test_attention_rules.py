@@ -120,8 +120,8 @@ def test_a_window_of_an_images_grid_is_no_larger_than_the_grid() -> None:
         assert [d.code for d in load_text(text).diagnostics] == code
 
 
-@pytest.mark.parametrize("scaling", ["ntk(1e30, original = 1)", "ntk(2)", "yarn(1, original = 1)", "linear(1e300)"])
+@pytest.mark.parametrize("scaling", ["ntk(1e30, original = 1)", "ntk(2)", "yarn(1, original = 1)", "linear(1e38)"])
 def test_the_ends_of_the_ranges_compile(scaling: str) -> None:
     """Two dims turn, the fewest, and factors are large."""
     compile_source(MODEL.format(attention=f"mha(heads = 16, rope = rope(scaling = {scaling}))", context=""))
-    compile_source(MODEL.format(attention=rope(theta="1e300", scaling=scaling), context=""))
+    compile_source(MODEL.format(attention=rope(theta="1e38", scaling=scaling), context=""))

@@ -9,6 +9,8 @@ from pydantic import ValidationError
 
 from moec.grammar import load_text
 from moec.grammar.load import Loaded
+from moec.grammar.schema import ListKind, NumberKind, fields
+from moec.grammar.schema_in_words import vocabulary
 from moec.grammar.spec import Factor, Model
 
 MODEL = """
@@ -110,6 +112,42 @@ def test_quantities_can_be_scaled_and_divided() -> None:
 )
 def test_what_is_no_whole_number_above_zero_is_told_so(text: str, code: str) -> None:
     assert codes(vocab=text) == [code]
+
+
+@pytest.mark.parametrize("written", ["1e39", "3.4e38", "1e300 / 2", "1e-46", "2 / 1e300"])
+@pytest.mark.parametrize(
+    "ffn",
+    [
+        "ffn = swiglu(8, clamp = NUMBER)",
+        "moe { experts = 4 * gelu(4); gate = dselect_k(2, gamma = NUMBER) }",
+        "moe { experts = 4 * gelu(4); gate = topk(2, bias = online(NUMBER)) }",
+        "moe { experts = 4 * gelu(4); gate = topk(2); balance = [switch_loss(NUMBER)] }",
+    ],
+)
+def test_a_number_that_no_layer_computes_with_is_refused(ffn: str, written: str) -> None:
+    assert codes(ffn=ffn.replace("NUMBER", written)) == ["MOE0107"]
+    assert codes(ffn=ffn.replace("NUMBER", "3.38e38")) == []
+    assert codes(ffn=ffn.replace("NUMBER", "1e38 * 3.38e200 / 1e200")) == []
+
+
+FLOATS = {
+    (cls, known.name): any(isinstance(kind, ListKind) for kind in known.kinds)
+    for classes in vocabulary().values()
+    for cls in classes
+    for known in fields(cls).values()
+    for kind in (item for kind in known.kinds for item in getattr(kind, "items", (kind,)))
+    if isinstance(kind, NumberKind) and not kind.whole and not kind.exact
+}
+"""Every field that takes a float, and whether it takes a list of them."""
+
+
+@pytest.mark.parametrize("value", [1e39, 3.4e38, 1e-46])
+def test_no_field_takes_a_float_that_no_layer_computes_with(value: float) -> None:
+    assert len(FLOATS) > 50
+    for (cls, name), listed in FLOATS.items():
+        with pytest.raises(ValidationError) as caught:
+            cls(**{name: (1.0, value) if listed else value})
+        assert name in {error["loc"][0] for error in caught.value.errors()}, (cls, name)
 
 
 def test_every_mistake_of_a_sum_is_found() -> None:
@@ -302,8 +340,8 @@ def test_other_numbers_are_the_nearest_float() -> None:
     train = "train { batch = 1; sequence = 8; optimizer = adamw(lr = 0.1 * 3, eps = 1e-324 * 10, beta2 = 1 / 3) }"
     optimizer = load(tail=train).diagnostics
     assert [found.code for found in optimizer] == ["MOE0107"]  # no float is as small as 1e-324
-    optimizer = load(tail=train.replace("1e-324", "1e-320")).unwrap().train.optimizer
-    assert (optimizer.lr, optimizer.eps, optimizer.beta2) == (0.3, 1e-319, 1 / 3)
+    optimizer = load(tail=train.replace("1e-324", "1e-40")).unwrap().train.optimizer
+    assert (optimizer.lr, optimizer.eps, optimizer.beta2) == (0.3, 1e-39, 1 / 3)
     assert type(optimizer.lr) is float
 
 
