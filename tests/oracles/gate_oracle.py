@@ -1,4 +1,4 @@
-"""Plain PyTorch for gates and balance terms, and Philox in Python's integers for their random numbers."""
+"""Plain PyTorch for gates and balance terms."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
+from oracles.plain_philox import SEED, STEP
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe
 from plain_weights import plain_state_dict
@@ -15,33 +16,6 @@ from torch import Tensor, nn
 
 from moec.grammar.spec import Spec
 from moec.runtime.job.reference import reference
-
-SEED, STEP = 2**61 + 12_345, 2**33 + 7
-
-
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
-    """Philox4x32-10 (Salmon et al. 2011, figure 2 and table 2)."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second % 2**32, (first >> 32) ^ c3 ^ k1, first % 2**32
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return [c0, c1, c2, c3]
-
-
-def words(batch: int, sequence: int, count: int, layer: int, stream: int) -> Tensor:
-    """`count` random words of each token in `layer`: [batch, sequence, count]."""
-
-    def of_token(number: int, place: int) -> list[int]:
-        key = philox((place, number, STEP % 2**32, STEP >> 32), (SEED % 2**32, SEED >> 32))[:2]
-        return [w for i in range(-(-count // 4)) for w in philox((i, layer, stream, 0), (key[0], key[1]))][:count]
-
-    return torch.tensor([[of_token(n, i) for i in range(sequence)] for n in range(batch)])
-
-
-def uniform(batch: int, sequence: int, count: int, layer: int, stream: int = 1) -> Tensor:
-    """`words` as numbers in [0, 1)."""
-    return (words(batch, sequence, count, layer, stream) >> 8).double() / 2**24
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracles.plain_philox import SEED, STEP, uniform
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe
 from plain_weights import plain_state_dict
@@ -16,7 +17,7 @@ ORACLE_OF = {
     "switch": "jitter",
 }
 
-AMOUNT, SEED, STEP = 0.4, 2**61 + 12_345, 2**33 + 7
+AMOUNT = 0.4
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())
@@ -25,25 +26,9 @@ LAYERS = """
 """
 
 
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
-    """Philox4x32-10 as its paper prints it (Salmon et al. 2011, figure 2 and table 2)."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second % 2**32, (first >> 32) ^ c3 ^ k1, first % 2**32
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return [c0, c1, c2, c3]
-
-
 def factors(batch: int, sequence: int, dim: int, layer: int) -> Tensor:
     """What each element of the router's input of `layer` is multiplied by: `[batch, sequence, dim]`."""
-
-    def of_token(number: int, place: int) -> list[float]:
-        key = philox((place, number, STEP % 2**32, STEP >> 32), (SEED % 2**32, SEED >> 32))[:2]
-        words = [word for i in range(-(-dim // 4)) for word in philox((i, layer, 0, 0), (key[0], key[1]))]
-        return [1 + AMOUNT * ((word >> 8) / 2**23 - 1) for word in words[:dim]]
-
-    return torch.tensor([[of_token(n, i) for i in range(sequence)] for n in range(batch)], dtype=torch.float64)
+    return 1 + AMOUNT * (2 * uniform(batch, sequence, dim, layer, 0) - 1)
 
 
 class JitteredMoe(PlainMoe):

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from oracles.plain_philox import SEED, STEP, words_of
 from oracles.specs import VOCAB, small_spec
 from plain_moe import PlainModel, PlainMoe, choose
 from plain_weights import plain_state_dict
@@ -21,7 +22,7 @@ ORACLE_OF = {
     "moe": "overflow",
 }
 
-SEED, STEP, QUEUES, EXPERTS = 2**40 + 77, 5, 7, 5
+QUEUES, EXPERTS = 7, 5
 LAYERS = """
     layers {{
       attention = gqa(heads = 4, kv_heads = 2, head_dim = 6, rope = rope())
@@ -31,20 +32,9 @@ LAYERS = """
 TIGHT = {"rtol": 1e-10, "atol": 1e-10}
 
 
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
-    """Philox4x32-10 as its paper prints it (Salmon et al. 2011, figure 2 and table 2)."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second % 2**32, (first >> 32) ^ c3 ^ k1, first % 2**32
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return [c0, c1, c2, c3]
-
-
 def drawn(number: int, place: int, layer: int) -> int:
     """The random number of a token in a layer's queue."""
-    key = philox((place, number, STEP % 2**32, STEP >> 32), (SEED % 2**32, SEED >> 32))[:2]
-    return philox((0, layer, QUEUES, 0), (key[0], key[1]))[0] >> 8
+    return words_of(number, place, 1, layer, QUEUES)[0] >> 8
 
 
 class QueuedMoe(PlainMoe):

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from oracles.optioned_moe import OptionedMoe, pair, require_equal
+from oracles.plain_philox import SEED, STEP, words_of
 from oracles.specs import small_spec
 from plain_moe import PlainMoe
 
@@ -118,30 +119,18 @@ def test_the_attention_router_is_attention_between_experts(experts: int, k: int)
 
 # ---- noise -----------------------------------------------------------------------------------------------
 
-STD, SEED, STEP = 0.8, 2**61 + 12_345, 2**33 + 7
-
-
-def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int]:
-    """Philox4x32-10 (Salmon et al. 2011, figure 2 and table 2)."""
-    (c0, c1, c2, c3), (k0, k1) = counter, key
-    for _ in range(10):
-        first, second = 0xD2511F53 * c0, 0xCD9E8D57 * c2
-        c0, c1, c2, c3 = (second >> 32) ^ c1 ^ k0, second % 2**32, (first >> 32) ^ c3 ^ k1, first % 2**32
-        k0, k1 = (k0 + 0x9E3779B9) % 2**32, (k1 + 0xBB67AE85) % 2**32
-    return [c0, c1, c2, c3]
+STD = 0.8
 
 
 def noise(batch: int, sequence: int, experts: int, layer: int) -> torch.Tensor:
     """Box and Muller's numbers for each logit: `[batch, sequence, experts]`."""
 
     def of_token(number: int, place: int) -> list[float]:
-        key = philox((place, number, STEP % 2**32, STEP >> 32), (SEED % 2**32, SEED >> 32))[:2]
+        u = [((word >> 8) + 1) / 2**24 for word in words_of(number, place, 4 * (-(-experts // 4)), layer, 1)]
         found: list[float] = []
-        for group in range(-(-experts // 4)):
-            u = [((word >> 8) + 1) / 2**24 for word in philox((group, layer, 1, 0), (key[0], key[1]))]
-            for one, two in ((u[0], u[1]), (u[2], u[3])):
-                radius = math.sqrt(-2 * math.log(one))
-                found += [radius * math.cos(2 * math.pi * two), radius * math.sin(2 * math.pi * two)]
+        for one, two in zip(u[::2], u[1::2], strict=True):
+            radius = math.sqrt(-2 * math.log(one))
+            found += [radius * math.cos(2 * math.pi * two), radius * math.sin(2 * math.pi * two)]
         return found[:experts]
 
     return torch.tensor([[of_token(n, i) for i in range(sequence)] for n in range(batch)], dtype=torch.float64)
