@@ -51,18 +51,14 @@ def moe_text(
 
     `memory`: of a device of its own, for models that do not fit the library's `cpu`. `levels` replaces the level of
     the cluster.
-
     `recompute` is a word for all layers, or blocks such as `layers 1 { recompute = layer }`.
     `attention` is the whole call of layers 1, 2, …; without it, `gqa` with `bias` and `qk_norm`.
     `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
     """
     depth = len(mixtures) + 1 if mixtures else depth
-    degrees = "".join(
-        f"  {name} = {value}\n" for name, value in (("dp", dp), ("tp", tp), ("ep", ep)) if value is not None
-    )
-    degrees += f"  zero = {zero}\n" if zero else ""
-    degrees += "" if sequence_parallel else "  sequence_parallel = false\n"
-    degrees += f"  microbatches = {microbatches}\n" if microbatches else ""
+    stated: dict[str, object] = {"dp": dp, "tp": tp, "ep": ep, "zero": zero or None, "microbatches": microbatches}
+    stated["sequence_parallel"] = None if sequence_parallel else "false"
+    degrees = "".join(f"  {name} = {value}\n" for name, value in stated.items() if value is not None)
     if recompute:
         degrees += f"  {recompute}\n" if "{" in recompute else f"  recompute = {recompute}\n"
     if attention is None:

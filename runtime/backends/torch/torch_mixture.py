@@ -89,11 +89,8 @@ def mixture_mlp_backward(
     longest, sums, spare = max(sizes, default=0), InTurn(), []
 
     def begin() -> Callable[[int], None]:
-        # Buffers for one expert, reused by the next, so that they stay in cache.
-        rows = x.new_empty((longest, dim))
-        activated, grad_activated = x.new_empty((2, longest, width))
-        grad_hidden = x.new_empty((longest, factor, width))
-        spare.append(x.new_empty((longest, dim)))
+        rows, room_of_grad, activated, grad_activated, grad_hidden = _buffers(x, longest, dim, factor, width)
+        spare.append(room_of_grad)
 
         def compute(expert: int) -> None:
             size, own_tokens = sizes[expert], tokens_of[expert]
@@ -108,15 +105,8 @@ def mixture_mlp_backward(
             own_grad = torch.index_select(grad, 0, own_tokens, out=room[:size])
             torch.mm(own_grad, down[expert], out=own_grad_activated)
             weigh = weighing(own_grad_activated, own_activated, scale_of[expert], weights_of[expert])
-            activate_backward(
-                own_grad_hidden,
-                own_activated,
-                own_grad_activated,
-                hidden_of[expert],
-                activation,
-                *parameters,
-                weigh=weigh,
-            )
+            own = (own_grad_hidden, own_activated, own_grad_activated, hidden_of[expert])
+            activate_backward(*own, activation, *parameters, weigh=weigh)
             if down_bias is not None:
                 products = torch.mul(own_grad, down_bias[expert], out=rows[:size])
                 weights_of[expert].add_(products.sum(-1, dtype=of_weights.dtype))
@@ -139,6 +129,14 @@ def mixture_mlp_backward(
     each_expert(sizes, 3 * dim * width, x.device, begin)
     of_weights = of_weights[positions]  # dropped choices, −1, read the gradient 0 at the last index
     return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
+
+
+def _buffers(x: Tensor, rows: int, dim: int, factor: int, width: int) -> tuple[Tensor, ...]:
+    """Memory for one expert of so many rows, used again by the next, so that it stays in cache.
+
+    Two `[rows, dim]`, two `[rows, width]`, and one `[rows, factor, width]`.
+    """
+    return (*x.new_empty((2, rows, dim)), *x.new_empty((2, rows, width)), x.new_empty((rows, factor, width)))
 
 
 def _tokens_of_rows(positions: Tensor, weights: Tensor, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
