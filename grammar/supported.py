@@ -1,18 +1,16 @@
-"""Finds the parts of a Spec that moec cannot compile yet, from marks in the schema.
+"""Finds what of a Spec moec cannot compile yet: marked words, and words that do not go together yet.
 
-Every word of the language parses and validates. Node classes with `implemented = False`, and fields or values marked
-`NotYet`, are rejected with MOE0202 when a Spec is lowered to a Program. To implement a word, remove its mark.
+Every word of the language parses and validates. These are refused with MOE0202 when a Spec is lowered to a Program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.group_gate_rules import ONE_TEXT
-from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
-from moec.grammar.source import Span
+from moec.grammar.marks import marked
+from moec.grammar.marks import refused as _refused
 from moec.grammar.spec import (
     Activated,
     Base,
@@ -41,7 +39,7 @@ from moec.grammar.spec.gates import Online
 
 def unsupported(spec: Spec) -> list[Diagnostic]:
     """One diagnostic for each thing in `spec` that has no backend, once for all layers that share it."""
-    every = (*_walk(spec, None, set()), *_of_layers(spec), *_of_images(spec))
+    every = (*marked(spec, None, set()), *_of_layers(spec), *_of_images(spec))
     every += (*_of_experts(spec), *_of_heads(spec), *_of_devices(spec))
     return list(dict.fromkeys(every)) or list(dict.fromkeys(_of_packed(spec)))
 
@@ -211,68 +209,3 @@ def _plain_gate(gate: Node, of: str) -> Iterator[Diagnostic]:
     for name in field_names(type(gate)):
         if name not in ("k", "score", "order", "normalize") and getattr(gate, name) != getattr(plain, name):
             yield _refused(gate.span(name), f"`{name}` of a gate in {of}", "")
-
-
-def _walk(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
-    """Diagnostics for the marked parts of `node`; does not look inside a marked part."""
-    for known in fields(type(node)).values():
-        value = getattr(node, known.name)
-        if value is None or (not known.required and value == known.default):
-            continue
-        span = node.span(known.name) or at
-        marked = _marked(known, value)
-        if marked:
-            yield _refused(span, marked, _way_out(known))
-            continue
-        for inner in value if isinstance(value, tuple) else (value,):
-            if not isinstance(inner, Node):
-                continue
-            if id(inner) in seen:
-                continue
-            seen.add(id(inner))
-            if type(inner).implemented:
-                yield from _walk(inner, span, seen)
-            else:
-                yield _refused(inner.span() or span, f"`{inner.word}`", _listed(known))
-
-
-def _marked(known: Field, value: object) -> str:
-    """What of this field has no backend, or nothing."""
-    mark = known.not_yet
-    if mark is None:
-        return ""
-    if not mark.words and not mark.lists:
-        return f"`{known.word}`"
-    if mark.lists and isinstance(value, tuple):
-        return f"a list for `{known.word}`"
-    return f"`{known.word} = {value}`" if value in mark.words else ""
-
-
-def _way_out(known: Field) -> str:
-    mark = known.not_yet
-    if mark is None or not mark.words:
-        return ""
-    return mark.help or _listed(known)
-
-
-def _listed(known: Field) -> str:
-    """The words that can stand in this field and do compile."""
-    words = sorted(_words(known.kinds) - set(known.not_yet.words if known.not_yet else ()))
-    return f"today: {', '.join(words)}" if words else ""
-
-
-def _words(kinds: tuple[Kind, ...]) -> set[str]:
-    found: set[str] = set()
-    for kind in kinds:
-        match kind:
-            case CallKind():
-                found |= {word for word, cls in kind.classes.items() if cls.implemented}
-            case WordKind():
-                found |= set(kind.values)
-            case ListKind():
-                found |= _words(kind.items)
-    return found
-
-
-def _refused(span: Span | None, what: str, help: str) -> Diagnostic:
-    return diagnose("MOE0202", span, f"{what} is known, and moec cannot compile it yet", help=help)

@@ -1,0 +1,80 @@
+"""Finds the parts of a Spec that nothing compiles yet by their marks in the schema.
+
+Node classes with `implemented = False`, and fields or values marked `NotYet`. To implement a word, remove its mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic
+from moec.grammar.schema import CallKind, Field, Kind, ListKind, WordKind, fields
+from moec.grammar.source import Span
+from moec.grammar.spec.base import Node
+
+
+def marked(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
+    """Diagnostics for the marked parts of `node`; does not look inside a marked part."""
+    for known in fields(type(node)).values():
+        value = getattr(node, known.name)
+        if value is None or (not known.required and value == known.default):
+            continue
+        span = node.span(known.name) or at
+        what = _marked(known, value)
+        if what:
+            yield refused(span, what, _way_out(known))
+            continue
+        for inner in value if isinstance(value, tuple) else (value,):
+            if not isinstance(inner, Node):
+                continue
+            if id(inner) in seen:
+                continue
+            seen.add(id(inner))
+            if type(inner).implemented:
+                yield from marked(inner, span, seen)
+            else:
+                yield refused(inner.span() or span, f"`{inner.word}`", _listed(known))
+
+
+def _marked(known: Field, value: object) -> str:
+    """What of this field has no backend, or nothing."""
+    mark = known.not_yet
+    if mark is None:
+        return ""
+    if not mark.words and not mark.lists:
+        return f"`{known.word}`"
+    if mark.lists and isinstance(value, tuple):
+        return f"a list for `{known.word}`"
+    return f"`{known.word} = {value}`" if value in mark.words else ""
+
+
+def _way_out(known: Field) -> str:
+    mark = known.not_yet
+    if mark is None or not mark.words:
+        return ""
+    return mark.help or _listed(known)
+
+
+def _listed(known: Field) -> str:
+    """The words that can stand in this field and do compile."""
+    words = sorted(_words(known.kinds) - set(known.not_yet.words if known.not_yet else ()))
+    return f"today: {', '.join(words)}" if words else ""
+
+
+def _words(kinds: tuple[Kind, ...]) -> set[str]:
+    found: set[str] = set()
+    for kind in kinds:
+        match kind:
+            case CallKind():
+                found |= {word for word, cls in kind.classes.items() if cls.implemented}
+            case WordKind():
+                found |= set(kind.values)
+            case ListKind():
+                found |= _words(kind.items)
+    return found
+
+
+def refused(span: Span | None, what: str, help: str) -> Diagnostic:
+    """The diagnostic of something that is known, and that nothing compiles yet."""
+    return diagnose("MOE0202", span, f"{what} is known, and moec cannot compile it yet", help=help)
