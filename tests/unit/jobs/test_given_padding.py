@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from every_way import require_every_way_alike
 from models import moe_plan, moe_spec
-from torch import Tensor
 
 import moec
 from moec.codegen.plan import Plan
@@ -85,32 +85,7 @@ def job() -> Iterator[Job]:
 
 def test_steps_micro_batches_custom_losses_and_accumulation_hand_padding_through(job: Job) -> None:
     model = job.build(seed=1)
-
-    def gradients() -> dict[str, Tensor]:
-        found = {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.zero_grad()
-        return found
-
-    def nll(logits: Tensor, labels: Tensor) -> Tensor:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-
-    def accumulated() -> None:
-        with job.accumulate(model, *LABELS.chunk(2), padding=PADDED.chunk(2)):
-            for tokens, labels, part in zip(TOKENS.chunk(2), LABELS.chunk(2), PADDED.chunk(2), strict=True):
-                model(tokens, labels, padding=part).loss.backward()
-
-    model(TOKENS, LABELS, padding=PADDED).loss.backward()
-    expected = gradients()
-    ways = {
-        "a step": lambda: job.step(model, TOKENS, LABELS, padding=PADDED),
-        "micro-batches": lambda: job.step(model, TOKENS, LABELS, padding=PADDED, microbatches=3),
-        "a custom loss": lambda: job.step(model, TOKENS, LABELS, padding=PADDED, loss=nll, microbatches=2),
-        "accumulate": accumulated,
-    }
-    for name, way in ways.items():
-        way()
-        for parameter, gradient in gradients().items():
-            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
+    require_every_way_alike(job, model, TOKENS, LABELS, padding=PADDED)
     with pytest.raises(JobError, match="given padding and balance terms"), job.accumulate(model, LABELS):
         pass
 
