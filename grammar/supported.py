@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.group_gate_rules import ONE_TEXT
-from moec.grammar.marks import marked
-from moec.grammar.marks import refused as _refused
+from moec.grammar.marks import marked, refused
 from moec.grammar.spec import (
     Activated,
     Base,
@@ -49,13 +48,13 @@ def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
     parallel, kind = spec.parallel, spec.cluster.device.kind
     if kind != "cpu" and parallel.offload != "none":
         span = parallel.span("offload")
-        yield _refused(span, f"`offload = {parallel.offload}` on {kind} devices", "use more ranks, or a higher `zero`")
+        yield refused(span, f"`offload = {parallel.offload}` on {kind} devices", "use more ranks, or a higher `zero`")
 
 
 def _of_images(spec: Spec) -> Iterator[Diagnostic]:
     """What a model of images may not ask for yet."""
     if spec.has_model and isinstance(spec.model.embedding, Patches) and spec.train is not None and spec.train.replay:
-        yield _refused(spec.train.span("replay"), "`replay` in a model of images", "")
+        yield refused(spec.train.span("replay"), "`replay` in a model of images", "")
 
 
 def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
@@ -70,28 +69,28 @@ def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
         if moe.group != "sequence":
             continue
         if isinstance(moe.gate, Smear | Soft):  # which know no other group
-            yield _refused(moe.gate.span(), f"`{moe.gate.word}` within each of several packed texts", ONE_TEXT)
+            yield refused(moe.gate.span(), f"`{moe.gate.word}` within each of several packed texts", ONE_TEXT)
         words = [(moe.gate.span(), moe.gate.word)] if isinstance(moe.gate, _GROUPED_GATES) else []
         words += [(moe.span("overflow"), f"overflow = {moe.overflow}")] if moe.overflow != "drop" else []
         order = getattr(moe.capacity, "order", "sequence")
         words += [(moe.capacity.span("order"), f"order = {order}")] if order != "sequence" else []
         for span, word in words:
-            yield _refused(span, f"`{word}` within each of several packed texts", "use `group = batch`")
+            yield refused(span, f"`{word}` within each of several packed texts", "use `group = batch`")
         limits = [getattr(moe.capacity, name, None) for name in ("factor", "eval", "max")]
         numbers = [n for f in limits if f is not None for n in (f.numerator, f.denominator)]
         if any(n >= _LARGEST_PART for n in numbers):
             help = "write a factor with fewer digits"
-            yield _refused(moe.span("capacity"), "so exact a capacity of each of several packed texts", help)
+            yield refused(moe.span("capacity"), "so exact a capacity of each of several packed texts", help)
 
 
 def _terms_of_packed(mixture: Moe | Moa) -> Iterator[Diagnostic]:
     """Balance terms that cannot have one text of several as a routing group."""
     for term in mixture.balance:
         if mixture.group == "sequence" and not isinstance(term, _BY_SEGMENT):
-            yield _refused(term.span(), f"`{term.word}` within each of several packed texts", "use `group = batch`")
+            yield refused(term.span(), f"`{term.word}` within each of several packed texts", "use `group = batch`")
         elif mixture.group != "sequence" and isinstance(term, SequenceLoss):
             what = f"`{term.word}` of packed texts beside `group = {mixture.group}`"
-            yield _refused(term.span(), what, "use `group = sequence`")
+            yield refused(term.span(), what, "use `group = sequence`")
 
 
 _GROUPED_GATES = (Base, BatchPriority, ExpertChoice)
@@ -108,13 +107,13 @@ def _of_experts(spec: Spec) -> Iterator[Diagnostic]:
     for moe in {id(moe): moe for moe in mixtures if moe}.values():
         kinds = [part.body for part in moe.parts if not isinstance(part.body, Activated)]
         if isinstance(moe.gate, Smear) and kinds:
-            yield _refused(kinds[0].span(), f"`{kinds[0].word}` experts with `smear`", "use experts with an activation")
+            yield refused(kinds[0].span(), f"`{kinds[0].word}` experts with `smear`", "use experts with an activation")
         if isinstance(moe.gate, Soft) and isinstance(kind := moe.parts[0].body, Conv):
-            yield _refused(kind.span(), "`conv` experts with `soft`", "a slot is a mean of tokens, which has no window")
+            yield refused(kind.span(), "`conv` experts with `soft`", "a slot is a mean of tokens, which has no window")
         if len(moe.parts) > 1 and isinstance(moe.gate, Soft | Smear):
-            yield _refused(moe.span("experts"), f"a list of experts with `{moe.gate.word}`", "use one size")
+            yield refused(moe.span("experts"), f"a list of experts with `{moe.gate.word}`", "use one size")
         if len(moe.parts) > 1 and moe.overflow == "pad":
-            yield _refused(moe.span("experts"), "a list of experts with `overflow = pad`", "use one size, or `drop`")
+            yield refused(moe.span("experts"), "a list of experts with `overflow = pad`", "use one size, or `drop`")
 
 
 def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
@@ -124,15 +123,15 @@ def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
         if not isinstance(moa, Moa):
             continue
         if moa.sinks:
-            yield _refused(moa.span("sinks"), "`sinks` of `moa`", "leave `sinks` out")
+            yield refused(moa.span("sinks"), "`sinks` of `moa`", "leave `sinks` out")
         if moa.qk_norm == "projection":
-            yield _refused(moa.span("qk_norm"), "`qk_norm = projection` of `moa`", "use `qk_norm = head`")
+            yield refused(moa.span("qk_norm"), "`qk_norm = projection` of `moa`", "use `qk_norm = head`")
         if isinstance(bias := getattr(moa.gate, "bias", None), Online):
             what, help = f"`bias = {bias.word}` of a gate of `moa`", "balance its groups by `switch_loss`"
-            yield _refused(moa.gate.span("bias"), what, help)
+            yield refused(moa.gate.span("bias"), what, help)
         if spec.train is not None and spec.train.replay:
             help = "a rollout gives no choices of heads: leave `replay` out"
-            yield _refused(moa.span(), "`moa` in a model with `replay`", help)
+            yield refused(moa.span(), "`moa` in a model with `replay`", help)
 
 
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
@@ -142,28 +141,28 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     if spec.has_model:
         for layer in spec.layers:
             if layer.name not in used:
-                yield _refused(layer.span(), "a `layer` beside a `model` that no expert is", "")
+                yield refused(layer.span(), "a `layer` beside a `model` that no expert is", "")
     elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
-        yield _refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
+        yield refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
     if not spec.has_model and spec.train is not None and spec.train.replay:
         help = "a layer by itself sees one mixture of its host's; use it in a `model`"
-        yield _refused(spec.train.span("replay"), "`replay` in the file of one `layer`", help)
+        yield refused(spec.train.span("replay"), "`replay` in the file of one `layer`", help)
     for layer in () if spec.has_model else (spec.layer,):
         gate = layer.moe.gate
         if needed := gate.inputs():
             drawn = () if gate.draws or "tokens" in needed else gate.random()
             what, span = f"`{drawn[0] if drawn else gate.word}`", gate.span(drawn[0] if drawn else "")
             help = "a layer is given vectors, without ids or numbers of tokens; use this gate in a `model`"
-            yield _refused(span, f"{what} in the file of one `layer`", help)
+            yield refused(span, f"{what} in the file of one `layer`", help)
         if isinstance(gate, Smear):
             help = "a layer's experts are left out of what its host sums, and every rank has these; use it in a `model`"
-            yield _refused(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
+            yield refused(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
         if layer.moe.order == "random":
             help = "a layer is given vectors, without numbers of tokens; use it in a `model`"
-            yield _refused(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
+            yield refused(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
         if isinstance(bias := getattr(gate, "bias", None), Online):
             help = "nothing in a plain PyTorch model says when a step ends; use it in a `model`"
-            yield _refused(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
+            yield refused(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
 
 
 def _all_mixtures(spec: Spec) -> Iterator[Moe]:
@@ -182,30 +181,30 @@ def nested(spec: Spec) -> Iterator[Diagnostic]:
             if within is None:
                 continue
             if len(moe.parts) > 1:
-                yield _refused(part.span(), "`mixture` in a list of experts", "")
+                yield refused(part.span(), "`mixture` in a list of experts", "")
             if spec.train is not None and spec.train.replay:
-                yield _refused(spec.train.span("replay"), "`replay` of a mixture of mixtures", "")
+                yield refused(spec.train.span("replay"), "`replay` of a mixture of mixtures", "")
             yield from _plain_gate(moe.gate, "a mixture of mixtures")
             yield from _plain_gate(within.gate, "an inner mixture")
             if not isinstance(moe.capacity, Dropless):
-                yield _refused(moe.span("capacity"), "a capacity of a mixture of mixtures", "")
+                yield refused(moe.span("capacity"), "a capacity of a mixture of mixtures", "")
             for term in moe.balance:
                 if not isinstance(term, SwitchLoss):
-                    yield _refused(term.span(), f"`{term.word}` of a mixture of mixtures", "")
+                    yield refused(term.span(), f"`{term.word}` of a mixture of mixtures", "")
             for name in ("shared", "residual", "capacity", "balance"):
                 value = getattr(within, name)
                 if value is not None and value != () and not isinstance(value, Dropless):
-                    yield _refused(within.span(name), f"`{name}` of an inner mixture", "")
+                    yield refused(within.span(name), f"`{name}` of an inner mixture", "")
             if len(within.parts) > 1 or isinstance(within.parts[0].body, Mixture | Lora | Conv):
-                yield _refused(within.span("experts"), "these experts of an inner mixture", "")
+                yield refused(within.span("experts"), "these experts of an inner mixture", "")
 
 
 def _plain_gate(gate: Node, of: str) -> Iterator[Diagnostic]:
     """Only `topk` and `switch`, without what a second gate would need of its own."""
     if not isinstance(gate, TopK | Switch):
-        yield _refused(gate.span(), f"`{gate.word}` in {of}", "today: switch, topk")
+        yield refused(gate.span(), f"`{gate.word}` in {of}", "today: switch, topk")
         return
     plain = type(gate)(k=gate.k) if isinstance(gate, TopK) else Switch()
     for name in field_names(type(gate)):
         if name not in ("k", "score", "order", "normalize") and getattr(gate, name) != getattr(plain, name):
-            yield _refused(gate.span(name), f"`{name}` of a gate in {of}", "")
+            yield refused(gate.span(name), f"`{name}` of a gate in {of}", "")

@@ -12,6 +12,8 @@ from moec.passes.ir import Op
 from moec.passes.ir import ops as o
 
 aten = torch.ops.aten
+
+LEAST = torch.finfo(torch.float32).tiny
 moec = torch.ops.moec
 
 
@@ -60,7 +62,8 @@ def _count_groups(e: Emitter, op: Op) -> None:
 def _detached_shares(e: Emitter, op: Op) -> None:
     (weights,) = e.refs(op)
     total = e.call(op, aten.sum.dim_IntList, e.call(op, aten.detach.default, weights), [-1], True)
-    e.result(op, aten.div.Tensor, weights, total)
+    # Sigmoids of logits far below 0 are all 0.
+    e.result(op, aten.div.Tensor, weights, e.call(op, aten.clamp_min.default, total, LEAST))
 
 
 CHOSEN_HEADS: dict[type[Op], Callable[[Emitter, Op], None]] = {

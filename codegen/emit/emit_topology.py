@@ -112,18 +112,21 @@ def _bounded(
 
 
 def _chosen_near(op: o.ChooseNear, groups: int, scores: Tensor, kept: Tensor, ranks: Tensor) -> Tensor:
-    """A token's kept near choices are its best near experts, so that the following ones are those it has not chosen."""
-    k = op.results[0].shape[-1]
+    """Choices of −1 become the token's best near experts, by its scores, that it has not chosen already.
+
+    Choices are not taken to be the best by these scores: probabilities may be equal where scores are not.
+    """
+    k, wanted = op.results[0].shape[-1], aten.lt.Scalar(kept, 0)
     assert isinstance(k, int)
-    near, wanted = _of_sequences(_near(op, ranks), kept, groups), aten.lt.Scalar(kept, 0)
-    left = aten.where.ScalarOther(aten.unsqueeze.default(near, 1), aten.detach.default(scores), -math.inf)
+    near = aten.unsqueeze.default(_of_sequences(_near(op, ranks), kept, groups), 1)
+    left = aten.where.ScalarOther(near, aten.detach.default(scores), -math.inf)
+    taken = aten.where.ScalarSelf(wanted, sum(op.parts), kept)  # choices of -1 are in a column of their own
+    left = aten.scatter.value(aten.constant_pad_nd.default(left, [0, 1], -math.inf), -1, taken, -math.inf)
     best = [aten.argmax.default(left, -1, True)]
     for _ in range(k - 1):
         left = aten.scatter.value(left, -1, best[-1], -math.inf)
         best.append(aten.argmax.default(left, -1, True))
-    own = aten.logical_and.default(_of_choices(near, kept), aten.logical_not.default(wanted))
-    place = aten.add.Tensor(aten.cumsum.default(wanted, -1), aten.sum.dim_IntList(own, [-1], True))
-    place = aten.clamp.default(aten.sub.Scalar(place, 1), 0, k - 1)
+    place = aten.clamp_min.default(aten.sub.Scalar(aten.cumsum.default(wanted, -1), 1), 0)
     again = aten.gather.default(aten.cat.default(best, -1), -1, place)
     chosen: Tensor = aten.where.self(wanted, again, kept)
     return chosen

@@ -35,6 +35,10 @@ FORMS: dict[str, dict[str, Any]] = {
     "tp, tokens whole": {"tp": 4, "ep": 2, "sequence_parallel": False},
     "one rank": {"ranks": 1, "ep": 1, "dtype": "bf16"},
     "one rank, fp32": {"ranks": 1, "ep": 1},
+    "padding, both ways": {
+        "model": "embedding = tokens(padding = 0)",
+        "attention": "gqa(heads = 4, kv_heads = 2, causal = false)",
+    },
     "more ranks than heads of k": {"ranks": 4, "tp": 4, "ep": 1},
     "padding": {"model": "embedding = tokens(padding = 3)"},
     "padding, tp": {"model": "embedding = tokens(padding = 3)", "tp": 2, "ep": 4},

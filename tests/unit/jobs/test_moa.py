@@ -267,3 +267,16 @@ def test_one_group_with_a_constant_weight_is_warned_of() -> None:
         "attention = moa(heads = 2, experts = 3, gate = topk(1, normalize = true)) } }"
     )
     assert [found.code for found in loaded.diagnostics] == ["MOE0321"]
+
+
+def test_sigmoids_that_are_all_0_make_no_nan() -> None:
+    gate = "topk(2, score = sigmoid, bias = learned)"
+    attention = MOA.replace("topk(2)", gate).format("normalize = true")
+    model = reference(moe_spec(ranks=1, ep=1, depth=2, attention=attention), seed=1)
+    with torch.no_grad():
+        model.get_parameter("layers.1.attention.gate.bias").fill_(-110.0)
+    tokens = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(0))
+    output = model(tokens, tokens)
+    output.loss.backward()
+    assert output.logits.isfinite().all()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
