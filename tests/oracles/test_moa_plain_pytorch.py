@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracles.gate_oracle import LOSSES, SEED, STEP, Routed, uniform
+from oracles.gate_oracle import LOSSES, Routed
 from oracles.plain_attention import Weights, positions_and_texts, rms, turned, visible
+from oracles.plain_philox import SEED, STEP, uniform
 from oracles.specs import BATCH, SEQUENCE, VOCAB, small_spec
 from torch import Tensor
 
