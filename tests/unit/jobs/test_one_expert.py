@@ -39,6 +39,7 @@ def test_a_plan_equals_the_unsharded_model_where_one_expert_is_chosen_by_all(
         for name, parameter in model.named_parameters():
             if name.endswith("moe.gate.weight"):
                 torch.nn.init.zeros_(parameter)
+                parameter.data[:, 0] = 1.0  # verify draws what is zeros alone
         made.append(model)
         return model
 
