@@ -129,7 +129,7 @@ def test_the_reference_equals_the_handwritten_model(positions: str) -> None:
     require_gradients(ours, p)
 
 
-@pytest.mark.parametrize(("size", "shifts"), [(2, (0, 1)), (2, (1, 0)), (4, (0, 2)), (1, (0, 0)), (4, (3, 1))])
+@pytest.mark.parametrize(("size", "shifts"), [(2, (0, 1)), (2, (1, 0)), (4, (0, 0)), (1, (0, 0)), (2, (1, 1))])
 def test_windows_of_a_grid_are_those_of_swin(size: int, shifts: tuple[int, int]) -> None:
     first, second = (f"mha(heads = 4, causal = false, grid = windows({size}, shift = {shift}))" for shift in shifts)
     ours = reference(image_spec(attention=first, second=second, balance="[]"), dtype=torch.float64)
