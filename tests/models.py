@@ -49,8 +49,7 @@ def moe_text(
 ) -> str:
     """Layer 0 dense with mha and `ffn`, the others gqa with rope and a mixture; one level of `ranks` CPU ranks.
 
-    `memory`: of a device of its own, for models that do not fit the library's `cpu`. `levels` replaces the level of
-    the cluster.
+    `memory`: of a device of its own, for models that do not fit the library's `cpu`. `levels`: the cluster's own.
     `recompute` is a word for all layers, or blocks such as `layers 1 { recompute = layer }`.
     `attention` is the whole call of layers 1, 2, …; without it, `gqa` with `bias` and `qk_norm`.
     `mixtures` gives the experts and the `ep` (None for that of the whole block) of layers 1, 2, …, and so the depth.
@@ -61,9 +60,8 @@ def moe_text(
     degrees = "".join(f"  {name} = {value}\n" for name, value in stated.items() if value is not None)
     if recompute:
         degrees += f"  {recompute}\n" if "{" in recompute else f"  recompute = {recompute}\n"
-    if attention is None:
-        norm = "" if qk_norm is None else f", qk_norm = {qk_norm}"
-        attention = f"gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = {bias}{norm})"
+    norm = "" if qk_norm is None else f", qk_norm = {qk_norm}"
+    attention = attention or f"gqa(heads = 4, kv_heads = 2, rope = rope(theta = 1e4), bias = {bias}{norm})"
     others, levels = "", levels or f'level "node" {{ size = {ranks} }}'
     for number, (count, degree) in enumerate(mixtures, start=1):
         others += f"  layers {number} {{ moe {{ experts = {count} * {expert} }} }}\n" if count != experts else ""
