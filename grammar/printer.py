@@ -11,8 +11,10 @@ from enum import Enum
 from fractions import Fraction
 
 from moec.grammar.diagnostics.diagnostic import InternalError
+from moec.grammar.format import formatted
 from moec.grammar.rules import ranges
 from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, TextKind, WordKind, fields
+from moec.grammar.source import Source
 from moec.grammar.spec import Layer, ParallelLayers, Spec, distinct_layers
 from moec.grammar.spec.base import Node
 from moec.grammar.units import written
@@ -29,6 +31,12 @@ def to_text(spec: Spec) -> str:
     blocks += [_block(node) for node in (spec.train, spec.adapt) if node]
     blocks += [_block(spec.parallel)] if _says_anything(spec.parallel) else []
     return "\n".join("\n".join(block) + "\n" for block in blocks)
+
+
+def model_text(spec: Spec) -> str:
+    """The text of the `model` block alone, in the standard layout."""
+    text = "\n".join(_block(spec.model)) + "\n"
+    return formatted(Source(spec.model.name, text))
 
 
 def written_value(known: Field, value: object) -> str:

@@ -122,6 +122,8 @@ def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
     for moa in {id(layer.attention): layer.attention for layer in layers}.values():
         if not isinstance(moa, Moa):
             continue
+        if moa.output_gate != "none":
+            yield refused(moa.span("output_gate"), "`output_gate` of `moa`", "leave `output_gate` out")
         if moa.sinks:
             yield refused(moa.span("sinks"), "`sinks` of `moa`", "leave `sinks` out")
         if moa.qk_norm == "projection":

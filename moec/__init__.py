@@ -5,6 +5,7 @@
     with moec.launch(plan) as job: ...       # one rank, under torchrun
     moec.layer("ffn.moe")                    # one mixture, for a model of your own
     moec.latest("checkpoints")               # the last complete checkpoint in a folder
+    moec.from_hf("Mixtral-8x7B-v0.1")        # the Spec of a model of Hugging Face; moec.load_hf has its weights
 
 Everything here is imported when it is first used: `import moec` is cheap, and what needs no torch never imports it.
 """
@@ -16,11 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moec.codegen.plan import Plan
-    from moec.driver import compile, launch, layer, load, load_for, reference, verify
+    from moec.driver import compile, from_hf, launch, layer, load, load_for, reference, verify
     from moec.grammar.diagnostics import Diagnostic, DiagnosticError
     from moec.grammar.spec import Spec
     from moec.runtime.checkpoint.folders import latest
     from moec.runtime.errors import JobError
+    from moec.runtime.huggingface.load import load_hf
+    from moec.runtime.huggingface.save import save_hf
     from moec.runtime.job.hosted import clip_grad_norm_, expert_parameters
     from moec.runtime.job.job import Job
     from moec.runtime.job.layer import MoeLayer
@@ -40,12 +43,15 @@ _HOMES = {
     "clip_grad_norm_": "moec.runtime.job.hosted",
     "compile": "moec.driver",
     "expert_parameters": "moec.runtime.job.hosted",
+    "from_hf": "moec.driver",
     "latest": "moec.runtime.checkpoint.folders",
     "launch": "moec.driver",
     "layer": "moec.driver",
     "load": "moec.driver",
     "load_for": "moec.driver",
+    "load_hf": "moec.runtime.huggingface.load",
     "reference": "moec.driver",
+    "save_hf": "moec.runtime.huggingface.save",
     "verify": "moec.driver",
 }
 
@@ -61,12 +67,15 @@ __all__ = [
     "clip_grad_norm_",
     "compile",
     "expert_parameters",
+    "from_hf",
     "latest",
     "launch",
     "layer",
     "load",
     "load_for",
+    "load_hf",
     "reference",
+    "save_hf",
     "verify",
 ]
 

@@ -232,11 +232,26 @@ def tune(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+imports = typer.Typer(help="Make a `.moe` file of a model described elsewhere.", no_args_is_help=True)
+app.add_typer(imports, name="import")
+
+
+@imports.command("hf")
+def import_hf(
+    source: Annotated[Path, typer.Argument(metavar="DIR|config.json", help="A model's folder, or its config.json.")],
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="The file to write; default: stdout.")] = None,
+    format: Format = "full",
+) -> None:
+    """A model of Hugging Face as a `.moe` file. Executes nothing of the folder, and needs no torch."""
+    from moec.commands.import_hf import run
+
+    _require("--format", format, STYLES)
+    run(source, output, format)
+
 
 NOT_YET = {
     "plan": "choosing degrees by predicted time and memory",
     "simulate": "predicting time on the described cluster",
-    "import": "reading Hugging Face configs",
     "weights": "importing and exporting weights",
     "calibrate": "measuring a cluster",
     "lsp": "a language server",

@@ -6,8 +6,10 @@ Each function imports only the packages that it needs, so that `moec check` is a
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
@@ -198,6 +200,22 @@ def launch(
             "use `moec.layer`, which makes a module for a plain PyTorch model",
         )
     return Job(loaded, device, check_replicas, timeout, checks, on_nonfinite)
+
+
+def from_hf(source: str | Path | Mapping[str, Any]) -> Spec:
+    """The Spec of a model of Hugging Face: a folder with a `config.json`, such a file, or its dict. Needs no torch.
+
+    Its cluster is one CPU process, and it says nothing of training: `spec.replace(cluster=…, train=…)` does, or the
+    file that `moec import hf` writes. Warns (`UserWarning`) of keys that are not imported. Nothing of a folder is
+    executed. Raises `DiagnosticError`: MOE0900 where there is no config, MOE0901 for an unknown architecture, MOE0902
+    and MOE0903 for keys that are wrong, or that moec cannot express.
+    """
+    from moec.grammar.huggingface.read import read_config
+
+    imported = read_config(source)
+    for note in imported.notes:
+        warnings.warn(f"{note.code}: {note.message}", stacklevel=2)
+    return imported.spec
 
 
 def to_spec(source: Source, **lets: float | str) -> Spec:

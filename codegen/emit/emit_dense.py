@@ -130,6 +130,13 @@ def _sigmoid_gate(e: Emitter, op: Op) -> None:
     e.result(op, aten.mul.Tensor, x, e.call(op, aten.sigmoid.default, logits))
 
 
+def _gate_heads(e: Emitter, op: Op) -> None:
+    x, logits = e.refs(op)
+    gate = e.call(op, aten.sigmoid.default, logits)
+    per_head = len(e.value(op.operands[1]).shape) == 3
+    e.result(op, aten.mul.Tensor, x, e.call(op, aten.unsqueeze.default, gate, 3) if per_head else gate)
+
+
 def _mix(e: Emitter, op: Op) -> None:
     *paths, logits = e.refs(op)
     weights = e.call(op, aten.softmax.int, logits, -1)
@@ -158,6 +165,7 @@ DENSE: dict[type[Op], Callable[[Emitter, Op], None]] = {
     o.RmsNorm: _rms_norm,
     o.Router: _router,
     o.Scale: _scale,
+    o.GateHeads: _gate_heads,
     o.SigmoidGate: _sigmoid_gate,
     o.WeightedSum: _weighted_sum,
 }

@@ -169,6 +169,16 @@ CODES: dict[str, str] = {
     "MOE0810": "no plan is for this number of ranks",
     "MOE0811": "ranks do not save or load the same",
     "MOE0812": "a rank failed while it saved or loaded a checkpoint",
+    "MOE0900": "there is no model of Hugging Face here",
+    "MOE0901": "unknown architecture",
+    "MOE0902": "a config key is missing or has a wrong value",
+    "MOE0903": "moec cannot express this config",
+    "MOE0904": "a config key is not imported",
+    "MOE0905": "weights that cannot be read",
+    "MOE0906": "tensors are missing or have no place in the model",
+    "MOE0907": "a tensor has another shape or dtype",
+    "MOE0908": "this model is none of Hugging Face's",
+    "MOE0909": "the model's folder cannot be written",
 }
 
 

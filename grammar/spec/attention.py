@@ -121,8 +121,11 @@ class _Attention(Node):
     rope: Annotated[Rope | None, Doc("rotary positions; without it, none")] = None
     qk_norm: Annotated[
         Literal["none", "head", "projection"],
-        Doc("RMS norm of queries and keys before `rope`: per head (Qwen3), or over the whole projection (OLMoE)"),
+        Doc("RMS norm of queries and keys: per head (Qwen3), or over the whole projection (OLMoE)"),
     ] = "none"
+    qk_norm_place: Annotated[
+        Literal["before_rope", "after_rope"], Doc("whether `qk_norm` comes before `rope`, or after it (Hunyuan)")
+    ] = "before_rope"
     bias: Annotated[
         Literal["none", "qkv", "all"], Doc("which projections have a bias: `qkv` (Qwen2), `all` (gpt-oss)")
     ] = "none"
@@ -131,7 +134,11 @@ class _Attention(Node):
     ] = None
     grid: Annotated[Windows | None, Doc("windows of the grid of patches, for images with `causal = false`")] = None
     sinks: Annotated[bool, Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
-    clip: Annotated[Positive | None, Doc("queries, keys and values are clamped to ± this (DBRX)")] = None
+    clip: Annotated[Positive | None, Doc("queries, keys and values are clamped to ± this, after norms (DBRX)")] = None
+    output_gate: Annotated[
+        Literal["none", "head", "element"],
+        Doc("what attention gives is multiplied by a sigmoid of a projection of the token, per head or per element"),
+    ] = "none"
     causal: Annotated[bool, Doc("whether a token sees only itself and those before it")] = True
     multiplier: Annotated[Positive | None, Doc("factor on scores; default 1 / sqrt(head_dim) (Granite)")] = None
 
@@ -172,6 +179,10 @@ class Mla(_Attention):
     nope_dim: Annotated[PositiveInt, Doc("dimensions of a query and key without positions")]
     rope_dim: Annotated[PositiveInt, Doc("dimensions with rotary positions, shared by all heads' keys")]
     value_dim: Annotated[PositiveInt, Doc("width of a value")]
+    latent_eps: Annotated[
+        Annotated[float, more_than(0), less_than(1)] | None,
+        Doc("`eps` of the latent vectors' norms; default: that of `norm`"),
+    ] = None
 
 
 class Moa(_Attention):

@@ -57,6 +57,7 @@ class TokenEmbedding(Node):
         Positive, Doc("factor on the vectors, before learned positions are added (Granite: 12; Gemma: sqrt(dim))")
     ] = 1.0
     logits_multiplier: Annotated[Positive, Doc("factor on the logits (Granite: 1 / logits_scaling)")] = 1.0
+    logits_bias: Annotated[bool, Doc("whether a learned number per id is added to the logits (Phi-3.5-MoE)")] = False
 
     @property
     def padding_id(self) -> int | None:

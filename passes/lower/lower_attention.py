@@ -25,7 +25,7 @@ def attend(
     assert isinstance(attention, Gqa | Mha | Mla)
     make, span = latent_heads if isinstance(attention, Mla) else _heads, attention.span()
     q, k, v = make(b, model, attention, h, of_texts, context)  # type: ignore[arg-type]
-    a = attended(b, model, attention, q, k, v, of_texts)
+    a = gated(b, model, attention, h, attended(b, model, attention, q, k, v, of_texts))
     heads, value_dim = b.scope[a].shape[2:]
     assert isinstance(heads, int)
     assert isinstance(value_dim, int)
@@ -55,28 +55,53 @@ def attended(
     return b.one(o.Attention, q, k, v, beside=beside, to="attended", span=attention.span(), **how)
 
 
+def gated(b: Builder, model: Model, attention: Attention, h: str, a: str) -> str:
+    """Heads a, times the sigmoid of a projection of h where `output_gate` asks for it."""
+    if attention.output_gate == "none":
+        return a
+    sizes = b.scope[a].shape[2:] if attention.output_gate == "element" else b.scope[a].shape[2:3]
+    shape, line = [size for size in sizes if isinstance(size, int)], attention.span("output_gate")
+    rows = Matrices(rows=len(shape), hidden=True)
+    weight = b.parameter(
+        "attention.output_gate.weight", (*shape, model.dim), model.dtype, normal(), line, {"tp": 0}, rows
+    )  # fmt: skip
+    logits = b.one(o.Linear, h, weight, to="gate", span=line)
+    return b.one(o.GateHeads, a, logits, to="gated", span=line)
+
+
 def _heads(
     b: Builder, model: Model, attention: Gqa | Mha, h: str, of_texts: Mapping[str, str], context: int | None
 ) -> tuple[str, str, str]:
     """Names of q, k and v `[batch, sequence, heads, head_dim]` of h `[batch, sequence, dim]`."""
     heads = attention.heads
     kv_heads = attention.kv_heads if isinstance(attention, Gqa) else heads
-    q = normed(b, model, attention, "q", project(b, model, attention, h, "q", heads))
-    k = normed(b, model, attention, "k", project(b, model, attention, h, "k", kv_heads))
-    v = project(b, model, attention, h, "v", kv_heads)
-    q, k = (turned(b, attention, name, x, of_texts, context) for name, x in (("q", q), ("k", k)))
+    q = project(b, model, attention, h, "q", heads)
+    k = project(b, model, attention, h, "k", kv_heads)
+    v = clipped(b, attention, "v", project(b, model, attention, h, "v", kv_heads))
+    q, k = (placed(b, model, attention, name, x, of_texts, context) for name, x in (("q", q), ("k", k)))
     return q, k, v
 
 
+def placed(
+    b: Builder, model: Model, attention: Attention, name: str, x: str, of_texts: Mapping[str, str], context: int | None
+) -> str:
+    """Heads x of queries or keys after their norm, `clip` and rotary positions, in the order that the file says."""
+    if attention.qk_norm_place == "after_rope":
+        x = turned(b, attention, name, clipped(b, attention, name, x), of_texts, context)
+        return normed(b, model, attention, name, x)
+    x = clipped(b, attention, name, normed(b, model, attention, name, x))
+    return turned(b, attention, name, x, of_texts, context)
+
+
 def project(b: Builder, model: Model, attention: Gqa | Mha | Moa, h: str, name: str, heads: int) -> str:
-    """A projection of h to so many heads, `[batch, sequence, heads, head_dim]`; with bias and clip."""
+    """A projection of h to so many heads, `[batch, sequence, heads, head_dim]`; with bias."""
     width, span = attention.head_dim or model.dim // attention.heads, attention.span()
     shape, heads_are_rows = (heads, width, model.dim), Matrices(rows=2, hidden=True)
     weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, {"tp": 0}, heads_are_rows)
     projected = b.one(o.Linear, h, weight, to=name, span=span)
     if attention.bias != "none":
         projected = b.biased(projected, f"attention.{name}.bias", attention.span("bias"), shard={"tp": 0})
-    return clipped(b, attention, name, projected)
+    return projected
 
 
 def clipped(b: Builder, attention: Attention, name: str, x: str) -> str:

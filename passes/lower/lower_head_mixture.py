@@ -12,7 +12,7 @@ from moec.passes.ir import Init, Matrices, Output, Role
 from moec.passes.ir import ops as o
 from moec.passes.lower.block_builder import Builder, normal, residual_init
 from moec.passes.lower.gates import lower_gate
-from moec.passes.lower.lower_attention import attended, clipped, normed, project, turned
+from moec.passes.lower.lower_attention import attended, clipped, placed, project
 from moec.passes.lower.lower_balance import Routed, balance_terms
 
 QUERIES, OUTPUTS = Matrices(1, 2, hidden=True), Matrices(1, 1, hidden=True)
@@ -45,11 +45,10 @@ def attend_by_groups(
         bias["bias"] = b.parameter("attention.q.bias", shape[:3], model.dtype, zeros, line, {"tp": 1}, Matrices(1))
     some_are_none = routed.some_are_none
     q = b.one(o.ChosenHeads, h, e, weight, beside=bias, to="q", span=span, some_are_none=some_are_none)
-    q = normed(b, model, moa, "q", clipped(b, moa, "q", q))
     kv_heads = moa.kv_heads or moa.heads
-    k = normed(b, model, moa, "k", project(b, model, moa, h, "k", kv_heads))
-    v = project(b, model, moa, h, "v", kv_heads)
-    q, k = (turned(b, moa, name, x, of_texts, context) for name, x in (("q", q), ("k", k)))
+    k = project(b, model, moa, h, "k", kv_heads)
+    v = clipped(b, moa, "v", project(b, model, moa, h, "v", kv_heads))
+    q, k = (placed(b, model, moa, name, x, of_texts, context) for name, x in (("q", q), ("k", k)))
     a = attended(b, model, moa, q, k, v, of_texts)
     shape, init = (moa.experts, model.dim, moa.heads, width), residual_init(model.depth)
     out = b.parameter("attention.o.weight", shape, model.dtype, init, span, {"tp": 2}, OUTPUTS)

@@ -33,7 +33,7 @@ def latent_heads(
         weight = b.parameter(f"attention.{name}.weight", shape, model.dtype, normal(), span, matrices=PROJECTION)
         down = biased(b.one(o.Linear, h, weight, to=name, span=span), name)
         scale = b.parameter(f"attention.{name}_norm.weight", (rank,), model.dtype, Init(kind="ones"), span)
-        return b.one(o.RmsNorm, down, scale, to=name, span=span, eps=model.norm.eps)
+        return b.one(o.RmsNorm, down, scale, to=name, span=span, eps=attention.latent_eps or model.norm.eps)
 
     def biased(x: str, name: str) -> str:
         if attention.bias == "none":

@@ -167,7 +167,10 @@ def _logits(b: Builder, model: Model, x: str, table: str) -> str:
         shape = (model.outputs, model.dim)
         head = b.parameter("head.weight", shape, model.dtype, normal(), model.span(), {"tp": 0}, TABLE)
         head_span = None
-    return b.one(o.Linear, h, head, to="logits", span=head_span)
+    logits = b.one(o.Linear, h, head, to="logits", span=head_span)
+    if embedding.logits_bias:
+        logits = b.biased(logits, "head.bias", embedding.span("logits_bias"), {"tp": 0})
+    return logits
 
 
 def _numbers_of_tokens(b: Builder, model: Model, layers: Sequence[Block], ids: str) -> dict[Role | None, str]:

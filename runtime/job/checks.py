@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.errors import JobError
 from moec.runtime.job.batches import fingerprint
 from moec.runtime.job.groups import HOST
@@ -46,7 +47,7 @@ class Complaint(NamedTuple):
     of_all_ranks: bool = False
 
     @staticmethod
-    def of(error: JobError, *, of_all_ranks: bool = False) -> Complaint:
+    def of(error: DiagnosticError, *, of_all_ranks: bool = False) -> Complaint:
         """The code and message of `error`."""
         first = error.diagnostics[0]
         return Complaint(first.code, first.message, first.help or "", of_all_ranks)

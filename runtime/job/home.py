@@ -46,6 +46,11 @@ class Home(Protocol):
         """Which share of the global batch it is given."""
         ...
 
+    @property
+    def rank(self) -> int:
+        """The number of this process among those of the job."""
+        ...
+
     def parameter(self, name: str) -> nn.Parameter:
         """A new parameter, by its full name."""
         ...
@@ -77,7 +82,7 @@ class Alone:
     `dtype` also replaces the dtype in which layers compute.
     """
 
-    groups, data_rank = "", 0
+    groups, data_rank, rank = "", 0, 0
 
     def __init__(self, parameters: Mapping[str, PlanParameter], *, seed: int, dtype: torch.dtype | None) -> None:
         self.checks = Checks()

@@ -159,7 +159,7 @@ class Job:
         home = RankHome(self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed)
         limits = limits_of(self.plan.spec, self.plan.meshes["dense"].size("tp"), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
-            return PlanModule(self.plan.program, limits, home)
+            return PlanModule(self.plan.spec, self.plan.program, limits, home)
 
     def optimizer(self, model: PlanModule) -> Optimizer:
         """The optimizer of the file's `train` block, else AdamW with its defaults, over what the plan does not freeze.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
+from moec.grammar.spec import Spec
 from moec.passes.ir import STEP, Program, Role
 from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks, taken_role
 from moec.passes.ir.roles import IGNORED_LABEL
@@ -32,6 +33,17 @@ from moec.runtime.job.step_counts import StepCounts
 from moec.runtime.job.top_level import TopLevel
 from moec.runtime.job.weights import Weights
 from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
+
+
+@dataclass(frozen=True, slots=True)
+class MadeOf:
+    """What a module was made of; copies of the module share it."""
+
+    spec: Spec
+    program: Program
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MadeOf:
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +75,11 @@ class PlanModule(nn.Module):
 
     layers: nn.ModuleList
 
-    def __init__(self, program: Program, limits: Limits | ImageLimits, home: Home, *, float64: bool = False) -> None:
+    def __init__(
+        self, spec: Spec, program: Program, limits: Limits | ImageLimits, home: Home, *, float64: bool = False
+    ) -> None:
         super().__init__()
+        self._made_of = MadeOf(spec, program)
         self.settings = initial_values(home.seed)
         """Numbers that change without compiling again: `seed` and `step`. `set` changes them."""
         self._home, self.limits = home, limits
@@ -217,6 +232,16 @@ class PlanModule(nn.Module):
         self._home.require_running()
         self._home.checks.require("set", complaint_about(settings), same_on_ranks(settings))
         self.settings.update(settings)
+
+    @property
+    def spec(self) -> Spec:
+        """The file that it computes."""
+        return self._made_of.spec
+
+    @property
+    def program(self) -> Program:
+        """The Program that its graphs are made from."""
+        return self._made_of.program
 
     # ---- for jobs ----------------------------------------------------------------------------------
 

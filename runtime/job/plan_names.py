@@ -43,7 +43,7 @@ def require_own(model: object, plan: Plan, number: str) -> None:
 
 def parameters_by_name(model: PlanModule, plan: Plan) -> dict[str, nn.Parameter]:
     """The parameters by their names in the plan. Raises `JobError` for parameters that the plan does not have."""
-    found, foreign = _by_plan_names(model, model.named_parameters(), plan.parameters)
+    found, foreign = by_plan_names(model, model.named_parameters(), plan.parameters)
     if foreign:
         more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
         raise JobError(
@@ -58,11 +58,11 @@ def parameters_by_name(model: PlanModule, plan: Plan) -> dict[str, nn.Parameter]
 
 def states_by_name(model: PlanModule, plan: Plan) -> dict[str, Tensor]:
     """The plan's states by their names in the plan. Leaves out other buffers."""
-    found, _ = _by_plan_names(model, model.named_buffers(), plan.states)
+    found, _ = by_plan_names(model, model.named_buffers(), plan.states)
     return found
 
 
-def _by_plan_names(
+def by_plan_names(
     model: PlanModule, named: Iterable[tuple[str, T]], known: Container[str]
 ) -> tuple[dict[str, T], list[str]]:
     """Parameters or buffers by their names in the plan, and the names in the model of those that it does not have."""

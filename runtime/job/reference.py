@@ -31,7 +31,7 @@ def reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None, mi
     """
     program = reference_program(spec, microbatches)
     home = Alone(parameters_of(program), seed=seed, dtype=dtype)
-    return PlanModule(program, limits_of(spec), home, float64=dtype == torch.float64)
+    return PlanModule(spec, program, limits_of(spec), home, float64=dtype == torch.float64)
 
 
 def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = None) -> MoeLayer:

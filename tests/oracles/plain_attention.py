@@ -88,6 +88,10 @@ def attend(spec: Spec, layer: Layer, own: Weights, h: Tensor, position: Tensor, 
     else:
         shares = scores.softmax(-1)
     attended = torch.einsum("bhij,bjhd->bihd", shares, v)
+    if attention.output_gate != "none":
+        weight = own["attention.output_gate.weight"]
+        logits = torch.einsum("bsd,h...d->bsh...", h, weight)
+        attended = attended * torch.sigmoid(logits if attention.output_gate == "element" else logits[..., None])
     y = torch.einsum("bihd,ohd->bio", attended, own["attention.o.weight"])
     return y + own["attention.o.bias"] if attention.bias == "all" else y
 
@@ -99,22 +103,28 @@ def heads_of(spec: Spec, attention: Attention, own: Weights, h: Tensor, position
         x = torch.einsum("bsd,hwd->bshw", h, own[f"attention.{name}.weight"])
         if attention.bias != "none":
             x = x + own[f"attention.{name}.bias"]
-        if attention.clip is not None:
-            x = x.clamp(-attention.clip, attention.clip)
-        if attention.qk_norm != "none" and name != "v":
-            x = rms(x, own[f"attention.{name}_norm.weight"], spec.model.norm.eps)
         made.append(x)
-    if attention.rope is None:
-        return made
-    context = spec.model.context or (spec.train.sequence if spec.train else None)
-    assert context is not None
-    width = int(attention.rope.fraction * made[0].shape[-1] + 1e-9)
-    return [*(turned(x, attention.rope, position, 0, width, context) for x in made[:2]), made[2]]
+    v = made[2]
+    normed_last = attention.qk_norm_place == "after_rope"
+    for index, name in enumerate("qk"):
+        x = made[index]
+        for step in ("clip", "turn", "norm") if normed_last else ("norm", "clip", "turn"):
+            if step == "norm" and attention.qk_norm != "none":
+                x = rms(x, own[f"attention.{name}_norm.weight"], spec.model.norm.eps)
+            elif step == "clip" and attention.clip is not None:
+                x = x.clamp(-attention.clip, attention.clip)
+            elif step == "turn" and attention.rope is not None:
+                context = spec.model.context or (spec.train.sequence if spec.train else None)
+                assert context is not None
+                width = int(attention.rope.fraction * x.shape[-1] + 1e-9)
+                x = turned(x, attention.rope, position, 0, width, context)
+        made[index] = x
+    return [*made[:2], v if attention.clip is None else v.clamp(-attention.clip, attention.clip)]
 
 
 def latent_heads(spec: Spec, attention: Mla, own: Weights, h: Tensor, position: Tensor) -> list[Tensor]:
     """q, k and v of latent attention (DeepSeek-V2, equations 9 to 19), norms as in DeepSeek-V3."""
-    eps = spec.model.norm.eps
+    eps = attention.latent_eps or spec.model.norm.eps
 
     def down(name: str) -> Tensor:
         bias = own[f"attention.{name}.bias"] if attention.bias != "none" else None

@@ -13,8 +13,8 @@ from moec.runtime.job.reference import reference
 ORACLE_OF = {
     "gqa": "kv_heads head_dim",
     "mha": "head_dim",
-    "attention": "heads rope qk_norm bias window sinks clip causal multiplier",
-    "mla": "q_rank kv_rank nope_dim rope_dim value_dim",
+    "attention": "heads rope qk_norm qk_norm_place bias window sinks clip causal multiplier output_gate",
+    "mla": "q_rank kv_rank nope_dim rope_dim value_dim latent_eps",
     "rope": "theta scaling fraction interleaved",
     "linear (Linear)": "factor",
     "ntk": "factor original",
@@ -58,7 +58,16 @@ SCORES = {
     "multiplier, sharpened": "mha(heads = 3, multiplier = 0.1, "
     "rope = rope(scaling = yarn(9, original = 4, mscale_all = 1)))",
     "clip": "mha(heads = 3, rope = rope(), clip = 0.7)",
-    "clip, before norms": "gqa(heads = 4, kv_heads = 2, rope = rope(), bias = qkv, qk_norm = head, clip = 1.2)",
+    "clip, after norms": "gqa(heads = 4, kv_heads = 2, rope = rope(), bias = qkv, qk_norm = head, clip = 1.2)",
+}
+PLACES = {
+    "norms after positions": "gqa(heads = 4, kv_heads = 2, rope = rope(), qk_norm = head, qk_norm_place = after_rope)",
+    "norms of projections after positions, clip": "mha(heads = 3, rope = rope(), qk_norm = projection, clip = 0.8, "
+    "qk_norm_place = after_rope)",
+}
+GATED = {
+    "a gate for each head": "mha(heads = 3, rope = rope(), output_gate = head)",
+    "a gate for each element": "gqa(heads = 4, kv_heads = 2, head_dim = 6, bias = all, output_gate = element)",
 }
 WINDOWS = {
     "window": "mha(heads = 3, rope = rope(), window = 4)",
@@ -78,12 +87,14 @@ LATENT = {
     "mla, no positions": MLA.format("6, q_rank = 3, bias = qkv"),
     "mla, wide values": MLA.format("9, rope = rope(), bias = all, sinks = true, window = 4"),
     "mla, narrow values": MLA.format("1, rope = rope(), q_rank = 8, bias = all, sinks = true, multiplier = 0.8"),
+    "mla, latent eps": MLA.format("5, rope = rope(), q_rank = 8, latent_eps = 0.1"),
+    "mla, gated": MLA.format("5, rope = rope(), output_gate = element"),
     "mla, yarn": MLA.format(
         "4, q_rank = 8, causal = false, rope = rope(theta = 9, scaling = "
         "yarn(4, original = 6, mscale = 1, mscale_all = 0.7)), window = 5"
     ),
 }
-KINDS = CAUSALITY | ROTARY | SCALED | SCORES | WINDOWS | SINKS | LATENT
+KINDS = CAUSALITY | ROTARY | SCALED | SCORES | PLACES | GATED | WINDOWS | SINKS | LATENT
 EMBEDDINGS = {
     "plain": "tokens()",
     "packed": f"tokens(separator = {SEPARATOR}, positions = learned)",

@@ -64,10 +64,10 @@ def attend(spec: Spec, moa: Moa, own: Weights, h: Tensor, position: Tensor, seen
     """Σ over groups of the token's weight for the group times the group's attention."""
 
     def made(x: Tensor, name: str) -> Tensor:
-        if moa.clip is not None:
-            x = x.clamp(-moa.clip, moa.clip)
         if moa.qk_norm == "head" and name != "v":
             x = rms(x, own[f"attention.{name}_norm.weight"], spec.model.norm.eps)
+        if moa.clip is not None:
+            x = x.clamp(-moa.clip, moa.clip)
         if moa.rope is not None and name != "v":
             x = turned(x, moa.rope, position, 0, x.shape[-1], CONTEXT)
         return x

@@ -25,7 +25,7 @@ from moec.driver import to_spec
 from moec.runtime.job.reference import reference
 
 ORACLE_OF = {
-    "tokens": "multiplier logits_multiplier",
+    "tokens": "multiplier logits_multiplier logits_bias",
     "model": "residual_multiplier",
     "attention": "multiplier",
 }
@@ -56,10 +56,11 @@ def plain(p: dict[str, Tensor], tokens: Tensor) -> Tensor:
         x = x + ADDED * attention(of, rms_norm(x, of["attention_norm.weight"]))
         h = rms_norm(x, of["ffn_norm.weight"])
         x = x + ADDED * (gelu_ffn(of, h) if number == 0 else swiglu_mixture(of, h, 2))
-    return rms_norm(x, p["norm.weight"]) @ p.get("head.weight", p["embedding.weight"]).T * LOGITS
+    logits = rms_norm(x, p["norm.weight"]) @ p.get("head.weight", p["embedding.weight"]).T * LOGITS
+    return logits + p["head.bias"] if "head.bias" in p else logits
 
 
-@pytest.mark.parametrize("embedding", ["", ", tied = true", ", positions = learned"])
+@pytest.mark.parametrize("embedding", ["", ", tied = true", ", positions = learned", ", logits_bias = true"])
 def test_the_reference_equals_the_handwritten_model(embedding: str) -> None:
     layers = """
         layers 0 { attention = gqa(heads = 4, kv_heads = 2); ffn = gelu(32) }

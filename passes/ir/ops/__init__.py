@@ -20,6 +20,7 @@ from moec.passes.ir.ops.expert_linear_ops import ExpertLinear
 from moec.passes.ir.ops.fused_ops import MixtureMlp, PermuteWeights, SumRows
 from moec.passes.ir.ops.gate_ops import AttendExperts, EveryExpert, HashRoute, Route
 from moec.passes.ir.ops.group_gate_ops import BalancedAssignment, ChooseTokens
+from moec.passes.ir.ops.head_gate import GateHeads
 from moec.passes.ir.ops.image_ops import Classify, FirstToken, GridWindows, MeanTokens, PatchEmbed, PatchNumbers
 from moec.passes.ir.ops.linear_ops import Activation, Add, AddBias, Linear, Router, Scale
 from moec.passes.ir.ops.load_ops import ExpectedLoads, ExpertWeights, FirstChoices, GroupTotals, VariationLoss
@@ -98,6 +99,7 @@ __all__ = [
     "ExpertWeights",
     "FirstChoices",
     "FirstToken",
+    "GateHeads",
     "GridWindows",
     "GroupTotals",
     "HashRoute",

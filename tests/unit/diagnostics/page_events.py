@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
+from huggingface_events import HUGGINGFACE_EVENTS
 from models import moe_plan, moe_text
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -382,4 +383,5 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0727": segments_that_descend,
     "MOE0728": padding_of_another_model,
     **CHECKPOINT_EVENTS,
+    **HUGGINGFACE_EVENTS,
 }

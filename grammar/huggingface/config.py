@@ -1,0 +1,209 @@
+"""A `config.json` while a family reads it: every key is asked for by kind, and what is wrong is collected."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, Final
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
+from moec.grammar.source import Source, Span
+
+MISSING: Final = object()
+"""The default of keys that a config must have."""
+
+PLACEHOLDER = 1
+"""Stands for a number that is missing or wrong, so that reading goes on and reports the other mistakes too."""
+
+
+class Config:
+    """The keys of a config. Methods read one key each; null counts as left out.
+
+    A key that is missing or has a value of another kind is MOE0902, a value that moec cannot express MOE0903: both are
+    kept in `errors` and raised together by `require_sound`. `unread` are the keys that nothing asked for.
+    """
+
+    def __init__(self, values: Mapping[str, Any], source: Source | None = None, path: tuple[str, ...] = ()) -> None:
+        self.values, self._source, self._path = values, source, path
+        self.errors: list[Diagnostic] = []
+        self.notes: list[Diagnostic] = []
+        self.asked: set[str] = set()
+        self._inner: dict[str, Config] = {}
+
+    # ---- reading -----------------------------------------------------------------------------------
+
+    def has(self, *keys: str) -> bool:
+        """Whether one of the keys has a value. Does not count as reading."""
+        return any(self.values.get(key) is not None for key in keys)
+
+    def raw(self, *keys: str) -> Any:
+        """The value of the first key that has one, or None. `keys` are the spellings of one thing."""
+        self.asked.update(keys)
+        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+
+    def count(self, *keys: str, default: Any = MISSING, least: int = 1) -> int:
+        """A whole number from `least` on."""
+        return int(self._scalar(keys, default, partial(_is_count, least), f"a whole number from {least}", PLACEHOLDER))
+
+    def count_or_none(self, *keys: str) -> int | None:
+        """A whole number from 1 on; None where the key is left out or 0."""
+        return self.count(*keys, default=0, least=0) or None
+
+    def number(self, *keys: str, default: Any = MISSING) -> float:
+        """A finite number."""
+        return float(self._scalar(keys, default, _is_number, "a finite number", PLACEHOLDER))
+
+    def flag(self, *keys: str, default: Any = MISSING) -> bool:
+        """true or false."""
+        return bool(self._scalar(keys, default, lambda value: isinstance(value, bool), "true or false", False))
+
+    def word(self, *keys: str, default: Any = MISSING) -> str:
+        """A text."""
+        return str(self._scalar(keys, default, lambda value: isinstance(value, str), "a text", ""))
+
+    def numbers(self, *keys: str, length: int | None = None) -> tuple[float, ...] | None:
+        """A list of finite numbers, of this length; None where it is left out."""
+        value, key = self.raw(*keys), self._first(keys)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
+            self._wrong(key, "a list of finite numbers")
+            return None
+        if length is not None and len(value) != length:
+            self._wrong(key, f"a list of {length} numbers")
+            return None
+        return tuple(float(each) for each in value)
+
+    def words(self, *keys: str, length: int) -> tuple[str, ...] | None:
+        """A list of `length` texts; None where it is left out."""
+        value, key = self.raw(*keys), self._first(keys)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
+            self._wrong(key, "a list of texts")
+            return None
+        if len(value) < length:
+            self._wrong(key, f"a list of {length} texts, one for each layer")
+            return None
+        return tuple(value[:length])
+
+    def nested(self, *keys: str) -> Config:
+        """The config inside of a key; empty where it is left out."""
+        value, key = self.raw(*keys), self._first(keys)
+        if value is not None and not isinstance(value, Mapping):
+            self._wrong(key, "an object")
+            value = None
+        if key not in self._inner:
+            self._inner[key] = Config(value or {}, self._source, (*self._path, key))
+        return self._inner[key]
+
+    # ---- what moec cannot express ------------------------------------------------------------------
+
+    def only(self, key: str, *allowed: Any, default: Any = MISSING, why: str = "") -> Any:
+        """The key's value, which must be one of `allowed`; MOE0903 for others. `default` where it is left out."""
+        value = self.raw(key)
+        if value is None:
+            return allowed[0] if default is MISSING else default
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+            shown = " or ".join(_shown(each) for each in allowed)
+            self.refuse(key, why or f"moec has no word for it: only {shown}")
+            return allowed[0]
+        return value
+
+    def inert(
+        self, key: str, *without_effect: Any, why: str = "it acts in training only, and moec has no word for it"
+    ) -> None:
+        """Reads a key that acts in training alone: a value that is none of `without_effect` is a warning."""
+        value = self.raw(key)
+        if value is not None and value not in without_effect:
+            self.note(key, why)
+
+    def refuse(self, key: str, why: str) -> None:
+        """Adds MOE0903 for a key."""
+        shown = _shown(self.values.get(key)) if key in self.values else "left out"
+        self.errors.append(diagnose("MOE0903", self.span(key), f"`{self.named(key)}` is {shown}: {why}"))
+
+    def note(self, key: str, why: str) -> None:
+        """Adds a warning, MOE0904, for a key that is not imported."""
+        message = f"`{self.named(key)}` is {_shown(self.values.get(key))}: {why}"
+        self.notes.append(diagnose("MOE0904", self.span(key), message, severity=Severity.WARNING))
+
+    # ---- afterwards --------------------------------------------------------------------------------
+
+    def all_errors(self) -> list[Diagnostic]:
+        """The errors of this config and of those inside of it."""
+        return [*self.errors, *(error for inner in self._inner.values() for error in inner.all_errors())]
+
+    def all_notes(self) -> list[Diagnostic]:
+        """The warnings of this config and of those inside of it."""
+        return [*self.notes, *(note for inner in self._inner.values() for note in inner.all_notes())]
+
+    def require_sound(self) -> None:
+        """Raises `DiagnosticError` with every error."""
+        if errors := self.all_errors():
+            raise DiagnosticError(errors)
+
+    def unread(self, known: Collection[str]) -> list[str]:
+        """The keys with a value that were neither asked for nor are `known` to mean nothing here."""
+        return [key for key, value in self.values.items() if value is not None and key not in self.asked | set(known)]
+
+    def named(self, key: str) -> str:
+        """The key with those around it: `rope_scaling.factor`."""
+        return ".".join((*self._path, key))
+
+    def span(self, key: str) -> Span | None:
+        """Where the key stands in the file; its beginning for a key that is left out."""
+        if self._source is None:
+            return None
+        start = 0
+        for part in (*self._path, key):
+            found = re.compile(rf'"{re.escape(part)}"\s*:').search(self._source.text, start)
+            if found is None:
+                return Span(self._source, 0, 0)
+            start = found.start()
+        return Span(self._source, start, start + len(key) + 2)
+
+    # ---- inside ------------------------------------------------------------------------------------
+
+    def _first(self, keys: tuple[str, ...]) -> str:
+        return next((key for key in keys if self.values.get(key) is not None), keys[0])
+
+    def _scalar(
+        self, keys: tuple[str, ...], default: Any, fits: Callable[[Any], bool], wanted: str, placeholder: Any
+    ) -> Any:
+        """The value of the first key that has one, else `default`; `placeholder` after adding MOE0902."""
+        self.asked.update(keys)
+        key = self._first(keys)
+        value = self.values.get(key)
+        if value is not None and fits(value):
+            return value
+        if value is not None:
+            self._wrong(key, wanted)
+            return placeholder if default is MISSING else default
+        if default is not MISSING:
+            return default
+        others = f" (or {', '.join(f'`{other}`' for other in keys[1:])})" if len(keys) > 1 else ""
+        self.errors.append(diagnose("MOE0902", self.span(key), f"`{self.named(key)}` is missing{others}"))
+        return placeholder
+
+    def _wrong(self, key: str, wanted: str) -> None:
+        message = f"`{self.named(key)}` is {_shown(self.values.get(key))}, and must be {wanted}"
+        self.errors.append(diagnose("MOE0902", self.span(key), message))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(least: int, value: Any) -> bool:
+    return _is_number(value) and int(value) == value and value >= least
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON writes it, shortened."""
+    if value is True or value is False or value is None:
+        return {True: "true", False: "false", None: "null"}[value]
+    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"

@@ -1,0 +1,164 @@
+"""Qwen2-MoE, Qwen3-MoE (arXiv 2505.09388) and Mellum; OLMoE (arXiv 2409.02060) and FlexOlmo (arXiv 2507.07024)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moec.grammar.huggingface.config import Config
+from moec.grammar.huggingface.family import Family
+from moec.grammar.huggingface.keys import parameters_of
+from moec.grammar.huggingface.parts import (
+    FULL,
+    SLIDING,
+    attention_of,
+    bias_of,
+    decoder,
+    depth_of,
+    eps_of,
+    gated,
+    heads_of,
+    kinds_of_attention,
+    layers_of,
+    sparse_layers,
+    windows_of,
+)
+from moec.grammar.huggingface.positions import rope_of
+from moec.grammar.huggingface.usual_rules import Names, rules_by
+from moec.grammar.spec import Experts, Model, Moe, TopK
+
+
+def gate_of(config: Config, **options: Any) -> TopK:
+    """Softmax over all experts, of which the best are kept."""
+    normalize = config.flag("norm_topk_prob", default=False)
+    return TopK(k=config.count("num_experts_per_tok"), normalize=normalize, **options)
+
+
+def experts_of(config: Config, hidden: str) -> Experts:
+    count = config.count("num_experts", "num_local_experts")
+    return Experts(count=count, body=gated(config, config.count(hidden)))
+
+
+def _sparse_by_step(config: Config, depth: int) -> list[bool]:
+    """Every `decoder_sparse_step`-th layer, but for those of `mlp_only_layers`."""
+    step = config.count("decoder_sparse_step", default=1)
+    dense = {int(number) for number in config.numbers("mlp_only_layers") or ()}
+    return [(number + 1) % step == 0 and number not in dense for number in range(depth)]
+
+
+def _windows(config: Config, depth: int) -> list[int | None]:
+    """Windows in the layers from `max_window_layers` on, if `use_sliding_window` says so (Qwen2)."""
+    if not config.flag("use_sliding_window", default=False):
+        config.raw("sliding_window", "max_window_layers", "layer_types")
+        return [None] * depth
+    first = config.count("max_window_layers", default=28, least=0)
+    kinds = kinds_of_attention(config, depth, lambda number: SLIDING if number >= first else FULL)
+    return windows_of(config, kinds)
+
+
+def _qwen2(config: Config) -> Model:
+    depth = depth_of(config)
+    rope = rope_of(config, heads_of(config)[2])
+    bias = bias_of(config, "qkv_bias", default=True, word="qkv")
+    attentions = [attention_of(config, rope=rope, bias=bias, window=window) for window in _windows(config, depth)]
+    config.inert("attention_dropout", 0)
+    sparse = _sparse_by_step(config, depth)
+    shared = gated(config, config.count("shared_expert_intermediate_size"), gated=True)
+    body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config), shared=shared)
+    return _mixed(config, attentions, sparse, body, 1e-6)
+
+
+def _qwen3(config: Config) -> Model:
+    depth = depth_of(config)
+    rope, bias = rope_of(config, heads_of(config)[2]), bias_of(config, "attention_bias")
+    window = None
+    if config.flag("use_sliding_window", default=False):
+        window = config.count_or_none("sliding_window")
+    config.raw("sliding_window", "max_window_layers")
+    attention = attention_of(config, rope=rope, bias=bias, qk_norm="head", window=window)
+    config.inert("attention_dropout", 0)
+    body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config))
+    return _mixed(config, [attention] * depth, _sparse_by_step(config, depth), body, 1e-6)
+
+
+def _mellum(config: Config) -> Model:
+    """Positions of two kinds, one for layers with windows and one for those without."""
+    depth = depth_of(config)
+    bias, width = bias_of(config, "attention_bias"), heads_of(config)[2]
+    kinds = kinds_of_attention(config, depth)
+    ropes = {kind: rope_of(config, width, kind=kind) for kind in set(kinds)}
+    attentions = [
+        attention_of(config, rope=ropes[kind], bias=bias, qk_norm="head", window=window)
+        for kind, window in zip(kinds, windows_of(config, kinds), strict=True)
+    ]
+    config.inert("attention_dropout", 0)
+    body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config))
+    return _mixed(config, attentions, sparse_layers(config, depth), body, 1e-6)
+
+
+def _mixed(config: Config, attentions: list[Any], sparse: list[bool], body: Moe, eps: float) -> Model:
+    """Layers with experts and dense ones; the widths of the kind that is not there are not asked for."""
+    dense = gated(config, config.count("intermediate_size")) if not all(sparse) else None
+    config.raw("intermediate_size")
+    bodies: list[Any] = [body if is_sparse else dense for is_sparse in sparse]
+    return decoder(config, layers_of(attentions, bodies), eps=eps_of(config, eps))
+
+
+def _olmoe(config: Config) -> Model:
+    depth = depth_of(config)
+    clip = config.number("clip_qkv", default=0.0) or None
+    attention = attention_of(
+        config,
+        rope=rope_of(config, heads_of(config)[2]),
+        bias=bias_of(config, "attention_bias"),
+        qk_norm="projection",
+        clip=clip,
+    )
+    config.inert("attention_dropout", 0)
+    body = Moe(experts=experts_of(config, "intermediate_size"), gate=gate_of(config))
+    return decoder(config, layers_of([attention] * depth, [body] * depth), eps=eps_of(config, 1e-5))
+
+
+def _flex_olmo(config: Config) -> Model:
+    """Norms after attention and mixture, none before them (OLMo 2)."""
+    depth = depth_of(config)
+    rope = rope_of(config, heads_of(config)[2], theta=5e5)
+    attention = attention_of(config, rope=rope, bias=bias_of(config, "attention_bias"), qk_norm="projection")
+    config.inert("attention_dropout", 0)
+    body = Moe(experts=experts_of(config, "intermediate_size"), gate=gate_of(config))
+    layers = layers_of([attention] * depth, [body] * depth)
+    return decoder(config, layers, eps=eps_of(config, 1e-6), norm_place="res_post")
+
+
+def _mellum_keys(model: Model) -> dict[str, Any]:
+    """`rope_parameters` for both kinds of layers, also where the model has one kind."""
+    found = {}
+    for layer in model.layers:
+        rope = layer.attention.rope
+        if rope is not None:
+            width = getattr(layer.attention, "head_dim", None) or model.dim // layer.attention.heads
+            found[FULL if layer.attention.window is None else SLIDING] = parameters_of(rope, width, model.context)
+    return (
+        {"rope_parameters": {kind: found.get(kind, next(iter(found.values()))) for kind in (FULL, SLIDING)}}
+        if found
+        else {}
+    )
+
+
+SHARED = Names(shared="mlp.shared_expert.")
+POST_NORMS = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
+
+FAMILIES = (
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, rules_by(SHARED)),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, rules_by(Names())),
+    Family(
+        "mellum",
+        "MellumForCausalLM",
+        _mellum,
+        rules_by(Names()),
+        _mellum_keys,
+        ignored=frozenset(("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers")),
+        skipped=(r"mtp\..*", r"model\.mtp.*"),
+    ),
+    Family("olmoe", "OlmoeForCausalLM", _olmoe, rules_by(Names())),
+    Family("flex_olmo", "FlexOlmoForCausalLM", _flex_olmo, rules_by(Names(norms=POST_NORMS))),
+)

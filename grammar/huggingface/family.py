@@ -1,0 +1,36 @@
+"""What moec knows of one `model_type`: how its config reads, and how its tensors lie on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moec.grammar.huggingface.config import Config
+from moec.grammar.huggingface.rules import Rule
+from moec.grammar.spec import Model
+
+Read = Callable[[Config], Model]
+Rules = Callable[[Model, Container[str] | None], Sequence[Rule]]
+Keys = Callable[[Model], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A `model_type` of transformers.
+
+    `read` makes the model of a config; `rules` gives the tensors of a model: as transformers saves them, or, given the
+    names that a checkpoint has, as these lie. `keys` are the config keys that mean something else here than in other
+    families (`keys.py` has those). `ignored`: keys without an effect on logits. `skipped`: patterns of tensors that
+    checkpoints have and the model does not use; `extra_layers`: those of layers beyond the model's depth too, which
+    predict further tokens.
+    """
+
+    model_type: str
+    architecture: str
+    read: Read
+    rules: Rules
+    keys: Keys = lambda model: {}
+    ignored: frozenset[str] = field(default_factory=frozenset)
+    skipped: tuple[str, ...] = ()
+    extra_layers: bool = False

@@ -1,0 +1,148 @@
+"""What the configs of several families say alike: widths, attention, feed-forwards, which layers are sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from moec.grammar.huggingface.config import Config
+from moec.grammar.spec import DType, FeedForward, Gqa, Layer, Mha, Model, Moe, RmsNorm, Rope, TokenEmbedding
+from moec.grammar.spec.base import Node
+from moec.grammar.spec.experts import GeGLU, Gelu, Relu, Relu2, Silu, SwiGLU
+
+GATED: dict[str, type[Node]] = {"silu": SwiGLU, "swish": SwiGLU, "gelu": GeGLU}
+PLAIN: dict[str, type[Node]] = {"gelu": Gelu, "relu": Relu, "relu2": Relu2, "silu": Silu}
+
+
+def gated(config: Config, hidden: int, key: str = "hidden_act", *, bias: bool = False, **options: Any) -> Any:
+    """A gated feed-forward with the config's activation."""
+    word = config.word(key, default="silu")
+    kind = GATED.get(word)
+    if kind is None:
+        config.refuse(key, f"moec has the gated activations {', '.join(sorted(set(GATED) - {'swish'}))}")
+        kind = SwiGLU
+    return kind(hidden=hidden, bias=bias, **options)
+
+
+def eps_of(config: Config, default: float, key: str = "rms_norm_eps") -> float:
+    """The number that norms add under the root."""
+    eps = config.number(key, default=default)
+    if not 0 < eps < 1:
+        config.refuse(key, "it must be more than 0 and less than 1")
+        return default
+    return eps
+
+
+def positive(config: Config, key: str, default: float) -> float:
+    """A number above 0, such as a multiplier."""
+    value = config.number(key, default=default)
+    if not value > 0:
+        config.refuse(key, "moec's multipliers are more than 0")
+        return 1.0
+    return value
+
+
+def heads_of(config: Config) -> tuple[int, int, int]:
+    """Query heads, key and value heads, and the width of a head."""
+    heads, dim = config.count("num_attention_heads"), config.count("hidden_size")
+    kv_heads = config.count("num_key_value_heads", default=heads)
+    width = config.count("head_dim", default=max(1, dim // heads))
+    if heads % kv_heads:
+        config.refuse("num_key_value_heads", f"it does not divide the {heads} heads")
+        kv_heads = heads
+    return heads, kv_heads, width
+
+
+def attention_of(config: Config, *, rope: Rope | None, **options: Any) -> Gqa | Mha:
+    """Attention with the config's heads: `mha` where every head has its own key and value."""
+    heads, kv_heads, width = heads_of(config)
+    own = None if width * heads == config.count("hidden_size") else width
+    if heads == kv_heads:
+        return Mha(heads=heads, head_dim=own, rope=rope, **options)
+    return Gqa(heads=heads, kv_heads=kv_heads, head_dim=own, rope=rope, **options)
+
+
+def bias_of(config: Config, key: str, *, default: bool = False, word: str = "all") -> Any:
+    """`word` where the flag `key` says that projections have biases."""
+    return word if config.flag(key, default=default) else "none"
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def kinds_of_attention(config: Config, depth: int, default: Callable[[int], str] = lambda number: FULL) -> list[str]:
+    """Each layer's entry of `layer_types`; `default` gives it where the key is left out."""
+    kinds = config.words("layer_types", length=depth) or tuple(map(default, range(depth)))
+    for kind in sorted(set(kinds) - {FULL, SLIDING}):
+        config.refuse("layer_types", f"moec has no attention of the kind `{kind}`")
+    return list(kinds)
+
+
+def windows_of(config: Config, kinds: Sequence[str], default: int | None = None) -> list[int | None]:
+    """The window of each layer, None for layers that see everything."""
+    if SLIDING not in kinds:
+        config.raw("sliding_window")
+        return [None] * len(kinds)
+    window = config.count("sliding_window", **({} if default is None else {"default": default}))
+    return [window if kind == SLIDING else None for kind in kinds]
+
+
+def sparse_layers(config: Config, depth: int, dense_before: int = 0, key: str = "mlp_layer_types") -> list[bool]:
+    """Which layers have experts: those of the list `key`, else all from `dense_before` on."""
+    kinds = config.words(key, length=depth)
+    if kinds is None:
+        return [number >= dense_before for number in range(depth)]
+    for kind in sorted(set(kinds) - {"dense", "sparse"}):
+        config.refuse(key, f"a layer is dense or sparse, not `{kind}`")
+    return [kind == "sparse" for kind in kinds]
+
+
+def depth_of(config: Config) -> int:
+    """Number of layers, at most what moec takes."""
+    depth = config.count("num_hidden_layers")
+    if depth > 10_000:
+        config.refuse("num_hidden_layers", "moec takes at most 10_000 layers")
+        return 1
+    return depth
+
+
+def layers_of(attentions: Sequence[Any], bodies: Sequence[FeedForward | Moe]) -> tuple[Layer, ...]:
+    """The layers, those that are equal as one object."""
+    found: dict[tuple[Any, Any], Layer] = {}
+    for attention, body in zip(attentions, bodies, strict=True):
+        key = (attention, body)
+        if key not in found:
+            slot = {"moe": body} if isinstance(body, Moe) else {"ffn": body}
+            found[key] = Layer(attention=attention, **slot)
+    return tuple(found[key] for key in zip(attentions, bodies, strict=True))
+
+
+def decoder(config: Config, layers: Sequence[Layer], *, eps: float, tied: bool = False, **options: Any) -> Model:
+    """The model of a decoder with RMS norms."""
+    embedding = options.pop("embedding", {})
+    return Model(
+        name=config.word("model_type"),
+        vocab=config.count("vocab_size"),
+        dim=config.count("hidden_size"),
+        depth=len(layers),
+        context=config.count("max_position_embeddings"),
+        dtype=dtype_of(config),
+        norm=options.pop("norm", None) or RmsNorm(eps=eps),
+        embedding=TokenEmbedding(tied=config.flag("tie_word_embeddings", default=tied), **embedding),
+        layers=tuple(layers),
+        **options,
+    )
+
+
+DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.BF16}
+
+
+def dtype_of(config: Config) -> DType:
+    """The dtype in which the weights are stored; bf16 for fp16, which moec does not train in."""
+    word = config.word("dtype", "torch_dtype", default="float32").removeprefix("torch.")
+    if word not in DTYPES:
+        config.refuse("dtype" if config.has("dtype") else "torch_dtype", "moec has float32 and bfloat16")
+        return DType.FP32
+    if word == "float16":
+        config.note("dtype" if config.has("dtype") else "torch_dtype", "moec computes in bf16 instead")
+    return DTYPES[word]

@@ -1,0 +1,155 @@
+"""Rotary positions as configs say them, in both spellings: `rope_parameters`, or `rope_theta` beside `rope_scaling`.
+
+What the numbers mean is as in transformers 5.23, `modeling_rope_utils.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moec.grammar.huggingface.config import Config
+from moec.grammar.spec import Linear, Llama3, LongRope, Ntk, Rope, Yarn
+
+PARAMETERS = "rope_parameters", "rope_scaling"
+
+
+def rope_of(
+    config: Config,
+    width: int,
+    *,
+    theta: float = 10_000.0,
+    fraction: float = 1.0,
+    kind: str = "",
+    interleaved: bool = False,
+    sharpens_scores: bool = False,
+) -> Rope:
+    """The rotary positions of heads `width` wide.
+
+    `theta` and `fraction` are the family's defaults. `kind` picks the parameters of one type of layers, where a config
+    has an object for each. `sharpens_scores`: the family multiplies scores by yarn's `mscale_all_dim` (DeepSeek).
+    """
+    outer = config.nested(*PARAMETERS)
+    given = outer.nested(kind) if kind and kind in outer.values else outer
+    base = given.number("rope_theta", default=config.number("rope_theta", default=theta))
+    part = given.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=fraction))
+    if not base > 0:
+        given.refuse("rope_theta", "a base of wavelengths is more than 0")
+        base = theta
+    if not 0 < part <= 1:
+        given.refuse("partial_rotary_factor", "the part of a head that turns is more than 0 and at most 1")
+        part = 1.0
+    turning = int(width * part)
+    word = given.word("rope_type", "type", default="default")
+    scaling: Linear | Ntk | Yarn | Llama3 | LongRope | None = None
+    match word:
+        case "default" | "mrope":
+            if word == "mrope":
+                given.refuse("rope_type", "positions of images and videos have no word in moec")
+        case "linear":
+            scaling = Linear(factor=_factor(given))
+        case "dynamic" if given.has("alpha"):  # Hunyuan: a base times alpha ^ (d / (d - 2))
+            base *= given.number("alpha") ** (turning / (turning - 2))
+            given.number("factor", default=1.0)
+            _unused(given, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        case "dynamic":
+            scaling = Ntk(factor=_factor(given))
+        case "llama3":
+            scaling = Llama3(
+                factor=_factor(given),
+                low=given.number("low_freq_factor"),
+                high=given.number("high_freq_factor"),
+                original=_original(config, given),
+            )
+        case "yarn":
+            scaling = _yarn(config, given, sharpens_scores)
+        case "longrope" | "su":
+            scaling = _longrope(config, given, turning)
+        case _:
+            given.refuse("rope_type", "moec has `linear`, `dynamic`, `yarn`, `llama3` and `longrope`")
+    if not isinstance(scaling, Yarn) and word != "dynamic":
+        _unused(given, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    return Rope(theta=base, scaling=scaling, fraction=part, interleaved=interleaved)
+
+
+def _unused(given: Config, *keys: str) -> None:
+    """Marks keys as read that have no meaning for this type."""
+    for key in keys:
+        given.raw(key)
+
+
+def _factor(given: Config) -> float:
+    factor = given.number("factor")
+    if factor < 1:
+        given.refuse("factor", "a longer context has a factor of at least 1")
+        return 1.0
+    return factor
+
+
+def _original(config: Config, given: Config) -> int:
+    """The context that was trained: a key beside the parameters goes before one inside of them (Phi-3)."""
+    context = config.count("max_position_embeddings", "max_seq_len", default=1)
+    inside = given.count("original_max_position_embeddings", default=context)
+    return config.count("original_max_position_embeddings", default=inside)
+
+
+def _yarn(config: Config, given: Config, sharpens_scores: bool) -> Yarn:
+    original = _original(config, given)
+    ratio = config.count("max_position_embeddings", default=original) / original
+    factor = given.number("factor", default=ratio)
+    if factor < 1:
+        given.refuse("factor", "a longer context has a factor of at least 1")
+        factor = 1.0
+    mscale, every = given.number("mscale", default=0.0), given.number("mscale_all_dim", default=0.0)
+    if given.has("attention_factor"):
+        mscale = _mscale_for(given, factor)
+        every = 0.0
+    elif every and not mscale:
+        given.refuse("mscale_all_dim", "without `mscale` it changes scores, but not the dims that turn")
+    elif not (mscale and every):
+        mscale = every = 0.0
+    if every and not sharpens_scores:
+        given.refuse("mscale_all_dim", "this architecture does not sharpen scores by it, and moec's `yarn` does")
+    return Yarn(
+        factor=factor,
+        original=original,
+        beta_fast=given.number("beta_fast", default=32.0) or 32.0,
+        beta_slow=given.number("beta_slow", default=1.0) or 1.0,
+        mscale=max(mscale, 0.0),
+        mscale_all=max(every, 0.0),
+        truncate=given.flag("truncate", default=True),
+    )
+
+
+def _mscale_for(given: Config, factor: float) -> float:
+    """The `mscale` with which yarn's sharpening is the stated `attention_factor`."""
+    wanted = given.number("attention_factor")
+    plain = 0.1 * math.log(factor) + 1
+    if math.isclose(wanted, plain, rel_tol=1e-9):
+        return 0.0
+    if factor <= 1 or wanted <= 1:
+        given.refuse("attention_factor", "yarn sharpens attention by a factor of more than 1")
+        return 0.0
+    return (wanted - 1) / (0.1 * math.log(factor))
+
+
+def _longrope(config: Config, given: Config, turning: int) -> LongRope:
+    original = _original(config, given)
+    context = config.count("max_position_embeddings", default=original)
+    short = given.numbers("short_factor", length=turning // 2) or (1.0,) * (turning // 2)
+    long = given.numbers("long_factor", length=turning // 2) or (1.0,) * (turning // 2)
+    for key in ("short_factor", "long_factor"):
+        if not given.has(key):
+            given.count(key)  # the diagnostic of a missing key
+    ratio = given.number("factor", default=context / original)
+    if given.has("factor") and not math.isclose(ratio, context / original):
+        given.refuse("factor", f"moec's factor is that of the contexts, {context} / {original}")
+    growth = math.sqrt(1 + math.log(context / original) / math.log(original)) if context > original else 1.0
+    for key in ("attention_factor", "short_mscale", "long_mscale"):
+        stated = given.number(key, default=growth)
+        if key != "short_mscale" and not math.isclose(stated, growth, rel_tol=1e-9):
+            given.refuse(
+                key, f"moec's factor is sqrt(1 + log({context} / {original}) / log({original})) = {growth:.6g}"
+            )
+    if context > original:
+        given.note("long_factor", f"moec uses these factors for every sequence; transformers from {original} tokens on")
+    return LongRope(short=short, long=long, original=original)

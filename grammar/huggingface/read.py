@@ -1,0 +1,222 @@
+"""A `config.json`, or the dict of one, to a `Spec`. Needs neither torch nor transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
+from moec.grammar.huggingface.config import Config
+from moec.grammar.huggingface.families import BY_TYPE
+from moec.grammar.huggingface.family import Family
+from moec.grammar.resolve.files import read_source
+from moec.grammar.rules import check
+from moec.grammar.source import Source, Span
+from moec.grammar.spec import Cluster, Device, Level, Model, Spec
+from moec.grammar.suggest import nearest
+from moec.grammar.supported import unsupported
+
+CONFIG = "config.json"
+DOCS = "docs/huggingface.md lists every architecture"
+
+INERT = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "initializer_range",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "sep_token_id",
+        "eod_token_id",
+        "decoder_start_token_id",
+        "output_router_logits",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "router_aux_loss_coef",
+        "aux_loss_alpha",
+        "seq_aux",
+        "ep_size",
+        "pretraining_tp",
+        "_name_or_path",
+        "name_or_path",
+        "auto_map",
+        "quantization_config",
+        "attn_implementation",
+        "experts_implementation",
+        "_attn_implementation",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+        "temperature",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+        "encoder_no_repeat_ngram_size",
+        "bad_words_ids",
+        "num_return_sequences",
+        "chunk_size_feed_forward",
+        "prefix",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "task_specific_params",
+        "problem_type",
+        "tokenizer_class",
+        "is_encoder_decoder",
+        "is_decoder",
+        "add_cross_attention",
+        "tie_encoder_decoder",
+        "pruned_heads",
+        "torchscript",
+        "use_bfloat16",
+        "cross_attention_hidden_size",
+        "begin_suppress_tokens",
+        "suppress_tokens",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "remove_invalid_values",
+        "exponential_decay_length_penalty",
+        "output_scores",
+        "return_dict_in_generate",
+        "tf_legacy_loss",
+        "num_beam_groups",
+        "diversity_penalty",
+        "attention_dropout_prob",
+        "layer_norm_eps_unused",
+        "_experts_implementation",
+        "for_sampling",
+        "model_max_length",
+    ]
+)
+"""Keys of every config that say nothing of what the network computes in evaluation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A model of Hugging Face as moec's: the Spec, the family that names its tensors, the config, and warnings."""
+
+    spec: Spec
+    family: Family
+    config: Mapping[str, Any]
+    notes: tuple[Diagnostic, ...]
+
+
+def read_config(source: str | Path | Mapping[str, Any]) -> Imported:
+    """The model of a folder with a `config.json`, of such a file, or of its dict.
+
+    The cluster is one CPU process: replace it before compiling for another. Raises `DiagnosticError`: MOE0900 where
+    there is no config, MOE0901 for an architecture that moec does not know, MOE0902 for keys that are missing or have a
+    wrong kind of value, MOE0903 for what moec cannot express; all of 0902 and 0903 at once.
+    """
+    values, text = (source, None) if isinstance(source, Mapping) else _parsed(Path(source))
+    config = Config(values, text)
+    family = _family(config)
+    _note_files(config)
+    model = _model(family, config)
+    spec = Spec(model=model, cluster=LOCAL)
+    wrong = [found for found in check(spec) if found.severity is Severity.ERROR] + unsupported(spec)
+    if wrong:
+        raise DiagnosticError([_of_config(config, found) for found in wrong])
+    unread = [key for key in config.unread(INERT | family.ignored) if not _says_nothing(values[key])]
+    notes = [
+        diagnose("MOE0904", config.span(key), f"`{key}` is not known here and has no effect", severity=Severity.WARNING)
+        for key in unread
+    ]
+    return Imported(spec, family, dict(values), (*config.all_notes(), *notes))
+
+
+LOCAL = Cluster(
+    name="local",
+    device=Device(name="host", kind="cpu", memory=float(1 << 50), bandwidth=1e10),
+    levels=(Level(name="process", size=1),),
+)
+"""One process, whose memory no plan exceeds: the caller names the cluster."""
+
+
+def _parsed(path: Path) -> tuple[Mapping[str, Any], Source]:
+    """The config at `path`, with its text for diagnostics."""
+    file = path / CONFIG if path.is_dir() else path
+    source, wrong = read_source(file, file.name)
+    if source is None:
+        reason = wrong[0].message or wrong[0].title
+        help = f"give a model's folder or its `{CONFIG}`; `hf download MODEL --local-dir DIR` gets one"
+        raise DiagnosticError([diagnose("MOE0900", None, f"{file}: {reason}", help=help)])
+    try:
+        values = json.loads(source.text, parse_constant=float)
+    except (ValueError, RecursionError) as error:
+        at = getattr(error, "pos", 0)
+        message = f"it is not JSON: {getattr(error, 'msg', 'nested too deeply')}"
+        raise DiagnosticError([diagnose("MOE0900", Span(source, at, min(at + 1, len(source.text))), message)]) from None
+    if not isinstance(values, dict):
+        raise DiagnosticError([diagnose("MOE0900", Span(source, 0, 0), "it is JSON, but no object with keys")])
+    return values, source
+
+
+def _family(config: Config) -> Family:
+    """The family of the config's `model_type`. Raises MOE0901."""
+    word = config.word("model_type")
+    config.require_sound()
+    family = BY_TYPE.get(word)
+    if family is not None:
+        return family
+    from moec.grammar.huggingface.kept_out import KEPT_OUT
+
+    if word in KEPT_OUT:
+        message, help = f"moec cannot express `{word}`: {KEPT_OUT[word]}", DOCS
+    else:
+        best = nearest(word, BY_TYPE)
+        message = f'`model_type` is "{word}"'
+        help = f"did you mean `{best}`? {DOCS}" if best else DOCS
+    if config.has("auto_map"):
+        message += "; its own code (`auto_map`) is never run"
+    raise DiagnosticError([diagnose("MOE0901", config.span("model_type"), message, help=help)])
+
+
+def _note_files(config: Config) -> None:
+    """Warns of remote code and quantised weights, of which a known architecture needs neither."""
+    if config.has("auto_map"):
+        config.note("auto_map", "code of the model's folder is not run: moec has this architecture itself")
+    if config.has("quantization_config"):
+        config.note("quantization_config", "moec reads weights in fp32, bf16 and fp16 only")
+
+
+def _model(family: Family, config: Config) -> Model:
+    """The model that the family reads; every mistake that it finds, at once."""
+    from pydantic import ValidationError
+
+    try:
+        model = family.read(config)
+    except (ValidationError, ArithmeticError, ValueError) as error:
+        config.require_sound()  # a placeholder does not fit
+        first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        field = ".".join(str(part) for part in first["loc"])
+        message = f"its keys make no model of moec's: {field + ' ' if field else ''}{first['msg']}"
+        raise DiagnosticError([diagnose("MOE0903", config.span("model_type"), message)]) from error
+    config.require_sound()
+    return model
+
+
+def _of_config(config: Config, found: Diagnostic) -> Diagnostic:
+    """A rule of the language that the config breaks, at the config."""
+    message = f"{found.title}: {found.message}" if found.message else found.title
+    return diagnose("MOE0903", config.span("model_type"), f"{found.code}, {message}", help=found.help)
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a value of a key that nobody knows switches something off."""
+    return value is False or value in (0, "", [], {}, None) or (isinstance(value, float) and math.isnan(value))

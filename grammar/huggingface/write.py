@@ -1,0 +1,145 @@
+"""A `Spec` as a `config.json` that transformers loads. Needs neither torch nor transformers.
+
+A family's reader is its only description: the keys of a model (`keys.py`, and the family's own) are read again by the
+family, and those that it asked for are the config, if they give back the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.huggingface.config import Config
+from moec.grammar.huggingface.families import BY_TYPE
+from moec.grammar.huggingface.family import Family
+from moec.grammar.huggingface.keys import NULLABLE, keys_of
+from moec.grammar.huggingface.read import DOCS
+from moec.grammar.spec import Experts, Moa, Model, Moe, Online, SparseMixer, Spec, Switch, TokenEmbedding, TopK
+from moec.grammar.spec.base import Node, field_names
+from moec.grammar.suggest import advice
+
+
+def config_for(spec: Spec, model_type: str | None = None) -> tuple[dict[str, Any], Family]:
+    """The config of a Spec's model, as `model_type`, or as the one of the name of the model, or the first that fits.
+
+    What acts in training alone (balance terms, noise of gates) is left out. Raises `DiagnosticError` MOE0908 for a
+    model that no family, or not this one, can say, and MOE0901 for a type that moec does not know.
+    """
+    if not spec.has_model or not isinstance(spec.model.embedding, TokenEmbedding):
+        what = "a layer" if not spec.has_model else "a model of images"
+        raise DiagnosticError([diagnose("MOE0908", None, f"{spec.subject.name} is {what}, and no decoder")])
+    if model_type is not None and model_type not in BY_TYPE:
+        raise DiagnosticError(
+            [diagnose("MOE0901", None, f'`model_type` is "{model_type}"', help=advice(model_type, BY_TYPE))]
+        )
+    model = spec.model
+    wanted = [BY_TYPE[model_type]] if model_type else sorted(
+        BY_TYPE.values(), key=lambda family: family.model_type != model.name
+    )  # fmt: skip
+    reasons = {}
+    for family in wanted:
+        config, reasons[family.model_type] = _written(family, model)
+        if config is not None:
+            return config, family
+    if model.name in reasons or model_type:
+        name = model_type or model.name
+        message = f"{model.name} is no `{name}`: {reasons[name]}"
+    else:
+        message = f"no architecture that moec knows computes what {model.name} does"
+    raise DiagnosticError([diagnose("MOE0908", None, message, help=DOCS)])
+
+
+def _written(family: Family, model: Model) -> tuple[dict[str, Any] | None, str]:
+    """The config, or None and why the family cannot say the model."""
+    keys = {**keys_of(model), **family.keys(model), "model_type": family.model_type}
+    keys = {key: value for key, value in keys.items() if value is not None or key in NULLABLE}
+    config = Config(keys)
+    try:
+        again = family.read(config)
+        config.require_sound()
+    except DiagnosticError as error:
+        return None, error.diagnostics[0].message
+    except (ValueError, ArithmeticError) as error:
+        return None, str(error).splitlines()[0]
+    different = next(differences(as_inferred(model), as_inferred(again)), None)
+    if different is not None:
+        return None, different
+    asked = {key: value for key, value in keys.items() if key in config.asked or key == "model_type"}
+    # Left out, they would be those of the architecture's vocabulary.
+    ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": getattr(model.embedding, "padding_id", None)}
+    return {"architectures": [family.architecture], **ids, **asked}, ""
+
+
+def as_inferred(model: Model) -> Model:
+    """The model without what acts in training alone, and without its name."""
+    layers = {}
+    for layer in model.layers:
+        if id(layer) not in layers:
+            moe = layer.moe
+            attention = layer.attention
+            if isinstance(attention, Moa) and attention.balance:
+                attention = attention.replace(balance=())
+            if moe is not None:
+                moe = moe.replace(balance=(), gate=_inferred_gate(moe.gate))
+            layers[id(layer)] = layer.replace(attention=attention, moe=moe)
+    embedding = model.embedding
+    assert isinstance(embedding, TokenEmbedding)
+    kept = ("tied", "positions", "multiplier", "logits_multiplier", "logits_bias")
+    embedding = TokenEmbedding(**{name: getattr(embedding, name) for name in kept if hasattr(embedding, name)})
+    return model.replace(layers=tuple(layers[id(layer)] for layer in model.layers), embedding=embedding)
+
+
+def _inferred_gate(gate: Node) -> Node:
+    """A gate without noise, and with the usual rate of an online bias."""
+    if isinstance(gate, Switch):
+        return TopK(k=1)
+    if isinstance(gate, TopK):
+        bias = Online() if isinstance(gate.bias, Online) else gate.bias
+        keep = None if gate.keep_groups == gate.groups else gate.keep_groups
+        groups = 1 if keep is None else gate.groups
+        score = gate.group_score if groups > 1 else "top2_sum"
+        gate = gate.replace(jitter=0.0, noise=0.0, bias=bias, keep_groups=keep, groups=groups, group_score=score)
+        if gate.order == "after" and gate.score == "softmax":
+            gate = gate.replace(normalize=False)
+        if gate.order == "before" and gate.score == "softmax" and gate.normalize and gate.bias == "none":
+            gate = gate.replace(order="after", normalize=False)  # the softmax of the best is the best's, renormalised
+    if isinstance(gate, SparseMixer):
+        return gate
+    return gate
+
+
+def differences(one: Node, other: Node, path: str = "") -> Iterator[str]:
+    """What differs between two nodes, as `layers.3.attention.window is 7, and would be read as none`."""
+    if type(one) is not type(other):
+        yield f"`{path or 'it'}` is {one.word}, and would be read as {other.word}"
+        return
+    for name in field_names(type(one)):
+        if not path and name == "name":
+            continue
+        here, there = getattr(one, name), getattr(other, name)
+        inside = f"{path}.{name}" if path else name
+        if here == there:
+            continue
+        if isinstance(here, Node) and isinstance(there, Node):
+            yield from differences(here, there, inside)
+        elif isinstance(here, tuple) and isinstance(there, tuple) and len(here) == len(there):
+            for number, (left, right) in enumerate(zip(here, there, strict=True)):
+                if isinstance(left, Node) and isinstance(right, Node):
+                    yield from differences(left, right, f"{inside}.{number}")
+                elif left != right:
+                    yield f"`{inside}.{number}` is {left}, and would be read as {right}"
+        elif isinstance(here, float) and isinstance(there, float) and abs(here - there) <= 1e-12 * abs(here):
+            continue
+        else:
+            yield f"`{inside}` is {_shown(here)}, and would be read as {_shown(there)}"
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Experts):
+        return f"{value.count} experts"
+    if isinstance(value, Moe):
+        return "a mixture"
+    if isinstance(value, Mapping | tuple):
+        return "another list"
+    return "none" if value is None else value.word if isinstance(value, Node) else str(value)

@@ -1,0 +1,44 @@
+"""A gate on what attention gives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from moec.passes.cost.cost import Cost
+from moec.passes.cost.formulas import elementwise
+from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
+from moec.passes.ir.ops.token_layouts import Blocks, settled
+from moec.passes.ir.value import Value
+
+if TYPE_CHECKING:
+    from moec.passes.cost.workload import Workload
+
+
+@register
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GateHeads(Op):
+    """x `[batch, sequence, heads, width]`, logits `[batch, sequence, heads]` or of x's shape → `x · sigmoid(logits)`.
+
+    A gate after attention, for each head or each element (Qiu et al. 2025, arXiv 2505.06708, section 2.2).
+    """
+
+    mnemonic: ClassVar[str] = "gate_heads"
+    takes: ClassVar[str] = "x logits"
+    gives: ClassVar[str] = "gated"
+
+    def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
+        x, logits = operands
+        fits = logits.shape in (x.shape, x.shape[:3]) and logits.dtype == x.dtype
+        require(len(x.shape) == 4 and fits, self, "wants a logit for each head, or for each element")
+        return (Type(shape=x.shape, dtype=x.dtype),)
+
+    def place(self, operands: Sequence[Value], meshes: Meshes, blocks: Blocks) -> Placing:
+        layout = settled(operands[0], meshes)
+        return Placing((layout, layout), (layout,))
+
+    def cost(self, operands: Sequence[Value], results: Sequence[Value], workload: Workload) -> Cost:
+        x, logits = operands
+        gate = workload.inner(results[0], "gate", workload.count(logits), logits.dtype)
+        return elementwise(self, operands, results, workload, keeps=(*workload.keep(x), gate), forward=2, backward=4)

@@ -1,0 +1,1 @@
+"""Weights of Hugging Face: into a model or a checkpoint, and back."""

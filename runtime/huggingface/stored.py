@@ -1,0 +1,159 @@
+"""The tensors of a Hugging Face folder or of a state dict: their names, shapes and dtypes, and their values on demand.
+
+A file of a folder is mapped into memory: of a tensor that is copied in part only that part is read. Nothing is
+executed, and no pickle is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moec.runtime.checkpoint.parts import DTYPES
+from moec.runtime.checkpoint.shards import Place, ShardFile
+from moec.runtime.errors import JobError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+MAX_INDEX_BYTES = 1 << 28
+CONVERT = (
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "M.from_pretrained('{0}', dtype='auto').save_pretrained('{0}-safetensors')\""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor: `place` says where for messages, `view` gives its values, which share memory with the file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: str
+    view: Callable[[], Tensor]
+
+
+def stored_in(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors of a folder with safetensors files, of one such file, or of a state dict.
+
+    Raises `JobError` MOE0905 for files that are missing, damaged, outside of the folder or pickles, and for values of a
+    state dict that are no whole tensors.
+    """
+    if isinstance(source, Mapping):
+        return {name: _of_value(name, value) for name, value in source.items()}
+    folder = Path(source)
+    if folder.is_file():
+        if folder.suffix in (".bin", ".pt", ".pth", ".ckpt"):
+            raise _pickled(folder.parent, folder.name)
+        return _of_file(folder, folder.name)
+    if (folder / INDEX).is_file():
+        return _by_index(folder)
+    if (folder / SINGLE).is_file():
+        return _of_file(folder / SINGLE, SINGLE)
+    if not folder.is_dir():
+        raise JobError("MOE0905", f"{folder}: there is no such folder", "give a model's folder, with safetensors files")
+    pickles = sorted(path.name for path in folder.glob("*.bin"))
+    if pickles:
+        raise _pickled(folder, pickles[0])
+    raise JobError(
+        "MOE0905",
+        f"{folder} has neither {SINGLE} nor {INDEX}",
+        f"`hf download MODEL --local-dir {folder}` gets a model's files",
+    )
+
+
+def _pickled(folder: Path, name: str) -> JobError:
+    return JobError(
+        "MOE0905",
+        f"{folder / name} is a pickle, which runs code when it is opened, and moec opens none",
+        f"convert it, if you trust it, with {CONVERT.format(folder)}",
+    )
+
+
+def _by_index(folder: Path) -> dict[str, Stored]:
+    """The tensors of the index, each from the file that it names."""
+    path = folder / INDEX
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise JobError("MOE0905", f"{path} has more than {MAX_INDEX_BYTES >> 20} MiB, and is no index")
+        table = json.loads(path.read_bytes())["weight_map"]
+        named = {str(name): str(file) for name, file in table.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise JobError("MOE0905", f"{path} is no index of safetensors files", "download the folder again") from error
+    files: dict[str, dict[str, Stored]] = {}
+    for file in dict.fromkeys(named.values()):
+        if PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
+            raise JobError(
+                "MOE0905", f"{path} names {file!r}, which is no file of the folder", "do not trust this folder"
+            )
+        files[file] = _of_file(folder / file, file)
+    for name, file in named.items():
+        if name not in files[file]:
+            raise JobError("MOE0905", f"{folder / file} has no tensor {name}, which {INDEX} says is there")
+    beside = {name for tensors in files.values() for name in tensors} - named.keys()
+    if beside:
+        first = min(beside)
+        raise JobError("MOE0905", f"{INDEX} does not have {first}, which is in one of its files")
+    return {name: files[file][name] for name, file in named.items()}
+
+
+def _of_file(path: Path, shown: str) -> dict[str, Stored]:
+    """The tensors of one safetensors file; links are followed, as in a download's cache."""
+    try:
+        file = ShardFile(path.resolve(strict=True))
+    except OSError as error:
+        raise JobError("MOE0905", f"{path}: {error.strerror}", "download the folder again") from error
+    except JobError as error:
+        message = error.diagnostics[0].message.removeprefix(f"{path.resolve()}: ")
+        raise JobError("MOE0905", f"{path} is damaged: {message}", "download this file again") from error
+    mapped = _Mapped(path)
+    return {
+        name: Stored(place.shape, DTYPES[place.dtype], shown, _viewer(mapped, place))
+        for name, place in file.places.items()
+    }
+
+
+class _Mapped:
+    """A file's bytes, mapped when they are first asked for; writing to them changes no file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._map: mmap.mmap | None = None
+
+    def __call__(self) -> mmap.mmap:
+        if self._map is None:
+            with self._path.open("rb") as stream:
+                self._map = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+        return self._map
+
+
+def _viewer(mapped: _Mapped, place: Place) -> Callable[[], Tensor]:
+    def view() -> Tensor:
+        dtype = DTYPES[place.dtype]
+        if not place.num_bytes:
+            return torch.empty(place.shape, dtype=dtype)
+        count = place.num_bytes // dtype.itemsize
+        if place.offset % dtype.itemsize:
+            copied = bytearray(mapped()[place.offset : place.offset + place.num_bytes])
+            return torch.frombuffer(copied, dtype=dtype).view(place.shape)
+        return torch.frombuffer(mapped(), dtype=dtype, count=count, offset=place.offset).view(place.shape)
+
+    return view
+
+
+def _of_value(name: object, value: object) -> Stored:
+    if not isinstance(name, str) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        kind = type(value).__name__
+        raise JobError(
+            "MOE0905",
+            f"the state dict's {name!r} is of class {kind}, and no whole tensor",
+            "give `model.state_dict()` of a transformers model on one process, or a folder",
+        )
+    detached = value.detach()
+    return Stored(tuple(detached.shape), detached.dtype, "the state dict", lambda: detached)
