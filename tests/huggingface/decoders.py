@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from huggingface.equal import LEAVE_OUT
+from huggingface.more_decoders import MORE_ROWS
 
 Keys = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -322,6 +323,8 @@ ROWS |= {
         },
     ),
 }  # fmt: skip
+
+ROWS |= MORE_ROWS
 
 CASES = [(model_type, name) for model_type, (_, variants) in ROWS.items() for name in variants]
 
