@@ -14,7 +14,7 @@ STREAMS = "several residual streams with learned mixing (hyper-connections)"
 NOT_WRITTEN = "its reader is not written yet"
 
 KEPT_OUT: dict[str, str] = {
-    **dict.fromkeys(("deepseek_ocr2_text", "glm4v_moe_text", "mistral4", "nemotron_h"), NOT_WRITTEN),
+    **dict.fromkeys(("deepseek_ocr2_text", "glm4v_moe_text", "nemotron_h"), NOT_WRITTEN),
     **dict.fromkeys(("qwen3_omni_moe_text", "qwen3_vl_moe_text"), NOT_WRITTEN),
     "axk1": "a norm follows the mixtures alone (`post_mlp_layernorm`), not attention and dense layers",
     "axk2": f"{INDEXED} (`index_topk`), and a small network scales the norms (`gated_norm_rank`)",
@@ -61,5 +61,6 @@ PARTLY: dict[str, str] = {
     "jamba": "layers of attention alone (`attn_layer_period` is 1); Mamba layers have no word",
     "lfm2_moe": "layers of attention alone (`layer_types`); short convolutions have no word",
     "mimo_v2_flash": "values as wide as keys (`v_head_dim`) that are not scaled (`attention_value_scale` is 1)",
+    "mistral4": "the context that was trained (`original_max_position_embeddings`), from which on queries are scaled",
 }
 """`model_type` of a family → the configs that are imported, where that is not all of them."""
