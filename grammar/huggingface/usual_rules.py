@@ -89,24 +89,24 @@ def _spelling(spellings: Sequence[Names], model: Model, present: Container[str] 
     if present is None or sparse is None:
         return spellings[0]
 
-    def fits(names: Names) -> bool:
-        layer, moe = names.layer.format(n=sparse), model.layers[sparse].moe
-        assert moe is not None
-        wanted = [names.moe + names.router]
-        if isinstance(moe.gate, TopK) and isinstance(moe.gate.bias, Online):
-            wanted.append(names.moe + names.bias)
-        if moe.shared is not None:
-            wanted.append(f"{names.shared}{names.dense[0]}.weight")
-        return all(layer + name in present for name in wanted) and (sinks is None or sinks(names) in present)
-
     with_sinks = next((number for number, layer in enumerate(model.layers) if layer.attention.sinks), None)
+    moe = model.layers[sparse].moe
+    assert moe is not None
 
-    def sinks_of(names: Names) -> str:
-        return names.layer.format(n=with_sinks) + names.attention + names.sinks
+    def wanted(names: Names) -> set[str]:
+        layer = names.layer.format(n=sparse)
+        found = {layer + names.moe + names.router}
+        if isinstance(moe.gate, TopK) and isinstance(moe.gate.bias, Online):
+            found.add(layer + names.moe + names.bias)
+        if moe.shared is not None:
+            found.add(f"{layer}{names.shared}{names.dense[0]}.weight")
+        if with_sinks is not None:
+            found.add(names.layer.format(n=with_sinks) + names.attention + names.sinks)
+        return found
 
-    sinks = None if with_sinks is None else sinks_of
-
-    return next((names for names in spellings if fits(names)), spellings[0])
+    alike = set.intersection(*map(wanted, spellings))
+    fitting = (names for names in spellings if all(name in present for name in wanted(names) - alike))
+    return next(fitting, spellings[0])
 
 
 def _of_model(names: Names, model: Model) -> Iterator[Rule]:

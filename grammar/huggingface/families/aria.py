@@ -84,9 +84,13 @@ def _cohere2(config: Config) -> Model:
 
     kinds, sparse = kinds_of_attention(config, depth, kind), sparse_layers(config, depth, dense_before)
     heads, kv_heads, width = heads_of(config)
-    if not config.has("head_dim"):
-        width = 128
-    rope, bias = rope_of(config, width, interleaved=True), bias_of(config, "attention_bias")
+    if config.has("rope_scaling") and not config.has("rope_parameters"):
+        config.refuse("rope_scaling", "transformers ignores it for this architecture: `rope_parameters` says the same")
+    config.raw("rope_scaling")
+    rope, bias = (
+        rope_of(config, width, interleaved=True, spellings=("rope_parameters",)),
+        bias_of(config, "attention_bias"),
+    )
     attentions = [
         grouped(
             heads,
@@ -167,5 +171,6 @@ FAMILIES = (
         rules_by(Names(norms={"attention_norm": "input_layernorm"})),
         _cohere2_keys,
         ignored=frozenset(("use_gated_activation", "use_parallel_block", "use_qk_norm", "position_embedding_type")),
+        defaults={"head_dim": 128},
     ),
 )

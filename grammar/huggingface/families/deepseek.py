@@ -267,6 +267,8 @@ def _exaone(config: Config) -> Model:
 USUAL = rules_by(Names())
 EXAONE = rules_by(Names(bias="e_score_correction_bias"), Names())
 
+GROUPS_OF_V3 = {"n_group": 8, "topk_group": 4}
+
 FAMILIES = (
     Family(
         "deepseek_v2",
@@ -279,14 +281,41 @@ FAMILIES = (
             "topk_method": "group_limited_greedy" if _grouped(model) else "greedy",
         },
     ),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("kimi_k2", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True, defaults=GROUPS_OF_V3
+    ),
+    Family("kimi_k2", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True, defaults=GROUPS_OF_V3),
     Family("mistral4", "Mistral4ForCausalLM", _mistral4, rules_by(Names(written_fused=True)), _mistral4_keys),
-    Family("glm4_moe", "Glm4MoeForCausalLM", _glm4, USUAL, _glm4_keys, ignored=PREDICTED, extra_layers=True),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _glm4,
+        USUAL,
+        _glm4_keys,
+        ignored=PREDICTED,
+        extra_layers=True,
+        defaults={"num_key_value_heads": 8},
+    ),
     Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _glm4_lite, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("dots1", "Dots1ForCausalLM", _dots1, USUAL),
-    Family("solar_open", "SolarOpenForCausalLM", _solar, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("exaone_moe", "ExaoneMoeForCausalLM", _exaone, EXAONE, ignored=PREDICTED, skipped=(r"mtp\..*",)),
+    Family("dots1", "Dots1ForCausalLM", _dots1, USUAL, defaults={"num_key_value_heads": 32}),
+    Family(
+        "solar_open",
+        "SolarOpenForCausalLM",
+        _solar,
+        USUAL,
+        ignored=PREDICTED,
+        extra_layers=True,
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+    ),
+    Family(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        _exaone,
+        EXAONE,
+        ignored=PREDICTED,
+        skipped=(r"mtp\..*",),
+        defaults={"num_key_value_heads": 32},
+    ),
 )
 
 

@@ -132,6 +132,7 @@ FAMILIES = (
         rules_by(JAMBA),
         _jamba_keys,
         ignored=frozenset(("layers_block_type", "layer_types", "layers_num_experts", "num_logits_to_keep")),
+        defaults={"num_key_value_heads": 8},
     ),
-    Family("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2, rules_by(LFM2), _lfm2_keys),
+    Family("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2, rules_by(LFM2), _lfm2_keys, defaults={"num_key_value_heads": 8}),
 )

@@ -148,8 +148,8 @@ SHARED = Names(shared="mlp.shared_expert.")
 POST_NORMS = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
 
 FAMILIES = (
-    Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, rules_by(SHARED)),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, rules_by(Names())),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, rules_by(SHARED), defaults={"num_key_value_heads": 16}),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, rules_by(Names()), defaults={"num_key_value_heads": 4}),
     Family(
         "mellum",
         "MellumForCausalLM",
@@ -158,6 +158,12 @@ FAMILIES = (
         _mellum_keys,
         ignored=frozenset(("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers")),
         skipped=(r"mtp\..*", r"model\.mtp.*"),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "norm_topk_prob": True,
+            "rope_parameters": {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}},
+        },
     ),
     Family("olmoe", "OlmoeForCausalLM", _olmoe, rules_by(Names())),
     Family("flex_olmo", "FlexOlmoForCausalLM", _flex_olmo, rules_by(Names(norms=POST_NORMS))),

@@ -121,11 +121,9 @@ def _mimo(config: Config) -> Model:
     depth = depth_of(config)
     kinds = kinds_of_attention(config, depth, lambda n: FULL if n == 0 or (n + 1) % 6 == 0 else SLIDING)
     heads, kv_heads, width = heads_of(config)
-    if not config.has("head_dim"):
-        width = 192
-    if config.count("v_head_dim", default=128) != width:
+    if config.count("v_head_dim", default=width) != width:
         config.refuse("v_head_dim", f"moec's values are as wide as keys (`head_dim`, {width})")
-    scaled = config.number("attention_value_scale", default=1.0 if "attention_value_scale" in config.values else 0.707)
+    scaled = config.number("attention_value_scale", default=1.0)
     if scaled != 1:
         config.refuse("attention_value_scale", "moec has no factor on values: only 1")
     if SLIDING in kinds and heads % (2 * kv_heads):
@@ -195,6 +193,7 @@ FAMILIES = (
             Names(bias="e_score_correction_bias"),
         ),
         _hunyuan3_keys,
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
         ignored=PREDICTED,
         extra_layers=True,
     ),
@@ -204,6 +203,7 @@ FAMILIES = (
         _flint,
         rules_by(Names(shared="mlp.shared_expert.", sinks="softmax_offset"), Names(shared="mlp.shared_expert.")),
         _dense_width,
+        defaults={"num_key_value_heads": 4, "head_dim": 128},
     ),
     Family(
         "mimo_v2_flash",
@@ -211,6 +211,7 @@ FAMILIES = (
         _mimo,
         rules_by(Names(sinks="attention_sink_bias"), Names()),
         _mimo_keys,
+        defaults={"num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "attention_value_scale": 0.707},
         ignored=PREDICTED,
         skipped=(r"model\.mtp\..*",),
     ),
