@@ -151,6 +151,15 @@ class Config:
         """The keys with a value that were neither asked for nor are `known` to mean nothing here."""
         return [key for key, value in self.values.items() if value is not None and key not in self.asked | set(known)]
 
+    def note_unread(self, known: Collection[str]) -> None:
+        """Adds MOE0904 for each of `unread` that says something, here and in the configs inside of this one."""
+        for key in self.unread(known):
+            if not _says_nothing(self.values[key]):
+                message = f"`{self.named(key)}` is not known here and has no effect"
+                self.notes.append(diagnose("MOE0904", self.span(key), message, severity=Severity.WARNING))
+        for inner in self._inner.values():
+            inner.note_unread(known)
+
     def named(self, key: str) -> str:
         """The key with those around it: `rope_scaling.factor`."""
         return ".".join((*self._path, key))
@@ -204,6 +213,11 @@ class Config:
 def _once(found: list[Diagnostic]) -> list[Diagnostic]:
     """Each message once: readers ask for some keys several times."""
     return list({(each.code, each.message): each for each in found}.values())
+
+
+def _says_nothing(value: Any) -> bool:
+    """Whether a value of a key that nobody knows switches something off."""
+    return value is False or value in (0, "", [], {}, None) or (isinstance(value, float) and math.isnan(value))
 
 
 def _is_number(value: Any) -> bool:
