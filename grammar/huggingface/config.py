@@ -101,6 +101,14 @@ class Config:
             self._inner[key] = Config(value or {}, self._source, (*self._path, key))
         return self._inner[key]
 
+    def inside(self, key: str, values: Mapping[str, Any]) -> Config:
+        """A config with these values in the place of those of a key, which is an object."""
+        return Config(values, self._source, (*self._path, key))
+
+    def replaced(self, values: Mapping[str, Any]) -> Config:
+        """A config with these values in the place of this one's."""
+        return self if values is self.values else Config(values, self._source, self._path)
+
     # ---- what moec cannot express ------------------------------------------------------------------
 
     def only(self, key: str, *allowed: Any, default: Any = MISSING, why: str = "") -> Any:
@@ -129,7 +137,10 @@ class Config:
 
     def note(self, key: str, why: str) -> None:
         """Adds a warning, MOE0904, for a key that is not imported."""
-        message = f"`{self.named(key)}` is {_shown(self.values.get(key))}: {why}"
+        self.warn(key, f"`{self.named(key)}` is {_shown(self.values.get(key))}: {why}")
+
+    def warn(self, key: str, message: str) -> None:
+        """Adds a warning, MOE0904, at a key."""
         self.notes.append(diagnose("MOE0904", self.span(key), message, severity=Severity.WARNING))
 
     # ---- afterwards --------------------------------------------------------------------------------
@@ -155,8 +166,7 @@ class Config:
         """Adds MOE0904 for each of `unread` that says something, here and in the configs inside of this one."""
         for key in self.unread(known):
             if not _says_nothing(self.values[key]):
-                message = f"`{self.named(key)}` is not known here and has no effect"
-                self.notes.append(diagnose("MOE0904", self.span(key), message, severity=Severity.WARNING))
+                self.warn(key, f"`{self.named(key)}` is not known here and has no effect")
         for inner in self._inner.values():
             inner.note_unread(known)
 

@@ -11,15 +11,12 @@ CENTRED = "its norms multiply by 1 + weight"
 INDEXED = "a learned index chooses the tokens that each token sees"
 STREAMS = "several residual streams with learned mixing (hyper-connections)"
 
-NOT_WRITTEN = "its reader is not written yet"
-
 KEPT_OUT: dict[str, str] = {
-    **dict.fromkeys(("deepseek_ocr2_text", "glm4v_moe_text", "nemotron_h"), NOT_WRITTEN),
-    **dict.fromkeys(("qwen3_omni_moe_text", "qwen3_vl_moe_text"), NOT_WRITTEN),
     "axk1": "a norm follows the mixtures alone (`post_mlp_layernorm`), not attention and dense layers",
     "axk2": f"{INDEXED} (`index_topk`), and a small network scales the norms (`gated_norm_rank`)",
     "bailing_hybrid": "`layer_types`: linear attention (Kimi Delta Attention)",
     "beam": "each addition scales the residual stream by its depth, and gates of attention have a bias (`gate_bias`)",
+    "deepseek_ocr2_text": "grouped attention with DeepSeek-V2's router in a model of images; no reader is written",
     "deepseek_v32": f"{INDEXED} (`index_topk`)",
     "deepseek_v4": f"{STREAMS}, and attention to compressed tokens (`compress_rates`)",
     "diffusion_gemma_text": "it denoises blocks of tokens, and its routers scale experts (`per_expert_scale`)",
@@ -42,11 +39,13 @@ KEPT_OUT: dict[str, str] = {
     "minimax_m3_vl_text": f"{CENTRED}, and {INDEXED} (`index_topk_blocks`)",
     "mistral_large4_text": f"{INDEXED} (`index_topk`), and layers share latent vectors (`kv_source_layers`)",
     "muse_spark_text": "experts work on narrower vectors (`moe_hidden_size`), and gates scale the residual stream",
+    "nemotron_h": "a layer is one part, of attention, Mamba or experts (`layers_block_type`); Mamba has no word",
     "nllb-moe": "an encoder and a decoder with cross attention; moec has decoders alone",
     "openai_privacy_filter": "it sees tokens on both sides and classifies them; it is no language model",
     "qwen3_5_moe_text": f"{CENTRED}; `layer_types`: linear attention (GatedDeltaNet)",
     "qwen3_next": f"{CENTRED}; `layer_types`: linear attention (GatedDeltaNet)",
     "qwen3_omni_moe_talker_text": "it makes speech of another model's vectors (`thinker_hidden_size`), and no text",
+    "qwen3_omni_moe_text": "Qwen3's decoder in a model of speech and images; no reader is written",
     "qwen4_exp_text": f"{CENTRED}, linear attention, {STREAMS}, and embeddings of token n-grams",
     "step3p5": f"{CENTRED}, and limits come after the activation (`swiglu_limits`)",
     "switch_transformers": "an encoder and a decoder with cross attention; moec has decoders alone",

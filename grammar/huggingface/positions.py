@@ -112,7 +112,7 @@ def _original(config: Config, given: Config) -> int:
 
 def _yarn(config: Config, given: Config, sharpens_scores: bool) -> Yarn:
     original = _original(config, given)
-    ratio = config.count("max_position_embeddings", default=original) / original
+    ratio = config.count("max_position_embeddings", "max_seq_len", default=original) / original
     factor = given.number("factor", default=ratio)
     if factor < 1:
         given.refuse("factor", "a longer context has a factor of at least 1")
@@ -152,7 +152,7 @@ def _mscale_for(given: Config, factor: float, divisor: float) -> float:
 
 def _longrope(config: Config, given: Config, turning: int) -> LongRope:
     original = _original(config, given)
-    context = config.count("max_position_embeddings", default=original)
+    context = config.count("max_position_embeddings", "max_seq_len", default=original)
     short = given.numbers("short_factor", length=turning // 2) or (1.0,) * (turning // 2)
     long = given.numbers("long_factor", length=turning // 2) or (1.0,) * (turning // 2)
     for key in ("short_factor", "long_factor"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
+from moec.grammar.huggingface.around import TEXT, decoder_config
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.family import Family
@@ -123,9 +124,11 @@ def read_config(source: str | Path | Mapping[str, Any]) -> Imported:
     wrong kind of value, MOE0903 for what moec cannot express; all of 0902 and 0903 at once.
     """
     values, text = (source, None) if isinstance(source, Mapping) else _parsed(Path(source))
-    config = Config(values, text)
+    whole = Config(values, text)
+    config = decoder_config(whole)
     family = _family(config)
-    _note_files(config)
+    _note_files(whole)
+    config.notes += [note for note in whole.notes if note not in config.notes]
     model = _model(family, config)
     spec = Spec(model=model, cluster=LOCAL)
     wrong = [found for found in check(spec) if found.severity is Severity.ERROR] + unsupported(spec)
@@ -171,11 +174,15 @@ def _family(config: Config) -> Family:
         return family
     from moec.grammar.huggingface.kept_out import KEPT_OUT
 
+    text = config.values.get(TEXT)
+    inner = text.get("model_type") if isinstance(text, Mapping) else None
     if word in KEPT_OUT:
         message, help = f"moec cannot express `{word}`: {KEPT_OUT[word]}", DOCS
+    elif isinstance(inner, str) and inner in KEPT_OUT:
+        message, help = f"moec cannot express `{inner}`, the decoder of `{word}`: {KEPT_OUT[inner]}", DOCS
     else:
         best = nearest(word, BY_TYPE)
-        message = f'`model_type` is "{word}"'
+        message = f'`{config.named("model_type")}` is "{word}"'
         help = f"did you mean `{best}`? {DOCS}" if best else DOCS
     if config.has("auto_map"):
         message += "; its own code (`auto_map`) is never run"

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import mmap
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -40,11 +41,16 @@ class Stored:
 
 
 def stored_in(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors of a folder with safetensors files, of one such file, or of a state dict.
+    """The tensors of a folder with safetensors files, of one such file, or of a state dict; of a model of images and
+    text those of its decoder.
 
     Raises `JobError` MOE0905 for files that are missing, damaged, outside of the folder or pickles, and for values of a
     state dict that are no whole tensors.
     """
+    return of_decoder(_whole(source))
+
+
+def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
     if isinstance(source, Mapping):
         return {name: _of_value(name, value) for name, value in source.items()}
     folder = Path(source)
@@ -66,6 +72,42 @@ def stored_in(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
         f"{folder} has neither {SINGLE} nor {INDEX}",
         f"`hf download MODEL --local-dir {folder}` gets a model's files",
     )
+
+
+DECODER = re.compile(r"(?:model\.language_model|language_model\.model)\.(?P<inside>.*)")
+HEAD = re.compile(r"(?:language_model\.)?(?P<inside>lm_head\..*)")
+UP, DOWN, QWEN = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
+"""Experts in one tensor, and the router beside them in Qwen3-VL (Aria's is called otherwise)."""
+
+
+def of_decoder(tensors: dict[str, Stored]) -> dict[str, Stored]:
+    """Of a model of images and text the tensors of its decoder, by the names that these have alone, and with experts
+    as [experts, out, in], which Qwen3-VL stores transposed; of others the tensors as they are."""
+    if not any(DECODER.fullmatch(name) for name in tensors):
+        return tensors
+    found = {}
+    for name, tensor in tensors.items():
+        if inside := DECODER.fullmatch(name):
+            found[f"model.{inside['inside']}"] = tensor
+        elif inside := HEAD.fullmatch(name):
+            found[inside["inside"]] = tensor
+    for up in [name for name in found if name.endswith(UP)]:
+        mixture = up.removesuffix(UP)
+        if f"{mixture}{QWEN}" in found and _is_transposed(found[up], found.get(f"{mixture}{DOWN}")):
+            found |= {name: _transposed(found[name]) for name in (up, f"{mixture}{DOWN}")}
+    return found
+
+
+def _is_transposed(up: Stored, down: Stored | None) -> bool:
+    """Whether these are [experts, in, 2 out] and [experts, out, in]."""
+    if down is None or not len(up.shape) == len(down.shape) == 3:
+        return False
+    return up.shape[1:] == (down.shape[2], 2 * down.shape[1])
+
+
+def _transposed(tensor: Stored) -> Stored:
+    experts, rows, columns = tensor.shape
+    return replace(tensor, shape=(experts, columns, rows), view=lambda: tensor.view().transpose(1, 2))
 
 
 def _pickled(folder: Path, name: str) -> JobError:

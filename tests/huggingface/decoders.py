@@ -8,7 +8,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from huggingface.equal import LEAVE_OUT
+from huggingface.equal import LEAVE_OUT, TINY
 from huggingface.more_decoders import MORE_ROWS
 
 Keys = dict[str, Any]
@@ -351,3 +351,13 @@ def config_of(model_type: str, name: str = "usual") -> Keys:
     """The keys of a case."""
     keys, variants = ROWS[model_type]
     return deepcopy({**keys, **variants[name]})
+
+
+def usual(model_type: str, **changes: Any) -> Keys:
+    """The usual config of a row, as a dict of a `config.json`."""
+    values = {**TINY, **config_of(model_type), **changes, "model_type": model_type}
+    return {
+        key: deepcopy(value)
+        for key, value in values.items()
+        if value != LEAVE_OUT and not key.endswith("_implementation")
+    }

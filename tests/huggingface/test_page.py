@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
 import moec
+from moec.grammar.huggingface.around import AROUND, DECODERS
 from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.kept_out import KEPT_OUT, PARTLY
 
@@ -54,7 +55,7 @@ def around_decoders() -> dict[str, str]:
     found = {}
     for model_type, config in with_experts().items():
         text = config.get_text_config(decoder=True)
-        if text is not config and text.model_type in decoders():
+        if text is not config and text.model_type in decoders() and model_type not in decoders():
             found[model_type] = text.model_type
     return dict(sorted(found.items()))
 
@@ -68,12 +69,13 @@ def test_the_list_has_what_it_must() -> None:
 
 
 def test_every_decoder_is_imported_or_has_a_reason() -> None:
-    assert set(decoders()) - set(BY_TYPE) - set(KEPT_OUT) == set()
+    assert set(decoders()) - set(BY_TYPE) - set(KEPT_OUT) - set(DECODERS) == set()
 
 
 def test_reasons_are_for_decoders_that_are_not_imported() -> None:
     assert set(KEPT_OUT) - set(decoders()) == set()
     assert set(KEPT_OUT) & set(BY_TYPE) == set()
+    assert set(DECODERS) & (set(KEPT_OUT) | set(BY_TYPE)) == set()
     assert set(PARTLY) - set(BY_TYPE) == set()
 
 
@@ -109,10 +111,26 @@ def page() -> str:
     """The tables."""
     lines = ["", "| `model_type` | state |", "|---|---|"]
     lines += [f"| `{model_type}` | {state(model_type)} |" for model_type in sorted({*decoders(), *BY_TYPE})]
+    lines += ["", "| `model_type` of a model around a decoder | its decoder | state |", "|---|---|---|"]
+    for model_type, decoder in around_decoders().items():
+        lines.append(f"| `{model_type}` | `{decoder}` | {state_around(model_type)} |")
+    lines.append("| `mistral3` | `mistral4` in new checkpoints | its decoder, as `mistral4` |")
     return "\n".join([*lines, ""])
 
 
+def state_around(model_type: str) -> str:
+    """Of a model with a decoder inside, by the defaults of its class."""
+    if model_type not in AROUND:
+        return "not imported"
+    usual = AROUND[model_type][0]
+    family = DECODERS[usual].family if usual in DECODERS else usual
+    assert family in BY_TYPE
+    return f"its decoder, as `{family}`"
+
+
 def state(model_type: str) -> str:
+    if model_type in DECODERS:
+        return f"equal, as `{DECODERS[model_type].family}`"
     if model_type in KEPT_OUT:
         return f"not imported: {KEPT_OUT[model_type]}"
     assert model_type in BY_TYPE, model_type

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from copy import deepcopy
 from typing import Any
 
 import pytest
-from huggingface.decoders import ROWS, config_of
-from huggingface.equal import LEAVE_OUT, TINY, refusal
+from huggingface.decoders import ROWS, config_of, usual
+from huggingface.equal import LEAVE_OUT, refusal
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
@@ -20,16 +19,6 @@ from moec.grammar.huggingface.read import INERT, read_config
 Keys = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
 WRONG: tuple[Any, ...] = (None, "x", -1, 0, 1.5, math.nan, [], {}, True)
-
-
-def usual(model_type: str, **changes: Any) -> Keys:
-    """The usual config of a row, as a dict of a `config.json`."""
-    values = {**TINY, **config_of(model_type), **changes, "model_type": model_type}
-    return {
-        key: deepcopy(value)
-        for key, value in values.items()
-        if value != LEAVE_OUT and not key.endswith("_implementation")
-    }
 
 
 def asked(model_type: str) -> set[str]:
