@@ -53,7 +53,8 @@ def decoder_config(config: Config) -> Config:
     if around is not None and isinstance(config.values.get(TEXT), Mapping):
         usual, tied = around
         text = dict(config.values[TEXT])
-        text.setdefault("model_type", usual)
+        if text.get("model_type") is None:
+            text["model_type"] = usual
         text["tie_word_embeddings"] = config.values.get("tie_word_embeddings", tied)
         for key in ("dtype", "torch_dtype"):
             if text.get(key) is None and config.values.get(key) is not None:

@@ -12,6 +12,7 @@ from huggingface.equal import LEAVE_OUT, refusal
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.huggingface.around import AROUND
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.read import INERT, read_config
@@ -202,6 +203,15 @@ def test_code_of_a_folder_is_named_and_not_run(tmp_path: Any) -> None:
 def test_a_key_that_transformers_ignores_is_refused_where_it_says_something() -> None:
     scaling = {"rope_type": "linear", "factor": 2.0}
     assert "`rope_scaling` is " in refusal("cohere2_moe", **config_of("cohere2_moe"), rope_scaling=scaling)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("model_type", sorted(AROUND))
+def test_so_is_a_wrong_decoder_inside_of_a_model_of_images(model_type: str) -> None:
+    for value in (*WRONG, ["aria_text"], {"model_type": ["aria_text"]}, {"model_type": None}, {"rope_parameters": 3}):
+        codes = codes_of({"model_type": model_type, "text_config": value, "vision_config": value})
+        assert codes <= {"MOE0901", "MOE0902", "MOE0903"}
+        assert codes
 
 
 # ---- what is imported in part ----------------------------------------------------------------------

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from huggingface.decoders import ROWS, config_of, usual
 
 import moec
+from moec.commands.import_hf import moe_text
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.read import read_config
 from moec.grammar.huggingface.write import as_inferred, config_for, differences
+from moec.grammar.load import load_text
 from moec.grammar.spec import Spec
 
 
@@ -23,6 +27,17 @@ def test_every_architecture_answers_for_every_model(model_type: str) -> None:
             if says(spec, other):
                 written.add(other)
     assert model_type in written
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("model_type", sorted(ROWS))
+def test_the_file_of_every_config_is_the_same_model(model_type: str) -> None:
+    """What `moec import hf` writes, read again."""
+    for name in ROWS[model_type][1]:
+        imported = read_config(usual(model_type, **config_of(model_type, name)))
+        loaded = load_text(moe_text(imported, Path(name)))
+        assert loaded.spec is not None, loaded.diagnostics
+        assert loaded.spec.model == imported.spec.model
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
