@@ -57,6 +57,8 @@ ROWS: dict[str, tuple[Keys, dict[str, Keys]]] = {
             **{name: keys for name, keys in COMMON.items() if name != "tied"},
             "head_dim": {"head_dim": 12},
             "partial": rope(rope_type="default", partial_rotary_factor=0.5),
+            "rotary dim": {"rotary_dim": 4, "head_dim": 8},
+            "gelu": {"hidden_act": "gelu"},
         },
     ),
     "qwen2_moe": (
@@ -121,6 +123,9 @@ ROWS: dict[str, tuple[Keys, dict[str, Keys]]] = {
             "not normalised": {"norm_topk_prob": False},
             "biases": {"attention_bias": True},
             "all full": {"layer_types": [FULL] * 3},
+            "head_dim": {"head_dim": 16},
+            "window": {"sliding_window": 3},
+            "positions by default": {"rope_parameters": None},
         },
     ),
     "olmoe": (
@@ -227,6 +232,8 @@ ROWS |= {
             "qk norm": {"use_qk_norm": True},
             "partial": rope(rope_type="default", partial_rotary_factor=0.25),
             "whole": rope(rope_type="default", partial_rotary_factor=1.0),
+            "all sparse": {"first_k_dense_replace": 0},
+            "head_dim": {"head_dim": 12},
         },
     ),
     "glm4_moe_lite": (
@@ -235,10 +242,18 @@ ROWS |= {
             **{name: keys for name, keys in OF_LATENT.items() if name != "all sparse"},
             "all sparse": {"mlp_layer_types": ["sparse"] * 3},
             "turning halves": {"rope_interleave": False},
+            "groups": {"n_group": 4, "topk_group": 2},
+            "not normalised": {"norm_topk_prob": False},
         },
     ),
-    "dots1": ({**SCORED, "head_dim": LEAVE_OUT}, {**COMMON, **OF_SCORED, **BIASES, "windows": WINDOWS}),
-    "solar_open": ({**SCORED, "first_k_dense_replace": LEAVE_OUT}, {**COMMON, **OF_SCORED, **BIASES}),
+    "dots1": ({**SCORED, "head_dim": LEAVE_OUT}, {
+        **COMMON, **OF_SCORED, **BIASES, "windows": WINDOWS,
+        "windows from a layer on": {"layer_types": None, "sliding_window": 5, "max_window_layers": 2},
+        "all sparse": {"first_k_dense_replace": 0},
+    }),
+    "solar_open": ({**SCORED, "first_k_dense_replace": LEAVE_OUT}, {
+        **COMMON, **OF_SCORED, **BIASES, "head_dim": {"head_dim": 12},
+    }),
     "exaone_moe": (
         {
             **{key: value for key, value in SCORED.items() if key not in ("n_routed_experts", "n_shared_experts")},
@@ -250,6 +265,9 @@ ROWS |= {
             "no windows": {"layer_types": [FULL] * 3},
             "two shared": {"num_shared_experts": 2},
             "pattern of layers": {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "layers by default": {"layer_types": None, "num_hidden_layers": 5},
+            "every second": {"layer_types": None, "sliding_window_pattern": 2},
+            "all sparse": {"first_k_dense_replace": 0},
         },
     ),
     "gpt_oss": (
@@ -262,6 +280,8 @@ ROWS |= {
             "no biases": {"attention_bias": False},
             "limit": {"swiglu_limit": 0.4, "swiglu_alpha": 1.1},
             "alternating": {"layer_types": None},
+            "head_dim": {"head_dim": 12},
+            "window": {"sliding_window": 3},
             "all full": {"layer_types": [FULL] * 3},
         },
     ),
@@ -282,6 +302,8 @@ ROWS |= {
             **{name: keys for name, keys in OF_GRANITE.items() if name != "theta"},
             "none shared": {"shared_intermediate_size": 0},
             "one theta": {"layer_rope_theta": [77.0] * 3},
+            "layers by default": {"layer_types": None, "layer_rope_theta": None},
+            "window": {"sliding_window": 3},
         },
     ),
     "afmoe": (

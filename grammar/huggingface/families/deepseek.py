@@ -240,7 +240,7 @@ def _dots1(config: Config) -> Model:
 
 def _solar(config: Config) -> Model:
     depth = depth_of(config)
-    rope = rope_of(config, heads_of(config)[2], theta=1e6, partial=True)
+    rope = rope_of(config, heads_of(config)[2], theta=1e6)
     attention = attention_of(config, rope=rope, bias=bias_of(config, "attention_bias", word="qkv"))
     config.inert("attention_dropout", 0)
     config.only("first_k_dense_replace", 0)
