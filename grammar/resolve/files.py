@@ -200,6 +200,11 @@ def library_names(folder: str) -> list[str]:
     return [path.rpartition("/")[2] for path in library_paths() if path.startswith(f"{folder}/")]
 
 
+def library_text(path: str) -> str:
+    """The text of a library file."""
+    return (_LIBRARY / f"{path}.moe").read_text(encoding="utf-8")
+
+
 @cache
 def read_library(path: str) -> tuple[Statement, ...]:
     """The statements of a library file."""
