@@ -52,13 +52,9 @@ class ParameterCounts:
 
 def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
     """Counts the parameters of `program`, which was compiled from `spec`. States such as `online` biases are none."""
-    costs, runs, numbers = (
-        costs_of(program, Workload.of(spec, program).even),
-        runs_of(program),
-        layers_by_block(program),
-    )
+    runs, numbers = runs_of(program), layers_by_block(program)
     layers, outside, whole = [], dict[str, Elements](), Elements()
-    for name, cost in costs.items():
+    for name, cost in costs_of(program, Workload.of(spec, program).even).items():
         if not runs[name]:
             continue
         parts: dict[str, Elements] = {}
