@@ -53,11 +53,21 @@ parallel {
 """
 
 
-def run(file: Path) -> None:
-    """Writes a commented starter file; never overwrites one."""
+def run(file: Path | None, model: str | None = None) -> None:
+    """Writes a commented starter file, or one that starts from the library's `model`; never overwrites a file.
+
+    The file's default name is `model.moe`, or the library model's.
+    """
+    text = STARTER
+    if model is not None:
+        from moec.commands.library import starter_from
+
+        text = starter_from(model)
+    if file is None:
+        file = Path(f"{model.rpartition('/')[2]}.moe" if model else "model.moe")
     try:
         with file.open("x", encoding="utf-8") as stream:
-            stream.write(STARTER)
+            stream.write(text)
     except FileExistsError:
         message = f"{file} is unchanged"
         raise DiagnosticError([diagnose("MOE0013", None, message, help="choose another name")]) from None

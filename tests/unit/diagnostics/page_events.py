@@ -256,6 +256,12 @@ def starter_in_no_folder() -> Sequence[Diagnostic]:
     return raised(lambda: run(Path("nowhere", "model.moe")))
 
 
+def starter_from_an_unknown_model() -> Sequence[Diagnostic]:
+    from moec.commands.init import run
+
+    return raised(lambda: run(Path("model.moe"), "mixtral_8x7"))
+
+
 def unknown_subject() -> Sequence[Diagnostic]:
     from moec.commands.explain import explain
 
@@ -350,6 +356,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
     "MOE0015": unknown_subject,
+    "MOE0016": starter_from_an_unknown_model,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,
