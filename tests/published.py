@@ -72,6 +72,7 @@ PUBLISHED: dict[str, Published] = {
     "granite_3_1b_a400m": Published(total="1.3B", active="400M", active_digits=1, source="model card"),
     "granite_3_3b_a800m": Published(total="3.3B", active="800M", active_digits=1, source="model card"),
     "gshard_600b_decoder": Published(total="600B", digits=1, source="arXiv 2006.16668", decoder=True),
+    "hunyuan_a13b": Published(total="80B", active="13B", source="model card"),
     "kimi_k2": Published(total="1T", active="32B", source="model card"),
     "minimax_m2": Published(total="230B", active="10B", digits=2, source="model card", active_without=NO_LOOKUP),
     "mixtral_8x22b": Published(total="141B", active="39B", source="announcement, April 2024"),

@@ -157,6 +157,12 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_attention_heads": 32, "num_key_value_heads": 32, "moe_intermediate_size": 1408}
         | {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
     ),
+    "hunyuan_a13b": (
+        "HunYuanMoEV1Config",
+        {"vocab_size": 128167, "hidden_size": 4096, "intermediate_size": 3072, "num_hidden_layers": 32}
+        | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "num_experts": 64}
+        | {"moe_topk": 8, "tie_word_embeddings": True},
+    ),
     "minimax_m2": (
         "MiniMaxM2Config",
         {"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536, "num_hidden_layers": 62}
