@@ -12,6 +12,7 @@ import typer
 from moec import __version__
 from moec.commands.check import show
 from moec.commands.checkpoint import app as checkpoint_app
+from moec.commands.weights import app as weights_app
 from moec.grammar.diagnostics import STYLES, DiagnosticError, diagnose
 
 app = typer.Typer(
@@ -255,6 +256,7 @@ def tune(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(weights_app, name="weights")
 imports = typer.Typer(help="Make a `.moe` file of a model described elsewhere.", no_args_is_help=True)
 app.add_typer(imports, name="import")
 
@@ -275,7 +277,6 @@ def import_hf(
 NOT_YET = {
     "plan": "choosing degrees by predicted time and memory",
     "simulate": "predicting time on the described cluster",
-    "weights": "importing and exporting weights",
     "calibrate": "measuring a cluster",
     "lsp": "a language server",
 }

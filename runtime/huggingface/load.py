@@ -114,13 +114,19 @@ def _family(module: PlanModule, source: str | Path | Mapping[str, Any]) -> tuple
         _, family = config_for(module.spec)
         return family, model
     imported = read_config(source)
-    theirs, ours = as_inferred(imported.spec.model), as_inferred(model)
-    different = next((each for each in differences(theirs, ours) if not each.startswith(FREE)), None)
-    if different is not None:
-        how = different.replace("would be read as", "in the module")
-        message = f"{source} is another model than {model.name}: in its config {how}"
-        raise JobError("MOE0908", message, "make the module from `moec.from_hf` of this folder")
+    require_same(imported.spec.model, model, str(source))
     return imported.family, model
+
+
+def require_same(theirs: Model, ours: Model, source: str) -> None:
+    """Raises `JobError` MOE0908 unless the config of `source` says `ours`, apart from what acts in training alone."""
+    found = differences(as_inferred(theirs), as_inferred(ours))
+    different = next((each for each in found if not each.startswith(FREE)), None)
+    if different is None:
+        return
+    how = different.replace("would be read as", "in the module")
+    message = f"{source} is another model than {ours.name}: in its config {how}"
+    raise JobError("MOE0908", message, "make the module from `moec.from_hf` of this folder")
 
 
 FREE = "`dtype`", "`context`"

@@ -25,6 +25,7 @@ from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.load import plan_tensors, require_module
 from moec.runtime.huggingface.moves import Local, pairs
+from moec.runtime.huggingface.slabs import absent
 from moec.runtime.huggingface.stored import INDEX, SINGLE
 from moec.runtime.job.checks import Complaint
 from moec.runtime.job.home import home_of
@@ -163,14 +164,12 @@ class Writer:
     def write(self, name: str, whole: Tensor, rules: Sequence[Rule]) -> None:
         """Copies the whole parameter `name` to where `rules` have it."""
         for rule in rules:
-            for number, piece in enumerate(rule.pieces):
-                if piece.parameter == name:
-                    self._write_piece(rule, number, whole)
+            parts = {piece.parameter: absent(self._shapes[piece.parameter]) for piece in rule.pieces}
+            parts[name] = Local(whole, tuple((0, dim) for dim in whole.shape), tuple(whole.shape))
+            self.write_part(rule, parts)
 
-    def _write_piece(self, rule: Rule, number: int, whole: Tensor) -> None:
-        parts = {piece.parameter: absent(self._shapes[piece.parameter]) for piece in rule.pieces}
-        name = rule.pieces[number].parameter
-        parts[name] = Local(whole, tuple((0, dim) for dim in whole.shape), tuple(whole.shape))
+    def write_part(self, rule: Rule, parts: Mapping[str, Local]) -> None:
+        """Copies what is here of a rule's parameters to its tensor."""
         for part, theirs in pairs(rule, self._views[rule.name], parts):
             theirs.copy_(part)
 
@@ -201,11 +200,6 @@ class Writer:
         self._views = {}
         if self._temporary is not None and self._temporary.path.exists():
             self._temporary.discard()
-
-
-def absent(shape: tuple[int, ...]) -> Local:
-    """A part of which this rank has nothing."""
-    return Local(torch.empty(0), tuple((0, 0) for _ in shape), shape)
 
 
 def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], most: int) -> list[File]:
