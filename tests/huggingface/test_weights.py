@@ -194,11 +194,11 @@ WRONG: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "missing tensor": (changed(lambda t: t.pop(NAME)), "MOE0906", f"has no {NAME}"),
     "extra tensor": (changed(lambda t: t.update(more=torch.ones(1))), "MOE0906", "has more, which the model has not"),
     "wrong shape": (
-        changed(lambda t: t.update({NAME: torch.ones(20, 16)})), "MOE0907", f"{NAME} is [20, 16] in model.safetensors, [20, 32]",
+        changed(lambda t: t.update({NAME: torch.ones(20, 16)})), "MOE0907", "[20, 16] in model.safetensors, [20, 32]",
     ),
     "transposed": (changed(lambda t: t.update({NAME: t[NAME].T.contiguous()})), "MOE0907", "is [32, 20]"),
     "int8": (changed(lambda t: t.update({NAME: t[NAME].to(torch.int8)})), "MOE0907", f"{NAME} is int8"),
-    "fp8": (changed(lambda t: t.update({NAME: t[NAME].to(torch.float8_e4m3fn)})), "MOE0907", f"{NAME} is float8_e4m3fn"),
+    "fp8": (changed(lambda t: t.update({NAME: t[NAME].to(torch.float8_e4m3fn)})), "MOE0907", "is float8_e4m3fn"),
     "fp64": (changed(lambda t: t.update({NAME: t[NAME].double()})), "MOE0907", f"{NAME} is float64"),
     "gone": (lambda path: path.unlink(), "MOE0905", "neither model.safetensors nor"),
     "a pickle": (lambda path: path.rename(path.with_name("pytorch_model.bin")), "MOE0905", "save_pretrained"),
