@@ -83,8 +83,19 @@ def windows_of(config: Config, kinds: Sequence[str], default: int | None = None)
     if SLIDING not in kinds:
         config.raw("sliding_window")
         return [None] * len(kinds)
-    window = config.count("sliding_window", **({} if default is None else {"default": default}))
+    window = shown(config, config.count("sliding_window", **({} if default is None else {"default": default})))
     return [window if kind == SLIDING else None for kind in kinds]
+
+
+def window_of(config: Config) -> int | None:
+    """The window of every layer; None where a token sees everything."""
+    window = config.count_or_none("sliding_window")
+    return None if window is None else shown(config, window)
+
+
+def shown(config: Config, window: int) -> int | None:
+    """A window, or None for one that is no shorter than the context: it hides nothing."""
+    return window if window < config.count("max_position_embeddings") else None
 
 
 def sparse_layers(config: Config, depth: int, dense_before: int = 0, key: str = "mlp_layer_types") -> list[bool]:
