@@ -144,7 +144,7 @@ class Decoder:
         after = torch.where(new.ids == separator, new.places + 1, 0)
         behind = torch.cat([self._text[:, None], after], 1).cummax(1).values
         self._text = behind.gather(1, new.last[:, None] + 1)[:, 0]
-        return behind[:, :-1]
+        return behind[:, :-1].contiguous()
 
     def _tables(self, of: Rotation, new: NewTokens, starts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the new tokens, [B or 1, T, 1, pairs]."""

@@ -55,16 +55,14 @@ class Ends:
     @classmethod
     def of(cls, eos: object, stop: object, pad: object, vocab: int) -> Ends:
         """The ends that a user gives. Raises `JobError` for what is no id."""
-        ids = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
-        runs = [] if stop is None else list(stop) if isinstance(stop, list | tuple) else [stop]
-        stops = [(each,) for each in ids] + [tuple(run) if isinstance(run, list | tuple) else () for run in runs]
-        for name, runs in (("eos` or `stop", stops), ("pad", [] if pad is None else [(pad,)])):
-            for run in runs:
-                if not run or not all(_is_id(each, vocab) for each in run):
-                    words = f"`eos` is an id or several, `stop` a list of lists of ids, `pad` an id: 0 to {vocab - 1}"
-                    raise JobError("MOE0740", f"`{name}` has {list(run)}, in place of ids", words)
-        first = next((run[0] for run in stops if len(run) == 1), 0)
-        return cls(tuple(stops), pad if is_whole(pad) else first)
+        stops = [(each,) for each in _listed(eos)] + [tuple(_listed(run)) for run in _listed(stop)]
+        pads = [] if pad is None else [(pad,)]
+        if wrong := [run for run in (*stops, *pads) if not run or not all(_is_id(each, vocab) for each in run)]:
+            help = f"`eos` is an id or several, `stop` a list of lists of ids, `pad` an id: 0 to {vocab - 1}"
+            raise JobError("MOE0740", f"`eos`, `stop` or `pad` has {list(wrong[0])} in place of ids", help)
+        ids = [tuple(each for each in run if is_whole(each)) for run in stops]
+        first = next((run[0] for run in ids if len(run) == 1), 0)
+        return cls(tuple(ids), pad if is_whole(pad) else first)
 
     def reached(self, tokens: Tensor, count: int) -> Tensor:
         """Whether each sequence ends with the last of its first `count` new tokens `[batch, …]`: bool `[batch]`."""
@@ -85,6 +83,11 @@ class Request:
     ends: Ends
     sampling: Sampling
     sequences: Tensor
+
+
+def _listed(value: object) -> list[object]:
+    """Nothing, one or several of what a user gives, as a list."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _is_id(value: object, vocab: int) -> bool:
