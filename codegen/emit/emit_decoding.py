@@ -21,6 +21,8 @@ from moec.codegen.emit.functions import EMISSIONS, NOTING
 from moec.passes.ir import Block, Op, Program, Shard, State
 from moec.passes.ir import ops as o
 from moec.passes.ir.interface import FORWARD, layer_calls
+from moec.passes.ir.op import operand_names
+from moec.passes.ir.operator_schema import given_attributes
 from moec.passes.place.shard_zero import is_zero_gather
 
 aten = torch.ops.aten
@@ -31,7 +33,8 @@ moec = torch.ops.moec
 class Rotation:
     """Cosines and sines that a layer takes: those of its `width` dims, by frequencies as of the op `Rope`.
 
-    `in_text`: of a token's position in its text; else of its place in the sequence.
+    `in_text`: of a token's position in its text; else of its place in the sequence. `halves`: the first half of whole
+    heads turns with the second, so that tables are as wide as heads, with sines that have their signs.
     """
 
     theta: float
@@ -39,6 +42,7 @@ class Rotation:
     frequencies: tuple[float, ...]
     factor: float
     in_text: bool
+    halves: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +131,9 @@ class _LayerEmitter(Emitter):
         """The tables that an op turns by."""
         head = self.value(op.operands[0]).shape[3]
         assert isinstance(head, int)
-        in_text = len(op.operands) > 1
-        return Rotation(op.theta, op.width or head - op.start, op.frequencies, op.factor, in_text)
+        width, in_text = op.width or head - op.start, len(op.operands) > 1
+        halves = width == head and not op.interleaved
+        return Rotation(op.theta, width, op.frequencies, op.factor, in_text, halves)
 
     def _cached(self, op: o.Attention) -> CachedHeads:
         heads = self.shape(op.operands[1])[2]
@@ -145,7 +150,7 @@ def _widths(e: Emitter, op: o.Attention) -> tuple[int, int]:
 
 def _layer(program: Program, block: Block, groups: str, float64: bool) -> DecodingLayer:
     e = _LayerEmitter(program, block, groups, float64)
-    graph = _emit(e, {o.Attention: _attention, o.Rope: _rope})
+    graph = _emit(e, LAYER_EMISSIONS)
     module = fx.GraphModule(nn.Module(), graph, class_name="DecodingBlock")
     routers = (info_of(node).op for node in graph.nodes if target_name(node) in NOTING)
     return DecodingLayer(
@@ -186,7 +191,7 @@ class _ForwardEmitter(Emitter):
 
     def run_layer(self, op: o.Call) -> None:
         """The node that runs a layer."""
-        self._give(self.call(op, operator.call, self._run, op.layer, *self.refs(op)), op, op.results[0])
+        self.give_first(op, self.call(op, operator.call, self._run, op.layer, *self.refs(op)))
 
     def inputs(self) -> tuple[str, ...]:
         """The inputs of the graph that it uses, without the others: roles, settings and names."""
@@ -255,6 +260,24 @@ def _rope(e: Emitter, op: Op) -> None:
     assert isinstance(e, _LayerEmitter)
     cos, sin = e.tables[e.rotations.index(e.rotation(op))]
     e.result(op, moec.turn.default, e.ref(op.operands[0]), cos, sin, op.start, op.interleaved)
+
+
+def _mixture(e: Emitter, op: Op) -> None:
+    assert isinstance(op, o.MixtureMlp)
+    given = op.named(e.refs(op))
+    required, optional = operand_names(o.MixtureMlp)
+    operands = *(given[name] for name in required), *(given.get(name) for name in optional)
+    mixed = e.call(
+        op, moec.mixture_of_few.default, *operands, *(getattr(op, n) for n in given_attributes(o.MixtureMlp))
+    )
+    e.give_first(op, mixed)
+
+
+LAYER_EMISSIONS: dict[type[Op], Callable[[Emitter, Op], None]] = {
+    o.Attention: _attention,
+    o.MixtureMlp: _mixture,
+    o.Rope: _rope,
+}
 
 
 def _embed_positions(e: Emitter, op: Op) -> None:

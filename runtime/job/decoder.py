@@ -11,6 +11,7 @@ from torch import Tensor
 from moec.codegen.emit import site_of
 from moec.codegen.emit.decodable import Refusal, refusal
 from moec.codegen.emit.emit_decoding import Decoding, DecodingLayer, Rotation, emit_decoding
+from moec.passes.fuse import Fuse
 from moec.passes.ir import Program, Shard
 from moec.passes.ir.interface import FORWARD
 from moec.runtime.backends.torch.torch_rope import rope_tables
@@ -54,7 +55,8 @@ class DecodingGraphs:
                     f"{self._refused.place} has {self._refused.what}",
                     "a token must follow from the tokens before it alone; `model(tokens).logits` takes whole sequences",
                 )
-            self._decoding = emit_decoding(self._program, groups=self._groups, float64=self._float64)
+            # The unsharded model of a file was never fused.
+            self._decoding = emit_decoding(Fuse().apply(self._program), groups=self._groups, float64=self._float64)
         return self._decoding
 
 
@@ -147,7 +149,7 @@ class Decoder:
         return behind[:, :-1].contiguous()
 
     def _tables(self, of: Rotation, new: NewTokens, starts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the new tokens, [B or 1, T, 1, pairs]."""
+        """Cosines and sines of the new tokens, [B or 1, T, 1, pairs], or twice as wide where halves of heads turn."""
         wide = torch.promote_types(dtype, torch.float32)
         whole = rope_tables(self._room, of.width, of.theta, wide, self._device, of.frequencies, of.factor)
         texts = of.in_text and self._decoding.separator is not None
@@ -155,7 +157,7 @@ class Decoder:
             cos, sin = (table[new.begin : new.begin + new.ids.shape[1]][None] for table in whole)
         else:
             cos, sin = (table[new.places - starts if texts else new.places] for table in whole)
-        return cos, sin
+        return (torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)) if of.halves else (cos, sin)
 
     def _wanted(self, logits: Tensor, new: NewTokens) -> Tensor:
         """The logits of the whole vocabulary, of the wanted token of each sequence."""

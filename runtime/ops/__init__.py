@@ -21,7 +21,7 @@ from moec.runtime.ops.expert_mlp import expert_mlp
 from moec.runtime.ops.group_gates import balanced_assignment, choose_tokens
 from moec.runtime.ops.layer_norm import layer_norm
 from moec.runtime.ops.masked_attention import masked_attention
-from moec.runtime.ops.mixture_mlp import mixture_mlp
+from moec.runtime.ops.mixture_mlp import mixture_mlp, mixture_of_few
 from moec.runtime.ops.padded_rows import (
     combine_padded,
     count_queues,
