@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 SITE = "generate"
 OPTIONS = "ranks call `generate` with different options: give the same lengths, ends, seed and others on every rank"
 SHAPES = "prompts have shapes from {least} to {most} on the ranks, and must have one: places of experts follow from it"
-BATCHES = "ranks draw tokens for {least} to {most} sequences, whose numbers are not known: give `sequences`"
+BATCHES = (
+    "ranks {one} and {other} draw tokens for batches of different sizes: give `sequences`, their numbers"
+)
 NOT_FINITE = "the logits of {} of {} sequences are NaN or infinite, first sequence {}"
 
 
@@ -102,8 +104,8 @@ def generate(
     """`PlanModule.generate`, which says what it does. `ends`: its `eos`, `stop` and `pad`."""
     model._home.require_running()
     request, complaint = None, None
+    first = tokens[0] if isinstance(tokens, list | tuple) and tokens else tokens
     try:
-        first = tokens[0] if isinstance(tokens, list | tuple) and tokens else tokens
         refuse_autocast(device_of(first).type)
         model._decoding.emitted()
         assert isinstance(model.limits, Limits)
@@ -114,12 +116,13 @@ def generate(
         request = Request(prompts, of_ends, sampling, numbers)
     except JobError as error:
         complaint = Complaint.of(error)
-    _agree(model, request, complaint, numbered=sequences is not None)
+    look = model._home.checks.looks(model.seen, (SITE,), device_of(first))
+    _agree(model, request, complaint, look=look, numbered=sequences is not None)
     assert request is not None
     decoder = Decoder(model, model._decoding, len(request.prompts.lengths), request.prompts.room, numbers.device)
     try:
         with torch.inference_mode():  # operators take a third of the time less than under no_grad
-            found = _run(model, decoder, request)
+            found = _run(model, decoder, request, look=look)
     finally:
         decoder.close()
     with torch.inference_mode(False):
@@ -137,7 +140,9 @@ def _numbers(prompts: Prompts, sequences: object, data_rank: int) -> Tensor:
     return sequences.to(prompts.ids.device)
 
 
-def _agree(model: PlanModule, request: Request | None, complaint: Complaint | None, *, numbered: bool) -> None:
+def _agree(
+    model: PlanModule, request: Request | None, complaint: Complaint | None, *, look: bool, numbered: bool
+) -> None:
     """Raises one rank's error on every rank, or a difference between them. A collective."""
     options, shape, batch, tensors = (0,) * 4, (0, 0), 0, list[Tensor | None]()
     if request is not None:
@@ -154,11 +159,11 @@ def _agree(model: PlanModule, request: Request | None, complaint: Complaint | No
         MustMatch("MOE0740", OPTIONS, options),
         MustMatch("MOE0702", SHAPES, shape),
         MustMatch("MOE0740", BATCHES, (batch,)),
-        inputs=TpInputs(tuple(tensors), True),
+        inputs=TpInputs(tuple(tensors), look),
     )
 
 
-def _run(model: PlanModule, decoder: Decoder, request: Request) -> Generated:
+def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -> Generated:
     """The loop: prompts, then one token of each sequence at a time, until all sequences of all ranks have ended."""
     prompts, ends, device = request.prompts, request.ends, request.prompts.ids.device
     found = prompts.ids.new_full((len(prompts.lengths), prompts.new), ends.pad)
@@ -172,11 +177,10 @@ def _run(model: PlanModule, decoder: Decoder, request: Request) -> Generated:
         with unscored.noting() as noted:
             logits = decoder.step(new, {**beside, **_without_effect(model, new.ids)})
         chosen = request.sampling.choose(logits, request.sequences, prompts.lengths + (count - 1))
-        wrong = (chosen < 0) & ~done
         complaint = None
-        if bool(wrong.any()):
-            complaint = unscored.complaint(noted, decoder.routers) or _not_finite(wrong)
-        chosen = chosen.where(~done, ends.pad)
+        if look or ends.stops or count == prompts.new:  # where a stop is looked for, the device is waited for anyway
+            complaint = unscored.complaint(noted, decoder.routers) or _not_finite((chosen < 0) & ~done)
+        chosen = chosen.where(~done, ends.pad).clamp_min(0)
         found[:, count - 1] = chosen
         counts += ~done
         if ends.stops:
@@ -207,7 +211,10 @@ def _next(chosen: Tensor, done: Tensor, prompts: Prompts, count: int, *, even: b
     return NewTokens(ids, place, torch.zeros_like(chosen), real, first if even else -1, first + tp)
 
 
-def _not_finite(wrong: Tensor) -> Complaint:
+def _not_finite(wrong: Tensor) -> Complaint | None:
+    """What is wrong where no token could be chosen, or None."""
+    if not wrong.any():
+        return None
     first = int(wrong.nonzero()[0])
     words = NOT_FINITE.format(int(wrong.sum()), len(wrong), first)
     return Complaint("MOE0743", words, "go on from the last weights that were finite")

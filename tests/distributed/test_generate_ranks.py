@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from generated import livelier, recomputed, uneven
 from gloo_pool import GlooPool
 from models import moe_plan, moe_spec
+from refusals import said
 from torch import Tensor
 
 import moec
+from moec.runtime.job.masters import local_part
 from moec.runtime.job.reference import reference
 
 LENGTHS = (6, 2, 9, 1, 5, 5, 3, 7)
@@ -110,3 +113,100 @@ def test_ranks_step_together_until_the_last_sequence_ends(gloo: GlooPool, plan: 
     tokens, lengths = of_all(gloo.run(4, as_rank, options, {**how, "pad": 31}))
     assert torch.equal(lengths, expected.lengths)
     assert torch.equal(tokens, expected.tokens)
+
+
+def uneven_batches(options: dict[str, Any]) -> list[list[int]]:
+    """What this rank generates for as many prompts as its data rank's number and one, none on the last."""
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(**options), device="cpu", timeout=60) as job:
+        model = livelier(job.build(seed=1))
+        mine = own_prompts(job.data_rank, job.data_size)
+        return model.generate(mine, max_new_tokens=NEW).tokens.tolist()
+
+
+def own_prompts(rank: int, ranks: int) -> Tensor:
+    whole = torch.randint(32, (4, 3 + rank), generator=torch.Generator().manual_seed(rank))
+    return whole[: 0 if rank == ranks - 1 else rank + 1]
+
+
+@pytest.mark.parametrize("plan", ["ep 4", "tp 2, ep 2", "ep 4, zero 3", "ep 2, zero 2"])
+def test_ranks_may_have_different_numbers_of_prompts(gloo: GlooPool, plan: str) -> None:
+    options = options_of(plan)
+    alone = livelier(reference(moe_spec(**options), seed=1))
+    tp = options.get("tp", 1)
+    for rank, found in enumerate(gloo.run(4, uneven_batches, options)):
+        prompts = own_prompts(rank // tp, 4 // tp)
+        assert found == alone.generate(prompts, max_new_tokens=NEW).tokens.tolist()
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "more tokens": ({"max_new_tokens": 3}, r"MOE0740.*different options"),
+    "another end": ({"eos": 3}, r"MOE0740.*different options"),
+    "another temperature": ({"temperature": 0.5}, r"MOE0740.*different options"),
+    "another seed": ({"seed": 5}, r"MOE0740.*different options"),
+    "a wrong option": ({"temperature": 1.0, "top_k": 0}, r"MOE0740.*rank 3.*`top_k` is 0"),
+    "a wrong id": ({"tokens": torch.full((2, 4), 32)}, r"MOE0702.*rank 3.*the id 32"),
+    "too long a prompt": ({"tokens": torch.ones(2, 16).long()}, r"MOE0742.*rank 3.*16 tokens"),
+    "a router of NaN": ({"nan": True}, r"MOE0708.*layer 1"),
+}
+"""What the last rank does otherwise, and what every rank says."""
+
+
+def mistakes(options: dict[str, Any]) -> dict[str, str]:
+    """What this rank says of each mistake of the last rank, and what it generates after all of them."""
+    torch.set_num_threads(1)
+    found = {}
+    with moec.launch(moe_plan(**options), device="cpu", timeout=60) as job:
+        model = livelier(job.build(seed=1))
+        gate = local_part(model.get_parameter("layers.1.moe.gate.weight"))
+        held, last = gate.clone(), job.rank == job.world_size - 1
+        right = {"tokens": torch.arange(8).view(2, 4) + job.data_rank, "max_new_tokens": 4}
+        for name, (changed, _) in MISTAKES.items():
+            given = right | (changed if last else {})
+            if given.pop("nan", False):
+                gate.fill_(torch.nan)
+            found[name] = said(lambda given=given: model.generate(**given))
+            gate.copy_(held)
+        found["right"] = str(model.generate(**right).tokens.tolist())
+    return found
+
+
+@pytest.mark.parametrize("plan", ["ep 4", "ep 4, zero 3"])
+def test_one_ranks_mistake_is_one_error_of_all_ranks(gloo: GlooPool, plan: str) -> None:
+    options = options_of(plan)
+    alone = livelier(reference(moe_spec(**options), seed=1))
+    for rank, found in enumerate(gloo.run(4, mistakes, options)):
+        for name, (_, message) in MISTAKES.items():
+            assert re.search(message, found[name]), (rank, name, found[name])
+        tokens = torch.arange(8).view(2, 4) + rank
+        assert found["right"] == str(alone.generate(tokens, max_new_tokens=4).tokens.tolist())
+
+
+def batches_that_draw(sizes: list[int]) -> str:
+    torch.set_num_threads(1)
+    with moec.launch(moe_plan(ranks=2, ep=2), device="cpu", timeout=60) as job:
+        model = job.build(seed=1)
+        tokens = torch.ones(sizes[job.rank], 3, dtype=torch.int64)
+        return said(lambda: model.generate(tokens, max_new_tokens=2, temperature=1.0))
+
+
+def test_ranks_that_draw_for_different_numbers_of_prompts_need_their_numbers(gloo: GlooPool) -> None:
+    message = (
+        "MOE0740 ranks 0 and 1 draw tokens for batches of different sizes: give `sequences`, their numbers"
+    )
+    assert gloo.run(2, batches_that_draw, [1, 2]) == [message, message]
+
+
+def places_of_a_capacity(sizes: list[int]) -> str:
+    torch.set_num_threads(1)
+    plan = moe_plan(ranks=2, ep=2, beside="capacity = factor(1.0, eval = 4.0); group = batch")
+    with moec.launch(plan, device="cpu", timeout=60) as job:
+        model = job.build(seed=1)
+        tokens = torch.ones(sizes[job.rank], 3, dtype=torch.int64)
+        return said(lambda: model.generate(tokens, max_new_tokens=2))
+
+
+def test_ranks_whose_places_follow_from_their_tokens_need_prompts_of_one_shape(gloo: GlooPool) -> None:
+    assert gloo.run(2, places_of_a_capacity, [2, 2]) == ["nothing", "nothing"]
+    message = "MOE0702 prompts have shapes from [1, 3] to [2, 3] on the ranks, and must have one"
+    assert all(each.startswith(message) for each in gloo.run(2, places_of_a_capacity, [1, 2]))
