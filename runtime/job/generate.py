@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 SITE = "generate"
 OPTIONS = "ranks call `generate` with different options: give the same lengths, ends, seed and others on every rank"
 SHAPES = "prompts have shapes from {least} to {most} on the ranks, and must have one: places of experts follow from it"
-BATCHES = (
-    "ranks {one} and {other} draw tokens for batches of different sizes: give `sequences`, their numbers"
-)
+BATCHES = "ranks {one} and {other} draw tokens for batches of different sizes: give `sequences`, their numbers"
 NOT_FINITE = "the logits of {} of {} sequences are NaN or infinite, first sequence {}"
 
 

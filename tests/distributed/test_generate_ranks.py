@@ -191,9 +191,7 @@ def batches_that_draw(sizes: list[int]) -> str:
 
 
 def test_ranks_that_draw_for_different_numbers_of_prompts_need_their_numbers(gloo: GlooPool) -> None:
-    message = (
-        "MOE0740 ranks 0 and 1 draw tokens for batches of different sizes: give `sequences`, their numbers"
-    )
+    message = "MOE0740 ranks 0 and 1 draw tokens for batches of different sizes: give `sequences`, their numbers"
     assert gloo.run(2, batches_that_draw, [1, 2]) == [message, message]
 
 
