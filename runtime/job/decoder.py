@@ -17,6 +17,7 @@ from moec.passes.ir.interface import FORWARD
 from moec.runtime.backends.torch.torch_rope import rope_tables
 from moec.runtime.errors import JobError
 from moec.runtime.job.plan_layer import Layer, layer_inside
+from moec.runtime.job.prompts import Prompts
 from moec.runtime.job.settings import setting_values
 from moec.runtime.job.weights import Weights
 from moec.runtime.ops.dense_collectives import all_gather_alike
@@ -77,22 +78,21 @@ class NewTokens(NamedTuple):
 
 
 class Decoder:
-    """The cache and the weights of a model for `batch` sequences, of at most `room` tokens each with their padding.
+    """The cache and the weights of a model, whose layers `layers_of` gives, for some prompts.
 
     Made inside of `torch.no_grad`. Weights are narrowed and gathered once, those that ZeRO 3 cuts at each use.
     """
 
-    def __init__(self, model: PlanModule, graphs: DecodingGraphs, batch: int, room: int, device: torch.device) -> None:
-        self._model, self._graphs, self._decoding = model, graphs, graphs.emitted()
-        self._room, self._device, self._batch = room, device, batch
+    def __init__(self, model: PlanModule, layers: Sequence[Layer], prompts: Prompts) -> None:
+        self._model, self._graphs, self._decoding = model, model._decoding, model._decoding.emitted()
+        self._room, self._batch, self._device = prompts.room, len(prompts.lengths), prompts.ids.device
         blocks = [self._decoding.layers[name] for name in self._decoding.calls]
-        pairs = enumerate(zip(blocks, self._decoding.calls, strict=True))
         self._top = _TopWeights(model, self._decoding.forward.parameters)
-        self._layers = [_ReadyLayer(_layer_of(model, number), block) for number, (block, _) in pairs]
+        self._layers = [_ReadyLayer(layer, block) for layer, block in zip(layers, blocks, strict=True)]
         self.routers = [site_of(op, number) for number, block in enumerate(blocks) for op in block.routers]
         self._caches: list[list[Tensor]] = []
-        self._rows = torch.arange(batch, device=device)
-        self._text = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._rows = torch.arange(self._batch, device=self._device)
+        self._text = torch.zeros(self._batch, dtype=torch.int64, device=self._device)
         self._rotations = tuple(dict.fromkeys(each for block in blocks for each in block.rotations))
 
     def step(self, new: NewTokens, beside: Mapping[str, Tensor]) -> Tensor:
@@ -214,14 +214,20 @@ class _ReadyLayer:
         return self._fixed or (*self._before, *self._weights())
 
 
-def _layer_of(model: PlanModule, number: int) -> Layer:
-    """The layer in its wrapper, whose hooks generation does not call. Raises `JobError` for a module of the user's."""
-    module = model.layers[number] if number < len(model.layers) else None
-    found = layer_inside(module) if module is not None else None
-    if found is None:
-        raise JobError(
-            "MOE0741",
-            f"layer {number} was replaced by a module of class {type(module).__name__}, which keeps no cache",
-            "generate before layers are replaced; `model(tokens).logits` runs any module",
-        )
-    return found[1]
+def layers_of(model: PlanModule, decoding: Decoding) -> list[Layer]:
+    """The model's layers, taken out of wrappers, whose hooks generation does not call.
+
+    Raises `JobError` for a module of the user's in a layer's place.
+    """
+    found = [layer_inside(module) for module in model.layers]
+    if len(found) != len(decoding.calls):
+        words = f"the model has {len(found)} layers, and its plan {len(decoding.calls)}"
+        raise JobError("MOE0710", words, "the file fixes the number of layers")
+    for number, (module, inside) in enumerate(zip(model.layers, found, strict=True)):
+        if inside is None:
+            raise JobError(
+                "MOE0741",
+                f"layer {number} was replaced by a module of class {type(module).__name__}, which keeps no cache",
+                "generate before layers are replaced; `model(tokens).logits` runs any module",
+            )
+    return [inside[1] for inside in found if inside is not None]

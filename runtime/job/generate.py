@@ -15,7 +15,7 @@ from moec.runtime.job import unscored
 from moec.runtime.job.batches import Limits, device_of
 from moec.runtime.job.beside import NOTHING
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
-from moec.runtime.job.decoder import Decoder, NewTokens
+from moec.runtime.job.decoder import Decoder, NewTokens, layers_of
 from moec.runtime.job.prompts import Prompts, prompts_of
 from moec.runtime.job.sampling import MOST_SEQUENCES, Sampling, is_whole
 from moec.runtime.job.wrappers import refuse_autocast
@@ -105,7 +105,9 @@ def generate(
     first = tokens[0] if isinstance(tokens, list | tuple) and tokens else tokens
     try:
         refuse_autocast(device_of(first).type)
-        model._decoding.emitted()
+        layers = layers_of(model, model._decoding.emitted())
+        for weights in model.all_weights(wrapped=True):
+            weights.needed()  # raises for replaced parameters
         assert isinstance(model.limits, Limits)
         prompts = prompts_of(tokens, padding, model.limits, max_new_tokens)
         sampling.require_valid()
@@ -117,7 +119,7 @@ def generate(
     look = model._home.checks.looks(model.seen, (SITE,), device_of(first))
     _agree(model, request, complaint, look=look, numbered=sequences is not None)
     assert request is not None
-    decoder = Decoder(model, model._decoding, len(request.prompts.lengths), request.prompts.room, numbers.device)
+    decoder = Decoder(model, layers, request.prompts)
     try:
         with torch.inference_mode():  # operators take a third of the time less than under no_grad
             found = _run(model, decoder, request, look=look)
