@@ -10,8 +10,9 @@ from torch import Tensor
 from moec.runtime.backends.torch.torch_activations import activate
 from moec.runtime.backends.torch.torch_rows import refuse_out_of_range, sums_of
 
-FEW = 32
-"""Choices up to which one token after another costs less than sorting them by tensor operations (measured, on CPU)."""
+FEW = 64
+"""Choices up to which rows are sorted in Python: that takes 0.5 to 0.9 of the time of `mixture_mlp` (measured, 2 to 64
+choices of 8 and of 64 experts, one thread)."""
 
 
 def mixture_of_few(
