@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
 from huggingface_events import HUGGINGFACE_EVENTS
-from models import moe_plan, moe_text
+from models import moe_plan, moe_spec, moe_text
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 
@@ -352,6 +352,34 @@ def save_in_a_step() -> Sequence[Diagnostic]:
             return raised(lambda: job.save("checkpoints/1", model))
 
 
+def generate(*, model: str = "", beside: str = "", nan: bool = False, **options: object) -> Sequence[Diagnostic]:
+    import torch
+
+    from moec.driver import reference
+
+    module = reference(moe_spec(ranks=1, ep=1, model=model, beside=beside))
+    if nan:
+        module.get_parameter("head.weight").data[3] = torch.nan
+    prompts = torch.arange(12).view(2, 6)
+    return raised(lambda: module.generate(prompts, **{"max_new_tokens": 2, **options}))
+
+
+def choices_of_the_best() -> Sequence[Diagnostic]:
+    return generate(top_k=40)
+
+
+def generating_under_a_capacity() -> Sequence[Diagnostic]:
+    return generate(beside="capacity = factor(1.25)")
+
+
+def too_many_tokens() -> Sequence[Diagnostic]:
+    return generate(max_new_tokens=100)
+
+
+def logits_that_are_nan() -> Sequence[Diagnostic]:
+    return generate(nan=True)
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
@@ -389,6 +417,10 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0726": routes_of_fewer_choices,
     "MOE0727": segments_that_descend,
     "MOE0728": padding_of_another_model,
+    "MOE0740": choices_of_the_best,
+    "MOE0741": generating_under_a_capacity,
+    "MOE0742": too_many_tokens,
+    "MOE0743": logits_that_are_nan,
     **CHECKPOINT_EVENTS,
     **HUGGINGFACE_EVENTS,
 }
