@@ -184,6 +184,7 @@ CODES: dict[str, str] = {
     "MOE0907": "a tensor has another shape or dtype",
     "MOE0908": "this model is none of Hugging Face's",
     "MOE0909": "the model's folder cannot be written",
+    "MOE0910": "this model cannot be upcycled",
 }
 
 

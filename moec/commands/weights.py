@@ -63,6 +63,28 @@ def export(
     _say_left_out(done.left_out)
 
 
+@app.command()
+def upcycle(
+    dense: Annotated[Path, typer.Argument(metavar="DENSE", help="A folder of a dense model, or a checkpoint of one.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL.moe", help="The same model with `moe` in place of `ffn`.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="The new checkpoint; it must not exist.")],
+    noise: Annotated[float, typer.Option(help="Standard deviation of noise on the experts' weights.")] = 0.0,
+    split: Annotated[
+        bool, typer.Option("--split", help="Experts narrower than the feed-forward take a slice of it each.")
+    ] = False,
+    drop: Annotated[float, typer.Option(help="Part of each expert's hidden units that begins anew.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of noise, of dropped units, and of the new routers.")] = 0,
+) -> None:
+    """Write a dense model's weights as a checkpoint of a mixture: every expert begins as the dense feed-forward."""
+    from moec.driver import to_spec
+    from moec.runtime.huggingface.upcycle import Upcycling
+    from moec.runtime.huggingface.upcycle import upcycle as run
+
+    done = run(dense, to_spec(model), output, __version__, Upcycling(noise, split, drop, seed))
+    show(done.notes, "full")
+    print(f"wrote {output}, {count(done.num_tensors, 'tensor')}, {amount_of_bytes(done.num_bytes)}")
+
+
 def _say_left_out(names: tuple[str, ...]) -> None:
     """Names the tensors that the model does not use."""
     if names:

@@ -69,7 +69,7 @@ def import_weights(
     by_name = {rule.name: tensor for rule, tensor in found}
     slabs = Slabs([rule for rule, _ in found], shapes)
     tensors = [
-        Whole(name, shape, _slab_bytes(name, shape, slabs, by_name, progress)) for name, shape in sorted(shapes.items())
+        Whole(name, shape, _slabs_of(name, shape, slabs, by_name, progress)) for name, shape in sorted(shapes.items())
     ]
     num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into))
     return Moved(num_bytes, len(tensors), imported.notes, left_out)
@@ -86,7 +86,7 @@ def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     return shapes | {name: tuple(int(dim) for dim in state.shape) for name, state in plan.states.items()}
 
 
-def _slab_bytes(
+def _slabs_of(
     name: str, shape: tuple[int, ...], slabs: Slabs, stored: Mapping[str, Stored], progress: Progress
 ) -> Iterator[memoryview]:
     """The bytes of a whole parameter in fp32, slab by slab."""
@@ -95,11 +95,11 @@ def _slab_bytes(
         for rule in rules:
             for part, theirs in pairs(rule, stored[rule.name].view(), slabs.parts(name, rows, slab, rule)):
                 part.copy_(theirs)
-        yield _bytes_of(slab)
+        yield slab_bytes(slab)
         progress(slab.numel() * 4)
 
 
-def _bytes_of(slab: Tensor) -> memoryview:
+def slab_bytes(slab: Tensor) -> memoryview:
     """The bytes of a contiguous tensor."""
     return slab.view(-1).view(torch.uint8).numpy().data if slab.numel() else memoryview(b"")
 
@@ -139,7 +139,7 @@ def export_weights(
         for name in sorted(shapes):
             for rows, of_slab in slabs.of(name):
                 if of_slab:
-                    slab = _read(checkpoint, name, rows, shapes[name])
+                    slab = read_rows(checkpoint, name, rows, shapes[name])
                     for rule in of_slab:
                         writer.write_part(rule, slabs.parts(name, rows, slab, rule))
                     progress(slab.numel() * 4)
@@ -152,7 +152,7 @@ def export_weights(
     return Moved(sum(file.num_bytes for file in writer.files), len(wanted), origin.notes, left_out)
 
 
-def _read(checkpoint: Checkpoint, name: str, rows: range, shape: tuple[int, ...]) -> Tensor:
+def read_rows(checkpoint: Checkpoint, name: str, rows: range, shape: tuple[int, ...]) -> Tensor:
     """Rows of a parameter, each block of them checked."""
     entry = checkpoint.index.tensors[MODEL + name]
     box = ((rows.start, rows.stop), *((0, dim) for dim in shape[1:])) if shape else ()

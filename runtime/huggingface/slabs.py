@@ -36,8 +36,12 @@ class Slabs:
         each = max(1, SLAB_BYTES // max(1, 4 * math.prod(shape[1:])))
         for start in range(0, rows, each):
             here = range(start, min(start + each, rows))
-            at = self._at.get(name, {})
-            yield here, [*self._every.get(name, ()), *(rule for row in here for rule in at.get(row, ()))]
+            yield here, self.rules_of(name, here)
+
+    def rules_of(self, name: str, rows: range) -> list[Rule]:
+        """The rules that have something of these rows."""
+        at = self._at.get(name, {})
+        return [*self._every.get(name, ()), *(rule for row in rows for rule in at.get(row, ()))]
 
     def parts(self, name: str, rows: range, slab: Tensor, rule: Rule) -> dict[str, Local]:
         """The parts of a rule's parameters of which only the slab is here."""
