@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
 def test_another_model_is_refused(tmp_path: Path) -> None:
     both(tmp_path / "dense", "llama", **config_of("llama"))
     both(tmp_path / "other", "qwen3", **config_of("qwen3"))
-    with pytest.raises(DiagnosticError, match="MOE0910.*qk_norm"):
+    with pytest.raises(DiagnosticError, match=r"MOE0910.*qk_norm"):
         upcycle(tmp_path / "dense", sparse(tmp_path / "other"), tmp_path / "0", VERSION, Upcycling())
 
 
