@@ -6,7 +6,6 @@ count; a ratio is of one round, in which both take a turn. The whole call is tim
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -42,18 +41,6 @@ SHAPES = {
 CASES = ((1, 16, 96), (8, 16, 96), (1, 512, 32))
 """Sequences, tokens of a prompt, new tokens."""
 
-NAMES = {
-    "model.embed_tokens.weight": "embedding.weight",
-    "model.norm.weight": "norm.weight",
-    "lm_head.weight": "head.weight",
-    "input_layernorm.weight": "attention_norm.weight",
-    "post_attention_layernorm.weight": "ffn_norm.weight",
-    "mlp.gate.weight": "moe.gate.weight",
-    "mlp.experts.gate_up_proj": "moe.experts.up.weight",
-    "mlp.experts.down_proj": "moe.experts.down.weight",
-    **{f"self_attn.{part}_proj.weight": f"attention.{part}.weight" for part in "qkvo"},
-}
-
 
 def main() -> None:
     options = parser(__doc__)
@@ -64,7 +51,7 @@ def main() -> None:
     rows = []
     for name, shape in SHAPES.items():
         theirs = transformers_model(shape)
-        ours = moec_model(shape, theirs)
+        ours = moec_model(theirs)
         for batch, prompt, new in CASES:
             seconds = in_turns(ours, theirs, prompts(shape, batch, prompt), new, given.rounds)
             what = f"{name}: {batch} × ({prompt} + {new} tokens)"
@@ -121,26 +108,10 @@ def transformers_model(shape: Shape) -> MixtralForCausalLM:
     return MixtralForCausalLM(config).eval()
 
 
-def moec_model(shape: Shape, theirs: MixtralForCausalLM) -> PlanModule:
-    """The unsharded model of a file, with their weights."""
-    theta = float(theirs.config.rope_parameters["rope_theta"])
-    ours = moec.reference(f"""
-        model "mixtral" {{
-          vocab = {shape.vocab}; dim = {shape.dim}; depth = {shape.depth}; dtype = fp32; context = 1024
-          norm = rms(eps = {theirs.config.rms_norm_eps})
-          layers {{
-            attention = gqa(heads = {shape.heads}, kv_heads = {shape.kv_heads}, rope = rope(theta = {theta}))
-            moe {{ experts = {shape.experts} * swiglu({shape.hidden}); gate = topk(2, normalize = true) }}
-          }}
-        }}
-        cluster "here" {{ device = cpu; level "process" {{ size = 1 }} }}
-        train {{ batch = 1; sequence = 16 }}
-    """)
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            layer = re.match(r"model\.(layers\.\d+\.)(.*)", name)
-            target = ours.get_parameter(layer[1] + NAMES[layer[2]] if layer else NAMES[name])
-            target.copy_(parameter.view(target.shape))
+def moec_model(theirs: MixtralForCausalLM) -> PlanModule:
+    """The unsharded model of their config, with their weights."""
+    ours = moec.reference(moec.from_hf(theirs.config.to_dict()))
+    moec.load_hf(ours, theirs.state_dict())
     return ours
 
 
