@@ -34,8 +34,8 @@ def test_four_ranks_load_compute_and_save_as_one(gloo: GlooPool, model_type: str
     parts = expected.chunk(next(iter(whole)))
     for rank, result in enumerate(results):
         wanted = parts[rank * len(parts) // RANKS]
-        scale = max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(result, wanted, rtol=0, atol=2e-5 * scale, msg=lambda m, r=rank: f"rank {r}: {m}")
+        bound = 1e-5 * max(1.0, float(expected.abs().max()))  # of logits up to 5 the worst is off by 1.2e-5
+        torch.testing.assert_close(result, wanted, rtol=0, atol=bound, msg=lambda m, r=rank: f"rank {r}: {m}")
     assert (saved / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
 
 
