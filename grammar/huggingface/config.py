@@ -22,11 +22,13 @@ class Config:
     """The keys of a config. Methods read one key each; null counts as left out.
 
     A key that is missing or has a value of another kind is MOE0902, a value that moec cannot express MOE0903: both are
-    kept in `errors` and raised together by `require_sound`. `unread` are the keys that nothing asked for.
+    kept in `errors` and raised together by `require_sound`. `unread` are the keys that nothing asked for. `defaults`
+    are values of keys that are left out, but not of keys that are null.
     """
 
     def __init__(self, values: Mapping[str, Any], source: Source | None = None, path: tuple[str, ...] = ()) -> None:
         self.values, self._source, self._path = values, source, path
+        self.defaults: Mapping[str, Any] = {}
         self.errors: list[Diagnostic] = []
         self.notes: list[Diagnostic] = []
         self.asked: set[str] = set()
@@ -36,12 +38,12 @@ class Config:
 
     def has(self, *keys: str) -> bool:
         """Whether one of the keys has a value. Does not count as reading."""
-        return any(self.values.get(key) is not None for key in keys)
+        return self._value(keys) is not None
 
     def raw(self, *keys: str) -> Any:
         """The value of the first key that has one, or None. `keys` are the spellings of one thing."""
         self.asked.update(keys)
-        return next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+        return self._value(keys)
 
     def count(self, *keys: str, default: Any = MISSING, least: int = 1) -> int:
         """A whole number from `least` on."""
@@ -167,6 +169,13 @@ class Config:
 
     # ---- inside ------------------------------------------------------------------------------------
 
+    def _value(self, keys: tuple[str, ...]) -> Any:
+        """The value of the first key that has one; else, if none of them stands in the config, their default."""
+        stated = next((self.values[key] for key in keys if self.values.get(key) is not None), None)
+        if stated is not None or any(key in self.values for key in keys):
+            return stated
+        return next((self.defaults[key] for key in keys if key in self.defaults), None)
+
     def _first(self, keys: tuple[str, ...]) -> str:
         return next((key for key in keys if self.values.get(key) is not None), keys[0])
 
@@ -175,8 +184,7 @@ class Config:
     ) -> Any:
         """The value of the first key that has one, else `default`; `placeholder` after adding MOE0902."""
         self.asked.update(keys)
-        key = self._first(keys)
-        value = self.values.get(key)
+        key, value = self._first(keys), self._value(keys)
         if value is not None and fits(value):
             return value
         if value is not None:

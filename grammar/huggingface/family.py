@@ -23,7 +23,8 @@ class Family:
     names that a checkpoint has, as these lie. `keys` are the config keys that mean something else here than in other
     families (`keys.py` has those). `ignored`: keys without an effect on logits. `skipped`: patterns of tensors that
     checkpoints have and the model does not use; `extra_layers`: those of layers beyond the model's depth too, which
-    predict further tokens.
+    predict further tokens. `defaults`: keys that a config may leave out, with the values of transformers' class, where
+    these are not those that `read` has for every family.
     """
 
     model_type: str
@@ -34,3 +35,9 @@ class Family:
     ignored: frozenset[str] = field(default_factory=frozenset)
     skipped: tuple[str, ...] = ()
     extra_layers: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def model_of(self, config: Config) -> Model:
+        """The model of a config, whose mistakes are then in `config`."""
+        config.defaults = self.defaults
+        return self.read(config)

@@ -56,10 +56,15 @@ def heads_of(config: Config) -> tuple[int, int, int]:
 def attention_of(config: Config, *, rope: Rope | None, **options: Any) -> Gqa | Mha:
     """Attention with the config's heads: `mha` where every head has its own key and value."""
     heads, kv_heads, width = heads_of(config)
-    own = None if width * heads == config.count("hidden_size") else width
+    return grouped(heads, kv_heads, width, config.count("hidden_size"), rope=rope, **options)
+
+
+def grouped(heads: int, kv_heads: int, width: int, dim: int, **options: Any) -> Gqa | Mha:
+    """Attention with these heads, each `width` wide, in a model `dim` wide."""
+    own = None if width * heads == dim else width
     if heads == kv_heads:
-        return Mha(heads=heads, head_dim=own, rope=rope, **options)
-    return Gqa(heads=heads, kv_heads=kv_heads, head_dim=own, rope=rope, **options)
+        return Mha(heads=heads, head_dim=own, **options)
+    return Gqa(heads=heads, kv_heads=kv_heads, head_dim=own, **options)
 
 
 def bias_of(config: Config, key: str, *, default: bool = False, word: str = "all") -> Any:

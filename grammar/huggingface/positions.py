@@ -22,19 +22,28 @@ def rope_of(
     kind: str = "",
     interleaved: bool = False,
     sharpens_scores: bool = False,
+    part_of: int | None = None,
+    spellings: tuple[str, ...] = PARAMETERS,
 ) -> Rope:
     """The rotary positions of heads `width` wide.
 
     `theta` and `fraction` are the family's defaults. `kind` picks the parameters of one type of layers, where a config
     has an object for each. `sharpens_scores`: the family multiplies scores by yarn's `mscale_all_dim` (DeepSeek).
+    `part_of` is the width of which `partial_rotary_factor` is a part, where that is not `width`: it must give `width`.
+    `spellings` are the keys with the parameters, of which the last one counts that says something.
     """
-    outer = config.nested(*PARAMETERS)
+    says = [key for key in spellings if config.values.get(key)]
+    outer = config.nested(*says[-1:], *spellings)
     given = outer.nested(kind) if kind and kind in outer.values else outer
     base = given.number("rope_theta", default=config.number("rope_theta", default=theta))
     part = given.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=fraction))
     if not base > 0:
         given.refuse("rope_theta", "a base of wavelengths is more than 0")
         base = theta
+    if part_of is not None:
+        if int(part_of * part) != width:
+            given.refuse("partial_rotary_factor", f"of {part_of} dimensions {width} turn")
+        part = 1.0
     if not 0 < part <= 1:
         given.refuse("partial_rotary_factor", "the part of a head that turns is more than 0 and at most 1")
         part = 1.0

@@ -222,7 +222,7 @@ def _model(family: Family, config: Config) -> Model:
     from pydantic import ValidationError
 
     try:
-        model = family.read(config)
+        model = family.model_of(config)
     except (ValidationError, ArithmeticError, ValueError) as error:
         config.require_sound()  # a placeholder does not fit
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}

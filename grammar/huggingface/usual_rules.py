@@ -84,17 +84,29 @@ def rules_by(
 
 
 def _spelling(spellings: Sequence[Names], model: Model, present: Container[str] | None) -> Names:
-    """The first spelling of which a checkpoint has the first router, and its bias; else what transformers saves."""
+    """The first spelling whose router, bias, shared expert and sinks a checkpoint has; else what transformers saves."""
     sparse = next((number for number, layer in enumerate(model.layers) if layer.moe is not None), None)
     if present is None or sparse is None:
         return spellings[0]
 
-    def fits(names: Names) -> bool:
-        block, gate = names.layer.format(n=sparse) + names.moe, model.layers[sparse].moe.gate  # type: ignore[union-attr]
-        biased = isinstance(gate, TopK) and isinstance(gate.bias, Online)
-        return block + names.router in present and (not biased or block + names.bias in present)
+    with_sinks = next((number for number, layer in enumerate(model.layers) if layer.attention.sinks), None)
+    moe = model.layers[sparse].moe
+    assert moe is not None
 
-    return next((names for names in spellings if fits(names)), spellings[0])
+    def wanted(names: Names) -> set[str]:
+        layer = names.layer.format(n=sparse)
+        found = {layer + names.moe + names.router}
+        if isinstance(moe.gate, TopK) and isinstance(moe.gate.bias, Online):
+            found.add(layer + names.moe + names.bias)
+        if moe.shared is not None:
+            found.add(f"{layer}{names.shared}{names.dense[0]}.weight")
+        if with_sinks is not None:
+            found.add(names.layer.format(n=with_sinks) + names.attention + names.sinks)
+        return found
+
+    alike = set.intersection(*map(wanted, spellings))
+    fitting = (names for names in spellings if all(name in present for name in wanted(names) - alike))
+    return next(fitting, spellings[0])
 
 
 def _of_model(names: Names, model: Model) -> Iterator[Rule]:

@@ -56,7 +56,7 @@ def _written(family: Family, model: Model) -> tuple[dict[str, Any] | None, str]:
     keys = {key: value for key, value in keys.items() if value is not None or key in NULLABLE}
     config = Config(keys)
     try:
-        again = family.read(config)
+        again = family.model_of(config)
         config.require_sound()
     except DiagnosticError as error:
         return None, error.diagnostics[0].message

@@ -9,6 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from huggingface.equal import LEAVE_OUT
+from huggingface.more_decoders import MORE_ROWS
 
 Keys = dict[str, Any]
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -157,6 +158,10 @@ OF_LATENT: dict[str, Keys] = {
         "mscale": 0.7, "mscale_all_dim": 1.3, "beta_fast": 8, "beta_slow": 1,
     }},
 }  # fmt: skip
+MISTRAL4_ROPE: Keys = {
+    "rope_type": "yarn", "rope_theta": 100.0, "factor": 2.0, "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.0,
+}  # fmt: skip
 SCORED: Keys = {
     "intermediate_size": 24, "moe_intermediate_size": 20, "n_routed_experts": 8, "num_experts_per_tok": 2,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": 8,
@@ -196,6 +201,20 @@ ROWS |= {
         {**LATENT, "n_group": 4, "topk_group": 2},
         {
             **OF_LATENT,
+            "one group": {"n_group": 1, "topk_group": 1},
+            "not normalised": {"norm_topk_prob": False},
+            "turning halves": {"rope_interleave": False},
+        },
+    ),
+    "mistral4": (
+        {**LATENT, "n_group": 4, "topk_group": 2, "rope_parameters": MISTRAL4_ROPE},
+        {
+            **{name: keys for name, keys in OF_LATENT.items() if name not in ("theta", "yarn, sharpened")},
+            "theta": {"rope_parameters": {**MISTRAL4_ROPE, "rope_theta": 7.0}},
+            "yarn, sharpened": {
+                "rope_parameters": {**MISTRAL4_ROPE, **OF_LATENT["yarn, sharpened"]["rope_parameters"]}
+            },
+            "positions by default": {"rope_parameters": None},
             "one group": {"n_group": 1, "topk_group": 1},
             "not normalised": {"norm_topk_prob": False},
             "turning halves": {"rope_interleave": False},
@@ -340,6 +359,7 @@ ROWS |= {
     "qwen2": ({"intermediate_size": 24}, {**COMMON, **QWEN_WINDOWS}),
     "qwen3": (DENSE, {**COMMON, **BIASES, **QWEN_WINDOWS, "head_dim": {"head_dim": 12}}),
 }  # fmt: skip
+ROWS |= MORE_ROWS
 
 CASES = [(model_type, name) for model_type, (_, variants) in ROWS.items() for name in variants]
 

@@ -9,12 +9,14 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.huggingface.families import BY_TYPE
 from moec.runtime.job.module import PlanModule
 
 VOCAB, BATCH, SEQUENCE = 64, 2, 24
@@ -40,13 +42,18 @@ def made(model_type: str, **config: Any) -> PreTrainedModel:
     values = {**TINY, **config}
     known = CONFIG_MAPPING[model_type](**{key: value for key, value in values.items() if value != LEAVE_OUT})
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(known, **_implementations(values))
+    model = class_of(model_type)._from_config(known, **_implementations(values))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor.is_floating_point() and "inv_freq" not in name and (tensor.dim() < 2 or "bias" in name):
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
     return model.eval()
+
+
+def class_of(model_type: str) -> type[PreTrainedModel]:
+    """The class that a saved config names as its architecture."""
+    return getattr(transformers, BY_TYPE[model_type].architecture)
 
 
 LEAVE_OUT = "left out"
@@ -118,9 +125,10 @@ def require_saved_alike(pair: Both, folder: Path) -> None:
         assert tensor.dtype == two[name].dtype, name
         assert torch.equal(tensor, two[name]), name
     assert (pair.folder / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    again = AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", experts_implementation="eager"
-    ).eval()
+    again = (
+        class_of(model_type).from_pretrained(folder, attn_implementation="eager", experts_implementation="eager").eval()
+    )
+    assert json.loads((folder / "config.json").read_text())["architectures"] == [type(again).__name__]
     tokens = text()
     with torch.no_grad():  # equal weights at other addresses: a product may be rounded otherwise
         torch.testing.assert_close(again(tokens).logits, pair.theirs(tokens).logits, rtol=1e-6, atol=1e-6)

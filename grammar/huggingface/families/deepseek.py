@@ -1,5 +1,5 @@
-"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), Kimi-K2, GLM-4.5, dots.llm1, Solar Open and EXAONE-MoE: routers
-of sigmoid scores with a bias that chooses, groups of experts, and dense layers before the sparse ones."""
+"""DeepSeek-V2 and V3 (arXiv 2405.04434, 2412.19437), Kimi-K2, Mistral 4, GLM-4.5, dots.llm1, Solar Open and EXAONE-MoE:
+latent attention, or routers of sigmoid scores with a bias that chooses, and dense layers before the sparse ones."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from moec.grammar.huggingface.parts import (
     sparse_layers,
     windows_of,
 )
-from moec.grammar.huggingface.positions import rope_of
+from moec.grammar.huggingface.positions import PARAMETERS, rope_of
 from moec.grammar.huggingface.usual_rules import Names, rules_by
-from moec.grammar.spec import Experts, Mla, Model, Moe, Online, TopK
+from moec.grammar.spec import Experts, Mla, Model, Moe, Online, Rope, TopK, Yarn
 
 LATENT_EPS = 1e-6
 """Of the latent vectors' norms in their code, whatever `rms_norm_eps` is."""
@@ -69,8 +69,8 @@ def mixture_of(config: Config, *, normalize: bool = True, scale: float = 1.0, sh
     )
 
 
-def latent_attention(config: Config, *, interleaved: bool) -> Mla:
-    """DeepSeek's attention."""
+def latent_attention(config: Config, *, interleaved: bool, rope: Rope | None = None) -> Mla:
+    """DeepSeek's attention, with the config's positions unless `rope` gives them."""
     turning, eps = config.count("qk_rope_head_dim"), eps_of(config, 1e-6)
     config.raw("head_dim", "qk_head_dim", "num_key_value_heads")
     config.inert("attention_dropout", 0)
@@ -82,7 +82,7 @@ def latent_attention(config: Config, *, interleaved: bool) -> Mla:
         rope_dim=turning,
         value_dim=config.count("v_head_dim"),
         bias=bias_of(config, "attention_bias"),
-        rope=rope_of(config, turning, interleaved=interleaved, sharpens_scores=True),
+        rope=rope or rope_of(config, turning, interleaved=interleaved, sharpens_scores=True),
         latent_eps=None if eps == LATENT_EPS else LATENT_EPS,
     )
 
@@ -132,6 +132,57 @@ def _v3(config: Config) -> Model:
     body = mixture_of(config, scale=2.5)
     sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=3, least=0))
     return mixed(config, [attention] * depth, sparse, body, 1e-6)
+
+
+def _mistral4(config: Config) -> Model:
+    """Softmax scores in groups. Queries grow with positions from the context on that was trained."""
+    depth, rope = depth_of(config), _mistral4_rope(config)
+    attention = latent_attention(config, interleaved=rope.interleaved, rope=rope)
+    hidden, number = config.count("moe_intermediate_size"), config.count("n_shared_experts", default=1)
+    count = config.count("n_routed_experts", "num_local_experts")
+    gate = TopK(
+        k=config.count("num_experts_per_tok", default=4),
+        normalize=config.flag("norm_topk_prob", default=True),
+        scale=positive(config, "routed_scaling_factor", 1.0),
+        **groups_of(config, count),
+    )
+    experts = Experts(count=count, body=gated(config, hidden))
+    body = Moe(experts=experts, gate=gate, shared=gated(config, hidden * number))
+    sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=0, least=0))
+    model = mixed(config, [attention] * depth, sparse, body, 1e-6)
+    original = rope.scaling.original if isinstance(rope.scaling, Yarn) else 1
+    beta = config.nested(*PARAMETERS).number("llama_4_scaling_beta", default=0.0 if config.has(*PARAMETERS) else 0.1)
+    if beta and model.context is not None and model.context > original:
+        config.note(
+            "max_position_embeddings",
+            f"moec imports the model for {original} tokens, from which on `llama_4_scaling_beta` scales queries",
+        )
+        model = model.replace(context=original)
+    return model
+
+
+def _mistral4_rope(config: Config) -> Rope:
+    interleaved = config.flag("rope_interleave", default=True)
+    if not config.has(*PARAMETERS, "rope_theta"):
+        scaling = Yarn(factor=128.0, original=8192, mscale=1.0, mscale_all=1.0)
+        return Rope(scaling=scaling, interleaved=interleaved)
+    given, turning = config.nested(*PARAMETERS), config.count("qk_rope_head_dim")
+    given.raw("max_position_embeddings")
+    if given.word("rope_type", "type", default="default") != "yarn":
+        given.refuse("rope_type", "transformers computes this architecture with `yarn` alone")
+    width = turning + config.count("qk_nope_head_dim")
+    return rope_of(
+        config, turning, fraction=turning / width, interleaved=interleaved, sharpens_scores=True, part_of=width
+    )
+
+
+def _mistral4_keys(model: Model) -> dict[str, Any]:
+    attention = model.layers[0].attention
+    if not isinstance(attention, Mla) or attention.rope is None:
+        return {}
+    given = parameters_of(attention.rope, attention.rope_dim, model.context)
+    part = attention.rope_dim / (attention.rope_dim + attention.nope_dim)
+    return {"rope_parameters": {**given, "partial_rotary_factor": part, "llama_4_scaling_beta": 0.0}}
 
 
 def _glm4(config: Config) -> Model:
@@ -216,6 +267,8 @@ def _exaone(config: Config) -> Model:
 USUAL = rules_by(Names())
 EXAONE = rules_by(Names(bias="e_score_correction_bias"), Names())
 
+GROUPS_OF_V3 = {"n_group": 8, "topk_group": 4}
+
 FAMILIES = (
     Family(
         "deepseek_v2",
@@ -228,13 +281,41 @@ FAMILIES = (
             "topk_method": "group_limited_greedy" if _grouped(model) else "greedy",
         },
     ),
-    Family("deepseek_v3", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("kimi_k2", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("glm4_moe", "Glm4MoeForCausalLM", _glm4, USUAL, _glm4_keys, ignored=PREDICTED, extra_layers=True),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True, defaults=GROUPS_OF_V3
+    ),
+    Family("kimi_k2", "DeepseekV3ForCausalLM", _v3, USUAL, ignored=PREDICTED, extra_layers=True, defaults=GROUPS_OF_V3),
+    Family("mistral4", "Mistral4ForCausalLM", _mistral4, rules_by(Names(written_fused=True)), _mistral4_keys),
+    Family(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _glm4,
+        USUAL,
+        _glm4_keys,
+        ignored=PREDICTED,
+        extra_layers=True,
+        defaults={"num_key_value_heads": 8},
+    ),
     Family("glm4_moe_lite", "Glm4MoeLiteForCausalLM", _glm4_lite, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("dots1", "Dots1ForCausalLM", _dots1, USUAL),
-    Family("solar_open", "SolarOpenForCausalLM", _solar, USUAL, ignored=PREDICTED, extra_layers=True),
-    Family("exaone_moe", "ExaoneMoeForCausalLM", _exaone, EXAONE, ignored=PREDICTED, skipped=(r"mtp\..*",)),
+    Family("dots1", "Dots1ForCausalLM", _dots1, USUAL, defaults={"num_key_value_heads": 32}),
+    Family(
+        "solar_open",
+        "SolarOpenForCausalLM",
+        _solar,
+        USUAL,
+        ignored=PREDICTED,
+        extra_layers=True,
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
+    ),
+    Family(
+        "exaone_moe",
+        "ExaoneMoeForCausalLM",
+        _exaone,
+        EXAONE,
+        ignored=PREDICTED,
+        skipped=(r"mtp\..*",),
+        defaults={"num_key_value_heads": 32},
+    ),
 )
 
 

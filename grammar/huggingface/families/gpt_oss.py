@@ -73,4 +73,6 @@ def _keys(model: Model) -> dict[str, object]:
     return {"swiglu_limit": getattr(body, "clamp", None), "swiglu_alpha": getattr(body, "alpha", None)}
 
 
-FAMILIES = (Family("gpt_oss", "GptOssForCausalLM", _read, rules_by(Names(), mix=_mix), _keys),)
+DEFAULTS = {"num_key_value_heads": 8, "head_dim": 64}
+
+FAMILIES = (Family("gpt_oss", "GptOssForCausalLM", _read, rules_by(Names(), mix=_mix), _keys, defaults=DEFAULTS),)

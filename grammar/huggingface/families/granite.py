@@ -9,6 +9,7 @@ from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.parts import (
     FULL,
+    SLIDING,
     attention_of,
     bias_of,
     decoder,
@@ -96,7 +97,7 @@ def _hybrid(config: Config) -> Model:
 def _swa(config: Config) -> Model:
     """Windows, sinks, and a base of wavelengths for each layer, 0 for no positions."""
     depth, width = depth_of(config), heads_of(config)[2]
-    kinds = kinds_of_attention(config, depth)
+    kinds = kinds_of_attention(config, depth, lambda number: SLIDING if number % 4 else FULL)
     usual = rope_of(config, width)
     bases = config.numbers("layer_rope_theta", length=depth) or (usual.theta,) * depth
     attentions = [

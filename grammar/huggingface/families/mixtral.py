@@ -61,13 +61,14 @@ def _minimax_m2(config: Config) -> Model:
 
 
 FAMILIES = (
-    Family("mixtral", "MixtralForCausalLM", _mixtral, rules_by(NAMES, Names())),
+    Family("mixtral", "MixtralForCausalLM", _mixtral, rules_by(NAMES, Names()), defaults={"num_key_value_heads": 8}),
     Family(
         "minimax_m2",
         "MiniMaxM2ForCausalLM",
         _minimax_m2,
         rules_by(replace(NAMES, bias=BIAS), Names(bias=BIAS)),
-        ignored=frozenset(("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "head_dim", "output_router_logits")),
+        ignored=frozenset(("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "output_router_logits")),
         skipped=(r"model\.mtp_.*",),
+        defaults={"num_key_value_heads": 8, "head_dim": 128},
     ),
 )

@@ -207,8 +207,8 @@ def _ernie(config: Config) -> Model:
         config.count("moe_layer_interval", default=1),
         config.count("moe_layer_start_index", default=1, least=0),
     )
-    last = config.raw("moe_layer_end_index")
-    last = depth - 1 if last in (None, -1) else last
+    last = config.count("moe_layer_end_index", default=-1, least=-1)
+    last = depth - 1 if last == -1 else last
     sparse = [(n + 1) % every == 0 and first <= n <= last for n in range(depth)]
     dense = None if all(sparse) else gated(config, config.count("intermediate_size"), bias=has_bias)
     config.raw("intermediate_size")
@@ -302,6 +302,7 @@ FAMILIES = (
         rules_by(Names(norms=AFMOE_NORMS, router="router.gate.weight", bias="expert_bias")),
         lambda model: {"mup_enabled": getattr(model.embedding, "multiplier", 1.0) != 1.0},
         ignored=frozenset(("load_balance_coeff", "num_expert_groups", "num_limited_groups", "rope_scaling")),
+        defaults={"head_dim": 128, "num_shared_experts": 2},
     ),
     Family(
         "dbrx",
@@ -331,6 +332,7 @@ FAMILIES = (
         _ernie_keys,
         ignored=frozenset(("num_nextn_predict_layers", "moe_capacity", "moe_gate", "compression_ratio")),
         skipped=(r"model\.mtp_.*",),
+        defaults={"num_key_value_heads": 4},
     ),
     Family(
         "hunyuan_v1_moe",
@@ -349,5 +351,6 @@ FAMILIES = (
         _phi,
         rules_by(Names(moe="block_sparse_moe.", expert=("w1", "w3", "w2")), Names(moe="mlp.", router="router.weight")),
         _phi_keys,
+        defaults={"num_key_value_heads": 8},
     ),
 )

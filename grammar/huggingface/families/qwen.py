@@ -39,10 +39,10 @@ def experts_of(config: Config, hidden: str) -> Experts:
     return Experts(count=count, body=gated(config, config.count(hidden)))
 
 
-def _sparse_by_step(config: Config, depth: int) -> list[bool]:
-    """Every `decoder_sparse_step`-th layer, but for those of `mlp_only_layers`."""
-    step = config.count("decoder_sparse_step", default=1)
-    dense = {int(number) for number in config.numbers("mlp_only_layers") or ()}
+def sparse_by_step(config: Config, depth: int, dense: tuple[int, ...] = ()) -> list[bool]:
+    """Every `decoder_sparse_step`-th layer, but for those of `mlp_only_layers`, by default `dense`."""
+    step, stated = config.count("decoder_sparse_step", default=1), config.numbers("mlp_only_layers")
+    dense = dense if stated is None else tuple(int(number) for number in stated)
     return [(number + 1) % step == 0 and number not in dense for number in range(depth)]
 
 
@@ -62,7 +62,7 @@ def _qwen2(config: Config) -> Model:
     bias = bias_of(config, "qkv_bias", default=True, word="qkv")
     attentions = [attention_of(config, rope=rope, bias=bias, window=window) for window in _windows(config, depth)]
     config.inert("attention_dropout", 0)
-    sparse = _sparse_by_step(config, depth)
+    sparse = sparse_by_step(config, depth)
     shared = gated(config, config.count("shared_expert_intermediate_size"), gated=True)
     body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config), shared=shared)
     return _mixed(config, attentions, sparse, body, 1e-6)
@@ -78,7 +78,7 @@ def _qwen3(config: Config) -> Model:
     attention = attention_of(config, rope=rope, bias=bias, qk_norm="head", window=window)
     config.inert("attention_dropout", 0)
     body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config))
-    return _mixed(config, [attention] * depth, _sparse_by_step(config, depth), body, 1e-6)
+    return _mixed(config, [attention] * depth, sparse_by_step(config, depth), body, 1e-6)
 
 
 def _mellum(config: Config) -> Model:
@@ -149,8 +149,8 @@ SHARED = Names(shared="mlp.shared_expert.")
 POST_NORMS = {"attention_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"}
 
 FAMILIES = (
-    Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, rules_by(SHARED)),
-    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, rules_by(Names())),
+    Family("qwen2_moe", "Qwen2MoeForCausalLM", _qwen2, rules_by(SHARED), defaults={"num_key_value_heads": 16}),
+    Family("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3, rules_by(Names()), defaults={"num_key_value_heads": 4}),
     Family(
         "mellum",
         "MellumForCausalLM",
@@ -159,6 +159,12 @@ FAMILIES = (
         _mellum_keys,
         ignored=frozenset(("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers")),
         skipped=(r"mtp\..*", r"model\.mtp.*"),
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "norm_topk_prob": True,
+            "rope_parameters": {FULL: {"rope_theta": 5e5}, SLIDING: {"rope_theta": 1e4}},
+        },
     ),
     Family("olmoe", "OlmoeForCausalLM", _olmoe, rules_by(Names())),
     Family("flex_olmo", "FlexOlmoForCausalLM", _flex_olmo, rules_by(Names(norms=POST_NORMS))),

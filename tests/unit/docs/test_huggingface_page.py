@@ -1,0 +1,70 @@
+"""docs/huggingface.md: its commands and its Python run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, OlmoeConfig
+from typer.testing import CliRunner
+
+import moec
+from moec.cli import app
+
+PAGE = Path(__file__).parents[3] / "docs" / "huggingface.md"
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(64, (8, 17), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.S)
+
+
+def tiny_model() -> Any:
+    """A model of the page's architecture, with random weights."""
+    config = OlmoeConfig(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=16,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def test_its_python_trains_and_transformers_loads_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("olmoe")
+    (console,), (training, alone) = blocks("console"), blocks("python")
+    _, command, output = console.rstrip("\n").split("\n")
+    result = CliRunner().invoke(app, command.removeprefix("$ moec ").split())
+    assert result.stdout.rstrip("\n") == output
+    names: dict[str, Any] = {"moec": moec, "torch": torch, "plan": moec.compile("olmoe.moe"), "batch": batch}
+    exec(training, names)  # noqa: S102
+    tokens, _ = batch(0)
+    tuned = AutoModelForCausalLM.from_pretrained("tuned")
+    again = moec.reference(moec.from_hf("tuned"))
+    moec.load_hf(again, "tuned")
+    torch.testing.assert_close(again(tokens).logits, tuned(tokens).logits, rtol=1e-5, atol=1e-5)
+    exec(alone, names)  # noqa: S102
+    assert Path("again/model.safetensors").read_bytes() == Path("olmoe/model.safetensors").read_bytes()
+    assert Path("tuned/model.safetensors").read_bytes() != Path("olmoe/model.safetensors").read_bytes()
+
+
+def test_a_live_model_s_state_dict_loads() -> None:
+    theirs, tokens = tiny_model().eval(), batch(0)[0]
+    ours = moec.reference(moec.from_hf(theirs.config.to_dict()))
+    moec.load_hf(ours, theirs.state_dict())
+    torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
