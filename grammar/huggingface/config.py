@@ -136,11 +136,11 @@ class Config:
 
     def all_errors(self) -> list[Diagnostic]:
         """The errors of this config and of those inside of it."""
-        return [*self.errors, *(error for inner in self._inner.values() for error in inner.all_errors())]
+        return _once([*self.errors, *(error for inner in self._inner.values() for error in inner.all_errors())])
 
     def all_notes(self) -> list[Diagnostic]:
         """The warnings of this config and of those inside of it."""
-        return [*self.notes, *(note for inner in self._inner.values() for note in inner.all_notes())]
+        return _once([*self.notes, *(note for inner in self._inner.values() for note in inner.all_notes())])
 
     def require_sound(self) -> None:
         """Raises `DiagnosticError` with every error."""
@@ -199,6 +199,11 @@ class Config:
     def _wrong(self, key: str, wanted: str) -> None:
         message = f"`{self.named(key)}` is {_shown(self.values.get(key))}, and must be {wanted}"
         self.errors.append(diagnose("MOE0902", self.span(key), message))
+
+
+def _once(found: list[Diagnostic]) -> list[Diagnostic]:
+    """Each message once: readers ask for some keys several times."""
+    return list({(each.code, each.message): each for each in found}.values())
 
 
 def _is_number(value: Any) -> bool:
