@@ -71,7 +71,7 @@ def _keys(model: Model) -> dict[str, Any]:
 RULES = rules_by(Names())
 FAMILIES = (
     Family("llama", "LlamaForCausalLM", _llama, RULES, _keys),
-    Family("mistral", "MistralForCausalLM", _mistral, RULES, _keys),
-    Family("qwen2", "Qwen2ForCausalLM", _qwen2, RULES, _keys),
-    Family("qwen3", "Qwen3ForCausalLM", _qwen3, RULES, _keys),
+    Family("mistral", "MistralForCausalLM", _mistral, RULES, _keys, defaults={"num_key_value_heads": 8}),
+    Family("qwen2", "Qwen2ForCausalLM", _qwen2, RULES, _keys, defaults={"num_key_value_heads": 32}),
+    Family("qwen3", "Qwen3ForCausalLM", _qwen3, RULES, _keys, defaults={"num_key_value_heads": 32, "head_dim": 128}),
 )
