@@ -28,9 +28,9 @@ from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.kept import Layout, carried, keep, kept_in, layout_of
 from moec.runtime.huggingface.load import require_same
 from moec.runtime.huggingface.moves import pairs
-from moec.runtime.huggingface.save import MOST_BYTES, File, Writer
 from moec.runtime.huggingface.slabs import Slabs
-from moec.runtime.huggingface.stored import Stored, stored_in
+from moec.runtime.huggingface.stored import INDEX, Stored, stored_in
+from moec.runtime.huggingface.writer import MOST_BYTES, File, Writer
 
 Progress = Callable[[int], None]
 
@@ -145,7 +145,7 @@ def export_weights(
                     progress(slab.numel() * 4)
         beside = dict(origin.beside)
         if layout is not None and origin.index is not None:
-            beside["model.safetensors.index.json"] = origin.index
+            beside[INDEX] = origin.index
         writer.publish(origin.config, beside)
     finally:
         writer.discard()

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 import moec
 from moec import entry
 from moec.grammar.diagnostics import DiagnosticError
+from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import export_weights, import_weights
 from moec.runtime.job.module import PlanModule
 
@@ -269,6 +270,21 @@ def test_nothing_is_replaced(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "theirs", "there"]
 
 
+def test_a_save_that_another_rank_stops_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has its temporary folder by the time it hears of the other rank's error."""
+
+    def stop(module: object, error: object) -> None:
+        assert error is None
+        assert os.listdir(tmp_path / "saved")
+        raise JobError("MOE0710", "rank 1: norm.weight is no longer a parameter of the model")
+
+    monkeypatch.setattr("moec.runtime.huggingface.save._require_none", stop)
+    (tmp_path / "saved").mkdir()
+    module = moec.reference(moec.from_hf(folder_of(tmp_path / "theirs")))
+    require_refused("MOE0710", "rank 1", lambda: moec.save_hf(module, tmp_path / "saved" / "0"))
+    assert not os.listdir(tmp_path / "saved")
+
+
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     import_weights(folder_of(tmp_path / "theirs"), tmp_path / "checkpoint", VERSION)
     shard = tmp_path / "checkpoint" / "rank-00000.safetensors"
@@ -283,6 +299,7 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from moec.grammar.diagnostics import DiagnosticError
+from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import export_weights, import_weights
 resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 act = {"import": import_weights, "export": export_weights}[sys.argv[1]]
