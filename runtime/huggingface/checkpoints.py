@@ -25,11 +25,11 @@ from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.checkpoint.shards import places_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
+from moec.runtime.huggingface.folder_weights import FolderWeights
 from moec.runtime.huggingface.kept import Layout, carried, keep, kept_in, layout_of
 from moec.runtime.huggingface.load import require_same
-from moec.runtime.huggingface.moves import pairs
-from moec.runtime.huggingface.slabs import Slabs
-from moec.runtime.huggingface.stored import INDEX, Stored, stored_in
+from moec.runtime.huggingface.slabs import Slabs, slab_bytes, slabs_of
+from moec.runtime.huggingface.stored import INDEX, stored_in
 from moec.runtime.huggingface.writer import MOST_BYTES, File, Writer
 
 Progress = Callable[[int], None]
@@ -60,19 +60,12 @@ def import_weights(
     if plan is not None:
         require_same(imported.spec.model, plan.spec.model, str(folder))
     plan = plan or plan_of(imported.spec, version)
-    stored = stored_in(folder)
-    shapes = shapes_of(plan)
-    rules = imported.family.rules(plan.spec.model, stored)
-    found = require_fit(imported.family, rules, shapes, stored, str(folder))
-    used = {rule.name for rule, _ in found} | {rule.name for rule in rules}
-    left_out = tuple(name for name in stored if name not in used)
-    by_name = {rule.name: tensor for rule, tensor in found}
-    slabs = Slabs([rule for rule, _ in found], shapes)
+    weights = FolderWeights(folder, imported, shapes_of(plan))
     tensors = [
-        Whole(name, shape, _slabs_of(name, shape, slabs, by_name, progress)) for name, shape in sorted(shapes.items())
+        Whole(name, shape, _content(name, shape, weights, progress)) for name, shape in sorted(weights.shapes.items())
     ]
     num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into))
-    return Moved(num_bytes, len(tensors), imported.notes, left_out)
+    return Moved(num_bytes, len(tensors), imported.notes, weights.left_out)
 
 
 def plan_of(spec: Spec, version: str) -> Plan:
@@ -86,22 +79,12 @@ def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
     return shapes | {name: tuple(int(dim) for dim in state.shape) for name, state in plan.states.items()}
 
 
-def _slabs_of(
-    name: str, shape: tuple[int, ...], slabs: Slabs, stored: Mapping[str, Stored], progress: Progress
-) -> Iterator[memoryview]:
+def _content(name: str, shape: tuple[int, ...], weights: FolderWeights, progress: Progress) -> Iterator[memoryview]:
     """The bytes of a whole parameter in fp32, slab by slab."""
-    for rows, rules in slabs.of(name):
-        slab = torch.empty((len(rows), *shape[1:]) if shape else (), dtype=torch.float32)
-        for rule in rules:
-            for part, theirs in pairs(rule, stored[rule.name].view(), slabs.parts(name, rows, slab, rule)):
-                part.copy_(theirs)
+    for rows in slabs_of(shape):
+        slab = weights.rows(name, rows)
         yield slab_bytes(slab)
         progress(slab.numel() * 4)
-
-
-def slab_bytes(slab: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor."""
-    return slab.view(-1).view(torch.uint8).numpy().data if slab.numel() else memoryview(b"")
 
 
 def export_weights(
@@ -120,15 +103,19 @@ def export_weights(
     two the other files come along, and the weights lie in files as theirs do, in their dtypes: an import and an export
     give back the same bytes. Weights of a plan alone are in its model's dtype.
 
-    Raises `DiagnosticError`: MOE0800 to MOE0802 for the checkpoint, MOE0805 for one of another model, MOE0908 where
-    nothing says the architecture, MOE0909 for the target; nothing is left at `target` then.
+    Raises `DiagnosticError`: MOE0800 to MOE0802 for the checkpoint, MOE0805 for one of another model, MOE0905 to
+    MOE0907 for files and tensors of `like`, MOE0908 where nothing says the architecture or it is not the plan's,
+    MOE0909 for the target, and those of `read_config`; nothing is left at `target` then.
     """
     checkpoint = Checkpoint(source)
     origin = _origin(source, like, plan, model_type)
     plan = plan or plan_of(origin.spec, version)
     shapes = shapes_of(plan)
     _require_tensors(checkpoint, shapes, origin)
-    rules = {rule.name: rule for rule in origin.family.rules(plan.spec.model, origin.names)}
+    found = origin.family.rules(plan.spec.model, origin.names)
+    if like is not None:
+        require_fit(origin.family, found, shapes, stored_in(like), str(like))
+    rules = {rule.name: rule for rule in found}
     wanted = [rule for name, rule in rules.items() if (name in origin.dtypes if origin.dtypes else rule.written)]
     left_out = tuple(name for name in origin.dtypes if name not in rules)
     dtypes = {rule.name: origin.dtypes.get(rule.name, origin.dtype) for rule in wanted}

@@ -31,13 +31,15 @@ from moec.runtime.job.plan_names import by_plan_names
 def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any]) -> None:
     """Copies weights into the parameters and online biases of `module`, the reference or a job's model.
 
-    `source`: a folder as `save_pretrained` writes it, or the state dict of a transformers model. Weights in fp32, bf16
-    and fp16 become the fp32 parameters exactly. With a folder, its config must say the module's model. Every rank of a
-    job calls it, and reads only its part; call it before the optimizer's first step, whose masters are the parameters.
+    `source`: a folder as `save_pretrained` writes it, one safetensors file, or the state dict of a transformers model.
+    Weights in fp32, bf16 and fp16 become the fp32 parameters exactly. A folder's config, if it has one, must say the
+    module's model. Every rank of a job calls it, and reads only its part; call it before the optimizer's first step,
+    whose masters are the parameters.
 
     Raises the same `DiagnosticError` on every rank, before anything is copied: MOE0724 inside of a step, MOE0714 for
-    a module that is no model of moec, MOE0905 for files that cannot be read, MOE0906 for tensors that are missing or
-    too many, MOE0907 for other shapes or dtypes, MOE0908 for a config of another model; and those of `moec.from_hf`.
+    a module that is no model of moec, MOE0710 for one with an adapter in place of a parameter, MOE0905 for files that
+    cannot be read, MOE0906 for tensors that are missing or too many, MOE0907 for other shapes or dtypes, MOE0908 for a
+    config of another model, or where no architecture computes the model; and those of `moec.from_hf`.
     """
     require_module(module)
     home = home_of(module)
@@ -120,13 +122,18 @@ def _family(module: PlanModule, source: str | Path | Mapping[str, Any]) -> tuple
 
 def require_same(theirs: Model, ours: Model, source: str) -> None:
     """Raises `JobError` MOE0908 unless the config of `source` says `ours`, apart from what acts in training alone."""
-    found = differences(as_inferred(theirs), as_inferred(ours))
-    different = next((each for each in found if not each.startswith(FREE)), None)
+    different = first_difference(theirs, ours)
     if different is None:
         return
     how = different.replace("would be read as", "in the module")
     message = f"{source} is another model than {ours.name}: in its config {how}"
     raise JobError("MOE0908", message, "make the module from `moec.from_hf` of this folder")
+
+
+def first_difference(theirs: Model, ours: Model) -> str | None:
+    """What differs first, as `differences` says it, apart from what acts in training alone and from `FREE`, or None."""
+    found = differences(as_inferred(theirs), as_inferred(ours))
+    return next((each for each in found if not each.startswith(FREE)), None)
 
 
 FREE = "`dtype`", "`context`"

@@ -12,6 +12,7 @@ from moec.grammar.huggingface.rules import Piece, Rule
 from moec.runtime.huggingface.moves import Local
 
 SLAB_BYTES = 64 << 20
+"""Bytes of a slab in fp32, unless one row has more."""
 
 
 class Slabs:
@@ -31,12 +32,8 @@ class Slabs:
 
     def of(self, name: str) -> Iterator[tuple[range, list[Rule]]]:
         """The slabs of a parameter: rows of its first dim, and the rules that have something of them."""
-        shape = self.shapes[name]
-        rows = shape[0] if shape else 1
-        each = max(1, SLAB_BYTES // max(1, 4 * math.prod(shape[1:])))
-        for start in range(0, rows, each):
-            here = range(start, min(start + each, rows))
-            yield here, self.rules_of(name, here)
+        for rows in slabs_of(self.shapes[name]):
+            yield rows, self.rules_of(name, rows)
 
     def rules_of(self, name: str, rows: range) -> list[Rule]:
         """The rules that have something of these rows."""
@@ -50,6 +47,19 @@ class Slabs:
         box = ((rows.start, rows.stop), *((0, dim) for dim in shape[1:])) if shape else ()
         parts[name] = Local(slab, box, shape)
         return parts
+
+
+def slabs_of(shape: tuple[int, ...]) -> Iterator[range]:
+    """The rows of each slab of an fp32 tensor, one row where it has no dims. A slab has at least one row."""
+    num_rows = shape[0] if shape else 1
+    step = max(1, SLAB_BYTES // max(1, 4 * math.prod(shape[1:])))
+    for first in range(0, num_rows, step):
+        yield range(first, min(first + step, num_rows))
+
+
+def slab_bytes(slab: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor."""
+    return slab.view(-1).view(torch.uint8).numpy().data if slab.numel() else memoryview(b"")
 
 
 def absent(shape: tuple[int, ...]) -> Local:

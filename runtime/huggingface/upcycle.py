@@ -26,21 +26,18 @@ from torch import Tensor
 from moec.codegen.plan import Plan, PlanParameter
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.huggingface.read import LOCAL, read_config
-from moec.grammar.huggingface.write import as_inferred, differences
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec
 from moec.runtime.checkpoint.convert import Whole, write_new
 from moec.runtime.checkpoint.index import HEAD, MODEL
 from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.errors import JobError
-from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows, shapes_of, slab_bytes
-from moec.runtime.huggingface.fit import require_fit
-from moec.runtime.huggingface.moves import pairs
-from moec.runtime.huggingface.slabs import Slabs
-from moec.runtime.huggingface.stored import Stored, stored_in
+from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows, shapes_of
+from moec.runtime.huggingface.folder_weights import FolderWeights
+from moec.runtime.huggingface.load import first_difference
+from moec.runtime.huggingface.slabs import slab_bytes, slabs_of
 from moec.runtime.job.home import ALONE
 from moec.runtime.job.shards import initial_shard
 
-FREE = "`dtype`", "`context`"
 EXPERTS, DENSE = "moe.experts.", "ffn."
 
 
@@ -82,9 +79,9 @@ def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling
     plan, notes = plan_of(spec, version), tuple[Diagnostic, ...]()
     weights: Dense
     if (dense / HEAD).is_file():
-        weights = OfCheckpoint(Checkpoint(dense))
+        weights = CheckpointWeights(Checkpoint(dense))
     else:
-        weights, notes = _of_folder(dense, spec, version)
+        weights, notes = _weights_of(dense, spec, version)
     for number, layer in enumerate(spec.model.layers):
         if layer.moe is not None:
             _require_upcyclable(number, layer.moe, weights, how)
@@ -96,23 +93,7 @@ def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling
     return Moved(num_bytes, len(tensors), notes)
 
 
-class OfFolder:
-    """The weights of a folder, as `require_fit` found them."""
-
-    def __init__(self, slabs: Slabs, stored: Mapping[str, Stored], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._slabs, self._stored, self.shapes = slabs, stored, shapes
-
-    def rows(self, name: str, rows: range) -> Tensor:
-        shape = self.shapes[name]
-        slab = torch.empty((len(rows), *shape[1:]) if shape else (), dtype=torch.float32)
-        for rule in self._slabs.rules_of(name, rows):
-            tensor = self._stored[rule.name].view()
-            for part, theirs in pairs(rule, tensor, self._slabs.parts(name, rows, slab, rule)):
-                part.copy_(theirs)
-        return slab
-
-
-class OfCheckpoint:
+class CheckpointWeights:
     """The weights of a checkpoint of moec."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -124,15 +105,11 @@ class OfCheckpoint:
         return read_rows(self._checkpoint, name, rows, self.shapes[name]).float()
 
 
-def _of_folder(folder: Path, spec: Spec, version: str) -> tuple[OfFolder, tuple[Diagnostic, ...]]:
+def _weights_of(folder: Path, spec: Spec, version: str) -> tuple[FolderWeights, tuple[Diagnostic, ...]]:
+    """The weights of a folder whose model is that of `spec` but for its mixtures, and the warnings of its config."""
     imported = read_config(folder)
     _require_same_but_mixtures(imported.spec.model, spec.model, folder)
-    shapes = shapes_of(plan_of(imported.spec, version))
-    stored = stored_in(folder)
-    rules = imported.family.rules(imported.spec.model, stored)
-    found = require_fit(imported.family, rules, shapes, stored, str(folder))
-    by_name = {rule.name: tensor for rule, tensor in found}
-    return OfFolder(Slabs([rule for rule, _ in found], shapes), by_name, shapes), imported.notes
+    return FolderWeights(folder, imported, shapes_of(plan_of(imported.spec, version))), imported.notes
 
 
 def _unfit(message: str, help: str = "") -> JobError:
@@ -150,12 +127,11 @@ def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> Non
     """Raises MOE0910 unless the models differ in nothing but mixtures in place of feed-forwards."""
     if dense.depth == sparse.depth:
         layers = [
-            ours if ours.moe is None else ours.replace(moe=None, ffn=theirs.ffn)
+            ours if ours.moe is None or theirs.ffn is None else ours.replace(moe=None, ffn=theirs.ffn)
             for theirs, ours in zip(dense.layers, sparse.layers, strict=True)
         ]
         sparse = sparse.replace(layers=tuple(layers))
-    found = differences(as_inferred(dense), as_inferred(sparse))
-    different = next((each for each in found if not each.startswith(FREE)), None)
+    different = first_difference(dense, sparse)
     if different is not None:
         how = different.replace("would be read as", "in the file")
         help = "`moec import hf` writes the dense model's file; put `moe` in place of `ffn` in it"
@@ -200,7 +176,8 @@ def _require_shapes(plan: Plan, dense: Dense) -> None:
             raise _unfit(f"the dense model has no {source}")
         if source == name and theirs != data.shape:
             raise _unfit(f"{name} is {list(theirs)} in the dense model, {list(data.shape)} in the file")
-        if source != name and (theirs[:-2], theirs[-1]) != (data.shape[1:-2], data.shape[-1]) and "up.weight" in name:
+        # [experts, parts, hidden, dim] of [parts, hidden, dim]; `hidden` may be a slice.
+        if name.endswith("moe.experts.up.weight") and (theirs[0], theirs[2]) != (data.shape[1], data.shape[3]):
             raise _unfit(f"{source} is {list(theirs)}, and experts of {list(data.shape[1:])} are no copies or slices")
     more = sorted(set(dense.shapes) - used)
     if more:
@@ -220,9 +197,8 @@ def _content(name: str, shape: tuple[int, ...], plan: Plan, dense: Dense, how: U
     if source is None:
         yield slab_bytes(_new(name, shape, plan.parameters.get(name), how.seed))
     elif source == name:
-        each = max(1, (64 << 20) // max(1, 4 * math.prod(shape[1:])))
-        for start in range(0, shape[0], each):
-            yield slab_bytes(dense.rows(name, range(start, min(start + each, shape[0]))))
+        for rows in slabs_of(shape):
+            yield slab_bytes(dense.rows(name, rows))
     else:
         whole = dense.rows(source, range(dense.shapes[source][0]))
         for expert in range(shape[0]):

@@ -187,6 +187,13 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         upcycle(tmp_path / "dense", sparse(tmp_path / "other"), tmp_path / "0", VERSION, Upcycling())
 
 
+def test_a_mixture_is_no_dense_model(tmp_path: Path) -> None:
+    both(tmp_path / "mixture", "mixtral", **config_of("mixtral"))
+    spec = moec.from_hf(tmp_path / "mixture")
+    with pytest.raises(DiagnosticError, match=r"MOE0910.*layer 0 .*no feed-forward in the dense model"):
+        upcycle(tmp_path / "mixture", spec, tmp_path / "0", VERSION, Upcycling())
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     both(tmp_path / "dense", "llama", **config_of("llama"))
     monkeypatch.chdir(tmp_path)

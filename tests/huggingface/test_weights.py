@@ -221,6 +221,20 @@ def test_wrong_files_are_refused_and_nothing_is_loaded(kind: str, tmp_path: Path
     assert sorted(os.listdir(tmp_path)) == ["theirs"]
 
 
+OTHER_FOLDERS = "missing tensor", "extra tensor", "wrong shape", "int8"
+
+
+@pytest.mark.parametrize("kind", OTHER_FOLDERS)
+def test_no_export_is_like_a_folder_of_other_tensors(kind: str, tmp_path: Path) -> None:
+    """It would lack tensors, have headers of other shapes, or have weights cast to int8."""
+    act, code, words = WRONG[kind]
+    folder, checkpoint = folder_of(tmp_path / "theirs", files=False), tmp_path / "checkpoint"
+    import_weights(folder, checkpoint, VERSION)
+    act(folder / "model.safetensors")
+    require_refused(code, words, lambda: export_weights(checkpoint, tmp_path / "out", VERSION, like=folder))
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint", "theirs"]
+
+
 INDEXES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "outside of the folder": (
         lambda i: i["weight_map"].update({NAME: "../model.safetensors"}),
