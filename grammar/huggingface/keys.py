@@ -10,7 +10,6 @@ from moec.grammar.spec.experts import GeGLU
 
 DTYPES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}
 
-
 NULLABLE = frozenset(("q_lora_rank",))
 """Keys whose null says something else than leaving them out, which is the architecture's default."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +96,6 @@ INERT = frozenset(
         "num_beam_groups",
         "diversity_penalty",
         "attention_dropout_prob",
-        "layer_norm_eps_unused",
         "_experts_implementation",
         "for_sampling",
         "model_max_length",
@@ -141,12 +139,8 @@ def read_config(source: ConfigSource) -> Imported:
     wrong = [found for found in check(spec) if found.severity is Severity.ERROR] + unsupported(spec)
     if wrong:
         raise DiagnosticError([_of_config(config, found) for found in wrong])
-    unread = [key for key in config.unread(INERT | family.ignored) if not _says_nothing(values[key])]
-    notes = [
-        diagnose("MOE0904", config.span(key), f"`{key}` is not known here and has no effect", severity=Severity.WARNING)
-        for key in unread
-    ]
-    return Imported(spec, family, dict(values), (*config.all_notes(), *notes))
+    notes = (*config.all_notes(), *config.unread(INERT | family.ignored))
+    return Imported(spec, family, dict(values), notes)
 
 
 LOCAL = Cluster(
@@ -237,8 +231,3 @@ def _of_config(config: Config, found: Diagnostic) -> Diagnostic:
     """A rule of the language that the config breaks, at the config."""
     message = f"{found.title}: {found.message}" if found.message else found.title
     return diagnose("MOE0903", config.span("model_type"), f"{found.code}, {message}", help=found.help)
-
-
-def _says_nothing(value: Any) -> bool:
-    """Whether a value of a key that nobody knows switches something off."""
-    return value is False or value in (0, "", [], {}, None) or (isinstance(value, float) and math.isnan(value))
