@@ -55,8 +55,8 @@ def _attend(
         return attend(q, k, v, sinks, starts, None, True, window, scale)[0]
     first = max(0, begin - window + 1) if window and begin >= 0 else 0
     seen = keys[:, :, first:end], values[:, :, first:end]
-    one_place = begin >= 0 and tokens == 1 and starts is None
-    mask = None if one_place else _mask(places, starts, first, end, window)
+    sees_all = begin >= 0 and begin + 1 == end and starts is None
+    mask = None if sees_all else _mask(places, starts, first, end, window)
     if q.device.type != "cpu":
         k, v = (x.transpose(1, 2) for x in seen)
         return with_sink_token(q, k, v, sinks, mask, False, scale)

@@ -39,6 +39,17 @@ def cached(q: Tensor, k: Tensor, v: Tensor, prompts: Tensor, piece: int, **how: 
     return found, done
 
 
+def test_a_token_does_not_see_places_behind_its_own() -> None:
+    torch.manual_seed(0)
+    keys, values = randn(2, 2, 9, 6), randn(2, 2, 9, 6)
+    q, k, v = randn(2, 1, 4, 6), randn(2, 1, 2, 6), randn(2, 1, 2, 6)
+    places = torch.full((2, 1), 5)
+    near, far = (
+        cached_attention(q, k, v, keys.clone(), values.clone(), places, None, None, 5, end, 0, 0.3) for end in (6, 9)
+    )
+    torch.testing.assert_close(near, far, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("window", [0, 1, 3])
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("texts", [False, True])
