@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
 
 from moec.codegen.emit.decodable import live_ops
+from moec.codegen.emit.decoding import CachedHeads, Decoding, DecodingForward, DecodingLayer, Rotation
 from moec.codegen.emit.emitter import INFO, Emitter, NodeInfo, info_of, target_name
 from moec.codegen.emit.functions import EMISSIONS, NOTING
-from moec.passes.ir import Block, Op, Program, Shard, State
+from moec.passes.ir import Block, Op, Program, Shard
 from moec.passes.ir import ops as o
 from moec.passes.ir.interface import FORWARD, layer_calls
 from moec.passes.ir.op import operand_names
@@ -27,78 +27,6 @@ from moec.passes.place.shard_zero import is_zero_gather
 
 aten = torch.ops.aten
 moec = torch.ops.moec
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """Cosines and sines that a layer takes: those of its `width` dims, by frequencies as of the op `Rope`.
-
-    `in_text`: of a token's position in its text; else of its place in the sequence. `halves`: the first half of whole
-    heads turns with the second, so that tables are as wide as heads, with sines that have their signs.
-    """
-
-    theta: float
-    width: int
-    frequencies: tuple[float, ...]
-    factor: float
-    in_text: bool
-    halves: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CachedHeads:
-    """The shape of one cache of keys, and of values, without sequences and places: kv heads on this rank, width."""
-
-    heads: int
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingLayer:
-    """A layer's block for generation.
-
-    `module(*inputs, layer, *settings, *states, *weights, places, begin, end, *tables, *caches)` gives the residual
-    stream. `tables`: cosines and sines of each of `rotations`; `caches`: keys and values of each of `cached`.
-    """
-
-    module: nn.Module
-    settings: tuple[str, ...]
-    states: tuple[State, ...]
-    rotations: tuple[Rotation, ...]
-    cached: tuple[CachedHeads, ...]
-    routers: tuple[Op, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class DecodingForward:
-    """`forward` for generation: `module(*inputs)`, whose inputs `inputs` names.
-
-    These are roles of inputs of `forward`, settings (`$seed`), and
-
-    - `places`, `starts` int64 [B, T]: where a token is in its sequence, and where its text begins there;
-    - `rows`, `last` int64 [B]: 0, 1, …, and which of the new tokens' logits are wanted;
-    - `weight`: gives parameter n, `parameters[n]`, called once before the parameter's first use;
-    - `run`: runs layer n with its inputs, and gives the residual stream.
-
-    `selects`: it gives the wanted logits alone, [B, vocab]; else all, [B, T, vocab].
-    """
-
-    module: nn.Module
-    inputs: tuple[str, ...]
-    parameters: tuple[str, ...]
-    selects: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Decoding:
-    """A model for generation: the graph of `forward`, and the blocks of layers by name."""
-
-    forward: DecodingForward
-    layers: Mapping[str, DecodingLayer]
-    calls: tuple[str, ...]
-    """The block of each layer."""
-    separator: int | None
-    """The id that ends a text, of a model that packs texts by one."""
 
 
 def emit_decoding(program: Program, *, groups: str = "", float64: bool = False) -> Decoding:
@@ -143,9 +71,10 @@ class _LayerEmitter(Emitter):
 
 def _widths(e: Emitter, op: o.Attention) -> tuple[int, int]:
     """The widths of heads of keys and of values."""
-    widths = [e.value(op.operands[index]).shape[3] for index in (1, 2)]
-    own, of_values = (width for width in widths if isinstance(width, int))
-    return own, of_values
+    of_keys, of_values = (e.value(op.operands[index]).shape[3] for index in (1, 2))
+    assert isinstance(of_keys, int)
+    assert isinstance(of_values, int)
+    return of_keys, of_values
 
 
 def _layer(program: Program, block: Block, groups: str, float64: bool) -> DecodingLayer:
@@ -240,14 +169,14 @@ def _attention(e: Emitter, op: Op) -> None:
     """Queries, keys and values get one width, narrow heads with zeros, as in training (`emit_attention.py`)."""
     assert isinstance(op, o.Attention)
     assert isinstance(e, _LayerEmitter)
-    given, (own, of_values) = op.named(e.refs(op)), _widths(e, op)
-    widest = max(own, of_values)
+    given, (of_keys, of_values) = op.named(e.refs(op)), _widths(e, op)
+    widest = max(of_keys, of_values)
     q, k, v = (
         e.call(op, aten.constant_pad_nd.default, given[name], [0, widest - width]) if widest > width else given[name]
-        for name, width in (("q", own), ("k", own), ("v", of_values))
+        for name, width in (("q", of_keys), ("k", of_keys), ("v", of_values))
     )
     keys, values = next(e.caches)
-    beside = given.get("segments"), given.get("sinks"), e.begin, e.end, op.window, op.scale or own**-0.5
+    beside = given.get("segments"), given.get("sinks"), e.begin, e.end, op.window, op.scale or of_keys**-0.5
     attended = (op, moec.cached_attention.default, q, k, v, keys, values, e.places, *beside)
     if of_values == widest:
         e.result(*attended)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from moec.codegen.emit import site_of
 from moec.codegen.emit.decodable import Refusal, refusal
-from moec.codegen.emit.emit_decoding import Decoding, DecodingLayer, Rotation, emit_decoding
+from moec.codegen.emit.decoding import Decoding, DecodingLayer, Rotation
+from moec.codegen.emit.emit_decoding import emit_decoding
 from moec.passes.fuse import Fuse
 from moec.passes.ir import Program, Shard
 from moec.passes.ir.interface import FORWARD
@@ -92,7 +93,7 @@ class Decoder:
         self.routers = [site_of(op, number) for number, block in enumerate(blocks) for op in block.routers]
         self._caches: list[list[Tensor]] = []
         self._rows = torch.arange(self._batch, device=self._device)
-        self._text = torch.zeros(self._batch, dtype=torch.int64, device=self._device)
+        self._text_starts = torch.zeros(self._batch, dtype=torch.int64, device=self._device)
         self._rotations = tuple(dict.fromkeys(each for block in blocks for each in block.rotations))
 
     def step(self, new: NewTokens, beside: Mapping[str, Tensor]) -> Tensor:
@@ -128,9 +129,8 @@ class Decoder:
         if number + 1 < len(self._layers):
             self._layers[number + 1].begin()
         turning = (table for each in layer.block.rotations for table in tables[each])
-        y: Tensor = layer.block.module(
-            *inputs, *fixed, new.places, new.begin, new.end, *turning, *self._caches[number]
-        )  # fmt: skip
+        caches = self._caches[number]
+        y: Tensor = layer.block.module(*inputs, *fixed, new.places, new.begin, new.end, *turning, *caches)
         return y
 
     def _empty(self, block: DecodingLayer, dtype: torch.dtype) -> list[Tensor]:
@@ -142,10 +142,10 @@ class Decoder:
         """Where the text of each new token begins, [B, T]: behind the last separator before it."""
         separator = self._decoding.separator
         if separator is None:
-            return self._text[:, None].expand(new.places.shape)
+            return self._text_starts[:, None].expand(new.places.shape)
         after = torch.where(new.ids == separator, new.places + 1, 0)
-        behind = torch.cat([self._text[:, None], after], 1).cummax(1).values
-        self._text = behind.gather(1, new.last[:, None] + 1)[:, 0]
+        behind = torch.cat([self._text_starts[:, None], after], 1).cummax(1).values
+        self._text_starts = behind.gather(1, new.last[:, None] + 1)[:, 0]
         return behind[:, :-1].contiguous()
 
     def _tables(self, of: Rotation, new: NewTokens, starts: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,8 @@ from test_operators import FORMS
 from torch import fx
 
 from moec.codegen.emit.decodable import OF_ONE_TOKEN, refusal
-from moec.codegen.emit.emit_decoding import Decoding, emit_decoding
+from moec.codegen.emit.decoding import Decoding
+from moec.codegen.emit.emit_decoding import emit_decoding
 from moec.passes.fuse import Fuse
 from moec.passes.ir import ops as o
 from moec.passes.lower.lower_model import lower
