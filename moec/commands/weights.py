@@ -52,8 +52,8 @@ def export(
     from moec.driver import load
     from moec.runtime.huggingface.checkpoints import export_weights
 
-    if architecture and plan is None:
-        raise typer.BadParameter("--architecture needs --plan")
+    if architecture and (plan is None or like is not None):
+        raise typer.BadParameter("--architecture needs --plan, and no --like, whose config says it")
     opened = load(plan) if plan else None
     with progress_of_bytes() as advance:
         done = export_weights(

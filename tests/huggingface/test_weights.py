@@ -21,7 +21,9 @@ from transformers import AutoModelForCausalLM
 
 import moec
 from moec import entry
+from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.printer import model_text
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import export_weights, import_weights
 from moec.runtime.job.module import PlanModule
@@ -82,9 +84,8 @@ def test_parameters_pass_in_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         require_same_files(folder, tmp_path / f"{model_type}.again")
 
 
-def plan_of(folder: Path) -> Any:
-    from moec.grammar.printer import model_text
-
+def plan_of(folder: Path) -> Plan:
+    """A plan of the folder's model for one rank, with an optimizer."""
     train = f"train {{ batch = {BATCH}; sequence = 24; optimizer = adamw(lr = 1e-2) }}"
     return moec.compile(f"{model_text(moec.from_hf(folder))}{CLUSTER}\n{train}\n")
 
@@ -393,4 +394,6 @@ def test_the_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     code, out, err = run("compile", "model.moe", "-o", "plan")
     assert code == 0, err
     assert run("weights", "export", "0", "more", "--plan", "plan", "--architecture", "qwen3_moe")[0] == 1
-    assert run("weights", "export", "0", "more", "--plan", "plan", "--architecture", "mixtral")[0] == 0
+    named = "--plan", "plan", "--architecture", "mixtral"
+    assert run("weights", "export", "0", "more", "--like", "theirs", *named)[0] == 2
+    assert run("weights", "export", "0", "more", *named)[0] == 0
