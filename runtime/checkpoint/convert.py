@@ -103,6 +103,12 @@ class Whole:
         return math.prod(self.shape) * ITEM_BYTES[MASTER]
 
 
+def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every parameter and state."""
+    shapes = {name: data.shape for name, data in plan.parameters.items()}
+    return shapes | {name: tuple(int(dim) for dim in state.shape) for name, state in plan.states.items()}
+
+
 def write_new(
     target: Path,
     plan: Plan,
@@ -214,14 +220,13 @@ def _opened(source: Path) -> ShardFile:
 
 def _require_tensors(source: Path, shard: ShardFile, plan: Plan) -> None:
     """Raises `JobError` MOE0805 unless the file has exactly the plan's tensors."""
-    wanted = {name: (MASTER, data.shape) for name, data in plan.parameters.items()}
-    wanted |= {name: (MASTER, tuple(int(d) for d in state.shape)) for name, state in plan.states.items()}
+    wanted = shapes_of(plan)
     for name in sorted(wanted.keys() | shard.places.keys()):
         here = shard.places.get(name)
         there = "missing" if here is None else f"{here.dtype} {list(here.shape)}"
-        if here is not None and name in wanted and here.dtype in NARROW and here.shape == wanted[name][1]:
+        if here is not None and name in wanted and here.dtype in NARROW and here.shape == wanted[name]:
             continue
-        plans = f"{wanted[name][0]} {list(wanted[name][1])}" if name in wanted else "missing"
+        plans = f"{MASTER} {list(wanted[name])}" if name in wanted else "missing"
         if there != plans:
             raise JobError(
                 "MOE0805",

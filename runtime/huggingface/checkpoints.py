@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moec.codegen.emit import DTYPES as COMPUTED
 from moec.codegen.plan import Plan, make_plan
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.huggingface.family import Family
@@ -18,7 +19,7 @@ from moec.grammar.huggingface.read import CONFIG, parsed_config, read_config
 from moec.grammar.huggingface.write import config_for
 from moec.grammar.spec import Spec
 from moec.passes.pipeline import compile_program
-from moec.runtime.checkpoint.convert import Whole, write_new
+from moec.runtime.checkpoint.convert import Whole, shapes_of, write_new
 from moec.runtime.checkpoint.index import MODEL
 from moec.runtime.checkpoint.parts import DTYPES
 from moec.runtime.checkpoint.reading import Checkpoint
@@ -73,12 +74,6 @@ def plan_of(spec: Spec, version: str) -> Plan:
     return make_plan(spec, compile_program(spec).program, version)
 
 
-def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter and state."""
-    shapes = {name: data.shape for name, data in plan.parameters.items()}
-    return shapes | {name: tuple(int(dim) for dim in state.shape) for name, state in plan.states.items()}
-
-
 def _content(name: str, shape: tuple[int, ...], weights: FolderWeights, progress: Progress) -> Iterator[memoryview]:
     """The bytes of a whole parameter in fp32, slab by slab."""
     for rows in slabs_of(shape):
@@ -101,7 +96,8 @@ def export_weights(
 
     The config is that of the folder `like`, or the one that the checkpoint keeps, or of the plan's model. Of the first
     two the other files come along, and the weights lie in files as theirs do, in their dtypes: an import and an export
-    give back the same bytes. Weights of a plan alone are in its model's dtype.
+    give back the same bytes. Weights of a plan alone are in its model's dtype. `model_type` is the architecture that
+    its model is written as, also in place of the one that the checkpoint keeps.
 
     Raises `DiagnosticError`: MOE0800 to MOE0802 for the checkpoint, MOE0805 for one of another model, MOE0905 to
     MOE0907 for files and tensors of `like`, MOE0908 where nothing says the architecture or it is not the plan's,
@@ -208,8 +204,7 @@ def _of_plan(source: Path, plan: Plan | None, model_type: str | None) -> Origin:
             "give `--like DIR`, a folder of the architecture with its tokenizer, or `--plan PLAN`",
         )
     config, family = config_for(plan.spec, model_type)
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[str(plan.spec.model.dtype)]
-    return Origin(plan.spec, family, config, dtype, {}, {}, None, None)
+    return Origin(plan.spec, family, config, COMPUTED[str(plan.spec.model.dtype)], {}, {}, None, None)
 
 
 def _require_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], origin: Origin) -> None:

@@ -17,8 +17,8 @@ from moec.runtime.huggingface.stored import INDEX, SINGLE
 
 FOLDER, LAYOUT = "huggingface", "moec-layout.json"
 WEIGHTS = ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz", ".zip"
-MOST_BYTES = 64 << 20
-"""Bytes of a file that is carried along."""
+MAX_CARRIED_BYTES = 64 << 20
+"""A larger file beside the weights is not carried along."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,15 @@ class Layout:
 
 
 def carried(folder: Path) -> dict[str, bytes]:
-    """The files of the folder that are no weights: configs, the tokenizer's files, texts. Links are followed."""
+    """The files of the folder that are no weights: configs, the tokenizer's files, texts. Links are followed.
+
+    Hidden files and those of more than `MAX_CARRIED_BYTES` are left out.
+    """
     found = {}
     for path in sorted(folder.iterdir()):
         if path.suffix in WEIGHTS or path.name.startswith(".") or path.name in (INDEX, LAYOUT) or not path.is_file():
             continue
-        if path.stat().st_size <= MOST_BYTES:
+        if path.stat().st_size <= MAX_CARRIED_BYTES:
             found[path.name] = path.read_bytes()
     return found
 

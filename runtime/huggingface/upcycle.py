@@ -27,11 +27,11 @@ from moec.codegen.plan import Plan, PlanParameter
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.huggingface.read import LOCAL, read_config
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec
-from moec.runtime.checkpoint.convert import Whole, write_new
+from moec.runtime.checkpoint.convert import Whole, shapes_of, write_new
 from moec.runtime.checkpoint.index import HEAD, MODEL
 from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.errors import JobError
-from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows, shapes_of
+from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows
 from moec.runtime.huggingface.folder_weights import FolderWeights
 from moec.runtime.huggingface.load import first_difference
 from moec.runtime.huggingface.slabs import slab_bytes, slabs_of

@@ -93,7 +93,7 @@ class Decoder:
         self.routers = [site_of(op, number) for number, block in enumerate(blocks) for op in block.routers]
         self._caches: list[list[Tensor]] = []
         self._rows = torch.arange(self._batch, device=self._device)
-        self._text_starts = torch.zeros(self._batch, dtype=torch.int64, device=self._device)
+        self._text_starts = torch.zeros(self._batch, dtype=torch.int64, device=self._device)  # of the next token's text
         self._rotations = tuple(dict.fromkeys(each for block in blocks for each in block.rotations))
 
     def step(self, new: NewTokens, beside: Mapping[str, Tensor]) -> Tensor:

@@ -125,7 +125,7 @@ def generate(
             found = _run(model, decoder, request, look=look)
     finally:
         decoder.close()
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # tensors of inference mode cannot be used in training
         return Generated(found.tokens.clone(), found.lengths.clone())
 
 
@@ -169,7 +169,7 @@ def _run(model: PlanModule, decoder: Decoder, request: Request, *, look: bool) -
     found = prompts.ids.new_full((len(prompts.lengths), prompts.new), ends.pad)
     counts, done = torch.zeros_like(prompts.lengths), torch.zeros_like(prompts.lengths, dtype=torch.bool)
     even, beside = prompts.even, {}
-    if model.draws:  # in evaluation no number is drawn
+    if model.draws:  # an input of such a model's graphs, which in evaluation draw nothing by it
         beside["sequences"] = request.sequences
     places = torch.arange(prompts.ids.shape[1], device=device).expand(prompts.ids.shape)
     new = NewTokens(prompts.ids, places, prompts.lengths - 1, prompts.real(), 0, prompts.ids.shape[1])

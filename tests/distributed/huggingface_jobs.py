@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +75,3 @@ def train_after_load(folder: str, degrees: str, tokens: torch.Tensor, optimizer_
             optimizer.step()
             optimizer.zero_grad()
         return float(loss)
-
-
-def exists(path: str) -> bool:
-    return Path(path).exists()

@@ -10,9 +10,9 @@ from huggingface.decoders import ROWS, config_of
 from huggingface.equal import both, text
 
 NEW = 12
-PARTS = {"qwen2_moe": "window pattern", "qwen3_moe": "yarn", "mixtral": "window"}
+OTHER_CACHES = {"qwen2_moe": "window pattern", "qwen3_moe": "yarn", "mixtral": "window"}
 """Cases beside the usual one whose cache differs: windows, and positions that are stretched."""
-CASES = [(model_type, name) for model_type in ROWS for name in ("usual", PARTS.get(model_type)) if name]
+CASES = [(model_type, name) for model_type in ROWS for name in ("usual", OTHER_CACHES.get(model_type)) if name]
 
 
 @pytest.mark.parametrize(("model_type", "name"), CASES)
