@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log
 from typing import Any
 
 from moec.grammar.huggingface.parts import FULL, SLIDING
@@ -131,6 +132,8 @@ def parameters_of(rope: Rope, width: int, context: int | None) -> dict[str, Any]
             }
             if scaling.mscale and scaling.mscale_all:
                 keys |= {"mscale": scaling.mscale, "mscale_all_dim": scaling.mscale_all}
+            elif scaling.mscale:
+                keys |= {"attention_factor": 0.1 * scaling.mscale * log(scaling.factor) + 1}
         case LongRope() as scaling:
             keys |= {
                 "rope_type": "longrope",

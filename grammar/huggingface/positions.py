@@ -24,6 +24,7 @@ def rope_of(
     kind: str = "",
     interleaved: bool = False,
     sharpens_scores: bool = False,
+    partial: bool = False,
     part_of: int | None = None,
     spellings: tuple[str, ...] = PARAMETERS,
 ) -> Rope:
@@ -31,6 +32,7 @@ def rope_of(
 
     `theta` and `fraction` are the family's defaults. `kind` picks the parameters of one type of layers, where a config
     has an object for each. `sharpens_scores`: the family multiplies scores by yarn's `mscale_all_dim` (DeepSeek).
+    `partial`: a part of each head can turn, `fraction` of it by default; others' code ignores the key.
     `part_of` is the width of which `partial_rotary_factor` is a part, where that is not `width`: it must give `width`.
     `spellings` are the keys with the parameters, of which the last one counts that says something.
     """
@@ -48,6 +50,9 @@ def rope_of(
         if int(part_of * part) != width:
             given.refuse("partial_rotary_factor", f"of {part_of} dimensions {width} turn")
         part = 1.0
+    elif part != 1 and not partial:
+        given.refuse("partial_rotary_factor", "transformers turns whole heads in this architecture")
+        part = 1.0
     if not 0 < part <= 1:
         given.refuse("partial_rotary_factor", "the part of a head that turns is more than 0 and at most 1")
         part = 1.0
@@ -64,7 +69,6 @@ def rope_of(
         case "dynamic" if given.has("alpha"):  # Hunyuan: a base times alpha ^ (d / (d - 2))
             base *= given.number("alpha") ** (turning / (turning - 2))
             given.number("factor", default=1.0)
-            _unused(given, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
         case "dynamic":
             scaling = Ntk(factor=_factor(given))
         case "llama3":
@@ -80,8 +84,10 @@ def rope_of(
             scaling = _longrope(config, given, turning)
         case _:
             given.refuse("rope_type", "moec has `linear`, `dynamic`, `yarn`, `llama3` and `longrope`")
-    if not isinstance(scaling, Yarn) and word != "dynamic":
-        _unused(given, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+    if not isinstance(scaling, Yarn):
+        _unused(given, "beta_fast", "beta_slow", "mscale")
+        if given.raw("mscale_all_dim") and sharpens_scores and word != "default":
+            given.refuse("mscale_all_dim", "moec sharpens scores with `yarn` alone")
     return Rope(theta=base, scaling=scaling, fraction=part, interleaved=interleaved)
 
 
@@ -113,8 +119,8 @@ def _yarn(config: Config, given: Config, sharpens_scores: bool) -> Yarn:
     factor = _factor(given, default=ratio)
     mscale, every = given.number("mscale", default=0.0), given.number("mscale_all_dim", default=0.0)
     if given.has("attention_factor"):
-        mscale = _mscale_for(given, factor)
-        every = 0.0
+        every = every if sharpens_scores else 0.0
+        mscale = _mscale_for(given, factor, 0.1 * every * math.log(factor) + 1)
     elif every and not mscale:
         given.refuse("mscale_all_dim", "without `mscale` it changes scores, but not the dims that turn")
     elif not (mscale and every):
@@ -132,9 +138,9 @@ def _yarn(config: Config, given: Config, sharpens_scores: bool) -> Yarn:
     )
 
 
-def _mscale_for(given: Config, factor: float) -> float:
-    """The `mscale` with which yarn's sharpening is the stated `attention_factor`."""
-    wanted = given.number("attention_factor")
+def _mscale_for(given: Config, factor: float, divisor: float) -> float:
+    """The `mscale` with which yarn's sharpening, over this divisor, is the stated `attention_factor`."""
+    wanted = given.number("attention_factor") * divisor
     plain = 0.1 * math.log(factor) + 1
     if math.isclose(wanted, plain, rel_tol=1e-9):
         return 0.0

@@ -102,7 +102,6 @@ MORE_ROWS: dict[str, tuple[Keys, dict[str, Keys]]] = {
             **{name: keys for name, keys in COMMON.items() if name != "theta"}, **BIASES, **GELU,
             "theta": {"rope_theta": 123.0},
             "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
-            "scaling that is ignored": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
             "layer norm's eps": {"layer_norm_eps": 1e-2},
             "sigmoid": {"expert_selection_fn": "sigmoid"},
             "sigmoid, not normalised": {"expert_selection_fn": "sigmoid", "norm_topk_prob": False},

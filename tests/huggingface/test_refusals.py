@@ -144,6 +144,18 @@ def test_a_key_that_nobody_asks_for_is_a_warning(model_type: str) -> None:
     assert [note.code for note in notes if "`value_residual`" in (note.message or "")] == ["MOE0904"]
 
 
+def test_so_is_one_of_the_positions_and_of_other_parts() -> None:
+    rope = {"rope_type": "linear", "factor": 2.0, "attention_factor": 3.0}
+    (note,) = read_config(usual("mixtral", rope_parameters=rope)).notes
+    assert (note.code, note.message) == (
+        "MOE0904",
+        "`rope_parameters.attention_factor` is not known here and has no effect",
+    )
+    parts = {**config_of("dbrx")["attn_config"], "alibi": True}
+    (note,) = read_config(usual("dbrx", attn_config=parts)).notes
+    assert note.message == "`attn_config.alibi` is not known here and has no effect"
+
+
 @pytest.mark.parametrize("model_type", sorted(ROWS))
 def test_the_usual_config_has_no_warning(model_type: str) -> None:
     assert read_config(usual(model_type)).notes == ()
@@ -200,6 +212,11 @@ def test_code_of_a_folder_is_named_and_not_run(tmp_path: Any) -> None:
         assert moec.from_hf(tmp_path).model.name == "mixtral"
     with pytest.raises(DiagnosticError, match=r"its own code .* is never run"):
         moec.from_hf({**config, "model_type": "mixtral_of_mine"})
+
+
+def test_a_key_that_transformers_ignores_is_refused_where_it_says_something() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    assert "`rope_scaling` is " in refusal("cohere2_moe", **config_of("cohere2_moe"), rope_scaling=scaling)
 
 
 # ---- what is imported in part ----------------------------------------------------------------------

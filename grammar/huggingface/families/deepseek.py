@@ -129,6 +129,7 @@ def _v3(config: Config) -> Model:
     depth = depth_of(config)
     attention = latent_attention(config, interleaved=config.flag("rope_interleave", default=True))
     config.only("moe_layer_freq", 1)
+    config.only("head_dim", config.count("qk_rope_head_dim"), why="transformers computes positions of this width")
     body = mixture_of(config, scale=2.5)
     sparse = sparse_layers(config, depth, config.count("first_k_dense_replace", default=3, least=0))
     return mixed(config, [attention] * depth, sparse, body, 1e-6)
@@ -189,7 +190,7 @@ def _glm4(config: Config) -> Model:
     depth = depth_of(config)
     attention = attention_of(
         config,
-        rope=rope_of(config, heads_of(config)[2], fraction=0.5),
+        rope=rope_of(config, heads_of(config)[2], fraction=0.5, partial=True),
         bias=bias_of(config, "attention_bias", word="qkv"),
         qk_norm="head" if config.flag("use_qk_norm", default=False) else "none",
     )
@@ -239,7 +240,7 @@ def _dots1(config: Config) -> Model:
 
 def _solar(config: Config) -> Model:
     depth = depth_of(config)
-    rope = rope_of(config, heads_of(config)[2], theta=1e6)
+    rope = rope_of(config, heads_of(config)[2], theta=1e6, partial=True)
     attention = attention_of(config, rope=rope, bias=bias_of(config, "attention_bias", word="qkv"))
     config.inert("attention_dropout", 0)
     config.only("first_k_dense_replace", 0)

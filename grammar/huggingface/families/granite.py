@@ -124,16 +124,21 @@ def _feed(theirs: str, ours: str) -> Iterator[Rule]:
 
 
 def _keys(model: Model) -> dict[str, Any]:
-    attention, moe = model.layers[0].attention, model.layers[0].moe
+    attention, layer = model.layers[0].attention, model.layers[0]
+    width = getattr(attention, "head_dim", None) or max(1, model.dim // attention.heads)
     bases = [layer.attention.rope.theta if layer.attention.rope else 0.0 for layer in model.layers]
     return {
-        "attention_multiplier": attention.multiplier or (attention.head_dim or model.dim // attention.heads) ** -0.5,  # type: ignore[union-attr]
+        "attention_multiplier": attention.multiplier or width**-0.5,
         "layer_rope_theta": bases,
         "mamba_expand": 2,
         "mamba_n_heads": 1,
         "mamba_d_head": 2 * model.dim,
         "position_embedding_type": "nope" if attention.rope is None else "rope",
-        **({} if moe is not None else {"num_local_experts": 0, "shared_intermediate_size": model.layers[0].ffn.hidden}),  # type: ignore[union-attr]
+        **(
+            {}
+            if layer.moe
+            else {"num_local_experts": 0, "shared_intermediate_size": getattr(layer.ffn, "hidden", None)}
+        ),
     }
 
 

@@ -96,7 +96,7 @@ def _lfm2_keys(model: Model) -> dict[str, Any]:
     moes = [layer.moe for layer in model.layers if layer.moe is not None]
     dense = [layer.ffn for layer in model.layers if layer.ffn is not None]
     gate = moes[0].gate if moes else None
-    widths = [*(getattr(ffn, "hidden", None) for ffn in dense), getattr(moes[0].parts[0].body, "hidden", None)]
+    widths = [getattr(body, "hidden", None) for body in (*dense, *(moe.parts[0].body for moe in moes))]
     return {
         "norm_eps": model.norm.eps,
         "use_expert_bias": isinstance(getattr(gate, "bias", None), Online),

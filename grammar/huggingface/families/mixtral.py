@@ -44,7 +44,7 @@ def _minimax_m2(config: Config) -> Model:
     stated = config.count("rotary_dim", default=width)
     norm = "projection" if config.flag("use_qk_norm", default=True) else "none"
     config.only("qk_norm_type", "per_layer")
-    rope = rope_of(config, width, theta=5e6, fraction=stated / width)
+    rope = rope_of(config, width, theta=5e6, fraction=stated / width, partial=True)
     attention = attention_of(config, rope=rope, qk_norm=norm)
     config.only("attn_type_list", [1] * depth)
     config.only("scoring_func", "sigmoid")

@@ -160,7 +160,7 @@ def _mimo(config: Config) -> Model:
 
 
 def _mimo_rope(config: Config, width: int, kind: str) -> Any:
-    return rope_of(config, width, kind=kind, theta=5e6 if kind == FULL else 1e4, fraction=0.334)
+    return rope_of(config, width, kind=kind, theta=5e6 if kind == FULL else 1e4, fraction=0.334, partial=True)
 
 
 def _mimo_keys(model: Model) -> dict[str, Any]:
