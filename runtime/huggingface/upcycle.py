@@ -233,12 +233,12 @@ def _expert(
         return copied
     if how.drop:
         dropped = _dropped(layer, expert, width, how)
-        kept = copied.index_select(dim, dropped)
+        replaced = copied.index_select(dim, dropped)
         if dropped.numel():
             # Gate and up are matrices of their own: each has its own mean and deviation.
             over = (1, 2) if part == "up" else (0, 1)
-            mean, deviation = kept.mean(over, keepdim=True), kept.std(over, keepdim=True, correction=0)
-            drawn = torch.randn(kept.shape, generator=_generator(how.seed, name, expert, "drop"))
+            mean, deviation = replaced.mean(over, keepdim=True), replaced.std(over, keepdim=True, correction=0)
+            drawn = torch.randn(replaced.shape, generator=_generator(how.seed, name, expert, "drop"))
             copied.index_copy_(dim, dropped, mean + deviation * drawn)
     if how.noise:
         copied += how.noise * torch.randn(copied.shape, generator=_generator(how.seed, name, expert, "noise"))
