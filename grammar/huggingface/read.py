@@ -154,6 +154,8 @@ LOCAL = Cluster(
 def _parsed(path: Path) -> tuple[Mapping[str, Any], Source]:
     """The config at `path`, with its text for diagnostics."""
     file = path / CONFIG if path.is_dir() else path
+    if file.exists() and not file.is_file():  # a pipe would wait for ever
+        raise DiagnosticError([diagnose("MOE0900", None, f"{file} is no file")])
     source, wrong = read_source(file, file.name)
     if source is None:
         reason = wrong[0].message or wrong[0].title

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from moec.codegen.emit import DTYPES as COMPUTED
 from moec.codegen.plan import Plan, make_plan
-from moec.grammar.diagnostics import Diagnostic
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.read import CONFIG, parsed_config, read_config
 from moec.grammar.huggingface.write import config_for
@@ -21,6 +21,7 @@ from moec.grammar.spec import Spec
 from moec.passes.pipeline import compile_program
 from moec.runtime.checkpoint.convert import Whole, shapes_of, write_new
 from moec.runtime.checkpoint.index import MODEL
+from moec.runtime.checkpoint.mathematics import differences
 from moec.runtime.checkpoint.parts import DTYPES
 from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.checkpoint.shards import places_of
@@ -28,10 +29,10 @@ from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.folder_weights import FolderWeights
 from moec.runtime.huggingface.kept import Layout, carried, keep, kept_in, layout_of
-from moec.runtime.huggingface.load import require_same
+from moec.runtime.huggingface.load import OTHER_MODEL, further_layers, remark_of
 from moec.runtime.huggingface.slabs import Slabs, slab_bytes, slabs_of
 from moec.runtime.huggingface.stored import INDEX, stored_in
-from moec.runtime.huggingface.writer import MOST_BYTES, File, Writer
+from moec.runtime.huggingface.writer import MOST_BYTES, File, Writer, dtypes_of
 
 Progress = Callable[[int], None]
 
@@ -52,21 +53,32 @@ def import_weights(
     """Writes the checkpoint `target` of step 0 with the weights of a Hugging Face folder, in fp32.
 
     It loads under any plan of the model. Beside the weights it keeps the folder's other files (config, tokenizer), and
-    how the weights lie in their files. With `plan` the config must say the plan's model.
+    how the weights lie in their files. A `plan` whose model computes otherwise than the config says, from the same
+    parameters, is a warning.
 
     Raises `DiagnosticError`: those of `read_config`; MOE0905, MOE0906, MOE0907 for files and tensors, MOE0908 for a
-    plan of another model, MOE0803 and MOE0804 for the target. Nothing is left at `target` then.
+    plan with other parameters, MOE0803 and MOE0804 for the target. Nothing is left at `target` then.
     """
     imported = read_config(folder)
-    if plan is not None:
-        require_same(imported.spec.model, plan.spec.model, str(folder))
+    notes = imported.notes
     plan = plan or plan_of(imported.spec, version)
-    weights = FolderWeights(folder, imported, shapes_of(plan))
+    shapes = shapes_of(plan)
+    remark = remark_of(imported, plan.spec.model, shapes, str(folder))
+    if remark:
+        notes = (*notes, _warning("MOE0904", remark))
+    try:
+        weights = FolderWeights(folder, imported, shapes, plan.spec.model)
+    except DiagnosticError as error:
+        raise (JobError("MOE0908", remark, OTHER_MODEL) if remark else error) from error
     tensors = [
         Whole(name, shape, _content(name, shape, weights, progress)) for name, shape in sorted(weights.shapes.items())
     ]
     num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into))
-    return Moved(num_bytes, len(tensors), imported.notes, weights.left_out)
+    return Moved(num_bytes, len(tensors), notes, weights.left_out)
+
+
+def _warning(code: str, message: str) -> Diagnostic:
+    return diagnose(code, None, message, severity=Severity.WARNING)
 
 
 def plan_of(spec: Spec, version: str) -> Plan:
@@ -97,7 +109,10 @@ def export_weights(
     The config is that of the folder `like`, or the one that the checkpoint keeps, or of the plan's model. Of the first
     two the other files come along, and the weights lie in files as theirs do, in their dtypes: an import and an export
     give back the same bytes. Weights of a plan alone are in its model's dtype. `model_type` is the architecture that
-    its model is written as, also in place of the one that the checkpoint keeps.
+    its model is written as, also in place of the one that the checkpoint keeps. Online biases are fp32.
+
+    A checkpoint of a model that computes otherwise, from tensors of the same shapes, is a warning: what is exported is
+    then another model than the one that was trained.
 
     Raises `DiagnosticError`: MOE0800 to MOE0802 for the checkpoint, MOE0805 for one of another model, MOE0905 to
     MOE0907 for files and tensors of `like`, MOE0908 where nothing says the architecture or it is not the plan's,
@@ -108,13 +123,14 @@ def export_weights(
     plan = plan or plan_of(origin.spec, version)
     shapes = shapes_of(plan)
     _require_tensors(checkpoint, shapes, origin)
+    notes = (*origin.notes, *_other_mathematics(checkpoint, origin.spec))
     found = origin.family.rules(plan.spec.model, origin.names)
     if like is not None:
-        require_fit(origin.family, found, shapes, stored_in(like), str(like))
+        require_fit(origin.family, found, shapes, stored_in(like), str(like), further_layers(origin.config))
     rules = {rule.name: rule for rule in found}
     wanted = [rule for name, rule in rules.items() if (name in origin.dtypes if origin.dtypes else rule.written)]
     left_out = tuple(name for name in origin.dtypes if name not in rules)
-    dtypes = {rule.name: origin.dtypes.get(rule.name, origin.dtype) for rule in wanted}
+    dtypes = {**dtypes_of(wanted, origin.dtype, plan.states), **origin.dtypes}
     layout = None if left_out else origin.layout
     writer = Writer(target, wanted, shapes, dtypes, MOST_BYTES, layout)
     try:
@@ -132,7 +148,7 @@ def export_weights(
         writer.publish(origin.config, beside)
     finally:
         writer.discard()
-    return Moved(sum(file.num_bytes for file in writer.files), len(wanted), origin.notes, left_out)
+    return Moved(sum(file.num_bytes for file in writer.files), len(wanted), notes, left_out)
 
 
 def read_rows(checkpoint: Checkpoint, name: str, rows: range, shape: tuple[int, ...]) -> Tensor:
@@ -183,8 +199,9 @@ def _origin(source: Path, like: Path | None, plan: Plan | None, model_type: str 
         if files is None or model_type is not None:
             return _of_plan(source, plan, model_type)
         imported = read_config(parsed_config(files[0].get(CONFIG, b""), f"{source}/huggingface/{CONFIG}"))
-    if plan is not None:
-        require_same(imported.spec.model, plan.spec.model, str(like or source))
+    notes: tuple[Diagnostic, ...] = ()
+    if plan is not None and (remark := remark_of(imported, plan.spec.model, shapes_of(plan), str(like or source))):
+        notes = (_warning("MOE0904", remark),)
     beside, layout = files
     dtypes, laid = dict[str, torch.dtype](), list[File]()
     for name, header in layout.headers.items():
@@ -193,7 +210,7 @@ def _origin(source: Path, like: Path | None, plan: Plan | None, model_type: str 
         offsets = {each: place.offset - len(header) for each, place in places.items()}
         laid.append(File(name, header, offsets, sum(place.num_bytes for place in places.values())))
     dtype = next(iter(dtypes.values()), torch.float32)
-    return Origin(imported.spec, imported.family, imported.config, dtype, beside, dtypes, laid, layout.index)
+    return Origin(imported.spec, imported.family, imported.config, dtype, beside, dtypes, laid, layout.index, notes)
 
 
 def _of_plan(source: Path, plan: Plan | None, model_type: str | None) -> Origin:
@@ -205,6 +222,15 @@ def _of_plan(source: Path, plan: Plan | None, model_type: str | None) -> Origin:
         )
     config, family = config_for(plan.spec, model_type)
     return Origin(plan.spec, family, config, COMPUTED[str(plan.spec.model.dtype)], {}, {}, None, None)
+
+
+def _other_mathematics(checkpoint: Checkpoint, spec: Spec) -> list[Diagnostic]:
+    """A warning where the checkpoint's model computes otherwise than the one that is exported."""
+    found = differences(checkpoint.index.model, spec)
+    if not found:
+        return []
+    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
+    return [_warning("MOE0805", f"{checkpoint.path} computes otherwise: {'; '.join(found[:5])}{more}")]
 
 
 def _require_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], origin: Origin) -> None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from moec.grammar.huggingface.read import Imported
+from moec.grammar.spec import Model
 from moec.runtime.huggingface.fit import require_fit
+from moec.runtime.huggingface.load import further_layers
 from moec.runtime.huggingface.moves import pairs
 from moec.runtime.huggingface.slabs import Slabs
 from moec.runtime.huggingface.stored import stored_in
@@ -18,14 +20,16 @@ from moec.runtime.huggingface.stored import stored_in
 class FolderWeights:
     """The weights of `folder`, whose config was read as `imported`; `shapes` are those of the model's parameters.
 
-    `left_out` names the stored tensors that the model does not use. Raises `DiagnosticError` MOE0905, MOE0906 and
-    MOE0907 unless the others are exactly the model's.
+    `model` has the names of the parameters, where it is not the config's. `left_out` names the stored tensors that the
+    model does not use. Raises `DiagnosticError` MOE0905, MOE0906 and MOE0907 unless the others are exactly the model's.
     """
 
-    def __init__(self, folder: Path, imported: Imported, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, folder: Path, imported: Imported, shapes: Mapping[str, tuple[int, ...]], model: Model | None = None
+    ) -> None:
         stored = stored_in(folder)
-        rules = imported.family.rules(imported.spec.model, stored)
-        found = require_fit(imported.family, rules, shapes, stored, str(folder))
+        rules = imported.family.rules(model or imported.spec.model, stored)
+        found = require_fit(imported.family, rules, shapes, stored, str(folder), further_layers(imported.config))
         known = {rule.name for rule in rules}
         self.shapes = shapes
         self.left_out = tuple(name for name in stored if name not in known)

@@ -5,7 +5,8 @@ Three changes make experts differ:
 
 - `noise`: Gaussian noise of this standard deviation on the experts' weights (their appendix B.9);
 - `split`: experts narrower than the dense feed-forward take a slice of its hidden units each, expert e slice e modulo
-  their number, and what a slice gives is multiplied by that number (He et al. 2024, arXiv 2410.07524, section 3.2);
+  their number, and what a slice gives is multiplied by that number; the slices of one copy begin with one router, so
+  that a token chooses all of them (virtual groups, He et al. 2024, arXiv 2410.07524, section 3);
 - `drop`: this part of an expert's hidden units begins anew, drawn from a normal distribution with the mean and the
   standard deviation of the weights that it replaces (Drop-Upcycling, Nakamura et al. 2025, arXiv 2502.19261, section
   3).
@@ -14,7 +15,6 @@ Three changes make experts differ:
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +23,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from moec.codegen.plan import Plan, PlanParameter
-from moec.grammar.diagnostics import Diagnostic
+from moec.codegen.plan import Plan
+from moec.grammar.diagnostics import Diagnostic, Severity, diagnose
 from moec.grammar.huggingface.read import LOCAL, read_config
-from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec
+from moec.grammar.rules import ranges
+from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec, TopK
 from moec.runtime.checkpoint.convert import Whole, shapes_of, write_new
 from moec.runtime.checkpoint.index import HEAD, MODEL
+from moec.runtime.checkpoint.mathematics import differences
 from moec.runtime.checkpoint.reading import Checkpoint
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.checkpoints import Moved, plan_of, read_rows
@@ -38,6 +40,7 @@ from moec.runtime.huggingface.slabs import slab_bytes, slabs_of
 from moec.runtime.job.home import ALONE
 from moec.runtime.job.shards import initial_shard
 
+MOST_NOISE = 1e6
 EXPERTS, DENSE = "moe.experts.", "ffn."
 
 
@@ -75,11 +78,15 @@ def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling
     for options that do not fit it; those of `import_weights` for weights and the target.
     """
     _require_options(how)
+    if not model.has_model or all(layer.moe is None for layer in model.model.layers):
+        raise _unfit("the file has no model with a mixture", "put `moe` in place of `ffn` in the dense model's file")
     spec = model.replace(cluster=LOCAL, parallel=Parallel(), train=None)
     plan, notes = plan_of(spec, version), tuple[Diagnostic, ...]()
     weights: Dense
     if (dense / HEAD).is_file():
-        weights = CheckpointWeights(Checkpoint(dense))
+        checkpoint = Checkpoint(dense)
+        weights = CheckpointWeights(checkpoint)
+        _require_same_mathematics(checkpoint, spec, weights)
     else:
         weights, notes = _weights_of(dense, spec, version)
     for number, layer in enumerate(spec.model.layers):
@@ -90,7 +97,39 @@ def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling
         Whole(name, shape, _content(name, shape, plan, weights, how)) for name, shape in sorted(shapes_of(plan).items())
     ]
     num_bytes = write_new(target, plan, version, tensors)
-    return Moved(num_bytes, len(tensors), notes)
+    return Moved(num_bytes, len(tensors), (*notes, *_remarks(spec.model, weights)))
+
+
+def _remarks(model: Model, dense: Dense) -> list[Diagnostic]:
+    """Warnings where the mixture does not begin with what the dense model computes, though no option asks for it."""
+    scaled, chosen = list[int](), list[int]()
+    for number, layer in enumerate(model.layers):
+        moe = layer.moe
+        if moe is None:
+            continue
+        gate = moe.gate
+        adds_up = isinstance(gate, TopK) and (gate.normalize or gate.order == "after") and gate.scale == 1
+        if not adds_up:
+            scaled.append(number)
+        if isinstance(gate, TopK) and gate.k % _slices(number, moe, dense):
+            chosen.append(number)
+    notes = []
+    if scaled:
+        help = "set `normalize = true` in `topk`"
+        message = f"weights of layers {', '.join(ranges(scaled))} do not add up to 1: their results begin scaled"
+        notes.append(diagnose("MOE0910", None, message, help=help, severity=Severity.WARNING))
+    if chosen:
+        help = "let a token choose a multiple of the number of slices"
+        message = f"in layers {', '.join(ranges(chosen))} a token chooses no whole copies of the feed-forward"
+        notes.append(diagnose("MOE0910", None, message, help=help, severity=Severity.WARNING))
+    return notes
+
+
+def _slices(number: int, moe: Moe, dense: Dense) -> int:
+    """Into how many slices the experts of a layer cut the feed-forward."""
+    body = moe.parts[0].body
+    assert isinstance(body, Activated)
+    return dense.shapes[f"layers.{number}.{DENSE}up.weight"][1] // body.hidden
 
 
 class CheckpointWeights:
@@ -119,8 +158,8 @@ def _unfit(message: str, help: str = "") -> JobError:
 def _require_options(how: Upcycling) -> None:
     if not 0 <= how.drop <= 1:
         raise _unfit(f"--drop is {how.drop}, and a part of the hidden units is from 0 to 1")
-    if not (math.isfinite(how.noise) and how.noise >= 0):
-        raise _unfit(f"--noise is {how.noise}, and a standard deviation is at least 0")
+    if not 0 <= how.noise <= MOST_NOISE:
+        raise _unfit(f"--noise is {how.noise}, and a standard deviation is from 0 to {MOST_NOISE:g}")
 
 
 def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> None:
@@ -136,6 +175,21 @@ def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> Non
         how = different.replace("would be read as", "in the file")
         help = "`moec import hf` writes the dense model's file; put `moe` in place of `ffn` in it"
         raise _unfit(f"the file is not {folder} with mixtures in place of feed-forwards: there {how}", help)
+
+
+def _require_same_mathematics(checkpoint: Checkpoint, sparse: Spec, dense: Dense) -> None:
+    """Raises MOE0910 unless the checkpoint's model is the file's but for mixtures in place of feed-forwards."""
+    layers = []
+    for number, layer in enumerate(sparse.model.layers):
+        up = dense.shapes.get(f"layers.{number}.{DENSE}up.weight")
+        if layer.moe is not None and up is not None:
+            body = layer.moe.parts[0].body
+            layer = layer.replace(moe=None, ffn=body.replace(hidden=up[1]) if isinstance(body, Activated) else None)
+        layers.append(layer)
+    found = differences(checkpoint.index.model, sparse.replace(model=sparse.model.replace(layers=tuple(layers))))
+    if found:
+        help = "the file is the dense model's, with `moe` in place of `ffn`"
+        raise _unfit(f"{checkpoint.path} is another model than the file's: {'; '.join(found[:3])}", help)
 
 
 def _require_upcyclable(number: int, moe: Moe, dense: Dense, how: Upcycling) -> None:
@@ -195,7 +249,7 @@ def _content(name: str, shape: tuple[int, ...], plan: Plan, dense: Dense, how: U
     """The bytes of a parameter or state of the mixture."""
     source = source_of(name)
     if source is None:
-        yield slab_bytes(_new(name, shape, plan.parameters.get(name), how.seed))
+        yield slab_bytes(_new(name, shape, plan, dense, how.seed))
     elif source == name:
         for rows in slabs_of(shape):
             yield slab_bytes(dense.rows(name, rows))
@@ -205,9 +259,18 @@ def _content(name: str, shape: tuple[int, ...], plan: Plan, dense: Dense, how: U
             yield slab_bytes(_expert(name, source, whole, shape, expert, dense, how))
 
 
-def _new(name: str, shape: tuple[int, ...], data: PlanParameter | None, seed: int) -> Tensor:
-    """A router as in a new model, a state of zeros."""
-    return torch.zeros(shape) if data is None else initial_shard(name, data, ALONE, 0, seed=seed)
+def _new(name: str, shape: tuple[int, ...], plan: Plan, dense: Dense, seed: int) -> Tensor:
+    """A router as in a new model, with equal rows for the slices of one copy; a state of zeros."""
+    data = plan.parameters.get(name)
+    if data is None:
+        return torch.zeros(shape)
+    new = initial_shard(name, data, ALONE, 0, seed=seed)
+    number = int(name.split(".")[1])
+    moe = plan.spec.model.layers[number].moe
+    if moe is None or shape[0] != moe.num_experts:
+        return new
+    slices = _slices(number, moe, dense)
+    return new[: shape[0] // slices].repeat_interleave(slices, 0)
 
 
 def _expert(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,12 @@ class Writer:
         target: Path,
         rules: Sequence[Rule],
         shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype | Mapping[str, torch.dtype],
+        dtypes: Mapping[str, torch.dtype],
         max_file_bytes: int,
         layout: Sequence[File] | None = None,
     ) -> None:
         self.target, self._shapes = target, dict(shapes)
-        self._dtypes = {rule.name: dtype if isinstance(dtype, torch.dtype) else dtype[rule.name] for rule in rules}
+        self._dtypes = {rule.name: dtypes[rule.name] for rule in rules}
         sizes = {rule.name: rule.shape(shapes) for rule in rules}
         self.files = list(layout or files_of(sizes, self._dtypes, max_file_bytes))
         self._views: dict[str, Tensor] = {}
@@ -131,6 +131,12 @@ class Writer:
         self._views = {}
         if self._temporary is not None and self._temporary.path.exists():
             self._temporary.discard()
+
+
+def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, states: Container[str]) -> dict[str, torch.dtype]:
+    """The dtype of each tensor: `dtype`, and fp32 for online biases, whose small steps would be rounded away."""
+    of_states = {rule.name for rule in rules if any(piece.parameter in states for piece in rule.pieces)}
+    return {rule.name: torch.float32 if rule.name in of_states else dtype for rule in rules}
 
 
 def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], most: int) -> list[File]:

@@ -69,7 +69,7 @@ class Sampling:
         if self.top_k is not None and self.top_k < logits.shape[-1]:
             least = logits.topk(self.top_k, -1).values[:, -1:]
             logits = logits.masked_fill(logits < least, -torch.inf)
-        p = torch.softmax(logits / self.temperature, -1)
+        p = torch.softmax((logits - logits.max(-1, keepdim=True).values) / self.temperature, -1)
         if self.top_p is not None and self.top_p < 1:
             ordered = p.sort(-1, descending=True).values
             needed = (ordered.cumsum(-1) - ordered < self.top_p).sum(-1, keepdim=True)

@@ -60,6 +60,16 @@ def refused(folder: str, damaged: str, saved: str) -> list[str]:
     return said
 
 
+def load_other_files(one: str, other: str) -> str:
+    """What every rank says where rank 1 has files of its own, with the same headers."""
+    torch.set_num_threads(1)
+    with moec.launch(plan_of(one, "ep = 2"), device="cpu") as job:
+        model = job.build()
+        with pytest.raises(DiagnosticError) as error:
+            moec.load_hf(model, other if job.rank == 1 else one)
+    return str(error.value)
+
+
 def train_after_load(folder: str, degrees: str, tokens: torch.Tensor, optimizer_first: bool) -> float:
     """The loss after a step from the folder's weights, with the optimizer made before or after they are loaded."""
     torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import torch
 from gloo_pool import GlooPool
 from huggingface.decoders import ROWS, config_of
 from huggingface.equal import made, text
-from huggingface_jobs import RANKS, load_and_save, refused, train_after_load
+from huggingface_jobs import RANKS, load_and_save, load_other_files, refused, train_after_load
 
 DEGREES = {"tp 2, ep 2": "tp = 2; ep = 2", "ep 2, zero 3": "ep = 2; zero = 3"}
 OF_FAMILY = {name: list(DEGREES)[number % 2] for number, name in enumerate(ROWS)}
@@ -50,6 +50,17 @@ def test_one_ranks_error_is_every_ranks_and_nothing_is_loaded(gloo: GlooPool, tm
         assert "rank 2" in load
         assert "MOE0909" in save
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged", "theirs"]
+
+
+def test_ranks_that_read_different_files_are_told(gloo: GlooPool, tmp_path: Path) -> None:
+    """Two revisions of one model on the disks of two machines."""
+    theirs = made("mixtral", **config_of("mixtral"))
+    theirs.save_pretrained(tmp_path / "one")
+    with torch.no_grad():
+        theirs.lm_head.weight += 1
+    theirs.save_pretrained(tmp_path / "other")
+    for said in gloo.run(RANKS, load_other_files, str(tmp_path / "one"), str(tmp_path / "other")):
+        assert "MOE0811" in said
 
 
 def test_an_optimizer_made_before_the_weights_were_loaded_trains_these(gloo: GlooPool, tmp_path: Path) -> None:

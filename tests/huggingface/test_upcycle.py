@@ -97,6 +97,25 @@ def test_slices_add_up_to_the_feed_forward(tmp_path: Path) -> None:
     assert torch.equal(up[1], up[4])
 
 
+def test_a_token_begins_with_all_slices_of_a_copy(tmp_path: Path) -> None:
+    """The slices of one copy have one router: with as many choices as slices the mixture is the dense model."""
+    pair = both(tmp_path / "dense", "llama", **config_of("llama"))
+    spec = sparse(tmp_path / "dense", f"experts = 9 * swiglu({HIDDEN // 3}); gate = topk(3, normalize = true)")
+    done = upcycle(tmp_path / "dense", spec, tmp_path / "0", VERSION, Upcycling(split=True))
+    assert not done.notes
+    expected = pair.ours(text()).logits.detach()
+    torch.testing.assert_close(loaded(spec, tmp_path / "0")(text()).logits.detach(), expected, rtol=0, atol=5e-5)
+
+
+def test_what_does_not_begin_as_the_dense_model_is_a_warning(tmp_path: Path) -> None:
+    both(tmp_path / "dense", "llama", **config_of("llama"))
+    spec = sparse(tmp_path / "dense", f"experts = 6 * swiglu({HIDDEN // 3}); gate = topk(2)")
+    done = upcycle(tmp_path / "dense", spec, tmp_path / "0", VERSION, Upcycling(split=True))
+    assert [note.code for note in done.notes] == ["MOE0910"] * 2
+    assert "do not add up to 1" in done.notes[0].message
+    assert "no whole copies" in done.notes[1].message
+
+
 def test_noise_makes_experts_differ_by_its_deviation(tmp_path: Path) -> None:
     pair = both(tmp_path / "dense", "llama", **config_of("llama"))
     spec = sparse(tmp_path / "dense")
@@ -151,6 +170,25 @@ def test_a_checkpoint_of_moec_is_a_source_too(tmp_path: Path) -> None:
     upcycle(tmp_path / "saved", spec, tmp_path / "0", VERSION, Upcycling())
     expected = pair.ours(text()).logits.detach()
     torch.testing.assert_close(loaded(spec, tmp_path / "0")(text()).logits.detach(), expected, rtol=0, atol=2e-5)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Its tensors have the shapes of the file's model; what it computes is another thing."""
+    both(tmp_path / "dense", "llama", **config_of("llama"))
+    text = model_text(moec.from_hf(tmp_path / "dense"))
+    with moec.launch(moec.compile(f"{text.replace('swiglu', 'geglu')}{CLUSTER}"), device="cpu") as job:
+        job.save(tmp_path / "saved", job.build()).wait()
+    with pytest.raises(DiagnosticError, match=r"MOE0910.*geglu"):
+        upcycle(tmp_path / "saved", sparse(tmp_path / "dense"), tmp_path / "0", VERSION, Upcycling())
+    assert not (tmp_path / "0").exists()
+
+
+def test_a_file_without_a_mixture_is_refused(tmp_path: Path) -> None:
+    both(tmp_path / "dense", "llama", **config_of("llama"))
+    layer = 'layer "one" { dim = 8; moe { experts = 2 * gelu(4); gate = topk(1) } }'
+    for source in (moec.from_hf(tmp_path / "dense"), moec.compile(f"{layer}\n{CLUSTER}").spec):
+        with pytest.raises(DiagnosticError, match="MOE0910"):
+            upcycle(tmp_path / "dense", source, tmp_path / "0", VERSION, Upcycling())
 
 
 REFUSED = {

@@ -274,6 +274,82 @@ def test_weights_of_another_config_are_refused(tmp_path: Path) -> None:
     require_refused("MOE0908", "", lambda: import_weights(folder, tmp_path / "checkpoint", VERSION, plan))
 
 
+OTHER_K = {"num_experts_per_tok": 3}
+
+
+def test_a_config_of_another_k_is_a_warning(tmp_path: Path) -> None:
+    """The tensors fit: a model may go on with another k, or longer positions, than it came with."""
+    folder = folder_of(tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text())
+    other = moec.reference(moec.from_hf(config | OTHER_K))
+    with pytest.warns(UserWarning, match=r"gate\.k` is 2, and in the model 3"):
+        moec.load_hf(other, folder)
+    same = moec.reference(moec.from_hf(folder))
+    moec.load_hf(same, folder)
+    assert all(torch.equal(*pair) for pair in zip(other.parameters(), same.parameters(), strict=True))
+    (folder / "config.json").unlink()
+    with pytest.warns(UserWarning, match=r"has no config\.json"):
+        moec.load_hf(other, folder)
+
+
+def test_an_export_of_another_mathematics_warns(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "theirs")
+    import_weights(folder, tmp_path / "0", VERSION)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | OTHER_K))
+    done = export_weights(tmp_path / "0", tmp_path / "out", VERSION, like=folder)
+    (note,) = done.notes
+    assert note.code == "MOE0805"
+    assert "topk(2" in note.message
+    assert "topk(3" in note.message
+    assert not export_weights(tmp_path / "0", tmp_path / "same", VERSION).notes
+
+
+def test_online_biases_are_saved_in_fp32(tmp_path: Path) -> None:
+    """Choices follow from them, and their steps are smaller than what bf16 keeps."""
+    made("deepseek_v3", **config_of("deepseek_v3")).save_pretrained(tmp_path / "theirs")
+    config = json.loads((tmp_path / "theirs" / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "theirs" / "config.json").write_text(json.dumps(config))
+    module = moec.reference(moec.from_hf(tmp_path / "theirs"))
+    moec.load_hf(module, tmp_path / "theirs")
+    moec.save_hf(module, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "ours"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert torch.equal(theirs[name], ours[name])
+    assert ours["lm_head.weight"].dtype == torch.bfloat16
+
+
+def test_more_layers_than_the_model_has_are_refused(tmp_path: Path) -> None:
+    """But for as many as the config says predict further tokens."""
+    folder = folder_of(tmp_path / "theirs", "deepseek_v3", files=False)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    module = moec.reference(moec.from_hf(folder))
+    require_refused("MOE0906", "model.layers.2.", lambda: moec.load_hf(module, folder))
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    moec.load_hf(module, folder)
+
+
+def test_a_model_is_saved_like_the_folder_that_it_came_from(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "theirs")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 7}))
+    module = moec.reference(moec.from_hf(folder))
+    moec.load_hf(module, folder)
+    moec.save_hf(module, tmp_path / "ours", like=folder)
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["eos_token_id"] == 7
+    for name in ("tokenizer.json", "merges.txt", "generation_config.json"):
+        assert (tmp_path / "ours" / name).read_bytes() == (folder / name).read_bytes()
+    require_refused("MOE0900", "nowhere", lambda: moec.save_hf(module, tmp_path / "more", like=tmp_path / "nowhere"))
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_pipe_is_no_config(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    require_refused("MOE0900", "is no file", lambda: moec.from_hf(tmp_path))
+
+
 def test_nothing_is_replaced(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "theirs")
     (tmp_path / "there").mkdir()
