@@ -86,10 +86,10 @@ def _computable(rope: Rope) -> Iterator[Diagnostic]:
     """The formulas of scalings divide by the differences of their limits, and by logarithms."""
     scaling = rope.scaling
     match scaling:
-        case Yarn() if scaling.beta_slow >= scaling.beta_fast:
+        case Yarn() if scaling.beta_slow > scaling.beta_fast:  # Kimi K2 has 1 and 1: a step in place of a ramp
             fast = _label(scaling.span("beta_fast"), f"kept above {scaling.beta_fast:g} turns")
-            message = f"`beta_slow = {scaling.beta_slow:g}` is not below `beta_fast = {scaling.beta_fast:g}`"
-            help = "set `beta_slow` below `beta_fast`, such as 1 and 32"
+            message = f"`beta_slow = {scaling.beta_slow:g}` is above `beta_fast = {scaling.beta_fast:g}`"
+            help = "set `beta_slow` at most to `beta_fast`, such as 1 and 32"
             yield diagnose("MOE0364", scaling.span("beta_slow"), message, labels=fast, help=help)
         case Yarn() if rope.theta <= 1:
             message = "`yarn` wants wavelengths that grow: a `theta` above 1"

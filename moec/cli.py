@@ -12,6 +12,7 @@ import typer
 from moec import __version__
 from moec.commands.check import show
 from moec.commands.checkpoint import app as checkpoint_app
+from moec.commands.weights import app as weights_app
 from moec.grammar.diagnostics import STYLES, DiagnosticError, diagnose
 
 app = typer.Typer(
@@ -65,12 +66,25 @@ def explain(
 
 @app.command()
 def init(
-    file: Annotated[Path, typer.Argument(help="The file to write; it must not exist.")] = Path("model.moe"),
+    file: Annotated[
+        Path | None, typer.Argument(help="The file to write; it must not exist. Default: model.moe, or NAME.moe.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--from", metavar="NAME", help="Start from this model of the library.")
+    ] = None,
+    show_list: Annotated[bool, typer.Option("--list", help="Write nothing; list the library's models.")] = False,
 ) -> None:
-    """Write a commented starter file."""
+    """Write a commented starter file, or a file that starts from a model of the library."""
+    if show_list:
+        from moec.commands.library import listing
+
+        if file or model:
+            raise typer.BadParameter("--list writes nothing: leave out FILE and --from")
+        print("\n".join(listing()))
+        return
     from moec.commands.init import run
 
-    run(file)
+    run(file, model)
 
 
 @app.command()
@@ -78,6 +92,9 @@ def inspect(
     path: Annotated[Path, typer.Argument(help="A `.moe` file, or a plan folder.")],
     lets: Lets = None,
     format: Format = "full",
+    params: Annotated[
+        bool, typer.Option("--params", help="Count parameters: total, active per token, per layer, per rank.")
+    ] = False,
     rank: Annotated[int | None, typer.Option(help="Of a plan: this rank's parts and groups.")] = None,
     graph: Annotated[str | None, typer.Option(help="Of a plan: its ops as `mermaid` or `dot`.")] = None,
     kernels: Annotated[
@@ -91,20 +108,27 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="With --memory: write it as a plot.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --memory: print it as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --memory or --params: print it as JSON.")] = False,
 ) -> None:
-    """Show every value of a file with its source line, or a plan's groups, collectives and shards."""
+    """Show every value of a file with its source line, or a plan's groups and shards, or count parameters."""
     _require("--format", format, STYLES)
     _require("--graph", graph, ("mermaid", "dot"))
     if source and not kernels:
         raise typer.BadParameter("--source needs --kernels")
-    if (plot or as_json) and not memory:
-        raise typer.BadParameter(f"{'--svg' if plot else '--json'} needs --memory")
+    if plot and not memory:
+        raise typer.BadParameter("--svg needs --memory")
+    if as_json and not (memory or params):
+        raise typer.BadParameter("--json needs --memory or --params")
     views = {"--rank": rank is not None, "--graph": graph is not None}
-    _require_one_view(path, views | {"--kernels": kernels, "--fx": fx, "--memory": memory})
+    views |= {"--kernels": kernels, "--fx": fx, "--memory": memory, "--params": params}
+    _require_one_view(path, views)
     if lets and path.is_dir():
         raise typer.BadParameter("--let needs a file; a plan was compiled with values of its own")
-    if kernels:
+    if params:
+        from moec.commands.inspect_params import run as run_params
+
+        show(run_params(path, _lets(lets), as_json), format)
+    elif kernels:
         from moec.commands.inspect_kernels import inspect_kernels, inspect_sources
 
         print(inspect_sources(path) if source else inspect_kernels(path))
@@ -131,7 +155,7 @@ def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
         raise typer.BadParameter("--memory is of the rank with the most rows: leave out --rank, or --memory")
     if len(asked) > 1:
         raise typer.BadParameter(f"{' and '.join(asked)}: one view at a time")
-    if asked and not path.is_dir():
+    if asked and asked != ["--params"] and not path.is_dir():
         raise typer.BadParameter(f"{asked[0]} needs a plan, not a file")
 
 
@@ -232,6 +256,7 @@ def tune(
 
 
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(weights_app, name="weights")
 imports = typer.Typer(help="Make a `.moe` file of a model described elsewhere.", no_args_is_help=True)
 app.add_typer(imports, name="import")
 
@@ -252,7 +277,6 @@ def import_hf(
 NOT_YET = {
     "plan": "choosing degrees by predicted time and memory",
     "simulate": "predicting time on the described cluster",
-    "weights": "importing and exporting weights",
     "calibrate": "measuring a cluster",
     "lsp": "a language server",
 }

@@ -181,6 +181,10 @@ class Emitter:
         """Makes the first of a node's several tensors an op's one result."""
         self._give(self.item(op, whole, 0), op, op.results[0])
 
+    def give_first(self, op: Op, node: fx.Node) -> None:
+        """Makes an existing node an op's first result."""
+        self._give(node, op, op.results[0])
+
     def call_layer(self, op: Op, layer: int, num_results: int) -> None:
         """The node that runs a layer, and its results; a layer with one result gives it bare."""
         node = self._note(self.graph.create_node("call_module", f"layers.{layer}", tuple(self.refs(op))), op)

@@ -29,6 +29,7 @@ CODES: dict[str, str] = {
     "MOE0013": "there is a file already",
     "MOE0014": "cannot write the file",
     "MOE0015": "no such word or code",
+    "MOE0016": "no such model in the library",
     "MOE0101": "syntax error",
     "MOE0102": "unexpected character",
     "MOE0103": "the text is not closed",
@@ -156,6 +157,10 @@ CODES: dict[str, str] = {
     "MOE0726": "these routes do not fit the model or its batch",
     "MOE0727": "these segments do not fit the model or its batch",
     "MOE0728": "this padding does not fit the model or its batch",
+    "MOE0740": "tokens cannot be generated with these options",
+    "MOE0741": "this model cannot generate",
+    "MOE0742": "more tokens than the model's context",
+    "MOE0743": "no token can be chosen",
     "MOE0800": "there is no checkpoint here",
     "MOE0801": "this checkpoint is damaged",
     "MOE0802": "this checkpoint has another format",
@@ -179,6 +184,7 @@ CODES: dict[str, str] = {
     "MOE0907": "a tensor has another shape or dtype",
     "MOE0908": "this model is none of Hugging Face's",
     "MOE0909": "the model's folder cannot be written",
+    "MOE0910": "this model cannot be upcycled",
 }
 
 

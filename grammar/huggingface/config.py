@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -17,12 +18,14 @@ MISSING: Final = object()
 PLACEHOLDER = 1
 """Stands for a number that is missing or wrong, so that reading goes on and reports the other mistakes too."""
 
+UNKNOWN = "is not known here and has no effect"
+
 
 class Config:
     """The keys of a config. Methods read one key each; null counts as left out.
 
     A key that is missing or has a value of another kind is MOE0902, a value that moec cannot express MOE0903: both are
-    kept in `errors` and raised together by `require_sound`. `unread` are the keys that nothing asked for. `defaults`
+    kept in `errors` and raised together by `require_sound`. `unread` warns of keys that nobody asked for. `defaults`
     are values of keys that are left out, but not of keys that are null.
     """
 
@@ -158,17 +161,15 @@ class Config:
         if errors := self.all_errors():
             raise DiagnosticError(errors)
 
-    def unread(self, known: Collection[str]) -> list[str]:
-        """The keys with a value that were neither asked for nor are `known` to mean nothing here."""
-        return [key for key, value in self.values.items() if value is not None and key not in self.asked | set(known)]
-
-    def note_unread(self, known: Collection[str]) -> None:
-        """Adds MOE0904 for each of `unread` that says something, here and in the configs inside of this one."""
-        for key in self.unread(known):
-            if not _says_nothing(self.values[key]):
-                self.warn(key, f"`{self.named(key)}` is not known here and has no effect")
-        for inner in self._inner.values():
-            inner.note_unread(known)
+    def unread(self, inert: Collection[str]) -> list[Diagnostic]:
+        """Warnings, MOE0904, for keys here and inside that nobody asked for, that switch something on, and that are not
+        `inert`."""
+        found = [
+            diagnose("MOE0904", self.span(key), f"`{self.named(key)}` {UNKNOWN}", severity=Severity.WARNING)
+            for key, value in self.values.items()
+            if key not in self.asked and key not in inert and not _is_off(value)
+        ]
+        return [*found, *(note for inner in self._inner.values() for note in inner.unread(inert))]
 
     def named(self, key: str) -> str:
         """The key with those around it: `rope_scaling.factor`."""
@@ -225,11 +226,6 @@ def _once(found: list[Diagnostic]) -> list[Diagnostic]:
     return list({(each.code, each.message): each for each in found}.values())
 
 
-def _says_nothing(value: Any) -> bool:
-    """Whether a value of a key that nobody knows switches something off."""
-    return value is False or value in (0, "", [], {}, None) or (isinstance(value, float) and math.isnan(value))
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
@@ -238,9 +234,12 @@ def _is_count(least: int, value: Any) -> bool:
     return _is_number(value) and int(value) == value and value >= least
 
 
+def _is_off(value: Any) -> bool:
+    """Whether a value switches nothing on: null, false, zero, NaN, or empty."""
+    return value in (None, False, 0, "", [], {}) or (isinstance(value, float) and math.isnan(value))
+
+
 def _shown(value: Any) -> str:
     """A value as JSON writes it, shortened."""
-    if value is True or value is False or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    text = f'"{value}"' if isinstance(value, str) else repr(value)
+    text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 60 else text[:57] + "…"

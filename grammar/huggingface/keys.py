@@ -11,14 +11,14 @@ from moec.grammar.spec.experts import GeGLU
 
 DTYPES = {DType.FP32: "float32", DType.BF16: "bfloat16", DType.FP16: "float16"}
 
-
 NULLABLE = frozenset(("q_lora_rank",))
 """Keys whose null says something else than leaving them out, which is the architecture's default."""
 
 
 def keys_of(model: Model) -> dict[str, Any]:
-    """The keys of a model with the meaning that they have in most families. A key that its parts do not have is left
-    out; where layers differ in what a key says of all, it is that of the first layer, and reading it again shows it."""
+    """The keys of a model with the meaning that they have in most families. A key that its parts do not have is None or
+    left out; where layers differ in what a key says of all, it is that of the first layer, and reading it again shows
+    it."""
     moes = [layer.moe for layer in model.layers if layer.moe is not None]
     dense = [layer.ffn for layer in model.layers if layer.ffn is not None]
     keys: dict[str, Any] = {

@@ -61,10 +61,10 @@ def attention_of(config: Config, *, rope: Rope | None, **options: Any) -> Gqa | 
 
 def grouped(heads: int, kv_heads: int, width: int, dim: int, **options: Any) -> Gqa | Mha:
     """Attention with these heads, each `width` wide, in a model `dim` wide."""
-    own = None if width * heads == dim else width
+    head_dim = None if width * heads == dim else width
     if heads == kv_heads:
-        return Mha(heads=heads, head_dim=own, **options)
-    return Gqa(heads=heads, kv_heads=kv_heads, head_dim=own, **options)
+        return Mha(heads=heads, head_dim=head_dim, **options)
+    return Gqa(heads=heads, kv_heads=kv_heads, head_dim=head_dim, **options)
 
 
 def bias_of(config: Config, key: str, *, default: bool = False, word: str = "all") -> Any:
@@ -88,17 +88,28 @@ def windows_of(config: Config, kinds: Sequence[str], default: int | None = None)
     if SLIDING not in kinds:
         config.raw("sliding_window")
         return [None] * len(kinds)
-    window = config.count("sliding_window", **({} if default is None else {"default": default}))
+    window = effective(config, config.count("sliding_window", **({} if default is None else {"default": default})))
     return [window if kind == SLIDING else None for kind in kinds]
 
 
-def sparse_layers(config: Config, depth: int, dense_before: int = 0, key: str = "mlp_layer_types") -> list[bool]:
-    """Which layers have experts: those of the list `key`, else all from `dense_before` on."""
-    kinds = config.words(key, length=depth)
+def window_of(config: Config) -> int | None:
+    """The window of every layer; None where a token sees everything."""
+    window = config.count_or_none("sliding_window")
+    return None if window is None else effective(config, window)
+
+
+def effective(config: Config, window: int) -> int | None:
+    """A window, or None for one that is no shorter than the context: it hides nothing."""
+    return window if window < config.count("max_position_embeddings") else None
+
+
+def sparse_layers(config: Config, depth: int, dense_before: int = 0) -> list[bool]:
+    """Which layers have experts: the sparse ones of `mlp_layer_types`, else all from `dense_before` on."""
+    kinds = config.words("mlp_layer_types", length=depth)
     if kinds is None:
         return [number >= dense_before for number in range(depth)]
     for kind in sorted(set(kinds) - {"dense", "sparse"}):
-        config.refuse(key, f"a layer is dense or sparse, not `{kind}`")
+        config.refuse("mlp_layer_types", f"a layer is dense or sparse, not `{kind}`")
     return [kind == "sparse" for kind in kinds]
 
 

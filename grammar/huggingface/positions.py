@@ -6,8 +6,9 @@ What the numbers mean is as in transformers 5.23, `modeling_rope_utils.py`.
 from __future__ import annotations
 
 import math
+from typing import Any
 
-from moec.grammar.huggingface.config import Config
+from moec.grammar.huggingface.config import MISSING, Config
 from moec.grammar.huggingface.parts import FULL, SLIDING
 from moec.grammar.spec import Linear, Llama3, LongRope, Ntk, Rope, Yarn
 
@@ -37,9 +38,9 @@ def rope_of(
     """
     says = [key for key in spellings if config.values.get(key)]
     outer = config.nested(*says[-1:], *spellings)
-    given = outer.nested(kind) if kind and kind in outer.values else outer
     if kind:
-        outer.raw(FULL, SLIDING)
+        outer.raw(FULL, SLIDING)  # those of layers that this model does not have are no unknown keys
+    given = outer.nested(kind) if kind and kind in outer.values else outer
     base = given.number("rope_theta", default=config.number("rope_theta", default=theta))
     part = given.number("partial_rotary_factor", default=config.number("partial_rotary_factor", default=fraction))
     if not base > 0:
@@ -59,9 +60,10 @@ def rope_of(
     word = given.word("rope_type", "type", default="default")
     scaling: Linear | Ntk | Yarn | Llama3 | LongRope | None = None
     match word:
-        case "default" | "mrope":
-            if word == "mrope":
-                given.refuse("rope_type", "positions of images and videos have no word in moec")
+        case "default":
+            pass
+        case "mrope":
+            given.refuse("rope_type", "positions of images and videos have no word in moec")
         case "linear":
             scaling = Linear(factor=_factor(given))
         case "dynamic" if given.has("alpha"):  # Hunyuan: a base times alpha ^ (d / (d - 2))
@@ -95,8 +97,9 @@ def _unused(given: Config, *keys: str) -> None:
         given.raw(key)
 
 
-def _factor(given: Config) -> float:
-    factor = given.number("factor")
+def _factor(given: Config, default: Any = MISSING) -> float:
+    """How many times longer the context is than the one that was trained."""
+    factor = given.number("factor", default=default)
     if factor < 1:
         given.refuse("factor", "a longer context has a factor of at least 1")
         return 1.0
@@ -113,10 +116,7 @@ def _original(config: Config, given: Config) -> int:
 def _yarn(config: Config, given: Config, sharpens_scores: bool) -> Yarn:
     original = _original(config, given)
     ratio = config.count("max_position_embeddings", "max_seq_len", default=original) / original
-    factor = given.number("factor", default=ratio)
-    if factor < 1:
-        given.refuse("factor", "a longer context has a factor of at least 1")
-        factor = 1.0
+    factor = _factor(given, default=ratio)
     mscale, every = given.number("mscale", default=0.0), given.number("mscale_all_dim", default=0.0)
     if given.has("attention_factor"):
         every = every if sharpens_scores else 0.0

@@ -13,7 +13,7 @@ from moec.grammar.huggingface.around import TEXT, decoder_config
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.family import Family
-from moec.grammar.resolve.files import read_source
+from moec.grammar.resolve.files import read_source, source_of
 from moec.grammar.rules import check
 from moec.grammar.source import Source, Span
 from moec.grammar.spec import Cluster, Device, Level, Model, Spec
@@ -97,7 +97,6 @@ INERT = frozenset(
         "num_beam_groups",
         "diversity_penalty",
         "attention_dropout_prob",
-        "layer_norm_eps_unused",
         "_experts_implementation",
         "for_sampling",
         "model_max_length",
@@ -116,14 +115,23 @@ class Imported:
     notes: tuple[Diagnostic, ...]
 
 
-def read_config(source: str | Path | Mapping[str, Any]) -> Imported:
+ConfigSource = str | Path | Mapping[str, Any] | tuple[Mapping[str, Any], Source]
+"""A folder, a file, a dict, or a dict with the text that it was read from."""
+
+
+def read_config(source: ConfigSource) -> Imported:
     """The model of a folder with a `config.json`, of such a file, or of its dict.
 
     The cluster is one CPU process: replace it before compiling for another. Raises `DiagnosticError`: MOE0900 where
     there is no config, MOE0901 for an architecture that moec does not know, MOE0902 for keys that are missing or have a
     wrong kind of value, MOE0903 for what moec cannot express; all of 0902 and 0903 at once.
     """
-    values, text = (source, None) if isinstance(source, Mapping) else _parsed(Path(source))
+    values: Mapping[str, Any]
+    text: Source | None
+    if isinstance(source, tuple):
+        values, text = source
+    else:
+        values, text = (source, None) if isinstance(source, Mapping) else _parsed(Path(source))
     whole = Config(values, text)
     config = decoder_config(whole)
     family = _family(config)
@@ -134,8 +142,8 @@ def read_config(source: str | Path | Mapping[str, Any]) -> Imported:
     wrong = [found for found in check(spec) if found.severity is Severity.ERROR] + unsupported(spec)
     if wrong:
         raise DiagnosticError([_of_config(config, found) for found in wrong])
-    config.note_unread(INERT | family.ignored)
-    return Imported(spec, family, dict(values), tuple(config.all_notes()))
+    notes = (*config.all_notes(), *config.unread(INERT | family.ignored))
+    return Imported(spec, family, dict(values), notes)
 
 
 LOCAL = Cluster(
@@ -149,11 +157,26 @@ LOCAL = Cluster(
 def _parsed(path: Path) -> tuple[Mapping[str, Any], Source]:
     """The config at `path`, with its text for diagnostics."""
     file = path / CONFIG if path.is_dir() else path
+    if file.exists() and not file.is_file():  # a pipe would wait for ever
+        raise DiagnosticError([diagnose("MOE0900", None, f"{file} is no file")])
     source, wrong = read_source(file, file.name)
     if source is None:
         reason = wrong[0].message or wrong[0].title
         help = f"give a model's folder or its `{CONFIG}`; `hf download MODEL --local-dir DIR` gets one"
         raise DiagnosticError([diagnose("MOE0900", None, f"{file}: {reason}", help=help)])
+    return parsed_text(source)
+
+
+def parsed_config(content: bytes, name: str) -> tuple[Mapping[str, Any], Source]:
+    """The config in `content`, called `name` in diagnostics. Raises MOE0900."""
+    source, wrong = source_of(content, name)
+    if source is None:
+        raise DiagnosticError([diagnose("MOE0900", None, f"{name}: {wrong[0].message or wrong[0].title}")])
+    return parsed_text(source)
+
+
+def parsed_text(source: Source) -> tuple[Mapping[str, Any], Source]:
+    """The object of a JSON text. Raises MOE0900 for another text."""
     try:
         values = json.loads(source.text, parse_constant=float)
     except (ValueError, RecursionError) as error:

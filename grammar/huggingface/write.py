@@ -15,7 +15,7 @@ from moec.grammar.huggingface.families import BY_TYPE
 from moec.grammar.huggingface.family import Family
 from moec.grammar.huggingface.keys import NULLABLE, keys_of
 from moec.grammar.huggingface.read import DOCS
-from moec.grammar.spec import Experts, Moa, Model, Moe, Online, SparseMixer, Spec, Switch, TokenEmbedding, TopK
+from moec.grammar.spec import Experts, Moa, Model, Moe, Online, Spec, Switch, TokenEmbedding, TopK
 from moec.grammar.spec.base import Node, field_names
 from moec.grammar.suggest import advice
 
@@ -91,7 +91,7 @@ def as_inferred(model: Model) -> Model:
 
 
 def _inferred_gate(gate: Node) -> Node:
-    """A gate without noise, and with the usual rate of an online bias."""
+    """A gate without noise, and with the usual rate of an online bias. Sparsemixer's jitter acts in evaluation too."""
     if isinstance(gate, Switch):
         return TopK(k=1)
     if isinstance(gate, TopK):
@@ -104,8 +104,6 @@ def _inferred_gate(gate: Node) -> Node:
             gate = gate.replace(normalize=False)
         if gate.order == "before" and gate.score == "softmax" and gate.normalize and gate.bias == "none":
             gate = gate.replace(order="after", normalize=False)  # the softmax of the best is the best's, renormalised
-    if isinstance(gate, SparseMixer):
-        return gate
     return gate
 
 

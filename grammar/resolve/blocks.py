@@ -36,11 +36,21 @@ def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
     return part
 
 
+_MODELS = "library:models/"
+"""Begins the names of the library's files with models."""
+
+
 def report_blocks_twice(scope: Scope, word: str, again: Block, first: Part) -> None:
-    """Reports a block that is declared twice."""
-    what = f'`{word} "{again.label.value}"`' if again.label else f"`{word}`"
+    """Reports a block that is declared twice, such as a model beside a model of the library."""
+    what = f'`{word} "{first.label.value}"`' if first.label else f"`{word}`"
     label = Label(span=first.span, message="first declared here")
-    scope.error("MOE0205", again.head, f"there is a {what} already", label, help="keep one of them")
+    sources = [span.source.name for span in (first.span, again.head)]
+    used = next((name for name in sources if name.startswith(_MODELS)), None)
+    help = "keep one of them"
+    if used is not None and not all(name.startswith(_MODELS) for name in sources):
+        name = used.removeprefix(_MODELS).removesuffix(".moe")
+        help = f"a model of the library is used whole; `moec init --from {name}` writes a file with it to edit"
+    scope.error("MOE0205", again.head, f"there is a {what} already", label, help=help)
 
 
 def _head_is_right(scope: Scope, cls: type[Node], block: Block) -> bool:

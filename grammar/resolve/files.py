@@ -172,7 +172,17 @@ class Files:
     def _missing(self, path: String, message: str) -> None:
         meant = nearest(path.value, library_paths())
         fix = [Edit(path.span, f'"{meant}"')] if meant else []
-        self._error("MOE0009", path, message, advice(path.value, library_paths()), fix)
+        folder = (meant or path.value).partition("/")[0]
+        models = "`moec init --list` lists the library's models"
+        in_folder = [known for known in library_paths() if known.startswith(f"{folder}/")]
+        if folder == "models":
+            help = f"did you mean `{meant}`? {models}" if meant else models
+        elif in_folder:
+            help = advice(path.value, in_folder)
+        else:
+            others = [known for known in library_paths() if not known.startswith("models/")]
+            help = f"{advice(path.value, others)}; {models}"
+        self._error("MOE0009", path, message, help, fix)
 
     def _error(self, code: str, path: String, message: str, help: str = "", fix: Iterable[Edit] = ()) -> None:
         self.complete = False
@@ -188,6 +198,11 @@ def library_paths() -> tuple[str, ...]:
 def library_names(folder: str) -> list[str]:
     """The names in the library's `folder` ("clusters", "devices")."""
     return [path.rpartition("/")[2] for path in library_paths() if path.startswith(f"{folder}/")]
+
+
+def library_text(path: str) -> str:
+    """The text of a library file."""
+    return (_LIBRARY / f"{path}.moe").read_text(encoding="utf-8")
 
 
 @cache

@@ -58,7 +58,7 @@ def verify(
 ) -> None:
     """Read all of a checkpoint, compare every digest, and name every damaged tensor."""
     opened = Checkpoint(checkpoint)
-    with _progress(sum(opened.head.shard_bytes)) as advance:
+    with progress_of_bytes(sum(opened.head.shard_bytes)) as advance:
         found = list(damages(opened, advance))
     tensors = count(len(opened.index.tensors), "tensor")
     if as_json:
@@ -160,8 +160,8 @@ def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal."""
+def progress_of_bytes(total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if that is a terminal; `total` is None where nobody knows it."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

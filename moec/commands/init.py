@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.commands.new_file import write_new
 
 STARTER = """\
 # A Mixture-of-Experts language model and its cluster. Check it with `moec check`, compile it with `moec compile`.
@@ -53,14 +53,17 @@ parallel {
 """
 
 
-def run(file: Path) -> None:
-    """Writes a commented starter file; never overwrites one."""
-    try:
-        with file.open("x", encoding="utf-8") as stream:
-            stream.write(STARTER)
-    except FileExistsError:
-        message = f"{file} is unchanged"
-        raise DiagnosticError([diagnose("MOE0013", None, message, help="choose another name")]) from None
-    except OSError as error:
-        raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from error
+def run(file: Path | None, model: str | None = None) -> None:
+    """Writes a commented starter file, or one that starts from the library's `model`; never overwrites a file.
+
+    The file's default name is `model.moe`, or the library model's.
+    """
+    text = STARTER
+    if model is not None:
+        from moec.commands.library import starter_from
+
+        text = starter_from(model)
+    if file is None:
+        file = Path(f"{model.rpartition('/')[2]}.moe" if model else "model.moe")
+    write_new(file, text)
     print(f"wrote {file}; next: `moec check {file}`, then `moec compile {file}`")

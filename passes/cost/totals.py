@@ -76,6 +76,13 @@ class BlockCost:
             found.update(dict.fromkeys(op.operands, share))
         return found
 
+    def elements(self) -> Iterator[tuple[Parameter, int, int, int]]:
+        """Each parameter with the number of its elements: all, those that a token uses, those that a rank holds."""
+        used = self.used()
+        for p in self.block.parameters:
+            whole = self.workload.whole(p)
+            yield p, whole, int(whole * used.get(f"@{p.name}", 1.0)), math.prod(self.workload.shape(p))
+
     def skew(self) -> float:
         """Rows of the busiest rank over the mean. 1 where rows stay on their rank, or are padded to equal places."""
         return max(map(self.workload.skew, self.block.scope.values()), default=1.0)
@@ -187,12 +194,9 @@ def runs_of(program: Program) -> dict[str, int]:
 def _parameters(run: tuple[BlockCost, int], train: Train | None) -> tuple[int, int, int, int]:
     """Elements of a block's parameters: all, those that a token uses, those of a rank; and the rank's state bytes."""
     cost, count = run
-    used, totals = cost.used(), [0, 0, 0, 0]
-    for p in cost.block.parameters:
-        elements = cost.workload.whole(p)
-        held = math.prod(cost.workload.shape(p))
-        met = int(elements * used.get(f"@{p.name}", 1.0))
-        for i, number in enumerate((elements, met, held, _state_bytes(p, cost.workload, train))):
+    totals = [0, 0, 0, 0]
+    for p, *elements in cost.elements():
+        for i, number in enumerate((*elements, _state_bytes(p, cost.workload, train))):
             totals[i] += count * number
     whole, active, local, state = totals
     return whole, active, local, state

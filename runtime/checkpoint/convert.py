@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from moec.runtime.checkpoint.description import write_description
 from moec.runtime.checkpoint.files import give_name, refuse_existing, sync_name, unwritable
 from moec.runtime.checkpoint.index import BLOCK_BYTES, ITEM_BYTES, MODEL, Entry, digest, empty_entry, shard_name
 from moec.runtime.checkpoint.reading import Block, Checkpoint
-from moec.runtime.checkpoint.shards import LENGTH_BYTES, ShardFile, Written, header_of
+from moec.runtime.checkpoint.shards import LENGTH_BYTES, Place, ShardFile, Written, header_of
 from moec.runtime.checkpoint.temporary import Temporary
 from moec.runtime.errors import JobError
 
@@ -81,15 +83,54 @@ def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> in
     """
     file = _opened(source)
     _require_tensors(source, file, plan)
+    tensors = [
+        Whole(name, file.places[name].shape, _widened_blocks(file, file.places[name])) for name in sorted(file.places)
+    ]
+    return write_new(target, plan, version, tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A whole fp32 tensor of a new checkpoint: `content` gives its bytes in order, in pieces of any length."""
+
+    name: str
+    shape: tuple[int, ...]
+    content: Iterable[memoryview]
+
+    @property
+    def num_bytes(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * ITEM_BYTES[MASTER]
+
+
+def shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
+    """The whole shape of every parameter and state."""
+    shapes = {name: data.shape for name, data in plan.parameters.items()}
+    return shapes | {name: tuple(int(dim) for dim in state.shape) for name, state in plan.states.items()}
+
+
+def write_new(
+    target: Path,
+    plan: Plan,
+    version: str,
+    tensors: Sequence[Whole],
+    beside: Callable[[Path], None] = lambda folder: None,
+) -> int:
+    """Writes a checkpoint of step 0 at `target` with the model's tensors alone; returns the shard's bytes.
+
+    `beside` adds files to the folder before it gets its name. Raises `JobError` MOE0803, MOE0804, and what the
+    tensors' content and `beside` raise: nothing is left then.
+    """
     temporary = Temporary(target)
     try:
-        written, tensors = _write_whole(file, temporary.path / shard_name(0))
+        written, entries = _write_whole(temporary.path / shard_name(0), tensors)
         head = {"moec": version, "step": 0, "data_size": 1, "degrees": {}, "optimizer": None}
         index = {
-            "tensors": tensors, "settings": {STEP.name: 0}, "job_steps": 0, "job_tokens": 0, "optimizer": None,
+            "tensors": entries, "settings": {STEP.name: 0}, "job_steps": 0, "job_tokens": 0, "optimizer": None,
             "extras": {},
         }  # fmt: skip
         write_description(temporary.path, target, plan, [(written.num_bytes, written.header)], head, index)
+        beside(temporary.path)
         temporary.publish()
     except OSError as error:
         raise unwritable(target, error) from error
@@ -99,29 +140,53 @@ def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> in
     return written.num_bytes
 
 
-def _write_whole(file: ShardFile, path: Path) -> tuple[Written, dict[str, Any]]:
+def _write_whole(path: Path, tensors: Sequence[Whole]) -> tuple[Written, dict[str, Any]]:
     """Writes the one shard of a checkpoint, block by block; returns what it is, and the entries of its index."""
-    places = {MODEL + name: file.places[name] for name in sorted(file.places)}
-    sizes = {name: math.prod(place.shape) * ITEM_BYTES[MASTER] for name, place in places.items()}
-    header = header_of((name, MASTER, place.shape, sizes[name]) for name, place in places.items())
-    digests, tensors = dict[str, str](), dict[str, Any]()
+    header = header_of((MODEL + each.name, MASTER, each.shape, each.num_bytes) for each in tensors)
+    digests, entries = dict[str, str](), dict[str, Any]()
     with path.open("xb") as stream:
         stream.write(header)
-        for name, place in places.items():
-            found = []
-            ratio = ITEM_BYTES[MASTER] // ITEM_BYTES[place.dtype]
-            for first, last in pairwise([*range(0, sizes[name], BLOCK_BYTES), sizes[name]]):
-                narrow = file.read(place.offset + first // ratio, memoryview(bytearray((last - first) // ratio)))
-                block = _widened(narrow, place.dtype)
+        for each in tensors:
+            found, name = [], MODEL + each.name
+            for block in in_blocks(each.content):
                 found.append(digest(block))
                 stream.write(block)
             digests[name] = "".join(found)
-            tensors[name] = empty_entry(MASTER, place.shape, (1,) * len(place.shape))
-            tensors[name].update(files=[0], digests=[digests[name]])
+            entries[name] = empty_entry(MASTER, each.shape, (1,) * len(each.shape))
+            entries[name].update(files=[0], digests=[digests[name]])
         stream.flush()
         os.fsync(stream.fileno())
-    num_bytes = len(header) + sum(sizes.values())
-    return Written(num_bytes, digest(header), digests), tensors
+    num_bytes = len(header) + sum(each.num_bytes for each in tensors)
+    return Written(num_bytes, digest(header), digests), entries
+
+
+def in_blocks(content: Iterable[memoryview]) -> Iterator[memoryview]:
+    """The same bytes in blocks of `BLOCK_BYTES`, the last one shorter."""
+    rest = bytearray()
+    for piece in content:
+        start = 0
+        while start < len(piece):
+            if not rest and len(piece) - start >= BLOCK_BYTES:
+                yield piece[start : start + BLOCK_BYTES]
+                start += BLOCK_BYTES
+                continue
+            taken = min(BLOCK_BYTES - len(rest), len(piece) - start)
+            rest += piece[start : start + taken]
+            start += taken
+            if len(rest) == BLOCK_BYTES:
+                yield memoryview(rest)
+                rest = bytearray()
+    if rest:
+        yield memoryview(rest)
+
+
+def _widened_blocks(file: ShardFile, place: Place) -> Iterator[memoryview]:
+    """A tensor's numbers in fp32."""
+    size = math.prod(place.shape) * ITEM_BYTES[MASTER]
+    ratio = ITEM_BYTES[MASTER] // ITEM_BYTES[place.dtype]
+    for first, last in pairwise([*range(0, size, BLOCK_BYTES), size]):
+        narrow = file.read(place.offset + first // ratio, memoryview(bytearray((last - first) // ratio)))
+        yield _widened(narrow, place.dtype)
 
 
 def _widened(block: memoryview, dtype: str) -> memoryview:
@@ -155,14 +220,13 @@ def _opened(source: Path) -> ShardFile:
 
 def _require_tensors(source: Path, shard: ShardFile, plan: Plan) -> None:
     """Raises `JobError` MOE0805 unless the file has exactly the plan's tensors."""
-    wanted = {name: (MASTER, data.shape) for name, data in plan.parameters.items()}
-    wanted |= {name: (MASTER, tuple(int(d) for d in state.shape)) for name, state in plan.states.items()}
+    wanted = shapes_of(plan)
     for name in sorted(wanted.keys() | shard.places.keys()):
         here = shard.places.get(name)
         there = "missing" if here is None else f"{here.dtype} {list(here.shape)}"
-        if here is not None and name in wanted and here.dtype in NARROW and here.shape == wanted[name][1]:
+        if here is not None and name in wanted and here.dtype in NARROW and here.shape == wanted[name]:
             continue
-        plans = f"{wanted[name][0]} {list(wanted[name][1])}" if name in wanted else "missing"
+        plans = f"{MASTER} {list(wanted[name])}" if name in wanted else "missing"
         if there != plans:
             raise JobError(
                 "MOE0805",

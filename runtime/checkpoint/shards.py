@@ -134,7 +134,7 @@ class ShardFile:
         self.header = self._read_header()
         if header is not None and digest(self.header) != header:
             raise damaged(path, "the digest of its header does not match")
-        self.places = _places(path, self.header, self.num_bytes)
+        self.places = places_of(path, self.header, self.num_bytes)
 
     def read(self, offset: int, buffer: memoryview) -> memoryview:
         """Fills `buffer` from `offset` on. Raises `JobError`. Threads may call it at the same time."""
@@ -176,8 +176,12 @@ def open_file(path: Path) -> tuple[int, int]:
     return file, found.st_size
 
 
-def _places(path: Path, header: bytes, num_bytes: int) -> dict[str, Place]:
-    """The tensors of a header, which must fill the file without a gap."""
+def places_of(path: Path | str, header: bytes, num_bytes: int | None = None) -> dict[str, Place]:
+    """The tensors of a header, which must fill the file of `num_bytes` without a gap; None for a file of any size.
+
+    Raises `JobError` MOE0801; `path` is named in it.
+    """
+    path = Path(path)
     places, end = {}, len(header)
     try:
         table = json.loads(header[LENGTH_BYTES:])
@@ -194,6 +198,6 @@ def _places(path: Path, header: bytes, num_bytes: int) -> dict[str, Place]:
             end += size
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged(path, f"its header is not that of a safetensors file ({str(error)[:200]})") from error
-    if end != num_bytes:
+    if num_bytes is not None and end != num_bytes:
         raise damaged(path, f"its tensors end at byte {end}, the file at {num_bytes}")
     return places

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -76,6 +77,12 @@ class Temporary:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def sweep_left_over(target: Path) -> None:
+    """Removes what killed saves to `target` have left."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}{MARK}*"):
+        remove_left_over(path)
 
 
 def remove_left_over(path: Path) -> None:

@@ -25,8 +25,10 @@ def require_fit(
     shapes: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, Stored],
     name: str,
+    further_layers: int = 0,
 ) -> list[tuple[Rule, Stored]]:
     """The tensor of each rule, where there is one. `shapes` are those of the model's parameters, `name` the source's.
+    `further_layers`: so many layers beyond the model's depth may be there too, and are left out.
 
     Raises `DiagnosticError` with MOE0906 for tensors that are missing or have no place, and MOE0907 for other shapes,
     for dtypes that are no floating point numbers of 16 or 32 bits, and for a tensor that must equal another.
@@ -51,7 +53,7 @@ def require_fit(
     extra = [name for name in stored if name not in known and not unused.fullmatch(name)]
     if family.extra_layers:
         depth = max(_layer_of(name) for name in known) + 1
-        extra = [name for name in extra if _layer_of(name) < depth]
+        extra = [name for name in extra if not depth <= _layer_of(name) < depth + further_layers]
     errors: list[Diagnostic] = []
     if missing:
         errors.append(diagnose("MOE0906", None, f"{name} has no {_list(missing)}", help=HELP))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from torch import Tensor
 from moec.codegen.plan import parameters_of, states_of
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.huggingface.family import Family
-from moec.grammar.huggingface.read import CONFIG, read_config
+from moec.grammar.huggingface.read import CONFIG, Imported, read_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import as_inferred, config_for, differences
 from moec.grammar.spec import Model
@@ -21,8 +22,8 @@ from moec.runtime.checkpoint.parts import part_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
 from moec.runtime.huggingface.moves import Local, pairs
-from moec.runtime.huggingface.stored import Stored, stored_in
-from moec.runtime.job.checks import Complaint
+from moec.runtime.huggingface.stored import Stored, digest_of, stored_in
+from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.home import home_of
 from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import by_plan_names
@@ -31,13 +32,17 @@ from moec.runtime.job.plan_names import by_plan_names
 def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any]) -> None:
     """Copies weights into the parameters and online biases of `module`, the reference or a job's model.
 
-    `source`: a folder as `save_pretrained` writes it, or the state dict of a transformers model. Weights in fp32, bf16
-    and fp16 become the fp32 parameters exactly. With a folder, its config must say the module's model. Every rank of a
-    job calls it, and reads only its part; call it before the optimizer's first step, whose masters are the parameters.
+    `source`: a folder as `save_pretrained` writes it, one safetensors file, or the state dict of a transformers model.
+    Weights in fp32, bf16 and fp16 become fp32 parameters exactly; those that are frozen are rounded to the dtype in
+    which they compute. Warns on rank 0 where the folder's config says another model than the module, whose tensors
+    fit (other positions, another k), and where there is no config. Every rank of a job calls it, and reads only its
+    part, of the same files; call it before the optimizer's first step, whose masters are the parameters.
 
     Raises the same `DiagnosticError` on every rank, before anything is copied: MOE0724 inside of a step, MOE0714 for
-    a module that is no model of moec, MOE0905 for files that cannot be read, MOE0906 for tensors that are missing or
-    too many, MOE0907 for other shapes or dtypes, MOE0908 for a config of another model; and those of `moec.from_hf`.
+    a module that is no model of moec, MOE0710 for one with an adapter in place of a parameter, MOE0905 for files that
+    cannot be read, MOE0906 for tensors that are missing or too many, MOE0907 for other shapes or dtypes, MOE0908 for a
+    config of a model with other parameters, or where no architecture computes the model, MOE0811 where ranks read
+    different weights; and those of `moec.from_hf`.
     """
     require_module(module)
     home = home_of(module)
@@ -45,11 +50,14 @@ def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any]) -> None:
     home.checks.require("load_hf", module.open_step_complaint())
     try:
         loads = _planned(module, source)
-    except DiagnosticError as error:
+    except Exception as error:
         if home.checks.compares:
-            home.checks.require("load_hf", Complaint.of(error))
+            home.checks.require("load_hf", complaint_of(error))
         raise
-    home.checks.require("load_hf", None)
+    home.checks.require("load_hf", None, MustMatch("MOE0811", "ranks load different weights", (loads.digest,)))
+    if home.rank == 0:
+        for remark in loads.remarks:
+            warnings.warn(remark, stacklevel=2)
     with torch.no_grad():
         for rule, tensor in loads.tensors:
             for part, theirs in pairs(rule, tensor.view(), loads.parts):
@@ -59,19 +67,37 @@ def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """The tensors to load, each with its rule, and this rank's parts of the parameters."""
+    """The tensors to load, each with its rule, and this rank's parts of the parameters.
+
+    `digest` is that of the source, the same on ranks that read the same; `remarks` are warnings.
+    """
 
     tensors: Sequence[tuple[Rule, Stored]]
     parts: Mapping[str, Local]
+    digest: int
+    remarks: Sequence[str]
 
 
 def _planned(module: PlanModule, source: str | Path | Mapping[str, Any]) -> Loads:
     """What `load_hf` copies, after every check."""
-    family, model = _family(module, source)
-    stored, parts = stored_in(source), local_parts(module)
+    named = "the state dict" if isinstance(source, Mapping) else str(source)
+    parts = local_parts(module)
     shapes = {name: local.shape for name, local in parts.items()}
-    name = "the state dict" if isinstance(source, Mapping) else str(source)
-    return Loads(require_fit(family, family.rules(model, stored), shapes, stored, name), parts)
+    family, extra, remarks = _family(module, source, shapes)
+    stored = stored_in(source)
+    try:
+        found = require_fit(family, family.rules(module.spec.model, stored), shapes, stored, named, extra)
+    except DiagnosticError as error:
+        raise (JobError("MOE0908", remarks[0], OTHER_MODEL) if remarks else error) from error
+    digest = digest_of(stored) if home_of(module).checks.compares else 0
+    return Loads(found, parts, digest, remarks)
+
+
+def complaint_of(error: Exception) -> Complaint:
+    """An error of one rank as the error of all."""
+    if isinstance(error, DiagnosticError):
+        return Complaint.of(error)
+    return Complaint("MOE0812", f"{type(error).__name__}: {error}", "its own traceback says where")
 
 
 def require_module(module: object) -> None:
@@ -107,20 +133,53 @@ def plan_tensors(module: PlanModule) -> dict[str, Tensor]:
     return {name: named[name] for name in known}
 
 
-def _family(module: PlanModule, source: str | Path | Mapping[str, Any]) -> tuple[Family, Model]:
-    """The family of the source's config, which must say the module's model; of a state dict the model's own."""
+def _family(
+    module: PlanModule, source: str | Path | Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[Family, int, list[str]]:
+    """The family that names the source's tensors, its layers for further predictions, and warnings."""
     model = module.spec.model
-    if isinstance(source, Mapping) or not (Path(source) / CONFIG).is_file():
+    folder = None if isinstance(source, Mapping) else Path(source)
+    if folder is not None and folder.is_file():
+        folder = folder.parent
+    if folder is None or not (folder / CONFIG).is_file():
         _, family = config_for(module.spec)
-        return family, model
-    imported = read_config(source)
-    theirs, ours = as_inferred(imported.spec.model), as_inferred(model)
-    different = next((each for each in differences(theirs, ours) if not each.startswith(FREE)), None)
-    if different is not None:
-        how = different.replace("would be read as", "in the module")
-        message = f"{source} is another model than {model.name}: in its config {how}"
-        raise JobError("MOE0908", message, "make the module from `moec.from_hf` of this folder")
-    return imported.family, model
+        remarks = (
+            [] if folder is None else [f"{folder} has no {CONFIG}: nothing says that its weights are of this model"]
+        )
+        return family, 0, remarks
+    imported = read_config(folder)
+    remark = remark_of(imported, model, shapes, str(source))
+    return imported.family, further_layers(imported.config), [remark] if remark else []
+
+
+def further_layers(config: Mapping[str, Any]) -> int:
+    """How many layers that predict further tokens the files may have beside the model's."""
+    number = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
+    return number if isinstance(number, int) else 0
+
+
+def remark_of(imported: Imported, model: Model, shapes: Mapping[str, tuple[int, ...]], source: str) -> str:
+    """What a model computes otherwise than the config of `source` says, or nothing.
+
+    Raises `JobError` MOE0908 for models whose parameters are not those of the config.
+    """
+    different = first_difference(imported.spec.model, model)
+    if different is None:
+        return ""
+    how = different.replace("would be read as", "in the model")
+    message = f"{source} is another model than {model.name}: in its config {how}"
+    if any(piece.parameter not in shapes for rule in imported.family.rules(model, None) for piece in rule.pieces):
+        raise JobError("MOE0908", message, OTHER_MODEL)
+    return message
+
+
+OTHER_MODEL = "make the module from `moec.from_hf` of this folder"
+
+
+def first_difference(theirs: Model, ours: Model) -> str | None:
+    """What differs first, as `differences` says it, apart from what acts in training alone and from `FREE`, or None."""
+    found = differences(as_inferred(theirs), as_inferred(ours))
+    return next((each for each in found if not each.startswith(FREE)), None)
 
 
 FREE = "`dtype`", "`context`"

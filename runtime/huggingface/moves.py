@@ -28,22 +28,20 @@ class Local:
 def pairs(rule: Rule, tensor: Tensor, parts: Mapping[str, Local]) -> Iterator[tuple[Tensor, Tensor]]:
     """(a view of a part, the view of `tensor` that it equals) for the pieces of which this rank has something.
 
-    `tensor` has the rule's shape. Parts may be missing from `parts`: theirs are left out.
+    `tensor` has the rule's shape. `parts` has a part of every parameter of the rule, one with an empty box where this
+    rank has nothing of it.
     """
-    shapes = {name: local.shape for name, local in parts.items()}
     axes = rule.axes
+    sizes = rule.sizes({piece.parameter: parts[piece.parameter].shape for piece in rule.pieces})
+    by_axes = tensor.view([sizes[axis] for axis in axes])
     start = 0
-    apart: Tensor | None = None
     for piece in rule.pieces:
-        local = parts[piece.parameter]
-        sizes = dict(zip(piece.axes.split(), local.shape, strict=True))
-        length = sizes.get(rule.along, 0)
-        if apart is None:
-            of_axes = rule.sizes(shapes)
-            apart = tensor.view([of_axes[axis] for axis in axes])
-        whole = apart.narrow(axes.index(rule.along), start, length) if rule.along else apart
-        start += length
-        found = _of_piece(piece, local, whole, axes)
+        local, theirs = parts[piece.parameter], by_axes
+        if rule.along:
+            length = local.shape[piece.axes.split().index(rule.along)]
+            theirs = by_axes.narrow(axes.index(rule.along), start, length)
+            start += length
+        found = _of_piece(piece, local, theirs, axes)
         if found is not None:
             yield found
 
@@ -63,9 +61,7 @@ def _of_piece(piece: Piece, local: Local, whole: Tensor, axes: Sequence[str]) ->
             index.append(slice(None))
             cut[axis] = first, last
     kept = [axis for axis in axes if axis != ONE]
-    theirs = whole.view([size for axis, size in zip(axes, whole.shape, strict=True) if axis != ONE]) if (
-        ONE in axes
-    ) else whole  # fmt: skip
+    theirs = whole.view([size for axis, size in zip(axes, whole.shape, strict=True) if axis != ONE])
     for number, axis in enumerate(kept):
         first, last = cut[axis]
         theirs = theirs.narrow(number, first, last - first)

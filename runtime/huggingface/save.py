@@ -2,265 +2,105 @@
 
 from __future__ import annotations
 
-import json
-import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moec.codegen.emit import DTYPES as COMPUTED
-from moec.grammar.diagnostics import DiagnosticError
-from moec.grammar.huggingface.read import CONFIG
+from moec.codegen.plan import states_of
+from moec.grammar.huggingface.read import CONFIG, parsed_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import config_for
-from moec.runtime.checkpoint.files import shown, write_file
-from moec.runtime.checkpoint.parts import DTYPE_NAMES
-from moec.runtime.checkpoint.temporary import Temporary
+from moec.runtime.checkpoint.temporary import sweep_left_over
 from moec.runtime.errors import JobError
-from moec.runtime.huggingface.load import plan_tensors, require_module
-from moec.runtime.huggingface.moves import Local, pairs
-from moec.runtime.huggingface.stored import INDEX, SINGLE
-from moec.runtime.job.checks import Complaint
+from moec.runtime.huggingface.kept import carried
+from moec.runtime.huggingface.load import complaint_of, plan_tensors, require_module
+from moec.runtime.huggingface.writer import MOST_BYTES, Writer, dtypes_of
 from moec.runtime.job.home import home_of
 from moec.runtime.job.module import PlanModule
 
-MOST_BYTES = 5_000_000_000
-"""Bytes of one file, as transformers writes them (`max_shard_size`, 5 GB until 5.0)."""
-
 
 def save_hf(
-    module: PlanModule, folder: str | Path, *, model_type: str | None = None, max_file_bytes: int = MOST_BYTES
+    module: PlanModule,
+    folder: str | Path,
+    *,
+    like: str | Path | None = None,
+    model_type: str | None = None,
+    max_file_bytes: int = MOST_BYTES,
 ) -> None:
-    """Writes the model's parameters and online biases, in the model's dtype, and `config.json` as the new `folder`.
+    """Writes the model's parameters in the model's dtype, online biases in fp32, and `config.json` as the new `folder`.
 
-    The architecture is `model_type`, by default that of the model's name or the first that computes the same. Every
-    rank of a job calls it, rank 0 writes; a rank needs memory for the largest whole parameter. Tokenizer files are the
-    caller's: `moec weights export` carries them along.
+    The architecture is `model_type`, by default that of the model's name or the first that computes the same. The
+    tokenizer and other files come from the folder `like`, and with them the special tokens' ids in the config. Every
+    rank of a job calls it, rank 0 writes; a rank needs memory for the largest whole parameter. What a killed save has
+    left beside `folder` is removed.
 
-    Raises `DiagnosticError` on every rank, with nothing at `folder`: MOE0714, MOE0724 as `load_hf`, MOE0908 for a
-    model that no architecture computes, MOE0909 where the folder exists or cannot be written.
+    Raises `DiagnosticError` on every rank, with nothing at `folder`: MOE0710, MOE0714, MOE0724 as `load_hf`, MOE0901
+    for an unknown `model_type`, MOE0908 for a model that no architecture computes, MOE0909 where the folder exists or
+    cannot be written.
     """
     require_module(module)
-    home, target = home_of(module), Path(folder)
+    home = home_of(module)
     home.require_running()
     home.checks.require("save_hf", module.open_step_complaint())
     writer: Writer | None = None
+    error: Exception | None = None
+    beside: Mapping[str, bytes] = {}
     try:
-        config, family = config_for(module.spec, model_type)
-        tensors = plan_tensors(module)
-        rules = [rule for rule in family.rules(module.spec.model, None) if rule.written]
-        if home.rank == 0:
-            shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-            dtype = COMPUTED[str(module.spec.model.dtype)]
-            writer = Writer(target, rules, shapes, dtype, max_file_bytes)
-        error = None
-    except DiagnosticError as raised:
-        error = raised
-    _agreed(module, error)
-    by_parameter: dict[str, list[Rule]] = {}
-    for rule in rules:
-        for piece in rule.pieces:
-            by_parameter.setdefault(piece.parameter, []).append(rule)
-    try:
+        try:
+            config, family = config_for(module.spec, model_type)
+            tensors = plan_tensors(module)
+            rules = [rule for rule in family.rules(module.spec.model, None) if rule.written]
+            if home.rank == 0:
+                shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+                dtypes = dtypes_of(rules, COMPUTED[str(module.spec.model.dtype)], states_of(module.program))
+                sweep_left_over(Path(folder))
+                writer = Writer(Path(folder), rules, shapes, dtypes, max_file_bytes)
+                beside, config = _of_folder(like, config)
+        except Exception as raised:  # noqa: BLE001 - the other ranks wait
+            error = raised
+        _require_none(module, error)
+        by_parameter: dict[str, list[Rule]] = {}
+        for rule in rules:
+            for piece in rule.pieces:
+                by_parameter.setdefault(piece.parameter, []).append(rule)
         for name, tensor in tensors.items():
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if writer is not None and error is None:
-                try:
-                    writer.write(name, whole.detach().cpu(), by_parameter.get(name, ()))
-                except JobError as raised:  # the other ranks gather on
-                    error = raised
-        if writer is not None and error is None:
+            if writer is not None:
+                writer.write(name, whole.detach().cpu(), by_parameter.get(name, ()))
+        if writer is not None:
             try:
-                writer.publish(config)
-            except JobError as raised:
+                writer.publish(config, beside)
+            except Exception as raised:  # noqa: BLE001 - the other ranks wait
                 error = raised
-        _agreed(module, error)
+        _require_none(module, error)
     finally:
         if writer is not None:
             writer.discard()
 
 
-def _agreed(module: PlanModule, error: DiagnosticError | None) -> None:
-    """Raises `error` on every rank."""
+SPECIAL = "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "eod_token_id", "tokenizer_class"
+
+
+def _of_folder(like: str | Path | None, config: Mapping[str, Any]) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """The files of the folder that a model is saved like, and the config with its special tokens."""
+    if like is None:
+        return {}, dict(config)
+    try:
+        files = carried(Path(like))
+    except OSError as error:
+        raise JobError(
+            "MOE0900", f"{like}: {error.strerror}", "`like` is the folder that the model came from"
+        ) from error
+    values, _ = parsed_config(files.pop(CONFIG, b"{}"), f"{like}/{CONFIG}")
+    return files, {**config, **{key: values[key] for key in SPECIAL if key in values}}
+
+
+def _require_none(module: PlanModule, error: Exception | None) -> None:
+    """Raises one rank's error on every rank. A collective."""
     checks = home_of(module).checks
     if error is not None and not checks.compares:
         raise error
-    checks.require("save_hf", None if error is None else Complaint.of(error))
-
-
-@dataclass(frozen=True, slots=True)
-class File:
-    """One safetensors file: its tensors' shapes and offsets from the end of the header, which is its first bytes."""
-
-    name: str
-    header: bytes
-    offsets: Mapping[str, int]
-    num_bytes: int
-
-
-class Writer:
-    """Writes tensors by rules into a temporary folder beside `target`, in any order, and gives it the name at the end.
-
-    Files are mapped into memory, so that a tensor of several parameters needs no memory of its own. Raises `JobError`
-    MOE0909.
-    """
-
-    def __init__(
-        self,
-        target: Path,
-        rules: Sequence[Rule],
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype | Mapping[str, torch.dtype],
-        max_file_bytes: int,
-        layout: Sequence[File] | None = None,
-    ) -> None:
-        self.target, self._shapes = target, dict(shapes)
-        self._dtypes = {rule.name: dtype if isinstance(dtype, torch.dtype) else dtype[rule.name] for rule in rules}
-        sizes = {rule.name: rule.shape(shapes) for rule in rules}
-        self.files = list(layout or files_of(sizes, self._dtypes, max_file_bytes))
-        self._views: dict[str, Tensor] = {}
-        self._temporary: Temporary | None = None
-        try:
-            self._temporary = Temporary(target)
-            for file in self.files:
-                self._views |= self._mapped(file, sizes)
-        except JobError as error:
-            self.discard()
-            first = error.diagnostics[0]
-            raise JobError("MOE0909", first.message, first.help) from error
-        except OSError as error:
-            self.discard()
-            raise _unwritable(target, error) from error
-
-    def _mapped(
-        self, file: File, sizes: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[tuple[str, Tensor]] | dict[str, Tensor]:
-        assert self._temporary is not None
-        path = self._temporary.path / file.name
-        total = len(file.header) + file.num_bytes
-        with path.open("xb") as stream:
-            stream.write(file.header)
-            stream.flush()
-            # Reserves the blocks first: a full disk is an error here, and not a signal when a page is touched.
-            os.posix_fallocate(stream.fileno(), 0, total)
-        if not file.num_bytes:
-            return {name: torch.empty(sizes[name], dtype=self._dtypes[name]) for name in file.offsets}
-        whole = torch.from_file(str(path), shared=True, size=total, dtype=torch.uint8)
-        views = {}
-        for name, offset in file.offsets.items():
-            dtype = self._dtypes[name]
-            first = len(file.header) + offset
-            last = first + math.prod(sizes[name]) * dtype.itemsize
-            views[name] = whole[first:last].view(dtype).view(sizes[name])
-        return views
-
-    def write(self, name: str, whole: Tensor, rules: Sequence[Rule]) -> None:
-        """Copies the whole parameter `name` to where `rules` have it."""
-        for rule in rules:
-            for number, piece in enumerate(rule.pieces):
-                if piece.parameter == name:
-                    self._write_piece(rule, number, whole)
-
-    def _write_piece(self, rule: Rule, number: int, whole: Tensor) -> None:
-        parts = {piece.parameter: absent(self._shapes[piece.parameter]) for piece in rule.pieces}
-        name = rule.pieces[number].parameter
-        parts[name] = Local(whole, tuple((0, dim) for dim in whole.shape), tuple(whole.shape))
-        for part, theirs in pairs(rule, self._views[rule.name], parts):
-            theirs.copy_(part)
-
-    def publish(self, config: Mapping[str, Any], beside: Mapping[str, bytes] | None = None) -> None:
-        """Writes the index and the config, and the files `beside` as they are; then gives the folder its name."""
-        assert self._temporary is not None
-        path = self._temporary.path
-        try:
-            self._views.clear()
-            for file in self.files:
-                _sync(path / file.name)
-            extra = dict(beside or {})
-            if len(self.files) > 1 and INDEX not in extra:
-                extra[INDEX] = index_of(self.files)
-            if CONFIG not in extra:
-                extra[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
-            for name, content in extra.items():
-                write_file(path / name, content)
-            self._temporary.publish()
-        except OSError as error:
-            raise _unwritable(self.target, error) from error
-        except JobError as error:
-            first = error.diagnostics[0]
-            raise JobError("MOE0909", first.message, first.help) from error
-
-    def discard(self) -> None:
-        """Removes the temporary folder, if it has not got its name."""
-        self._views = {}
-        if self._temporary is not None and self._temporary.path.exists():
-            self._temporary.discard()
-
-
-def absent(shape: tuple[int, ...]) -> Local:
-    """A part of which this rank has nothing."""
-    return Local(torch.empty(0), tuple((0, 0) for _ in shape), shape)
-
-
-def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], most: int) -> list[File]:
-    """The tensors in files of at most `most` bytes, or of one tensor, in the order of `shapes`."""
-    groups: list[list[str]] = [[]]
-    used = 0
-    for name, shape in shapes.items():
-        size = math.prod(shape) * dtypes[name].itemsize
-        if groups[-1] and used + size > most:
-            groups.append([])
-            used = 0
-        groups[-1].append(name)
-        used += size
-    names = [SINGLE] if len(groups) == 1 else [
-        f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)
-    ]  # fmt: skip
-    return [_file(name, group, shapes, dtypes) for name, group in zip(names, groups, strict=True)]
-
-
-def _file(
-    name: str, group: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
-) -> File:
-    """A file with the header of the safetensors library: the widest elements first, then by name."""
-    ordered = sorted(group, key=lambda each: (-dtypes[each].itemsize, each))
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offsets, end = {}, 0
-    for each in ordered:
-        size = math.prod(shapes[each]) * dtypes[each].itemsize
-        table[each] = {
-            "dtype": DTYPE_NAMES[dtypes[each]], "shape": list(shapes[each]), "data_offsets": [end, end + size],
-        }  # fmt: skip
-        offsets[each] = end
-        end += size
-    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return File(name, len(text).to_bytes(8, "little") + text, offsets, end)
-
-
-def index_of(files: Sequence[File]) -> bytes:
-    """`model.safetensors.index.json`."""
-    table = {
-        "metadata": {"total_size": sum(file.num_bytes for file in files)},
-        "weight_map": dict(sorted((name, file.name) for file in files for name in file.offsets)),
-    }
-    return (json.dumps(table, indent=2) + "\n").encode()
-
-
-def _sync(path: Path) -> None:
-    file = os.open(path, os.O_RDWR)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
-
-
-def _unwritable(target: Path, error: OSError) -> JobError:
-    help = "free space, or save to a folder with write permission"
-    return JobError("MOE0909", f"{shown(target)}: {error.strerror}", help)
+    checks.require("save_hf", None if error is None else complaint_of(error))

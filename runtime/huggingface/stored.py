@@ -6,6 +6,7 @@ executed, and no pickle is opened.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import re
@@ -54,6 +55,8 @@ def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
     if isinstance(source, Mapping):
         return {name: _of_value(name, value) for name, value in source.items()}
     folder = Path(source)
+    if folder.suffix == ".json":
+        raise JobError("MOE0905", f"{folder} is no file of weights", "give the folder that it is in")
     if folder.is_file():
         if folder.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             raise _pickled(folder.parent, folder.name)
@@ -110,6 +113,21 @@ def _transposed(tensor: Stored) -> Stored:
     return replace(tensor, shape=(experts, columns, rows), view=lambda: tensor.view().transpose(1, 2))
 
 
+SAMPLED = 16
+"""Elements of each tensor that `digest_of` looks at."""
+
+
+def digest_of(stored: Mapping[str, Stored]) -> int:
+    """A number that is equal for the same tensors: of their names, shapes, dtypes and some of their elements."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(stored.items()):
+        found.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+        flat = tensor.view().reshape(-1)
+        some = flat[:: max(1, flat.numel() // SAMPLED)][:SAMPLED].cpu().contiguous()
+        found.update(some.view(torch.uint8).numpy().tobytes())
+    return int.from_bytes(found.digest()[:7], "little")
+
+
 def _pickled(folder: Path, name: str) -> JobError:
     return JobError(
         "MOE0905",
@@ -130,7 +148,7 @@ def _by_index(folder: Path) -> dict[str, Stored]:
         raise JobError("MOE0905", f"{path} is no index of safetensors files", "download the folder again") from error
     files: dict[str, dict[str, Stored]] = {}
     for file in dict.fromkeys(named.values()):
-        if PurePath(file).name != file or file in ("", ".", "..") or "\0" in file:
+        if PurePath(file).name != file or file in ("", ".", "..") or not file.isprintable():
             raise JobError(
                 "MOE0905", f"{path} names {file!r}, which is no file of the folder", "do not trust this folder"
             )
@@ -149,8 +167,9 @@ def _of_file(path: Path, shown: str) -> dict[str, Stored]:
     """The tensors of one safetensors file; links are followed, as in a download's cache."""
     try:
         file = ShardFile(path.resolve(strict=True))
-    except OSError as error:
-        raise JobError("MOE0905", f"{path}: {error.strerror}", "download the folder again") from error
+    except (OSError, RuntimeError, UnicodeError) as error:  # RuntimeError: links in a circle
+        reason = getattr(error, "strerror", None) or str(error)
+        raise JobError("MOE0905", f"{path}: {reason}", "download the folder again") from error
     except JobError as error:
         message = error.diagnostics[0].message.removeprefix(f"{path.resolve()}: ")
         raise JobError("MOE0905", f"{path} is damaged: {message}", "download this file again") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,13 @@ from moec.runtime.job.backward_pass import in_backward
 from moec.runtime.job.batches import ImageLimits, Limits, device_of
 from moec.runtime.job.beside import NOTHING, Beside, Takes
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.job.decoder import DecodingGraphs
 from moec.runtime.job.forward_checks import HOOKS, Claims, counts_own_tokens, same_inputs, same_mode, same_shape
+from moec.runtime.job.generate import Generated, generate
 from moec.runtime.job.home import Home
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.plan_layer import Layer, layer_inside
+from moec.runtime.job.sampling import Sampling
 from moec.runtime.job.settings import complaint_about, initial_values, same_on_ranks
 from moec.runtime.job.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.job.state_updates import Updates
@@ -101,6 +104,7 @@ class PlanModule(nn.Module):
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }
+        self._decoding = DecodingGraphs(program, home.groups, float64=float64)
         self._updates = Updates(program, home, float64=float64)
         self._given = taken_role(program)
         self._draws = program.block(FORWARD).input("sequences") is not None
@@ -181,6 +185,40 @@ class PlanModule(nn.Module):
             self._counts.add_loss(loss if aux_loss is None else loss + aux_loss)
         whole = loss + aux_loss if self.training and aux_loss is not None else loss
         return ModelOutput(logits, whole, aux_loss, chosen)
+
+    def generate(
+        self,
+        tokens: Tensor | Sequence[Tensor],
+        *,
+        max_new_tokens: int,
+        padding: Tensor | None = None,
+        eos: int | Sequence[int] | None = None,
+        stop: Sequence[Sequence[int]] | None = None,
+        pad: int | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        sequences: Tensor | None = None,
+    ) -> Generated:
+        """New tokens for the prompts of this rank: int64 `[batch, sequence]`, or a list of int64 `[length]`.
+
+        `padding` bool or int64 `[batch, sequence]`: True or 1 before or behind a prompt. A sequence ends with an `eos`
+        or a `stop`, a run of ids, or after `max_new_tokens`; `pad` (default: `eos`, else 0) fills the result behind it.
+        Without a `temperature` each token is that of the largest logit. With one it is drawn by softmax(logits /
+        temperature) among the `top_k` best and those whose probabilities add up to `top_p`; it is a function of `seed`,
+        the number of its sequence and its place, and of no rank. `sequences` int64 `[batch]` are these numbers
+        (default: those of the ranks' prompts one after the other).
+
+        It computes in evaluation mode and without gradients, and leaves the model's mode as it is. A collective: every
+        rank of a job calls it, with its own prompts and the same options; ranks of a tp group with the same prompts.
+
+        Raises `JobError` on every rank: MOE0741 for a model that cannot generate, MOE0742 for more tokens than its
+        context, MOE0702, MOE0728 and MOE0740 for prompts and options that are none, MOE0708 and MOE0743 for logits that
+        are not finite.
+        """
+        sampling = Sampling(temperature, top_k, top_p, seed)
+        return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
 
     def _refuse_late_recomputation(self) -> None:
         """Raises `JobError` if `torch.utils.checkpoint` computes a pass of `job.accumulate` again after its block."""

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moec.runtime.ops.registry import check, define, differentiate
 
-__all__ = ["attend_in_public", "masked_attention"]
+__all__ = ["added_mask", "attend", "attend_in_public", "masked_attention", "with_sink_token"]
 
 aten = torch.ops.aten
 
@@ -122,10 +122,11 @@ def _fake_backward(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), of_sinks
 
 
-def _attend(
+def attend(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Tensor | None, real: Tensor | None,
     causal: bool, window: int, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The results of `masked_attention`."""
     seen = Mask.seen(segments, real, causal, window)
     attended, logsumexp = _fake(q)
     if q.device.type != "cpu":
@@ -134,7 +135,7 @@ def _attend(
         mask = seen.of(rows, keys, q.device)
         heads = (x.transpose(1, 2) for x in (q[:, rows], k[:, keys], v[:, keys]))
         part, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-            *heads, 0.0, causal and mask is None, attn_mask=_added(mask, q.dtype), scale=scale
+            *heads, 0.0, causal and mask is None, attn_mask=added_mask(mask, q.dtype), scale=scale
         )
         if sinks is not None:
             with_sink = torch.logaddexp(sums, sinks.to(sums.dtype)[:, None])
@@ -157,7 +158,7 @@ def _attend_backward(
         heads = (x.transpose(1, 2) for x in parts)
         found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *heads, logsumexp[:, :, rows].contiguous(), 0.0, causal and mask is None,
-            attn_mask=_added(mask, q.dtype), scale=scale,
+            attn_mask=added_mask(mask, q.dtype), scale=scale,
         )  # fmt: skip
         in_rows, in_keys, in_values = (x.transpose(1, 2) for x in found)
         of_q[:, rows] = in_rows
@@ -170,7 +171,7 @@ def _attend_backward(
     return of_q, of_k.to(k.dtype), of_v.to(v.dtype), of_sinks
 
 
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def added_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """A boolean mask as what is added to scores: 0 or −inf."""
     return None if mask is None else torch.zeros((), dtype=dtype).masked_fill(~mask, float("-inf"))
 
@@ -179,13 +180,13 @@ def attend_in_public(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, seen
     """The same by public, differentiable attention, for devices whose fused kernels give their log of sums in other
     forms."""
     parts = [
-        _with_sink_token(q[:, rows], k[:, keys], v[:, keys], sinks, seen.of(rows, keys, q.device), seen.causal, scale)
+        with_sink_token(q[:, rows], k[:, keys], v[:, keys], sinks, seen.of(rows, keys, q.device), seen.causal, scale)
         for rows, keys in seen.blocks(q.shape[1])
     ]
     return torch.cat(parts, 1) if parts else q
 
 
-def _with_sink_token(
+def with_sink_token(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: Tensor | None, causal: bool, scale: float
 ) -> Tensor:
     """Attention in which a first token, which every token sees, has value 0 and score z.
@@ -224,7 +225,7 @@ masked_attention = define(
     f"masked_attention({_GIVEN}, {_HOW}) -> (Tensor attended, Tensor logsumexp)",
     fake=_fake,
     check=_check,
-    kernel=_attend,
+    kernel=attend,
 )
 masked_attention_backward = define(
     f"masked_attention_backward(Tensor grad, {_GIVEN}, Tensor attended, Tensor logsumexp, {_HOW})"

@@ -10,6 +10,9 @@ from torch import Tensor
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.operator_schema import schema_of
+from moec.runtime.backends import select
+from moec.runtime.backends.torch.torch_few import FEW
+from moec.runtime.backends.torch.torch_few import mixture_of_few as of_few_tokens
 from moec.runtime.ops.expert_mlp import check_activation, check_biases, empty_biases, of_given
 from moec.runtime.ops.registry import check, define, differentiate
 
@@ -149,3 +152,20 @@ def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | No
 
 
 differentiate(mixture_mlp, setup=_setup, backward=_differentiate)
+
+
+def _of_few(x: Tensor, experts: Tensor, *others: Any) -> Tensor:
+    if experts.device.type == "cpu" and experts.numel() <= FEW:
+        return of_few_tokens(x, experts, *others)
+    mixed: Tensor = select(x.device.type).mixture_mlp(x, experts, *others)[0]
+    return mixed
+
+
+mixture_of_few = define(
+    schema_of(o.MixtureMlp, "mixture_of_few", saved=False).partition(" -> ")[0] + " -> Tensor",
+    fake=lambda x, *_: x.new_empty(x.shape),
+    check=check_mixture_mlp,
+    kernel=_of_few,
+)
+"""The first result of `mixture_mlp` with its arguments, for generation: without a gradient, and in less time where
+there are few tokens on CPU."""

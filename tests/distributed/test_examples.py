@@ -56,3 +56,19 @@ def test_a_vision_mixture_learns_to_read_digits(gloo: GlooPool, ranks: int) -> N
     (right,) = re.findall(r"held out: (\S+)% of 297 images are right", "\n".join(first))
     assert float(right) > 30
     assert not any(others)
+
+
+def test_a_checkpoint_of_two_ranks_writes_the_same_text_on_one(gloo: GlooPool, tmp_path: Path) -> None:
+    data = tmp_path / "data.txt"
+    data.write_text("the cat sat on the mat and the dog sat on the log\n" * 200)
+    arguments = ["--steps", "12", "--data", str(data), "--folder", str(tmp_path / "checkpoints"), "--bytes", "30"]
+    arguments += ["--prompt", "the cat ", "--prompt", "dog"]
+    first, second = gloo.run(2, run, "generate", *arguments, initialize=False)
+    (alone,) = gloo.run(1, run, "generate", *arguments, initialize=False)
+    assert not second
+    assert first[0].startswith("training on data.txt") or "data.txt" in first[0]
+    text = "\n".join(first[1:]).partition("\n\n60 new bytes in ")[0]
+    assert text.startswith("the cat ▸")
+    assert "\n".join(alone).partition("\n\n60 new bytes in ")[0] == text
+    (greedy,) = gloo.run(1, run, "generate", *arguments, "--temperature", "0", "--line", initialize=False)
+    assert "\n".join(greedy).partition("\n\n")[0] != text

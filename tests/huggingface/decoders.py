@@ -364,6 +364,23 @@ ROWS |= {
     ),
 }  # fmt: skip
 
+DENSE: Keys = {"intermediate_size": 24, "head_dim": 8}
+QWEN_WINDOWS: dict[str, Keys] = {
+    "windows": {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "layer_types": None},
+    "window pattern": {"use_sliding_window": True, "sliding_window": 5, "layer_types": [SLIDING, FULL, SLIDING]},
+}
+ROWS |= {
+    "llama": (
+        DENSE,
+        {
+            **COMMON, **BIASES,
+            "biases of feed-forwards": {"mlp_bias": True}, "head_dim": {"head_dim": 12}, "llama3": LLAMA3, "yarn": YARN,
+        },
+    ),
+    "mistral": (DENSE, {**COMMON, "no window": {"sliding_window": None}, "window": {"sliding_window": 5}}),
+    "qwen2": ({"intermediate_size": 24}, {**COMMON, **QWEN_WINDOWS}),
+    "qwen3": (DENSE, {**COMMON, **BIASES, **QWEN_WINDOWS, "head_dim": {"head_dim": 12}}),
+}  # fmt: skip
 ROWS |= MORE_ROWS
 
 CASES = [(model_type, name) for model_type, (_, variants) in ROWS.items() for name in variants]

@@ -86,11 +86,11 @@ def both(folder: Path, model_type: str, **config: Any) -> Both:
     return Both(theirs, folder, ours.eval())
 
 
-def require_equal_logits(pair: Both, tokens: Tensor, atol: float = 1e-5) -> None:
+def require_equal_logits(pair: Both, tokens: Tensor) -> None:
     with torch.no_grad():
         ours, theirs = pair.ours(tokens).logits, pair.theirs(tokens).logits
     assert theirs.std() > 1e-3
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=atol * max(1.0, float(theirs.abs().max())))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
 def require_equal_gradients(pair: Both, tokens: Tensor) -> None:

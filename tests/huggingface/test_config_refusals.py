@@ -95,6 +95,10 @@ UNSPEAKABLE: dict[str, tuple[Keys, str]] = {
     "granitemoeshared": ({"embedding_multiplier": 0}, "embedding_multiplier"),
     "hunyuan_v1_moe": ({"use_cla": True}, "use_cla"),
     "hy_v3": ({"router_scaling_factor": -1.0}, "router_scaling_factor"),
+    "llama": ({"hidden_act": "gelu_new"}, "hidden_act"),
+    "mistral": ({"mlp_bias": True}, "mlp_bias"),
+    "qwen2": ({"hidden_act": "relu"}, "hidden_act"),
+    "qwen3": ({"use_sliding_window": True, "layer_types": ["chunked_attention"] * 3}, "layer_types"),
     "jamba": ({"attn_layer_period": 2}, "attn_layer_period"),
     "lfm2_moe": ({"layer_types": ["conv", FULL, FULL]}, "layer_types"),
     "mellum": ({"layer_types": ["linear_attention"] * 3}, "layer_types"),
@@ -163,10 +167,10 @@ def test_no_reader_asks_for_a_key_that_is_known_to_mean_nothing() -> None:
         ({"rope_parameters": "linear"}, '`rope_parameters` is "linear", and must be an object'),
         ({"rope_scaling": [1]}, "`rope_scaling` is [1], and must be an object"),
         ({"rope_parameters": {"rope_type": 3}}, "`rope_parameters.rope_type` is 3, and must be a text"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, "`rope_parameters.factor` is nan"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, "`rope_parameters.factor` is NaN"),
         ({"rope_parameters": {"rope_type": "linear"}}, "`rope_parameters.factor` is missing"),
         ({"rope_parameters": {"rope_theta": -1.0}}, "`rope_parameters.rope_theta` is -1.0"),
-        ({"num_local_experts": 1e400}, "`num_local_experts` is inf"),
+        ({"num_local_experts": 1e400}, "`num_local_experts` is Infinity"),
         ({"num_local_experts": True}, "`num_local_experts` is true"),
         ({"num_hidden_layers": 10**9}, "`num_hidden_layers` is 1000000000"),
         ({"num_experts_per_tok": 7}, "MOE0304"),
@@ -183,7 +187,7 @@ def test_wrong_kinds_of_the_parts_of_a_config_are_named() -> None:
     assert "`ffn_config` is [], and must be an object" in both
 
 
-@pytest.mark.parametrize("model_type", [None, 3, "", "llama", "Mixtral", ["mixtral"]])
+@pytest.mark.parametrize("model_type", [None, 3, "", "gpt2", "Mixtral", ["mixtral"]])
 def test_a_type_that_is_none_of_a_family_is_a_diagnostic(model_type: Any) -> None:
     with pytest.raises(DiagnosticError) as caught:
         moec.from_hf({**usual("mixtral"), "model_type": model_type})

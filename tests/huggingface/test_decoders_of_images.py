@@ -129,5 +129,5 @@ def test_older_positions_of_qwen3_vl_read_alike() -> None:
 def test_a_decoder_that_is_not_imported_is_named() -> None:
     with pytest.raises(DiagnosticError, match="`llama4_text`, the decoder of `llama4`: a router's weights"):
         moec.from_hf({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}})
-    with pytest.raises(DiagnosticError, match=r"`text_config.model_type` is \"mistral\""):
-        moec.from_hf({"model_type": "mistral3", "text_config": {"vocab_size": VOCAB}})
+    with pytest.raises(DiagnosticError, match=r"`text_config.model_type` is \"gemma3_text\""):
+        moec.from_hf({"model_type": "mistral3", "text_config": {"model_type": "gemma3_text", "vocab_size": VOCAB}})

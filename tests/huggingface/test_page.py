@@ -114,7 +114,7 @@ def page() -> str:
     lines += ["", "| `model_type` of a model around a decoder | its decoder | state |", "|---|---|---|"]
     for model_type, decoder in around_decoders().items():
         lines.append(f"| `{model_type}` | `{decoder}` | {state_around(model_type)} |")
-    lines.append("| `mistral3` | `mistral4` in new checkpoints | its decoder, as `mistral4` |")
+    lines.append("| `mistral3` | `mistral4` or `mistral` | its decoder, as these |")
     return "\n".join([*lines, ""])
 
 

@@ -200,3 +200,21 @@ def test_mixtrals_balance_loss_is_k_times_ours_on_one_layer_and_sequence() -> No
     ours = ours_with_weights_of(theirs, LAYER % "switch_loss(1.0)")(tokens, nothing).loss
     aux = theirs(tokens, output_router_logits=True).aux_loss
     torch.testing.assert_close(2 * ours, aux, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_generation_gives_their_tokens(name: str) -> None:
+    """Theirs pads prompts of different lengths on the left."""
+    make, layers = MODELS[name]
+    theirs = make().eval()
+    theirs.generation_config.eos_token_id = theirs.generation_config.pad_token_id = None
+    ours = ours_with_weights_of(theirs, layers)
+    prompts, new = text()[:, :5], SEQUENCE - 5
+    lengths = torch.tensor([5, 2, 4])
+    padding = torch.arange(5) < (5 - lengths)[:, None]
+    how = {"max_new_tokens": new, "do_sample": False, "use_cache": True, "pad_token_id": 0}
+    for mask in (torch.zeros_like(padding), padding):
+        expected = theirs.generate(prompts, attention_mask=(~mask).long(), **how)[:, 5:]
+        found = ours.generate(prompts, padding=mask, max_new_tokens=new).tokens
+        assert len(expected.unique()) > 5
+        assert torch.equal(found, expected)

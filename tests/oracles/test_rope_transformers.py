@@ -46,6 +46,16 @@ KINDS: dict[str, tuple[Rope, dict[str, Any], int]] = {
         YARN | {"mscale": 0.707, "mscale_all_dim": 0.707},
         163_840,
     ),
+    "yarn, Kimi K2": (
+        Rope(theta=50_000.0, scaling=Yarn(factor=32.0, original=4096, beta_fast=1.0, mscale=1.0, mscale_all=1.0)),
+        YARN | {"factor": 32.0, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        131_072,
+    ),
+    "yarn, a step": (
+        Rope(scaling=Yarn(factor=32.0, original=4096, beta_fast=2.0, beta_slow=2.0, truncate=False)),
+        YARN | {"factor": 32.0, "beta_fast": 2.0, "beta_slow": 2.0, "truncate": False},
+        131_072,
+    ),
     "yarn, two sharpenings": (
         Rope(scaling=Yarn(factor=40.0, original=4096, mscale=1.3, mscale_all=0.6, beta_fast=8.0, beta_slow=2.0)),
         YARN | {"mscale": 1.3, "mscale_all_dim": 0.6, "beta_fast": 8.0, "beta_slow": 2.0},

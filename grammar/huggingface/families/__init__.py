@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from moec.grammar.huggingface.families import aria, deepseek, gpt_oss, granite, hybrids, mixtral, others, qwen, scored
+from moec.grammar.huggingface.families import (
+    aria,
+    deepseek,
+    dense,
+    gpt_oss,
+    granite,
+    hybrids,
+    mixtral,
+    others,
+    qwen,
+    scored,
+)
 from moec.grammar.huggingface.family import Family
 
 BY_TYPE: dict[str, Family] = {
     family.model_type: family
-    for module in (mixtral, qwen, deepseek, gpt_oss, granite, others, scored, aria, hybrids)
+    for module in (mixtral, qwen, deepseek, gpt_oss, granite, others, scored, aria, hybrids, dense)
     for family in module.FAMILIES
 }

@@ -6,7 +6,16 @@ from dataclasses import replace
 
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.family import Family
-from moec.grammar.huggingface.parts import attention_of, decoder, depth_of, eps_of, gated, heads_of, layers_of
+from moec.grammar.huggingface.parts import (
+    attention_of,
+    decoder,
+    depth_of,
+    eps_of,
+    gated,
+    heads_of,
+    layers_of,
+    window_of,
+)
 from moec.grammar.huggingface.positions import rope_of
 from moec.grammar.huggingface.usual_rules import Names, rules_by
 from moec.grammar.spec import Experts, Model, Moe, Online, TopK
@@ -16,7 +25,7 @@ NAMES = Names(moe="block_sparse_moe.", expert=("w1", "w3", "w2"))
 
 
 def _mixtral(config: Config) -> Model:
-    depth, window = depth_of(config), config.count_or_none("sliding_window")
+    depth, window = depth_of(config), window_of(config)
     _, _, width = heads_of(config)
     attention = attention_of(config, rope=rope_of(config, width, theta=1e6), window=window)
     config.inert("router_jitter_noise", 0, why="transformers multiplies the experts' inputs too, and only in training")

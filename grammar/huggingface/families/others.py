@@ -23,6 +23,7 @@ from moec.grammar.huggingface.parts import (
     kinds_of_attention,
     layers_of,
     positive,
+    window_of,
     windows_of,
 )
 from moec.grammar.huggingface.positions import rope_of
@@ -270,7 +271,7 @@ def _phi(config: Config) -> Model:
         config,
         rope=rope_of(config, heads_of(config)[2], theta=1e6),
         bias=bias_of(config, "attention_bias"),
-        window=config.count_or_none("sliding_window"),
+        window=window_of(config),
     )
     config.inert("attention_dropout", 0)
     config.inert("hidden_dropout", 0)

@@ -20,6 +20,7 @@ from moec.grammar.huggingface.parts import (
     kinds_of_attention,
     layers_of,
     sparse_layers,
+    window_of,
     windows_of,
 )
 from moec.grammar.huggingface.positions import rope_of
@@ -72,7 +73,7 @@ def _qwen3(config: Config) -> Model:
     rope, bias = rope_of(config, heads_of(config)[2]), bias_of(config, "attention_bias")
     window = None
     if config.flag("use_sliding_window", default=False):
-        window = config.count_or_none("sliding_window")
+        window = window_of(config)
     config.raw("sliding_window", "max_window_layers")
     attention = attention_of(config, rope=rope, bias=bias, qk_norm="head", window=window)
     config.inert("attention_dropout", 0)

@@ -50,17 +50,23 @@ def rope_backward(
 
 
 def _rotate(x: Tensor, positions: Tensor | None, how: _Rotation, direction: int) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    start, width = how.start, how.width or x.shape[3] - how.start
-    cos, sin = _tables(x.shape[1], width, how.theta, dtype, x.device, how.frequencies, how.factor)
+    width, dtype = how.width or x.shape[3] - how.start, torch.promote_types(x.dtype, torch.float32)
+    cos, sin = rope_tables(x.shape[1], width, how.theta, dtype, x.device, how.frequencies, how.factor)
     if positions is not None:
         cos, sin = cos[positions], sin[positions]
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    return turned(x, cos, sin, how.start, how.interleaved, direction)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool, direction: int) -> Tensor:
+    """Heads `[B, S, H, head dim]` of which pairs of dims from `start` on turn, by the tables of `rope_tables`."""
+    width = 2 * cos.shape[-1]
+    out = torch.empty(x.shape, dtype=cos.dtype, device=x.device)
     for still in (slice(0, start), slice(start + width, x.shape[3])):
-        out[..., still] = x[..., still]
+        if still.start < still.stop:
+            out[..., still] = x[..., still]
     turning = slice(start, start + width)
-    first, second = _pairs(x[..., turning].to(dtype), how.interleaved)
-    out_first, out_second = _pairs(out[..., turning], how.interleaved)
+    first, second = _pairs(x[..., turning].to(cos.dtype), interleaved)
+    out_first, out_second = _pairs(out[..., turning], interleaved)
     torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-direction)
     torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=direction)
     return out.to(x.dtype)
@@ -75,7 +81,7 @@ def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=16)
-def _tables(
+def rope_tables(
     length: int,
     width: int,
     theta: float,

@@ -232,6 +232,22 @@ def padded(numbers: Numbers) -> Iterator[Call]:
         yield from weighted(x, given, positions, weights, counts)
 
 
+def generation(numbers: Numbers) -> Iterator[Call]:
+    """Without gradients: `cached_attention` also writes to its caches."""
+    q, k, v = numbers.normal(2, 3, 4, 4), numbers.normal(2, 3, 2, 4), numbers.normal(2, 3, 2, 4)
+    for begin, places in ((0, [[0, 1, 2], [0, 1, 2]]), (2, [[2, 3, 4], [2, 3, 4]]), (-1, [[1, 2, 3], [4, 5, 6]])):
+        end, where = max(map(max, places)) + 1, numbers.whole(torch.tensor(places))
+        caches = numbers.normal(2, 2, 8, 4), numbers.normal(2, 2, 8, 4)
+        for starts, sinks, window in ((None, None, 0), (where - where % 2, numbers.normal(4), 2)):
+            yield "cached_attention", (q, k, v, *caches, where, starts, sinks, begin, end, window, 0.5)
+    cos, sin = numbers.of_router(1, 3, 1, 2), numbers.of_router(1, 3, 1, 2)
+    for interleaved in (False, True):
+        yield "turn", (q, cos, sin, 0, interleaved)
+    choices, weights = numbers.choices(2, 1, 5, 2), numbers.of_router(2, 1, 2)
+    up, down = numbers.normal(5, 2, 3, 4), numbers.normal(5, 4, 3)
+    yield "mixture_of_few", (numbers.normal(2, 1, 4), choices, weights, up, down, None, None, "swiglu")
+
+
 TABLE = {
     family.__name__: family
     for family in (
@@ -250,6 +266,7 @@ TABLE = {
         embedding,
         norm,
         padded,
+        generation,
     )
 }
 IN_A_GROUP = {

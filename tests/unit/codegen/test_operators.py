@@ -110,6 +110,7 @@ FORMS: dict[str, dict[str, Any]] = {
     },
     "mla": {"attention": f"mla({MLA}, value_dim = 4, q_rank = 4, rope = rope())", "tp": 2},
     "mla, sinks": {"attention": f"mla({MLA}, value_dim = 8, sinks = true)"},
+    "gates of heads": {"attention": "mha(heads = 4, output_gate = element)", "tp": 2},
     "heads by token": {
         "attention": "moa(heads = 4, kv_heads = 2, experts = 5, gate = topk(2), normalize = true, bias = all)",
         "model": "embedding = tokens(padding = 3)",

@@ -105,6 +105,15 @@ def existing_folder() -> Sequence[Diagnostic]:
     return raised(lambda: moec.save_hf(module, folder))
 
 
+def narrower_experts() -> Sequence[Diagnostic]:
+    from moec.runtime.huggingface.upcycle import Upcycling, upcycle
+
+    dense = {key: value for key, value in CONFIG.items() if "experts" not in key} | {"model_type": "llama"}
+    moec.save_hf(moec.reference(moec.from_hf(dense)), "llama")
+    spec = moec.from_hf(CONFIG | {"intermediate_size": 12, "rms_norm_eps": 1e-6, "rope_theta": 1e4})
+    return raised(lambda: upcycle(Path("llama"), spec, Path("0"), "test", Upcycling()))
+
+
 HUGGINGFACE_EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0900": no_folder,
     "MOE0901": unknown_type,
@@ -116,4 +125,5 @@ HUGGINGFACE_EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0907": quantised,
     "MOE0908": no_such_architecture,
     "MOE0909": existing_folder,
+    "MOE0910": narrower_experts,
 }

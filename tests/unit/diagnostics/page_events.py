@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
 from huggingface_events import HUGGINGFACE_EVENTS
-from models import moe_plan, moe_text
+from models import moe_plan, moe_spec, moe_text
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 
@@ -256,6 +256,12 @@ def starter_in_no_folder() -> Sequence[Diagnostic]:
     return raised(lambda: run(Path("nowhere", "model.moe")))
 
 
+def starter_from_an_unknown_model() -> Sequence[Diagnostic]:
+    from moec.commands.init import run
+
+    return raised(lambda: run(Path("model.moe"), "mixtral_8x7"))
+
+
 def unknown_subject() -> Sequence[Diagnostic]:
     from moec.commands.explain import explain
 
@@ -346,10 +352,39 @@ def save_in_a_step() -> Sequence[Diagnostic]:
             return raised(lambda: job.save("checkpoints/1", model))
 
 
+def generate(*, model: str = "", beside: str = "", nan: bool = False, **options: object) -> Sequence[Diagnostic]:
+    import torch
+
+    from moec.driver import reference
+
+    module = reference(moe_spec(ranks=1, ep=1, model=model, beside=beside))
+    if nan:
+        module.get_parameter("head.weight").data[3] = torch.nan
+    prompts = torch.arange(12).view(2, 6)
+    return raised(lambda: module.generate(prompts, **{"max_new_tokens": 2, **options}))
+
+
+def choices_of_the_best() -> Sequence[Diagnostic]:
+    return generate(top_k=40)
+
+
+def generating_under_a_capacity() -> Sequence[Diagnostic]:
+    return generate(beside="capacity = factor(1.25)")
+
+
+def too_many_tokens() -> Sequence[Diagnostic]:
+    return generate(max_new_tokens=100)
+
+
+def logits_that_are_nan() -> Sequence[Diagnostic]:
+    return generate(nan=True)
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
     "MOE0015": unknown_subject,
+    "MOE0016": starter_from_an_unknown_model,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,
@@ -382,6 +417,10 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0726": routes_of_fewer_choices,
     "MOE0727": segments_that_descend,
     "MOE0728": padding_of_another_model,
+    "MOE0740": choices_of_the_best,
+    "MOE0741": generating_under_a_capacity,
+    "MOE0742": too_many_tokens,
+    "MOE0743": logits_that_are_nan,
     **CHECKPOINT_EVENTS,
     **HUGGINGFACE_EVENTS,
 }

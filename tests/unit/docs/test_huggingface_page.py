@@ -47,7 +47,7 @@ def tiny_model() -> Any:
 def test_its_python_trains_and_transformers_loads_the_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("olmoe")
-    (console,), (training, alone) = blocks("console"), blocks("python")
+    console, (training, alone) = blocks("console")[0], blocks("python")
     _, command, output = console.rstrip("\n").split("\n")
     result = CliRunner().invoke(app, command.removeprefix("$ moec ").split())
     assert result.stdout.rstrip("\n") == output
@@ -61,6 +61,18 @@ def test_its_python_trains_and_transformers_loads_the_result(tmp_path: Path, mon
     exec(alone, names)  # noqa: S102
     assert Path("again/model.safetensors").read_bytes() == Path("olmoe/model.safetensors").read_bytes()
     assert Path("tuned/model.safetensors").read_bytes() != Path("olmoe/model.safetensors").read_bytes()
+
+
+def test_its_commands_of_weights_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their output is that of the page's model in its whole size: here only their words are compared."""
+    monkeypatch.chdir(tmp_path)
+    tiny_model().save_pretrained("olmoe")
+    lines = blocks("console")[1].rstrip("\n").split("\n")
+    for command, output in zip(lines[::2], lines[1::2], strict=True):
+        result = CliRunner().invoke(app, command.replace("/2000", "/0").removeprefix("$ moec ").split())
+        assert result.exit_code == 0, result.stdout
+        assert re.sub(r"[\d.]+ \w+", "N", result.stdout.rstrip("\n")) == re.sub(r"[\d.]+ \w+", "N", output)
+    AutoModelForCausalLM.from_pretrained("tuned")
 
 
 def test_a_live_model_s_state_dict_loads() -> None:

@@ -45,7 +45,10 @@ def rope(**options: str) -> str:
             rope(scaling="longrope(short = [1, 1, 1, 1], long = [1, 1, 1, 1], original = 1)"),
             [("MOE0364", "1")],
         ),
-        (rope(scaling="yarn(2, original = 4, beta_fast = 1)"), [("MOE0364", "yarn(2, original = 4, beta_fast = 1)")]),
+        (
+            rope(scaling="yarn(2, original = 4, beta_fast = 0.5)"),
+            [("MOE0364", "yarn(2, original = 4, beta_fast = 0.5)")],
+        ),
         (rope(scaling="yarn(2, original = 4, beta_slow = 40)"), [("MOE0364", "40")]),
         (rope(theta="1", scaling="yarn(2, original = 4)"), [("MOE0364", "1")]),
         (rope(scaling="llama3(2, original = 4, low = 4)"), [("MOE0364", "4")]),

@@ -41,7 +41,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("MOE0361", {"attention": ROPE.format("scaling = longrope(short = [1], long = [1, 1], original = 4)")}, "give 2"),
     ("MOE0362", {"attention": "mha(heads = 4, window = 9)"}, "leave `window` out"),
     ("MOE0364", {"attention": ROPE.format("scaling = llama3(8, low = 4, high = 4, original = 4)")}, "below `high`"),
-    ("MOE0364", {"attention": ROPE.format("scaling = yarn(8, original = 4, beta_slow = 40)")}, "below `beta_fast`"),
+    ("MOE0364", {"attention": ROPE.format("scaling = yarn(8, original = 4, beta_slow = 40)")}, "at most to"),
     ("MOE0324", {"model": "embedding = tokens(separator = 32)"}, "larger `vocab`"),
     ("MOE0371", {"model": "embedding = tokens(segments = true, separator = 3)"}, "keep one"),
     ("MOE0370", {"gate": "expert_choice(2)", "optimizer": "adamw(); replay = true"}, "leave `replay` out"),

@@ -61,7 +61,7 @@ def test_rope_agrees_with_hugging_face_llama_and_shares_its_tables_bit_for_bit()
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, max_position_embeddings=64)
     x = torch.randn(2, 33, 4, 16)
     cos, sin = LlamaRotaryEmbedding(config)(x, torch.arange(33)[None])
-    ours = torch_rope._tables(33, 16, 10_000.0, torch.float32, torch.device("cpu"))
+    ours = torch_rope.rope_tables(33, 16, 10_000.0, torch.float32, torch.device("cpu"))
     assert torch.equal(ours[0][:, 0], cos[0, :, :8])
     assert torch.equal(ours[1][:, 0], sin[0, :, :8])
     theirs, _ = apply_rotary_pos_emb(x.transpose(1, 2), x.transpose(1, 2), cos, sin)
@@ -124,7 +124,7 @@ def test_rope_takes_inputs_that_are_not_contiguous() -> None:
 
 
 def test_rope_tables_made_under_inference_mode_serve_training_after() -> None:
-    torch_rope._tables.cache_clear()
+    torch_rope.rope_tables.cache_clear()
     with torch.inference_mode():
         ops.rope(torch.randn(1, 6, 1, 4), None, 123.0)
     x = torch.randn(1, 6, 1, 4, requires_grad=True)
@@ -135,7 +135,7 @@ def test_rope_tables_made_under_inference_mode_serve_training_after() -> None:
 def test_rope_table_cache_is_bounded() -> None:
     for length in range(1, 40):
         ops.rope(torch.randn(1, length, 1, 4), None, 1e4)
-    assert torch_rope._tables.cache_info().currsize <= 16
+    assert torch_rope.rope_tables.cache_info().currsize <= 16
 
 
 def test_rope_refuses_an_odd_head_dim() -> None:

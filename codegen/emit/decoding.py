@@ -1,0 +1,82 @@
+"""A model for generation, as `emit_decoding` gives it and the runtime runs it: graphs, and what they take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from moec.passes.ir import Op, State
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """Cosines and sines that a layer takes: those of its `width` dims, by frequencies as of the op `Rope`.
+
+    `in_text`: of a token's position in its text; else of its place in the sequence. `halves`: the first half of whole
+    heads turns with the second, so that tables are as wide as heads, with sines that have their signs.
+    """
+
+    theta: float
+    width: int
+    frequencies: tuple[float, ...]
+    factor: float
+    in_text: bool
+    halves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CachedHeads:
+    """The shape of one cache of keys, and of values, without sequences and places: kv heads on this rank, width."""
+
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingLayer:
+    """A layer's block for generation.
+
+    `module(*inputs, layer, *settings, *states, *weights, places, begin, end, *tables, *caches)` gives the residual
+    stream. `tables`: cosines and sines of each of `rotations`; `caches`: keys and values of each of `cached`.
+    """
+
+    module: nn.Module
+    settings: tuple[str, ...]
+    states: tuple[State, ...]
+    rotations: tuple[Rotation, ...]
+    cached: tuple[CachedHeads, ...]
+    routers: tuple[Op, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingForward:
+    """`forward` for generation: `module(*inputs)`, whose inputs `inputs` names.
+
+    These are roles of inputs of `forward`, settings (`$seed`), and
+
+    - `places`, `starts` int64 [B, T]: where a token is in its sequence, and where its text begins there;
+    - `rows`, `last` int64 [B]: 0, 1, …, and which of the new tokens' logits are wanted;
+    - `weight`: gives parameter n, `parameters[n]`, called once before the parameter's first use;
+    - `run`: runs layer n with its inputs, and gives the residual stream.
+
+    `selects`: it gives the wanted logits alone, [B, vocab]; else all, [B, T, vocab].
+    """
+
+    module: nn.Module
+    inputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    selects: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """A model for generation: the graph of `forward`, and the blocks of layers by name."""
+
+    forward: DecodingForward
+    layers: Mapping[str, DecodingLayer]
+    calls: tuple[str, ...]
+    """The block of each layer."""
+    separator: int | None
+    """The id that ends a text, of a model that packs texts by one."""

@@ -1,0 +1,105 @@
+"""The library's models for `moec init`: their list, and a whole file that starts from one. Needs no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from moec.commands.table import table
+from moec.driver import run_passes, to_spec
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.format import formatted
+from moec.grammar.resolve.files import library_names, library_text
+from moec.grammar.source import Source
+from moec.grammar.spec import Spec
+from moec.grammar.suggest import nearest
+from moec.passes.cost.memory import memory_of
+from moec.passes.cost.parameter_counts import count_parameters, short
+
+SEQUENCE = 4096
+"""Tokens of a sequence in a starter file, if the model's context is longer."""
+MOST_NODES = 4096
+MOST_RANKS_OF_EXPERTS = 64
+"""The largest `ep` of a starter file: with more ranks experts have replicas."""
+CLUSTER, RANKS_OF_NODE = "dgx_h100", 8
+
+
+def listing() -> Iterator[str]:
+    """The lines of `moec init --list`: name, total and active parameters, experts, and title of each model."""
+    rows = [("name", "total", "active", "experts", "model")]
+    for name in library_names("models"):
+        spec = to_spec(text_that_uses(name))
+        counts = count_parameters(run_passes(spec, "partition").program, spec)
+        experts = "-".join(counts.notation.split("-")[2:])
+        rows.append((name, short(counts.whole.total), short(counts.whole.active), experts, title(name)))
+    yield from table(rows, numbers=(1, 2))
+
+
+def text_that_uses(name: str) -> str:
+    """The text of a file that only uses a model of the library."""
+    return f'use "models/{name}"\n'
+
+
+def title(name: str) -> str:
+    """The beginning of the model's comment, such as `Mixtral 8x7B`."""
+    lines = (line for line in library_text(f"models/{name}").splitlines() if line.startswith("#"))
+    comment = " ".join(line[1:].strip() for line in lines)
+    return comment[: min(at for end in (" (", ". ", ": ") if (at := comment.find(end)) >= 0)]
+
+
+def starter_from(name: str) -> str:
+    """A whole file: the model's text, a cluster of nodes with 8 GPUs on which a step fits, `train` and `parallel`.
+
+    Raises `DiagnosticError` MOE0016 for a name that the library does not have.
+    """
+    name = name.removeprefix("models/")
+    known = library_names("models")
+    if name not in known:
+        meant = nearest(name, known)
+        help = (f"did you mean `{meant}`? " if meant else "") + f"the library has {', '.join(known)}"
+        raise DiagnosticError([diagnose("MOE0016", None, f"`{name}`", help=help)])
+    model = to_spec(text_that_uses(name))
+    for nodes in (2**power for power in range(MOST_NODES.bit_length())):
+        for zero in (1, 2, 3):
+            text = _starter(name, model, nodes, zero)
+            if _fits(text):
+                return text
+    return text
+
+
+def _fits(text: str) -> bool:
+    """Whether a training step of the file fits its devices. A `layer` alone is a part of another model's step."""
+    spec = to_spec(text)
+    program = run_passes(spec, "partition").program  # `budget` would try remedies
+    return not spec.has_model or memory_of(program, spec).peak.bytes.total <= spec.cluster.device.memory
+
+
+def _starter(name: str, model: Spec, nodes: int, zero: int) -> str:
+    ranks = RANKS_OF_NODE * nodes
+    mixtures = [moe for moe in model.subject.mixtures if moe is not None]
+    ep = math.gcd(ranks, *(number for moe in mixtures for number in moe.counts))
+    while ep > MOST_RANKS_OF_EXPERTS:
+        ep //= 2
+    fits = "; the least power of two on which a step fits" if model.has_model else ""
+    parts = [
+        f'use "clusters/{CLUSTER}"',
+        library_text(f"models/{name}").rstrip("\n"),
+        _block('cluster "mine"', [f"from = {CLUSTER}", f"nodes = {nodes}  # of {RANKS_OF_NODE} GPUs{fits}"]),
+    ]
+    parallel = [f"ep = {ep}  # ranks that divide the experts of a layer among them"]
+    if model.has_model:
+        parts.append(_block("train", _train(model, ranks)))
+        parallel += [f"zero = {zero}", "recompute = layer"]
+    parts.append(_block("parallel", parallel))
+    return formatted(Source(name, "\n\n".join(parts) + "\n"))
+
+
+def _train(model: Spec, ranks: int) -> list[str]:
+    of_images = model.model.length is not None
+    batch = f"batch = {ranks:_}  # {'images' if of_images else 'sequences'} per step, over all ranks"
+    sequence = [] if of_images else [f"sequence = {min(model.model.context or SEQUENCE, SEQUENCE)}"]
+    return [batch, *sequence, "optimizer = adamw(lr = 3e-4)"]
+
+
+def _block(head: str, lines: list[str]) -> str:
+    return "\n".join([f"{head} {{", *lines, "}"])

@@ -1,0 +1,132 @@
+"""Counts parameters: in total, of a token, of each layer, of a rank; and writes them as `46.7B-12.9B-8E-2K-0S`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from moec.grammar.spec import Dense, ExpertChoice, Mixture, Moe, Smear, Soft, Spec, Subject
+from moec.passes.cost.totals import costs_of, runs_of
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import Program
+from moec.passes.ir.interface import layers_by_block
+
+
+@dataclass(frozen=True, slots=True)
+class Elements:
+    """Elements of some parameters: all, those that one token uses, those that one rank holds.
+
+    A token uses the whole embedding and output head, and of `n` experts the `k` that it goes to.
+    """
+
+    total: int = 0
+    active: int = 0
+    per_rank: int = 0
+
+    def __add__(self, other: Elements) -> Elements:
+        return Elements(self.total + other.total, self.active + other.active, self.per_rank + other.per_rank)
+
+    def times(self, number: int) -> Elements:
+        """The elements of so many equal layers."""
+        return Elements(self.total * number, self.active * number, self.per_rank * number)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerElements:
+    """Equal layers: their numbers, the elements of one of them, and its parts by name (`attention`, `moe.experts`)."""
+
+    layers: tuple[int, ...]
+    each: Elements
+    parts: dict[str, Elements]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterCounts:
+    """The parameters of a Program after all passes. `outside`: those of no layer, by part (`embedding`, `head`)."""
+
+    whole: Elements
+    layers: tuple[LayerElements, ...]
+    outside: dict[str, Elements]
+    notation: str
+
+
+def count_parameters(program: Program, spec: Spec) -> ParameterCounts:
+    """Counts the parameters of `program`, which was compiled from `spec`. States such as `online` biases are none."""
+    runs, numbers = runs_of(program), layers_by_block(program)
+    layers, outside, whole = [], dict[str, Elements](), Elements()
+    for name, cost in costs_of(program, Workload.of(spec, program).even).items():
+        if not runs[name]:
+            continue
+        parts: dict[str, Elements] = {}
+        for p, *elements in cost.elements():
+            part = _part(p.name)
+            parts[part] = parts.get(part, Elements()) + Elements(*elements)
+        each = sum(parts.values(), start=Elements())
+        whole += each.times(runs[name])
+        if numbers[name]:
+            layers.append(LayerElements(layers=tuple(numbers[name]), each=each, parts=parts))
+        else:
+            outside |= parts
+    layers.sort(key=lambda layer: layer.layers)
+    shown = "-".join((short(whole.total), short(whole.active), *shape_of(spec.subject)))
+    return ParameterCounts(whole=whole, layers=tuple(layers), outside=outside, notation=shown)
+
+
+def _part(name: str) -> str:
+    """`attention.q.weight` is of `attention`, `moe.experts.up.weight` of `moe.experts`."""
+    first, *rest = name.split(".")
+    return f"{first}.{rest[0]}" if first == "moe" and len(rest) > 1 else first
+
+
+def short(number: float) -> str:
+    """Three digits and a letter: `46.7B`."""
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= scale * 0.9995:
+            return f"{number / scale:#.3g}".rstrip(".") + letter
+    return f"{number:g}"
+
+
+def shape_of(subject: Subject) -> tuple[str, str, str]:
+    """Experts, experts of a token, and shared experts: `8E`, `2K`, `0S`. Where layers differ, `32/64E`."""
+    mixtures = [moe for moe in subject.mixtures if moe is not None]
+    experts = _listed(_experts(moe, subject) for moe in mixtures)
+    chosen = _listed(_chosen(moe, subject) for moe in mixtures)
+    return f"{experts}E", f"{chosen}K", f"{_listed(map(_shared, mixtures))}S"
+
+
+def _listed(numbers: Iterable[float]) -> str:
+    return "/".join(f"{number:g}" for number in dict.fromkeys(numbers)) or "0"
+
+
+def _experts(moe: Moe, subject: Subject) -> int:
+    """Feed-forwards to choose from; those of an inner mixture count."""
+    within = [subject.within(part) for part in moe.parts]
+    inner = [_experts(mixture, subject) if mixture else 1 for mixture in within]
+    return sum(part.count * number for part, number in zip(moe.parts, inner, strict=True))
+
+
+def _chosen(moe: Moe, subject: Subject) -> float:
+    """Experts of a token; its mean number for `expert_choice`, all of them for gates that mix all."""
+    within = subject.within(moe.parts[0])
+    return _choices(moe) * (_chosen(within, subject) if within else 1)
+
+
+def _choices(moe: Moe) -> float:
+    match moe.gate:
+        case ExpertChoice(factor=factor):
+            return float(factor)
+        case Dense() | Soft() | Smear():
+            return moe.num_experts
+        case gate:
+            return int(getattr(gate, "k", 1))
+
+
+def _shared(moe: Moe) -> int:
+    """The shared feed-forward as the number of experts that are together as wide, else as one; and the dense path."""
+    body = moe.parts[0].body
+    number = 0
+    if moe.shared is not None:
+        width, of_expert = (getattr(part, "hidden", None) for part in (moe.shared, body))
+        alike = not isinstance(body, Mixture) and type(moe.shared) is type(body)
+        number = width // of_expert if alike and width and of_expert and width % of_expert == 0 else 1
+    return number + (moe.residual is not None)

@@ -1,0 +1,197 @@
+"""Writes tensors by rules into the safetensors files of a new folder."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moec.grammar.huggingface.read import CONFIG
+from moec.grammar.huggingface.rules import Rule
+from moec.runtime.checkpoint.files import shown, write_file
+from moec.runtime.checkpoint.parts import DTYPE_NAMES
+from moec.runtime.checkpoint.temporary import Temporary
+from moec.runtime.errors import JobError
+from moec.runtime.huggingface.moves import Local, pairs
+from moec.runtime.huggingface.slabs import absent
+from moec.runtime.huggingface.stored import INDEX, SINGLE
+
+MOST_BYTES = 5_000_000_000
+"""Bytes of one file, as transformers writes them (`max_shard_size`, 5 GB until 5.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """One safetensors file: its tensors' shapes and offsets from the end of the header, which is its first bytes."""
+
+    name: str
+    header: bytes
+    offsets: Mapping[str, int]
+    num_bytes: int
+
+
+class Writer:
+    """Writes tensors by rules into a temporary folder beside `target`, in any order, and gives it the name at the end.
+
+    Files are mapped into memory, so that a tensor of several parameters needs no memory of its own. Making a writer and
+    `publish` raise `JobError` MOE0909.
+    """
+
+    def __init__(
+        self,
+        target: Path,
+        rules: Sequence[Rule],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtypes: Mapping[str, torch.dtype],
+        max_file_bytes: int,
+        layout: Sequence[File] | None = None,
+    ) -> None:
+        self.target, self._shapes = target, dict(shapes)
+        self._dtypes = {rule.name: dtypes[rule.name] for rule in rules}
+        sizes = {rule.name: rule.shape(shapes) for rule in rules}
+        self.files = list(layout or files_of(sizes, self._dtypes, max_file_bytes))
+        self._views: dict[str, Tensor] = {}
+        self._temporary: Temporary | None = None
+        try:
+            self._temporary = Temporary(target)
+            for file in self.files:
+                self._views |= self._mapped(file, sizes)
+        except JobError as error:
+            self.discard()
+            first = error.diagnostics[0]
+            raise JobError("MOE0909", first.message, first.help) from error
+        except OSError as error:
+            self.discard()
+            raise _unwritable(target, error) from error
+
+    def _mapped(self, file: File, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """Makes a file; returns its tensors, whose memory is the file."""
+        assert self._temporary is not None
+        path = self._temporary.path / file.name
+        total = len(file.header) + file.num_bytes
+        with path.open("xb") as stream:
+            stream.write(file.header)
+            stream.flush()
+            # Reserves the blocks first: a full disk is an error here, and not a signal when a page is touched.
+            os.posix_fallocate(stream.fileno(), 0, total)
+        if not file.num_bytes:
+            return {name: torch.empty(sizes[name], dtype=self._dtypes[name]) for name in file.offsets}
+        whole = torch.from_file(str(path), shared=True, size=total, dtype=torch.uint8)
+        views = {}
+        for name, offset in file.offsets.items():
+            dtype = self._dtypes[name]
+            first = len(file.header) + offset
+            last = first + math.prod(sizes[name]) * dtype.itemsize
+            views[name] = whole[first:last].view(dtype).view(sizes[name])
+        return views
+
+    def write(self, name: str, whole: Tensor, rules: Sequence[Rule]) -> None:
+        """Copies the whole parameter `name` to where `rules` have it."""
+        for rule in rules:
+            parts = {piece.parameter: absent(self._shapes[piece.parameter]) for piece in rule.pieces}
+            parts[name] = Local(whole, tuple((0, dim) for dim in whole.shape), tuple(whole.shape))
+            self.write_part(rule, parts)
+
+    def write_part(self, rule: Rule, parts: Mapping[str, Local]) -> None:
+        """Copies what is here of a rule's parameters to its tensor."""
+        for part, theirs in pairs(rule, self._views[rule.name], parts):
+            theirs.copy_(part)
+
+    def publish(self, config: Mapping[str, Any], beside: Mapping[str, bytes] | None = None) -> None:
+        """Writes the index and the config, and the files `beside` as they are; then gives the folder its name."""
+        assert self._temporary is not None
+        path = self._temporary.path
+        try:
+            self._views.clear()
+            for file in self.files:
+                _sync(path / file.name)
+            extra = dict(beside or {})
+            if len(self.files) > 1 and INDEX not in extra:
+                extra[INDEX] = index_of(self.files)
+            if CONFIG not in extra:
+                extra[CONFIG] = (json.dumps(config, indent=2, sort_keys=True) + "\n").encode()
+            for name, content in extra.items():
+                write_file(path / name, content)
+            self._temporary.publish()
+        except OSError as error:
+            raise _unwritable(self.target, error) from error
+        except JobError as error:
+            first = error.diagnostics[0]
+            raise JobError("MOE0909", first.message, first.help) from error
+
+    def discard(self) -> None:
+        """Removes the temporary folder, if it has not got its name."""
+        self._views = {}
+        if self._temporary is not None and self._temporary.path.exists():
+            self._temporary.discard()
+
+
+def dtypes_of(rules: Sequence[Rule], dtype: torch.dtype, states: Container[str]) -> dict[str, torch.dtype]:
+    """The dtype of each tensor: `dtype`, and fp32 for online biases, whose small steps would be rounded away."""
+    of_states = {rule.name for rule in rules if any(piece.parameter in states for piece in rule.pieces)}
+    return {rule.name: torch.float32 if rule.name in of_states else dtype for rule in rules}
+
+
+def files_of(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype], most: int) -> list[File]:
+    """The tensors in files of at most `most` bytes, or of one tensor, in the order of `shapes`."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, shape in shapes.items():
+        size = math.prod(shape) * dtypes[name].itemsize
+        if groups[-1] and used + size > most:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    names = [SINGLE] if len(groups) == 1 else [
+        f"model-{number:05}-of-{len(groups):05}.safetensors" for number in range(1, len(groups) + 1)
+    ]  # fmt: skip
+    return [_file(name, group, shapes, dtypes) for name, group in zip(names, groups, strict=True)]
+
+
+def _file(
+    name: str, group: Sequence[str], shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> File:
+    """A file with the header of the safetensors library: the widest elements first, then by name."""
+    ordered = sorted(group, key=lambda each: (-dtypes[each].itemsize, each))
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offsets, end = {}, 0
+    for each in ordered:
+        size = math.prod(shapes[each]) * dtypes[each].itemsize
+        table[each] = {
+            "dtype": DTYPE_NAMES[dtypes[each]], "shape": list(shapes[each]), "data_offsets": [end, end + size],
+        }  # fmt: skip
+        offsets[each] = end
+        end += size
+    text = json.dumps(table, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return File(name, len(text).to_bytes(8, "little") + text, offsets, end)
+
+
+def index_of(files: Sequence[File]) -> bytes:
+    """`model.safetensors.index.json`."""
+    table = {
+        "metadata": {"total_size": sum(file.num_bytes for file in files)},
+        "weight_map": dict(sorted((name, file.name) for file in files for name in file.offsets)),
+    }
+    return (json.dumps(table, indent=2) + "\n").encode()
+
+
+def _sync(path: Path) -> None:
+    file = os.open(path, os.O_RDWR)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _unwritable(target: Path, error: OSError) -> JobError:
+    help = "free space, or save to a folder with write permission"
+    return JobError("MOE0909", f"{shown(target)}: {error.strerror}", help)

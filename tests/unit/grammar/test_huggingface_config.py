@@ -1,0 +1,59 @@
+"""What reading a config.json says of keys that no reader asks for, and of values that are wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.huggingface.read import read_config
+
+CONFIG: dict[str, Any] = {
+    "model_type": "mixtral",
+    "vocab_size": 64,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+    "max_position_embeddings": 32,
+}
+LINEAR = {"type": "linear", "factor": 2.0}
+
+
+def notes(**changes: Any) -> list[str]:
+    return [note.message for note in read_config({**CONFIG, **changes}).notes]
+
+
+def test_keys_that_nobody_asks_for_are_warned_of_also_inside_of_others() -> None:
+    assert notes(rope_scaling=LINEAR) == []
+    said = notes(rope_scaling={**LINEAR, "high_freq": 3}, new_norm="l2")
+    assert said == [f"`{key}` is not known here and has no effect" for key in ("new_norm", "rope_scaling.high_freq")]
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}, float("nan")])
+def test_unknown_keys_that_switch_nothing_on_are_not_warned_of(value: object) -> None:
+    assert notes(new_norm=value, rope_scaling={**LINEAR, "new": value}) == []
+
+
+def test_rotary_parameters_of_layers_that_the_model_does_not_have_are_no_unknown_keys() -> None:
+    ropes = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}
+    mellum = {
+        "model_type": "mellum", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8,
+        "rope_parameters": ropes,
+    }  # fmt: skip
+    assert notes(**mellum) == []
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [("five", '"five"'), (True, "true"), ([1, "a", None], '[1, "a", null]'), ({"a": False}, '{"a": false}')],
+)
+def test_wrong_values_are_shown_as_json_writes_them(value: object, shown: str) -> None:
+    with pytest.raises(DiagnosticError) as raised:
+        read_config({**CONFIG, "vocab_size": value})
+    assert [each.message for each in raised.value.diagnostics] == [
+        f"`vocab_size` is {shown}, and must be a whole number from 1"
+    ]
