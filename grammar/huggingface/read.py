@@ -107,12 +107,16 @@ INERT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """A model of Hugging Face as moec's: the Spec, the family that names its tensors, the config, and warnings."""
+    """A model of Hugging Face as moec's: the Spec, the family that names its tensors, the config, and warnings.
+
+    `inside`: it is the decoder inside of another model, whose files have more; `config` is the decoder's.
+    """
 
     spec: Spec
     family: Family
     config: Mapping[str, Any]
     notes: tuple[Diagnostic, ...]
+    inside: bool = False
 
 
 ConfigSource = str | Path | Mapping[str, Any] | tuple[Mapping[str, Any], Source]
@@ -143,7 +147,7 @@ def read_config(source: ConfigSource) -> Imported:
     if wrong:
         raise DiagnosticError([_of_config(config, found) for found in wrong])
     notes = (*config.all_notes(), *config.unread(INERT | family.ignored))
-    return Imported(spec, family, dict(values), notes)
+    return Imported(spec, family, dict(config.values), notes, inside=config is not whole)
 
 
 LOCAL = Cluster(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from moec.codegen.emit import DTYPES as COMPUTED
 from moec.codegen.plan import Plan, make_plan
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
 from moec.grammar.huggingface.family import Family
-from moec.grammar.huggingface.read import CONFIG, parsed_config, read_config
+from moec.grammar.huggingface.read import CONFIG, Imported, parsed_config, read_config
 from moec.grammar.huggingface.write import config_for
 from moec.grammar.spec import Spec
 from moec.passes.pipeline import compile_program
@@ -126,7 +127,9 @@ def export_weights(
     notes = (*origin.notes, *_other_mathematics(checkpoint, origin.spec))
     found = origin.family.rules(plan.spec.model, origin.names)
     if like is not None:
-        require_fit(origin.family, found, shapes, stored_in(like), str(like), further_layers(origin.config))
+        stored = stored_in(like)
+        theirs = origin.family.rules(plan.spec.model, stored)
+        require_fit(origin.family, theirs, shapes, stored, str(like), further_layers(origin.config))
     rules = {rule.name: rule for rule in found}
     wanted = [rule for name, rule in rules.items() if (name in origin.dtypes if origin.dtypes else rule.written)]
     left_out = tuple(name for name in origin.dtypes if name not in rules)
@@ -203,6 +206,8 @@ def _origin(source: Path, like: Path | None, plan: Plan | None, model_type: str 
     if plan is not None and (remark := remark_of(imported, plan.spec.model, shapes_of(plan), str(like or source))):
         notes = (_warning("MOE0904", remark),)
     beside, layout = files
+    if imported.inside:
+        return _of_decoder(imported, beside, layout, notes)
     dtypes, laid = dict[str, torch.dtype](), list[File]()
     for name, header in layout.headers.items():
         places = places_of(name, header)
@@ -211,6 +216,20 @@ def _origin(source: Path, like: Path | None, plan: Plan | None, model_type: str 
         laid.append(File(name, header, offsets, sum(place.num_bytes for place in places.values())))
     dtype = next(iter(dtypes.values()), torch.float32)
     return Origin(imported.spec, imported.family, imported.config, dtype, beside, dtypes, laid, layout.index, notes)
+
+
+def _of_decoder(
+    imported: Imported, beside: Mapping[str, bytes], layout: Layout, notes: tuple[Diagnostic, ...]
+) -> Origin:
+    """The decoder of a model of images and text by itself, with the tokenizer's files, in the dtype of most tensors."""
+    config, family = config_for(imported.spec)
+    found = Counter(
+        place.dtype for name, header in layout.headers.items() for place in places_of(name, header).values()
+    )
+    dtype = DTYPES[found.most_common(1)[0][0]] if found else torch.float32
+    without = {name: content for name, content in beside.items() if name != CONFIG}
+    said = f"the decoder alone is exported, as `{family.model_type}`: not what stands beside it in the original model"
+    return Origin(imported.spec, family, config, dtype, without, {}, None, None, (*notes, _warning("MOE0904", said)))
 
 
 def _of_plan(source: Path, plan: Plan | None, model_type: str | None) -> Origin:

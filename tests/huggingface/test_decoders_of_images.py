@@ -18,6 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import moec
 from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.huggingface.around import AROUND
+from moec.runtime.huggingface.checkpoints import export_weights, import_weights
 
 Keys = dict[str, Any]
 TEXT: Keys = {key: value for key, value in TINY.items() if not key.endswith("_implementation")}
@@ -104,6 +105,24 @@ def test_its_folder_loads(model_type: str, tmp_path: Path) -> None:
     moec.load_hf(ours, tmp_path)
     wanted = logits_of(theirs)
     torch.testing.assert_close(logits_of(ours), wanted, rtol=0, atol=1e-5 * max(1.0, float(wanted.abs().max())))
+
+
+@pytest.mark.parametrize("model_type", MODELS.keys() - {"kimi_k25", "mistral3"})
+@pytest.mark.parametrize("like", [True, False])
+def test_an_export_is_its_decoder_by_itself(model_type: str, like: bool, tmp_path: Path) -> None:
+    """Imported from the whole checkpoint, and exported, with and without the folder that it is like."""
+    theirs = made(model_type)
+    theirs.save_pretrained(tmp_path / "whole")
+    (tmp_path / "whole" / "tokenizer.json").write_text("{}")
+    import_weights(tmp_path / "whole", tmp_path / "checkpoint", version="0")
+    moved = export_weights(
+        tmp_path / "checkpoint", tmp_path / "decoder", version="0", like=tmp_path / "whole" if like else None
+    )
+    assert moved.left_out == ()
+    assert ["the decoder alone is exported" in (note.message or "") for note in moved.notes] == [True]
+    assert (tmp_path / "decoder" / "tokenizer.json").read_text() == "{}"
+    again, wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder").eval(), logits_of(theirs)
+    torch.testing.assert_close(logits_of(again), wanted, rtol=0, atol=1e-5 * max(1.0, float(wanted.abs().max())))
 
 
 def test_experts_of_qwen3_vl_as_they_are_on_the_hub(tmp_path: Path) -> None:
