@@ -47,7 +47,7 @@ def heads_of(config: Config) -> tuple[int, int, int]:
     heads, dim = config.count("num_attention_heads"), config.count("hidden_size")
     kv_heads = config.count("num_key_value_heads", default=heads)
     width = config.count("head_dim", default=max(1, dim // heads))
-    if heads % kv_heads:
+    if heads % kv_heads and config.has("num_attention_heads"):
         config.refuse("num_key_value_heads", f"it does not divide the {heads} heads")
         kv_heads = heads
     return heads, kv_heads, width

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from huggingface.decoders import ROWS, config_of
-from huggingface.test_refusals import usual
+from huggingface.test_config_refusals import usual
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
