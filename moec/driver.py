@@ -9,7 +9,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from moec import __version__
 from moec.grammar import Loaded, load_file, load_text
@@ -28,6 +28,16 @@ if TYPE_CHECKING:
     from moec.runtime.job.layer_home import Reduction
     from moec.runtime.job.module import PlanModule
     from moec.runtime.verify.verify_report import Report
+
+
+@runtime_checkable
+class ConfigObject(Protocol):
+    """A config of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its keys."""
+        ...
+
 
 Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
@@ -202,8 +212,9 @@ def launch(
     return Job(loaded, device, check_replicas, timeout, checks, on_nonfinite)
 
 
-def from_hf(source: str | Path | Mapping[str, Any]) -> Spec:
-    """The Spec of a model of Hugging Face: a folder with a `config.json`, such a file, or its dict. Needs no torch.
+def from_hf(source: str | Path | Mapping[str, Any] | ConfigObject) -> Spec:
+    """The Spec of a model of Hugging Face: a folder with a `config.json`, such a file, its dict, or a config object of
+    transformers. Needs no torch.
 
     Its cluster is one CPU process, and it says nothing of training: `spec.replace(cluster=…, train=…)` does, or the
     file that `moec import hf` writes. Warns (`UserWarning`) of keys that are not imported. Nothing of a folder is
@@ -212,7 +223,7 @@ def from_hf(source: str | Path | Mapping[str, Any]) -> Spec:
     """
     from moec.grammar.huggingface.read import read_config
 
-    imported = read_config(source)
+    imported = read_config(source.to_dict() if isinstance(source, ConfigObject) else source)
     for note in imported.notes:
         warnings.warn(f"{note.code}: {note.message}", stacklevel=2)
     return imported.spec

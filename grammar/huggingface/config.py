@@ -62,6 +62,9 @@ class Config:
 
     def flag(self, *keys: str, default: Any = MISSING) -> bool:
         """true or false."""
+        if not self.has(*keys) and any(key in self.values for key in keys):
+            self.asked.update(keys)
+            return False  # null is false to transformers, and leaving the key out is its default
         return bool(self._scalar(keys, default, lambda value: isinstance(value, bool), "true or false", False))
 
     def word(self, *keys: str, default: Any = MISSING) -> str:

@@ -25,6 +25,7 @@ def rope_of(
     interleaved: bool = False,
     sharpens_scores: bool = False,
     partial: bool = False,
+    by_alpha: bool = False,
     part_of: int | None = None,
     spellings: tuple[str, ...] = PARAMETERS,
 ) -> Rope:
@@ -33,6 +34,7 @@ def rope_of(
     `theta` and `fraction` are the family's defaults. `kind` picks the parameters of one type of layers, where a config
     has an object for each. `sharpens_scores`: the family multiplies scores by yarn's `mscale_all_dim` (DeepSeek).
     `partial`: a part of each head can turn, `fraction` of it by default; others' code ignores the key.
+    `by_alpha`: the type `dynamic` may have an `alpha` that fixes the base (Hunyuan).
     `part_of` is the width of which `partial_rotary_factor` is a part, where that is not `width`: it must give `width`.
     `spellings` are the keys with the parameters, of which the last one counts that says something.
     """
@@ -66,7 +68,7 @@ def rope_of(
             given.refuse("rope_type", "positions of images and videos have no word in moec")
         case "linear":
             scaling = Linear(factor=_factor(given))
-        case "dynamic" if given.has("alpha"):  # Hunyuan: a base times alpha ^ (d / (d - 2))
+        case "dynamic" if by_alpha and given.has("alpha"):  # a base times alpha ^ (d / (d - 2))
             base *= given.number("alpha") ** (turning / (turning - 2))
             given.number("factor", default=1.0)
         case "dynamic":

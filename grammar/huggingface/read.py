@@ -163,7 +163,7 @@ def _parsed(path: Path) -> tuple[Mapping[str, Any], Source]:
     file = path / CONFIG if path.is_dir() else path
     if file.exists() and not file.is_file():  # a pipe would wait for ever
         raise DiagnosticError([diagnose("MOE0900", None, f"{file} is no file")])
-    source, wrong = read_source(file, file.name)
+    source, wrong = read_source(file, str(file))
     if source is None:
         reason = wrong[0].message or wrong[0].title
         help = f"give a model's folder or its `{CONFIG}`; `hf download MODEL --local-dir DIR` gets one"
@@ -217,9 +217,13 @@ def _family(config: Config) -> Family:
 
 
 def _note_files(config: Config) -> None:
-    """Warns of remote code and quantised weights, of which a known architecture needs neither."""
+    """Warns of remote code and quantised weights, of which an architecture needs neither, and of a balance loss."""
     if config.has("auto_map"):
         config.note("auto_map", "code of the model's folder is not run: moec has this architecture itself")
+    if config.values.get("output_router_logits") is True and config.has("router_aux_loss_coef"):
+        config.note(
+            "router_aux_loss_coef", "write a balance term, such as `balance = [switch_loss(0.01)]`: moec's differ"
+        )
     if config.has("quantization_config"):
         config.note("quantization_config", "moec reads weights in fp32, bf16 and fp16 only")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moec.codegen.plan import parameters_of, states_of
 from moec.grammar.diagnostics import DiagnosticError
@@ -29,10 +29,11 @@ from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import by_plan_names
 
 
-def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any]) -> None:
+def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any] | nn.Module) -> None:
     """Copies weights into the parameters and online biases of `module`, the reference or a job's model.
 
-    `source`: a folder as `save_pretrained` writes it, one safetensors file, or the state dict of a transformers model.
+    `source`: a folder as `save_pretrained` writes it, one safetensors file, or a model of transformers or its
+    state dict.
     Weights in fp32, bf16 and fp16 become fp32 parameters exactly; those that are frozen are rounded to the dtype in
     which they compute. Warns on rank 0 where the folder's config says another model than the module, whose tensors
     fit (other positions, another k), and where there is no config. Every rank of a job calls it, and reads only its
@@ -48,6 +49,8 @@ def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any]) -> None:
     home = home_of(module)
     home.require_running()
     home.checks.require("load_hf", module.open_step_complaint())
+    if isinstance(source, nn.Module):
+        source = source.state_dict()
     try:
         loads = _planned(module, source)
     except Exception as error:

@@ -55,13 +55,16 @@ class Ends:
     @classmethod
     def of(cls, eos: object, stop: object, pad: object, vocab: int) -> Ends:
         """The ends that a user gives. Raises `JobError` for what is no id."""
+        if any(not isinstance(run, list | tuple) for run in _listed(stop)):
+            help = "write `stop=[[32, 2]]` for the run 32, 2, and `eos=[32, 2]` for either of them"
+            raise JobError("MOE0740", f"`stop` is {stop}, and no list of runs", help)
         stops = [(each,) for each in _listed(eos)] + [tuple(_listed(run)) for run in _listed(stop)]
         pads = [] if pad is None else [(pad,)]
         if wrong := [run for run in (*stops, *pads) if not run or not all(_is_id(each, vocab) for each in run)]:
             help = f"`eos` is an id or several, `stop` a list of lists of ids, `pad` an id: 0 to {vocab - 1}"
             raise JobError("MOE0740", f"`eos`, `stop` or `pad` has {list(wrong[0])} in place of ids", help)
         ids = [tuple(each for each in run if is_whole(each)) for run in stops]
-        first = next((run[0] for run in ids if len(run) == 1), 0)
+        first = ids[0][0] if _listed(eos) else 0
         return cls(tuple(ids), pad if is_whole(pad) else first)
 
     def reached(self, tokens: Tensor, count: int) -> Tensor:

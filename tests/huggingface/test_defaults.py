@@ -72,6 +72,28 @@ def test_a_key_left_out_means_the_default_of_the_class(model_type: str) -> None:
     assert compared > 10
 
 
+@pytest.mark.parametrize("model_type", ["qwen2_moe", "qwen2", "qwen3"])
+@pytest.mark.parametrize("first", [0, 2, 28])
+def test_windows_without_layer_types_are_those_of_the_class(model_type: str, first: int) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": first}
+    base = whole(model_type, **windows)
+    less = {key: value for key, value in base.items() if key != "layer_types"}
+    filled = of_class(CONFIG_MAPPING[model_type](**{k: v for k, v in less.items() if k != "model_type"}))
+    assert read(less) == read({**less, "layer_types": filled["layer_types"]})
+
+
+def test_null_is_false_as_in_the_class() -> None:
+    config = whole("deepseek_v3")
+    assert read({**config, "norm_topk_prob": None}) == read({**config, "norm_topk_prob": False})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_alpha_is_of_hunyuan_alone() -> None:
+    parameters = rope(rope_type="dynamic", factor=2.0)["rope_parameters"]
+    plain = read({**whole("mixtral"), "rope_parameters": parameters})
+    assert read({**whole("mixtral"), "rope_parameters": {**parameters, "alpha": 100.0}}) == plain
+
+
 OLD: dict[str, tuple[Keys, Keys]] = {
     "base of positions": ({"rope_theta": 123.0}, rope(rope_type="default", rope_theta=123.0)),
     "scaling": (

@@ -231,7 +231,7 @@ def _ernie_keys(model: Model) -> dict[str, Any]:
 def _hunyuan(config: Config) -> Model:
     """Norms of queries and keys after their positions, and a shared expert as wide as the others."""
     depth = depth_of(config)
-    rope = rope_of(config, heads_of(config)[2])
+    rope = rope_of(config, heads_of(config)[2], by_alpha=True)
     attention = attention_of(
         config, rope=rope, bias=bias_of(config, "attention_bias"), qk_norm="head", qk_norm_place="after_rope"
     )

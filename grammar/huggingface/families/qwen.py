@@ -47,12 +47,12 @@ def sparse_by_step(config: Config, depth: int, dense: tuple[int, ...] = ()) -> l
 
 
 def _windows(config: Config, depth: int) -> list[int | None]:
-    """Windows in the layers from `max_window_layers` on, if `use_sliding_window` says so (Qwen2)."""
+    """Windows, if `use_sliding_window` says so: by default in every second layer below `max_window_layers`."""
     if not config.flag("use_sliding_window", default=False):
         config.raw("sliding_window", "max_window_layers", "layer_types")
         return [None] * depth
     first = config.count("max_window_layers", default=28, least=0)
-    kinds = kinds_of_attention(config, depth, lambda number: SLIDING if number >= first else FULL)
+    kinds = kinds_of_attention(config, depth, lambda n: SLIDING if n % 2 == 0 and n < first else FULL)
     return windows_of(config, kinds)
 
 

@@ -78,5 +78,7 @@ def test_its_commands_of_weights_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_live_model_s_state_dict_loads() -> None:
     theirs, tokens = tiny_model().eval(), batch(0)[0]
     ours = moec.reference(moec.from_hf(theirs.config.to_dict()))
-    moec.load_hf(ours, theirs.state_dict())
+    for source in (theirs.state_dict(), theirs):
+        moec.load_hf(ours, source)
+    assert moec.from_hf(theirs.config) == moec.from_hf(theirs.config.to_dict())
     torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-5, atol=1e-5)
