@@ -150,6 +150,16 @@ def decoder(config: Config, layers: Sequence[Layer], *, eps: float, tied: bool =
     )
 
 
+def mixed(
+    config: Config, attentions: Sequence[Any], sparse: Sequence[bool], body: Moe, eps: float, **options: Any
+) -> Model:
+    """Layers with `body` where they are sparse, else with a dense feed-forward."""
+    dense = None if all(sparse) else gated(config, config.count("intermediate_size"))
+    config.raw("intermediate_size")
+    bodies: list[Any] = [body if is_sparse else dense for is_sparse in sparse]
+    return decoder(config, layers_of(attentions, bodies), eps=eps_of(config, eps), **options)
+
+
 DTYPES = {"float32": DType.FP32, "bfloat16": DType.BF16, "float16": DType.BF16}
 
 

@@ -59,8 +59,19 @@ def rope_of(
         given.refuse("partial_rotary_factor", "the part of a head that turns is more than 0 and at most 1")
         part = 1.0
     turning = int(width * part)
+    base, scaling = _scaled(config, given, base, turning, by_alpha=by_alpha, sharpens_scores=sharpens_scores)
+    return Rope(theta=base, scaling=scaling, fraction=part, interleaved=interleaved)
+
+
+Scaling = Linear | Ntk | Yarn | Llama3 | LongRope
+
+
+def _scaled(
+    config: Config, given: Config, base: float, turning: int, *, by_alpha: bool, sharpens_scores: bool
+) -> tuple[float, Scaling | None]:
+    """The base, which `alpha` changes, and how a longer context is reached. `turning` dims of a head turn."""
     word = given.word("rope_type", "type", default="default")
-    scaling: Linear | Ntk | Yarn | Llama3 | LongRope | None = None
+    scaling: Scaling | None = None
     match word:
         case "default":
             pass
@@ -90,7 +101,7 @@ def rope_of(
         _unused(given, "beta_fast", "beta_slow", "mscale")
         if given.raw("mscale_all_dim") and sharpens_scores and word != "default":
             given.refuse("mscale_all_dim", "moec sharpens scores with `yarn` alone")
-    return Rope(theta=base, scaling=scaling, fraction=part, interleaved=interleaved)
+    return base, scaling
 
 
 def _unused(given: Config, *keys: str) -> None:

@@ -3,7 +3,6 @@ latent attention, or routers of sigmoid scores with a bias that chooses, and den
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from moec.grammar.huggingface.config import Config
@@ -14,13 +13,12 @@ from moec.grammar.huggingface.parts import (
     SLIDING,
     attention_of,
     bias_of,
-    decoder,
     depth_of,
     eps_of,
     gated,
     heads_of,
     kinds_of_attention,
-    layers_of,
+    mixed,
     positive,
     sparse_layers,
     windows_of,
@@ -85,16 +83,6 @@ def latent_attention(config: Config, *, interleaved: bool, rope: Rope | None = N
         rope=rope or rope_of(config, turning, interleaved=interleaved, sharpens_scores=True),
         latent_eps=None if eps == LATENT_EPS else LATENT_EPS,
     )
-
-
-def mixed(
-    config: Config, attentions: Sequence[Any], sparse: Sequence[bool], body: Moe, eps: float, **options: Any
-) -> Model:
-    """Layers with `body` where they are sparse, else with a dense feed-forward."""
-    dense = None if all(sparse) else gated(config, config.count("intermediate_size"))
-    config.raw("intermediate_size")
-    bodies: list[Any] = [body if is_sparse else dense for is_sparse in sparse]
-    return decoder(config, layers_of(attentions, bodies), eps=eps_of(config, eps), **options)
 
 
 def _v2(config: Config) -> Model:

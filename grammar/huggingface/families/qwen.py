@@ -19,6 +19,7 @@ from moec.grammar.huggingface.parts import (
     heads_of,
     kinds_of_attention,
     layers_of,
+    mixed,
     sparse_layers,
     window_of,
     windows_of,
@@ -65,7 +66,7 @@ def _qwen2(config: Config) -> Model:
     sparse = sparse_by_step(config, depth)
     shared = gated(config, config.count("shared_expert_intermediate_size"), gated=True)
     body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config), shared=shared)
-    return _mixed(config, attentions, sparse, body, 1e-6)
+    return mixed(config, attentions, sparse, body, 1e-6)
 
 
 def _qwen3(config: Config) -> Model:
@@ -78,7 +79,7 @@ def _qwen3(config: Config) -> Model:
     attention = attention_of(config, rope=rope, bias=bias, qk_norm="head", window=window)
     config.inert("attention_dropout", 0)
     body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config))
-    return _mixed(config, [attention] * depth, sparse_by_step(config, depth), body, 1e-6)
+    return mixed(config, [attention] * depth, sparse_by_step(config, depth), body, 1e-6)
 
 
 def _mellum(config: Config) -> Model:
@@ -93,15 +94,7 @@ def _mellum(config: Config) -> Model:
     ]
     config.inert("attention_dropout", 0)
     body = Moe(experts=experts_of(config, "moe_intermediate_size"), gate=gate_of(config))
-    return _mixed(config, attentions, sparse_layers(config, depth), body, 1e-6)
-
-
-def _mixed(config: Config, attentions: list[Any], sparse: list[bool], body: Moe, eps: float) -> Model:
-    """Layers with experts and dense ones; the widths of the kind that is not there are not asked for."""
-    dense = gated(config, config.count("intermediate_size")) if not all(sparse) else None
-    config.raw("intermediate_size")
-    bodies: list[Any] = [body if is_sparse else dense for is_sparse in sparse]
-    return decoder(config, layers_of(attentions, bodies), eps=eps_of(config, eps))
+    return mixed(config, attentions, sparse_layers(config, depth), body, 1e-6)
 
 
 def _olmoe(config: Config) -> Model:
