@@ -47,8 +47,14 @@ test-verify: $(READY)
 test-rest: $(READY) # starts Triton's interpreter beside the other tests
 	$(BIN)/python -m pytest -m "not slow" tests --ignore=tests/distributed $(VERIFY:%=--ignore=%)
 
-test-slow: $(READY) ## the slow matrices
+test-slow: $(READY) .triton-3.6 ## the slow matrices
 	$(BIN)/python -m pytest -m slow
+
+# The oldest Triton that moec supports, beside the one that torch asks for: kernels are compiled with both.
+.triton-3.6: | $(READY)
+	@rm -rf $@ $@.new
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $@.new 'triton==3.6.0'
+	@mv $@.new $@
 
 demo: $(READY) ## compile, verify and train a small model on real text, under 4 minutes on 2 cores
 	$(BIN)/python examples/demo.py $(if $(DATA),--data $(DATA))
@@ -57,4 +63,4 @@ bench: $(READY) ## every benchmark, one table each
 	@for b in benchmarks/bench_*.py; do echo "== $$b"; $(BIN)/python $$b || exit 1; done
 
 clean: ## remove what the targets made
-	rm -rf $(VENV) .types .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .types .triton-3.6 .mypy_cache .ruff_cache .pytest_cache .hypothesis build *.egg-info

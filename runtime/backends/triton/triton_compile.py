@@ -6,7 +6,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moec.codegen.kernels.resources import Resources
 from moec.codegen.kernels.shapes import KernelShape, ProductShape
+from moec.runtime.backends.triton.triton_listings import bulk_copies, loops_of, serialized
 from moec.runtime.backends.triton.triton_modules import module_of
 
 TARGETS: Mapping[str, GPUTarget] = {
@@ -26,31 +27,24 @@ TARGETS: Mapping[str, GPUTarget] = {
 """A100; H100 and H200; B200 and GB200; MI300X."""
 
 
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """A kernel's resources on a target: registers and spilled bytes per thread, shared memory bytes per block."""
-
-    kernel: str
-    target: str
-    registers: int
-    spilled: int
-    shared: int
-
-
-def compile_kernels(shape: KernelShape, target: str, only: Collection[str] = ()) -> Iterator[Compiled]:
+def compile_kernels(
+    shape: KernelShape, target: str, only: Collection[str] = (), *, disassemble: bool = False
+) -> Iterator[Resources]:
     """Compiles a shape's kernels for a target of `TARGETS`, as the backend launches them on aligned tensors.
 
-    All of them where `only` names none.
+    All of them where `only` names none. `disassemble`: reads machine code too, for 0.4 s a kernel.
     """
     for name, function in vars(module_of(shape)).items():
         if isinstance(function, triton.JITFunction) and not name.startswith("_") and (not only or name in only):
             options = {}
             if isinstance(shape, ProductShape):
                 options = {"num_warps": shape.warps(name), "num_stages": shape.tile.stages}
-            yield _compile(shape, function, target, options)
+            yield _compile(shape, function, target, options, disassemble)
 
 
-def _compile(shape: KernelShape, function: Any, target: str, options: Mapping[str, int]) -> Compiled:
+def _compile(
+    shape: KernelShape, function: Any, target: str, options: Mapping[str, int], disassemble: bool
+) -> Resources:
     # Upper-case arguments are switches; the branches they leave out take no registers.
     switches = {name: True for name in function.arg_names if name.isupper()}
     signature = {name: "constexpr" if name in switches else _type(shape, name) for name in function.arg_names}
@@ -60,8 +54,19 @@ def _compile(shape: KernelShape, function: Any, target: str, options: Mapping[st
     }
     source = ASTSource(fn=function, signature=signature, constexprs=switches, attrs=aligned)
     made = triton.compile(source, target=TARGETS[target], options={**options, "enable_fp_fusion": True})
-    registers, spilled = _of_cubin(made.asm["cubin"]) if "cubin" in made.asm else _of_amdgcn(made.asm["amdgcn"])
-    return Compiled(function.__name__, target, registers, spilled, made.metadata.shared)
+    ptx, cubin = made.asm.get("ptx", ""), made.asm.get("cubin")
+    registers, spilled = _of_amdgcn(made.asm["amdgcn"]) if cubin is None else _of_cubin(cubin)
+    return Resources(
+        kernel=function.__name__,
+        target=target,
+        registers=registers,
+        spilled=spilled,
+        shared=made.metadata.shared,
+        warps=made.metadata.num_warps,
+        bulk_copies=bulk_copies(ptx),
+        loops=loops_of(made.asm["ttgir"], ptx),
+        serialized=serialized(_said_of(cubin, "-sass"), ptx) if disassemble and cubin is not None else None,
+    )
 
 
 def _type(shape: KernelShape, name: str) -> str:
@@ -71,14 +76,18 @@ def _type(shape: KernelShape, name: str) -> str:
 
 
 def _of_cubin(cubin: bytes) -> tuple[int, int]:
-    """Registers and spilled bytes, from `cuobjdump`, which comes with Triton."""
+    """Registers and spilled bytes of a thread."""
+    said = _said_of(cubin, "--dump-resource-usage")
+    return _number(r"REG:([0-9]+)", said), _number(r"STACK:([0-9]+)", said)
+
+
+def _said_of(cubin: bytes, option: str) -> str:
+    """What `cuobjdump`, which comes with Triton, says of machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return _number(r"REG:([0-9]+)", said), _number(r"STACK:([0-9]+)", said)
+        return subprocess.run([str(tool), option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 def _of_amdgcn(text: str) -> tuple[int, int]:

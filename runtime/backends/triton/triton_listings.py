@@ -1,0 +1,134 @@
+"""Reads what a compiler wrote: loops of Triton's intermediate code (TTGIR), and instructions of PTX and SASS."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from moec.codegen.kernels.resources import Loop
+
+_PRODUCT = re.compile(r"(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) (.*)")
+_RESULT = re.compile(r"^\s*(%[\w-]+)(?::\d+)? = (\S+)")
+_VALUE = re.compile(r"%[\w-]+(?:#\d+)?")
+_CARRIED = re.compile(r"(%[\w-]+) = (%[\w-]+(?:#\d+)?)")
+_SHAPE = re.compile(r"(?:memdesc|tensor)<([0-9]+(?:x[0-9]+)*)x")
+
+
+def buffers_of(ttgir: str) -> tuple[int, ...]:
+    """Of each loop with a product in it, in order: the fewest buffers that one of the product's operands has.
+
+    An operand in registers, or in shared memory that one step fills, has one.
+    """
+    function = _Function.of(ttgir)
+    return tuple(min(map(function.buffers, operands)) for operands in function.operands.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Function:
+    """The lines that define values, by value, and the operands of the products in each loop, by the loop's line."""
+
+    defined: Mapping[str, str]
+    operands: Mapping[int, list[str]]
+
+    @classmethod
+    def of(cls, ttgir: str) -> _Function:
+        defined: dict[str, str] = {}
+        operands: dict[int, list[str]] = {}
+        loops: list[tuple[int, int]] = []  # the open loops' lines and indents
+        for number, line in enumerate(ttgir.splitlines()):
+            indent = len(line) - len(line.lstrip())
+            while loops and indent <= loops[-1][1] and line.strip():
+                loops.pop()
+            found = _RESULT.match(line)
+            if found:
+                defined[found[1]] = line
+            if "scf.for" in line:
+                loops.append((number, indent))
+                defined.update({name: f"{name} = carried {first}" for name, first in _CARRIED.findall(line)})
+            product = _PRODUCT.search(line)
+            if loops and product:
+                operands.setdefault(loops[-1][0], []).extend(_VALUE.findall(product[1])[:2])
+        return cls(defined, operands)
+
+    def buffers(self, value: str) -> int:
+        """Steps that the shared memory behind an operand holds: its elements over the operand's."""
+        seen: set[str] = set()
+        size: int | None = None
+        while value not in seen:
+            seen.add(value)
+            line = self.defined.get(value.partition("#")[0], "")
+            operation = line.partition(" = ")[2]
+            if operation.startswith("ttg.local_alloc"):
+                held = _elements(operation)
+                return 1 if size is None or held is None else held // size
+            if operation.startswith("ttg.memdesc_index"):
+                size = _elements(operation.partition(" -> ")[2])
+            values = _VALUE.findall(operation)
+            if not values:
+                return 1
+            value = values[0]
+        return 1
+
+
+def _elements(types: str) -> int | None:
+    found = _SHAPE.search(types)
+    return prod(map(int, found[1].split("x"))) if found else None
+
+
+_LABEL = re.compile(r"^(\$\w+):")
+_BRANCH = re.compile(r"\bbra(?:\.uni)?\s+(\$\w+);")
+_MATRIX = re.compile(r"\b(?:wgmma\.mma_async|mma)\.sync\S*?\.(m\d+n\d+k\d+)")
+_COPIES = re.compile(r"cp\.async\.wait_group\s+(\d+)")
+_PRODUCTS = re.compile(r"wgmma\.wait_group\S*\s+(\d+)")
+
+
+def loops_of(ttgir: str, ptx: str) -> tuple[Loop, ...]:
+    """The loops with a product in them: buffers from TTGIR, waits and instructions from PTX.
+
+    If LLVM removed or copied a loop, each loop gets what is found in all of them.
+    """
+    buffers, bodies = buffers_of(ttgir), list(_innermost(ptx.splitlines()))
+    if len(bodies) != len(buffers):
+        bodies = ["\n".join(bodies)] * len(buffers)
+    return tuple(
+        Loop(number, _least(_COPIES, body), _least(_PRODUCTS, body), tuple(dict.fromkeys(_MATRIX.findall(body))))
+        for number, body in zip(buffers, bodies, strict=True)
+    )
+
+
+def bulk_copies(ptx: str) -> int:
+    """The instructions that copy a tile of a tensor to shared memory (TMA)."""
+    return len(re.findall(r"cp\.async\.bulk\.tensor\S*shared\S*global", ptx))
+
+
+def serialized(sass: str, ptx: str) -> bool:
+    """Whether the assembler made each wgmma wait for the one before, as it does if it sees sums read too early.
+
+    Its only sign are waits for all products in SASS that PTX does not have.
+    """
+    waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x0\b", sass))
+    return waits > len(re.findall(r"wgmma\.wait_group\S*\s+0\b", ptx))
+
+
+def _least(pattern: re.Pattern[str], body: str) -> int | None:
+    return min(map(int, pattern.findall(body)), default=None)
+
+
+def _innermost(lines: list[str]) -> Iterator[str]:
+    """The innermost loops around matrix instructions: from a label to the last branch back to it."""
+    labels = {found[1]: number for number, line in enumerate(lines) if (found := _LABEL.match(line))}
+    ends: dict[int, int] = {}
+    for number, line in enumerate(lines):
+        for target in _BRANCH.findall(line):
+            if labels[target] <= number:
+                ends[labels[target]] = number
+    around: dict[tuple[int, int], None] = {}
+    for number, line in enumerate(lines):
+        if _MATRIX.search(line):
+            inside = [(end - start, start) for start, end in ends.items() if start <= number <= end]
+            if inside:
+                around.setdefault(min(inside))
+    for length, start in around:
+        yield "\n".join(lines[start : start + length + 1])
