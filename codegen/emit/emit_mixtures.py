@@ -26,7 +26,7 @@ def _expert_mlp_padded(e: Emitter, op: Op) -> None:
     flat = e.call(op, aten.flatten.using_ints, rows, 0, 1)
     flat_weights = None if weights is None else e.call(op, aten.flatten.using_ints, weights, 0, 1)
     experts = (given["up"], given["down"], given.get("up_bias"), given.get("down_bias"))
-    arguments = (flat, counts, *experts, flat_weights, *op.activates().values())
+    arguments = (flat, counts, *experts, flat_weights, *op.activates().values(), e.ways(op))
     if recomputes(e, op):
         out = e.call(op, moec.expert_mlp_recomputed.default, *arguments)
     else:

@@ -21,6 +21,9 @@ from moec.passes.ir.mesh import group_name
 
 INFO = "moec"
 
+WaysOf = Callable[[Block, Op], str | None]
+"""How an op of experts computes each of its products: the text of a `Ways`, or None to leave it to the call."""
+
 LAYER = "layer"
 """The input of a layer's graph that is the layer's number."""
 
@@ -65,11 +68,11 @@ class Emitter:
     The number is a 0-d int64 tensor and an input, because identical layers share one graph.
     """
 
-    def __init__(self, program: Program, block: Block, groups: str, float64: bool) -> None:
+    def __init__(self, program: Program, block: Block, groups: str, float64: bool, ways: WaysOf | None = None) -> None:
         self.program, self.block = program, block
         self.meshes = program.meshes_of(block) if program.meshes else None
         self.graph = fx.Graph()
-        self._groups, self._float64 = groups, float64
+        self._groups, self._float64, self._ways = groups, float64, ways
         self._nodes: dict[str, fx.Node] = {}
         self._steps: dict[str, int] = {}
         for index, value in enumerate(block.inputs):
@@ -131,6 +134,10 @@ class Emitter:
         if self._layer is None:
             return {"site": site_of(op, None)}
         return {"site": site_of(op, "{layer}"), "layer": self._layer}
+
+    def ways(self, op: Op) -> str | None:
+        """How an op of experts computes its products."""
+        return self._ways(self.block, op) if self._ways is not None else None
 
     def layer_number(self) -> fx.Node:
         """The input that is the layer's number."""

@@ -29,7 +29,7 @@ from moec.codegen.emit.emit_states import STATES
 from moec.codegen.emit.emit_tokens import TOKENS
 from moec.codegen.emit.emit_topology import TOPOLOGY
 from moec.codegen.emit.emit_windows import WINDOWS
-from moec.codegen.emit.emitter import Emitter, info_of, site_of, target_name
+from moec.codegen.emit.emitter import Emitter, WaysOf, info_of, site_of, target_name
 from moec.codegen.emit.operators import emit_operator
 from moec.codegen.emit.recompute import RecomputedLayer
 from moec.passes.ir import Block, Op, Output, Program, State
@@ -89,15 +89,22 @@ class Function:
 
 
 def emit_function(
-    program: Program, block: str, *, groups: str = "", float64: bool = False, gathered: bool = False
+    program: Program,
+    block: str,
+    *,
+    groups: str = "",
+    float64: bool = False,
+    gathered: bool = False,
+    ways: WaysOf | None = None,
 ) -> Function:
     """The block called `block` as a function.
 
     The names of its process groups begin with `groups`. `float64` replaces every floating dtype inside by float64.
-    `gathered`: the weights that ZeRO cuts are given whole, and the graph does not gather them.
+    `gathered`: the weights that ZeRO cuts are given whole, and the graph does not gather them. `ways` says how ops of
+    experts compute their products.
     """
     found = program.block(block)
-    graph = emit_graph(program, found, groups=groups, float64=float64, gathered=gathered)
+    graph = emit_graph(program, found, groups=groups, float64=float64, gathered=gathered, ways=ways)
     module = fx.GraphModule(nn.Module(), graph, class_name="Block")
     return Function(
         RecomputedLayer(module) if found.recompute == "layer" else module,
@@ -111,10 +118,16 @@ def emit_function(
 
 
 def emit_graph(
-    program: Program, block: Block, *, groups: str = "", float64: bool = False, gathered: bool = False
+    program: Program,
+    block: Block,
+    *,
+    groups: str = "",
+    float64: bool = False,
+    gathered: bool = False,
+    ways: WaysOf | None = None,
 ) -> fx.Graph:
     """The nodes of a block; layers that it calls are `call_module` nodes, for a caller that runs them."""
-    emitter = Emitter(program, block, groups, float64)
+    emitter = Emitter(program, block, groups, float64, ways)
     for op in block.ops:
         if gathered and is_zero_gather(op):
             emitter.pass_on(op)

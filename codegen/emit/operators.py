@@ -23,9 +23,10 @@ def emit_operator(e: Emitter, op: Op) -> None:
     number = [e.layer_number()] if kind.numbered else []
     attributes = [getattr(op, name) for name in given_attributes(kind)]
     resolved = [_resolve(e, op, name) for name in resolved_arguments(kind)]
+    ways = [e.ways(op)] if kind.tiled else []
     target, saves = _target_of(e, op), kind.saved and not recomputes(e, op)
     where = e.site(op) if kind.sited else {}
-    arguments = (*operands, *number, *attributes, *resolved)
+    arguments = (*operands, *number, *attributes, *resolved, *ways)
     if len(op.results) == 1 and saves:
         e.first_of(op, e.call(op, target, *arguments, **where))
     elif len(op.results) == 1:

@@ -101,7 +101,7 @@ class GatedShape(KernelShape):
         return {"BLOCK": min(1024, power_of_two(self.hidden)), "function": kind.function, "second": kind.second}
 
 
-TABLES = ("offsets_ptr", "experts_ptr", "starts_ptr", "order_ptr")
+TABLES = ("offsets_ptr", "total_ptr", "experts_ptr", "starts_ptr", "order_ptr")
 """Arguments with the tables of each expert's rows and tiles."""
 
 

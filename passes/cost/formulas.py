@@ -8,11 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from moec.passes.cost.cost import Cost, Direction, Product, Saved, Work
+from moec.passes.ir.row_table import table_length
 
 if TYPE_CHECKING:
     from moec.passes.cost.workload import Workload
     from moec.passes.ir.op import Op
     from moec.passes.ir.value import Value
+
+INT32 = 4
+"""Bytes of one number of a table of rows."""
 
 
 def elementwise(
@@ -124,10 +128,14 @@ def experts_scratch(
     return at_once * (hidden + gathers[0] * dim), at_once * ((2 + parts) * hidden + gathers[1] * dim)
 
 
-def pre_activation(result: Value, rows: float, up: Value, workload: Workload) -> Saved:
-    """The saved pre-activation of `rows` rows, in the dtype of `up`."""
-    _, parts, hidden, _ = workload.shape(up)
-    return workload.inner(result, "hidden", rows * parts * hidden, up.dtype)
+def inner_of_experts(result: Value, rows: float, up: Value, workload: Workload) -> tuple[Saved, Saved]:
+    """What an op saves of `rows` rows: pre-activations in the dtype of `up`, and the table of rows."""
+    experts, parts, hidden, _ = workload.shape(up)
+    table = table_length(round(rows), round(experts))
+    return (
+        workload.inner(result, "hidden", rows * parts * hidden, up.dtype),
+        Saved(f"{result.name}:table", INT32 * table),
+    )
 
 
 def used_share(experts: Value, workload: Workload) -> float:

@@ -95,6 +95,8 @@ class Op(ABC):
     """Whether the torch operator takes the part of the model that it serves, for messages."""
     numbered: ClassVar[bool] = False
     """Whether the torch operator takes the layer's number, after its operands."""
+    tiled: ClassVar[bool] = False
+    """Whether the torch operator takes how its products are computed, after its attributes."""
     scores: ClassVar[str] = ""
     """The operand by which the op chooses experts; its result `experts` follows from it, and so does `weights`, if it
     has one. Empty for other ops."""

@@ -12,6 +12,9 @@ from moec.passes.ir.op import Op, operand_names
 SITE = "str site='', Tensor? layer=None"
 """The part of the model that a collective serves, for messages: see `runtime/ops/dense_collectives.py`."""
 
+WAYS = "str? ways=None"
+"""How an operator of experts computes each of its products: the text of a `Ways`. None: it chooses at the call."""
+
 
 def schema_of(op: type[Op], name: str | None = None, *, also: str = "", saved: bool = True) -> str:
     """`route(Tensor logits, int k, …) -> (Tensor probabilities, …)`, under the op's own name or another.
@@ -36,6 +39,8 @@ def _arguments(op: type[Op]) -> Iterator[str]:
     hints = get_type_hints(op, include_extras=True)
     yield from (f"{_torch_type(hints[name])} {name}{_default(op, name)}" for name in given_attributes(op))
     yield from (text for text in op.resolved.values() if text)
+    if op.tiled:
+        yield WAYS
     if op.sited:
         yield SITE
 

@@ -11,8 +11,12 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
-from moec.passes.ir.operator_schema import schema_of
+from moec.passes.ir.operator_schema import WAYS, schema_of
+from moec.passes.ir.row_table import table_length
 from moec.runtime.ops.registry import check, define, differentiate
+
+HOW = 4
+"""The last arguments, which are no tensors: activation, clamp, alpha and ways."""
 
 
 def check_expert_mlp(
@@ -24,10 +28,12 @@ def check_expert_mlp(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
-    *parameters: float | None,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
 ) -> None:
     """Raises `RuntimeError` for arguments that `expert_mlp` does not take."""
-    check_activation("expert_mlp", activation, *parameters)
+    check_activation("expert_mlp", activation, clamp, alpha)
     check(
         rows.dim() == 2 and counts.dim() == 2 and up.dim() == 4 and down.dim() == 3,
         lambda: (
@@ -108,11 +114,11 @@ def _fake_expert_mlp(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    weights: Tensor | None,
-    activation: str,
-    *parameters: float | None,
-) -> tuple[Tensor, Tensor]:
-    return rows.new_empty(rows.shape), rows.new_empty((rows.shape[0], *up.shape[1:3]))
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_rows = rows.shape[0]
+    table = counts.new_empty(table_length(num_rows, up.shape[0]), dtype=torch.int32)
+    return rows.new_empty(rows.shape), rows.new_empty((num_rows, *up.shape[1:3])), table
 
 
 expert_mlp = define(
@@ -127,27 +133,39 @@ neither bias; all but counts of one floating dtype; weights [R] float32 or float
 `ACTIVATIONS`, of G parts (the gate first), computed in at least float32; clamp and alpha as in `kind_of`. Rows are
 sorted by source, then by expert, as an all-to-all delivers them; sources is 1 without an all-to-all. Gives
   - out [R, D], in the rows' order;
-  - hidden [R, G, F], the pre-activation, for backward: not differentiable, its rows in the backend's own order.
+  - hidden [R, G, F], the pre-activation, for backward: not differentiable, its rows in the backend's own order;
+  - table int32 (`passes/ir/row_table.py`), each row's place and expert, for backward; a backend may leave it zero.
+`ways` says how a device's backend computes each product: the text of a `Ways`.
 Raises `RuntimeError` if the counts do not add up to R.
 """
 
 
-def _check_backward(grad: Tensor, rows: Tensor, hidden: Tensor, counts: Tensor, *others: Any) -> None:
+def _check_backward(grad: Tensor, rows: Tensor, hidden: Tensor, table: Tensor, counts: Tensor, *others: Any) -> None:
     check_expert_mlp(rows, counts, *others)
+    check_table("expert_mlp_backward", table, rows.shape[0], counts.shape[1])
+
+
+def check_table(name: str, table: Tensor, num_rows: int, num_experts: int) -> None:
+    """Requires the table of rows that forward gave."""
+    length = table_length(num_rows, num_experts)
+    check(
+        table.dtype == torch.int32 and table.shape == (length,),
+        lambda: f"moec::{name}: table must be int32 [{length}], not {list(table.shape)} in {table.dtype}",
+    )
 
 
 def _fake_expert_mlp_backward(
     grad: Tensor,
     rows: Tensor,
     hidden: Tensor,
+    table: Tensor,
     counts: Tensor,
     up: Tensor,
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     weights: Tensor | None,
-    activation: str,
-    *parameters: float | None,
+    *how: Any,
 ) -> tuple[Tensor, ...]:
     of_weights = rows.new_empty(0) if weights is None else weights.new_empty(weights.shape)
     return *(t.new_empty(t.shape) for t in (rows, up, down)), *empty_biases(up, up_bias, down_bias), of_weights
@@ -160,9 +178,9 @@ def empty_biases(up: Tensor, up_bias: Tensor | None, down_bias: Tensor | None) -
 
 
 expert_mlp_backward = define(
-    "expert_mlp_backward(Tensor grad, Tensor rows, Tensor hidden, Tensor counts, Tensor up, Tensor down,"
-    " Tensor? up_bias, Tensor? down_bias, Tensor? weights, str activation,"
-    " float? clamp=None, float? alpha=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "expert_mlp_backward(Tensor grad, Tensor rows, Tensor hidden, Tensor table, Tensor counts, Tensor up,"
+    " Tensor down, Tensor? up_bias, Tensor? down_bias, Tensor? weights, str activation,"
+    f" float? clamp=None, float? alpha=None, {WAYS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_expert_mlp_backward,
     check=_check_backward,
 )
@@ -173,22 +191,22 @@ activated hidden row (plus `grad` times down_bias), so that forward need not sav
 """
 
 
-def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    rows, counts, *of_experts, weights = inputs[:-3]
-    ctx.activation = inputs[-3:]
-    _, hidden = output
-    ctx.mark_non_differentiable(hidden)
+def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    rows, counts, *of_experts, weights = inputs[:-HOW]
+    ctx.how = inputs[-HOW:]
+    _, hidden, table = output
+    ctx.mark_non_differentiable(hidden, table)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(rows, hidden, counts, *of_experts, weights)
+    ctx.save_for_backward(rows, hidden, table, counts, *of_experts, weights)
 
 
-def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * (7 + HOW)
     *saved, weights = ctx.saved_tensors
-    grad_rows, grad_up, grad_down, *others = expert_mlp_backward(grad, *saved, weights, *ctx.activation)
+    grad_rows, grad_up, grad_down, *others = expert_mlp_backward(grad, *saved, weights, *ctx.how)
     of_up_bias, of_down_bias, of_weights = of_given(others, (*saved[-2:], weights))
-    return grad_rows, None, grad_up, grad_down, of_up_bias, of_down_bias, of_weights, *(None,) * 3
+    return grad_rows, None, grad_up, grad_down, of_up_bias, of_down_bias, of_weights, *(None,) * HOW
 
 
 def of_given(gradients: Sequence[Tensor], given: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:

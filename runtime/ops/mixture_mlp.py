@@ -9,11 +9,12 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
-from moec.passes.ir.operator_schema import schema_of
+from moec.passes.ir.operator_schema import WAYS, schema_of
+from moec.passes.ir.row_table import table_length
 from moec.runtime.backends import select
 from moec.runtime.backends.torch.torch_few import FEW
 from moec.runtime.backends.torch.torch_few import mixture_of_few as of_few_tokens
-from moec.runtime.ops.expert_mlp import check_activation, check_biases, empty_biases, of_given
+from moec.runtime.ops.expert_mlp import HOW, check_activation, check_biases, check_table, empty_biases, of_given
 from moec.runtime.ops.registry import check, define, differentiate
 
 
@@ -26,10 +27,12 @@ def check_mixture_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
-    *parameters: float | None,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
 ) -> None:
     """Raises `RuntimeError` for arguments that `mixture_mlp` does not take."""
-    check_activation("mixture_mlp", activation, *parameters)
+    check_activation("mixture_mlp", activation, clamp, alpha)
     check(
         x.dim() == 3 and experts.dim() == 3 and x.shape[:2] == experts.shape[:2] and experts.shape == weights.shape,
         lambda: (
@@ -67,14 +70,14 @@ def _fake_mixture_mlp(
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    activation: str,
-    *parameters: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     return (
         x.new_empty(x.shape),
         experts.new_empty((1, up.shape[0])),
         x.new_empty((experts.numel(), *up.shape[1:3])),
         experts.new_empty(experts.shape),
+        experts.new_empty(table_length(experts.numel(), up.shape[0]), dtype=torch.int32),
     )
 
 
@@ -90,7 +93,9 @@ dtype, experts [B, S, k] int64, weights [B, S, k] float32 or float64. Gives
   - mixed [B, S, D], summed in at least float32;
   - counts [1, E] int64: how many choices each expert got;
   - hidden [B·S·k, G, F] and positions [B, S, k] int64, for backward: the pre-activations sorted by expert, and each
-    choice's row of hidden (−1 for a choice of −1; such choices leave as many last rows of hidden undefined).
+    choice's row of hidden (−1 for a choice of −1; such choices leave as many last rows of hidden undefined);
+  - table int32 (`passes/ir/row_table.py`), each row's choice and expert, for backward; a backend may leave it zero.
+`ways` says how a device's backend computes each product: the text of a `Ways`.
 Computes `permute`, `expert_mlp` and `combine` without saved activations of size B·S·k·D.
 Raises `RuntimeError` on CPU if an expert index is out of range.
 """
@@ -102,10 +107,12 @@ def _check_backward(
     hidden: Tensor,
     counts: Tensor,
     positions: Tensor,
+    table: Tensor,
     *others: Any,
 ) -> None:
     check(grad.shape == x.shape, lambda: f"moec::mixture_mlp_backward: grad must be {list(x.shape)}")
     check_mixture_mlp(x, positions, *others)
+    check_table("mixture_mlp_backward", table, positions.numel(), counts.shape[1])
 
 
 def _fake_backward(
@@ -114,41 +121,42 @@ def _fake_backward(
     hidden: Tensor,
     counts: Tensor,
     positions: Tensor,
+    table: Tensor,
     weights: Tensor,
     up: Tensor,
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
-    activation: str,
-    *parameters: float | None,
+    *how: Any,
 ) -> tuple[Tensor, ...]:
     return *(t.new_empty(t.shape) for t in (x, weights, up, down)), *empty_biases(up, up_bias, down_bias)
 
 
 mixture_mlp_backward = define(
-    "mixture_mlp_backward(Tensor grad, Tensor x, Tensor hidden, Tensor counts, Tensor positions, Tensor weights,"
-    " Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation,"
-    " float? clamp=None, float? alpha=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "mixture_mlp_backward(Tensor grad, Tensor x, Tensor hidden, Tensor counts, Tensor positions, Tensor table,"
+    " Tensor weights, Tensor up, Tensor down, Tensor? up_bias, Tensor? down_bias, str activation,"
+    f" float? clamp=None, float? alpha=None, {WAYS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     fake=_fake_backward,
     check=_check_backward,
 )
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, _, weights, *of_experts = inputs[:-3]
-    ctx.activation = inputs[-3:]
-    _, counts, hidden, positions = output
-    ctx.mark_non_differentiable(counts, hidden, positions)
+    x, _, weights, *of_experts = inputs[:-HOW]
+    ctx.how = inputs[-HOW:]
+    _, *saved = output
+    ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, hidden, counts, positions, weights, *of_experts)
+    counts, hidden, *others = saved
+    ctx.save_for_backward(x, hidden, counts, *others, weights, *of_experts)
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * (7 + HOW)
     saved = ctx.saved_tensors
-    grad_x, *grads = mixture_mlp_backward(grad, *saved, *ctx.activation)
-    return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), *(None,) * 3
+    grad_x, *grads = mixture_mlp_backward(grad, *saved, *ctx.how)
+    return grad_x, None, *grads[:3], *of_given(grads[3:], saved[-2:]), *(None,) * HOW
 
 
 differentiate(mixture_mlp, setup=_setup, backward=_differentiate)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from moec.passes.ir import ops as o
 from moec.passes.ir.operator_schema import schema_of
-from moec.runtime.ops.expert_mlp import check_expert_mlp, expert_mlp, expert_mlp_backward, of_given
+from moec.runtime.ops.expert_mlp import HOW, check_expert_mlp, expert_mlp, expert_mlp_backward, of_given
 from moec.runtime.ops.mixture_mlp import check_mixture_mlp, mixture_mlp, mixture_mlp_backward
 from moec.runtime.ops.registry import define, differentiate
 
@@ -33,18 +33,18 @@ expert_mlp_recomputed = define(
 
 
 def _setup_expert_mlp(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    tensors, ctx.activation = inputs[:-3], inputs[-3:]
+    tensors, ctx.how = inputs[:-HOW], inputs[-HOW:]
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate_expert_mlp(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * (7 + HOW)
     rows, counts, up, down, *others = ctx.saved_tensors
-    hidden = expert_mlp(rows, counts, up, down, *others, *ctx.activation)[1]  # its first result is freed
-    gradients = expert_mlp_backward(grad, rows, hidden, counts, up, down, *others, *ctx.activation)
-    return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), *(None,) * 3
+    saved = expert_mlp(rows, counts, up, down, *others, *ctx.how)[1:]  # its first result is freed
+    gradients = expert_mlp_backward(grad, rows, *saved, counts, up, down, *others, *ctx.how)
+    return gradients[0], None, *gradients[1:3], *of_given(gradients[3:], others), *(None,) * HOW
 
 
 differentiate(expert_mlp_recomputed, setup=_setup_expert_mlp, backward=_differentiate_expert_mlp)
@@ -71,7 +71,7 @@ mixture_mlp_recomputed = define(
 
 
 def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    tensors, ctx.activation = inputs[:-3], inputs[-3:]
+    tensors, ctx.how = inputs[:-HOW], inputs[-HOW:]
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*tensors)
@@ -79,12 +79,12 @@ def _setup_mixture_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate_mixture_mlp(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * (7 + HOW)
     x, experts, weights, *of_experts = ctx.saved_tensors
-    counts, hidden, positions = mixture_mlp(x, experts, weights, *of_experts, *ctx.activation)[1:]
-    given = (x, hidden, counts, positions, weights, *of_experts)
-    of_x, *gradients = mixture_mlp_backward(grad, *given, *ctx.activation)
-    return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), *(None,) * 3
+    counts, hidden, *others = mixture_mlp(x, experts, weights, *of_experts, *ctx.how)[1:]
+    given = (x, hidden, counts, *others, weights, *of_experts)
+    of_x, *gradients = mixture_mlp_backward(grad, *given, *ctx.how)
+    return of_x, None, *gradients[:3], *of_given(gradients[3:], of_experts[-2:]), *(None,) * HOW
 
 
 differentiate(mixture_mlp_recomputed, setup=_setup_mixture_mlp, backward=_differentiate_mixture_mlp)

@@ -92,14 +92,15 @@ class TunedLayer:
         parameters = (self._up, self._down, *self._biases)
         if self.k:
             experts = (*parameters, *self.activation)
-            mixed, counts, hidden, positions = mixture_mlp(self._x, self._choices, self._weights, *experts)
-            saved = (self._x, hidden, counts, positions, self._weights)
+            mixed, counts, hidden, *others = mixture_mlp(self._x, self._choices, self._weights, *experts)
+            saved = (self._x, hidden, counts, *others, self._weights)
             of_mixture: tuple[Any, ...] = (*saved, *experts)
             grad_x, _, *grads = mixture_mlp_backward(self._grad, *of_mixture)
             return mixed, grad_x, *grads
         matrices = (*parameters, self._weights, *self.activation)
-        out, hidden = expert_mlp(self._x, self._counts, *matrices)
-        *grads, _ = expert_mlp_backward(self._grad, self._x, hidden, self._counts, *matrices)
+        out, hidden, table = expert_mlp(self._x, self._counts, *matrices)
+        of_rows: tuple[Any, ...] = (hidden, table, self._counts, *matrices)
+        *grads, _ = expert_mlp_backward(self._grad, self._x, *of_rows)
         return out, *grads
 
 

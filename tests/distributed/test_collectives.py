@@ -224,11 +224,11 @@ def moe_layer(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, group: str | No
     probabilities, weights, experts = ops.route(x @ gate.t(), None, 2, "softmax", "before", True)
     rows, counts, positions = ops.permute(x, experts, NUM_EXPERTS)
     if group is None:
-        out, _ = ops.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
+        out, *_ = ops.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
     else:
         received, splits = ragged_collectives.exchange_counts(counts, group)
         arrived = ragged_collectives.all_to_all(rows, splits, False, group)
-        done, _ = ops.expert_mlp(arrived, received, up, down, None, None, None, "swiglu")
+        done, *_ = ops.expert_mlp(arrived, received, up, down, None, None, None, "swiglu")
         out = ragged_collectives.all_to_all(done, splits, True, group)
     return ops.combine(out, positions, weights) + 0.01 * ops.switch_loss(
         probabilities, ops.count_choices(experts, NUM_EXPERTS, 0)

@@ -27,6 +27,7 @@ from moec.runtime.backends.triton import (
     triton_queues,
     triton_routing,
     triton_rows,
+    triton_table,
 )
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
@@ -133,7 +134,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> set[KernelShape]:
         run.add(shape)
         return kernels_of_shape(shape, x)
 
-    for module in (triton_routing, triton_queues, triton_rows, triton_padded, triton_experts):
+    for module in (triton_routing, triton_queues, triton_rows, triton_padded, triton_experts, triton_table):
         monkeypatch.setattr(module, "kernels_of", noted)
     return run
 
@@ -165,10 +166,10 @@ def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.Mo
     biases = (torch.randn(2, 2, 8), torch.randn(2, 8)) if text == BIASED else (None, None)
     beside = permute_weights(weights, positions, rows)
     given = (counts.view(2, 2), up, down, *biases, beside, "swiglu")
-    out, hidden = triton_backend.expert_mlp(rows, *given)
+    out, *saved = triton_backend.expert_mlp(rows, *given)
     mixed = triton_backend.sum_rows(out, positions, counts)
     grad = triton_backend.sum_rows_backward(mixed, positions, counts, rows.shape[:1])
-    grad_rows, *_ = triton_backend.expert_mlp_backward(grad, rows, hidden, *given)
+    grad_rows, *_ = triton_backend.expert_mlp_backward(grad, rows, *saved, *given)
     triton_backend.permute_backward(grad_rows, positions)
     assert run == listed
     assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
@@ -184,8 +185,8 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     probabilities, weights, experts = triton_backend.route(logits, None, 2, "softmax", "before", True)
     triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", "before", True)
     of_experts = (up, down, *((torch.randn(4, 2, 8), torch.randn(4, 8)) if text == BIASED else (None, None)), "swiglu")
-    mixed, counts, hidden, positions = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
-    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, positions, weights, *of_experts)
+    mixed, counts, hidden, *saved = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
+    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, *saved, weights, *of_experts)
     assert run == listed
     assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost, Direction, Work
-from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
+from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
 from moec.passes.ir.ops.mixture_ops import Activates, experts_layout, require_experts
@@ -34,7 +34,7 @@ class MixtureMlp(Activates):
     takes: ClassVar[str] = "x experts weights up down up_bias? down_bias?"
     gives: ClassVar[str] = "mixed counts"
     operator: ClassVar[str | None] = "mixture_mlp"
-    saved: ClassVar[str] = "hidden positions"
+    saved: ClassVar[str] = "hidden positions table"
     moves: ClassVar[bool] = True
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
@@ -61,9 +61,9 @@ class MixtureMlp(Activates):
         # Forward gathers rows from tokens and adds the results of rows to tokens.
         moved = workload.bytes(x, chosen, weights) + rows * workload.shape(x)[-1] * workload.width(x.dtype)
         work = experts_work(rows, largest, experts, workload, forward=7, backward=7, moved=moved)
-        hidden = pre_activation(mixed, workload.count(chosen), experts[0], workload)
+        inner = inner_of_experts(mixed, workload.count(chosen), experts[0], workload)
         positions = workload.inner(mixed, "positions", workload.count(chosen), "int64")
-        saved = (*workload.keep(x, counts, weights, *experts), hidden, positions)
+        saved = (*workload.keep(x, counts, weights, *experts), *inner, positions)
         ahead, behind = experts_scratch(rows, largest, experts, workload, gathers=(1, 2))
         # Forward has a row of results for each choice; backward adds up the gradient of x in at least fp32.
         ahead += rows * workload.shape(x)[-1] * workload.width(x.dtype) + 2 * positions.bytes

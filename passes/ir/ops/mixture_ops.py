@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
+from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.passes.ir.attribute_types import ActivationName, ActivationParameter, Count
 from moec.passes.ir.layout import Layout, Placement, Shard
@@ -80,6 +80,7 @@ class Permute(Op):
 class Activates(Op):
     """An op of experts with an activation between their projections: its word, and `PARAMETERS` that change it."""
 
+    tiled: ClassVar[bool] = True
     activation: ActivationName
     clamp: ActivationParameter = None
     alpha: ActivationParameter = None
@@ -140,7 +141,7 @@ class ExpertMlp(Activates):
     takes: ClassVar[str] = "rows counts up down up_bias? down_bias? weights?"
     gives: ClassVar[str] = "y"
     operator: ClassVar[str | None] = "expert_mlp"
-    saved: ClassVar[str] = "hidden"
+    saved: ClassVar[str] = "hidden table"
 
     def infer(self, operands: Sequence[Value], blocks: Blocks) -> tuple[Type, ...]:
         given = self.named(operands)
@@ -163,8 +164,8 @@ class ExpertMlp(Activates):
         rows, experts = given["rows"], experts_of(given)
         count = workload.count(rows) / workload.row(rows)
         work = experts_work(count, workload.most_rows(rows), experts, workload, forward=3, backward=4)
-        hidden = pre_activation(results[0], count, experts[0], workload)
-        saved = (*workload.keep(*operands), hidden)
+        inner = inner_of_experts(results[0], count, experts[0], workload)
+        saved = (*workload.keep(*operands), *inner)
         scratch = experts_scratch(count, workload.most_rows(rows), experts, workload, gathers=(2, 3))
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)
 

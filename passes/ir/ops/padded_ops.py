@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from moec.passes.cost.cost import Cost
-from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, pre_activation, used_share
+from moec.passes.cost.formulas import elementwise, experts_scratch, experts_work, inner_of_experts, used_share
 from moec.passes.ir.attribute_types import Count
 from moec.passes.ir.layout import REPLICATED, Shard
 from moec.passes.ir.op import Meshes, Op, Placing, Type, register, require
@@ -144,8 +144,8 @@ class ExpertMlpPadded(Activates):
         rows, experts = given["rows"], experts_of(given)
         local, places, _ = workload.shape(rows)
         work = experts_work(local * places, places, experts, workload, forward=3, backward=4)
-        hidden = pre_activation(results[0], local * places, experts[0], workload)
-        saved = (*workload.keep(*operands), hidden)
+        inner = inner_of_experts(results[0], local * places, experts[0], workload)
+        saved = (*workload.keep(*operands), *inner)
         scratch = experts_scratch(local * places, places, experts, workload, gathers=(0, 0))
         return Cost(work=work, saved=saved, used=used_share(experts[0], workload), scratch=scratch)
 

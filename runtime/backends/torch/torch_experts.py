@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moec.passes.ir.row_table import table_length
 from moec.runtime.backends.torch.torch_activations import activate, activate_backward
 from moec.runtime.backends.torch.torch_bounded import Weigh
 from moec.runtime.backends.torch.torch_memory import new_empty
@@ -23,8 +24,10 @@ def expert_mlp(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
-    *parameters: float | None,
-) -> tuple[Tensor, Tensor]:
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     rows, up, down = rows.contiguous(), up.flatten(1, 2), down.contiguous()
     width = down.shape[2]
     groups = row_groups(counts, rows.shape[0])
@@ -39,7 +42,7 @@ def expert_mlp(
             if group.size:
                 own_hidden, own_activated = hidden[group.where], activated[: group.size]
                 project(group.gather(rows), up, up_bias, expert, own_hidden.flatten(1))
-                activate(own_activated, own_hidden, activation, *parameters)
+                activate(own_activated, own_hidden, activation, clamp, alpha)
                 own_out = group.room(out)
                 project(own_activated, down, down_bias, expert, own_out)
                 if weights is not None:
@@ -49,13 +52,14 @@ def expert_mlp(
         return compute
 
     each_expert([group.size for group in groups], 3 * rows.shape[1] * width, rows.device, begin)
-    return out, hidden
+    return out, hidden, unused_table(rows.shape[0], counts[0])
 
 
 def expert_mlp_backward(
     grad: Tensor,
     rows: Tensor,
     hidden: Tensor,
+    table: Tensor,
     counts: Tensor,
     up: Tensor,
     down: Tensor,
@@ -63,7 +67,9 @@ def expert_mlp_backward(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
-    *parameters: float | None,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grad, rows, down = grad.contiguous(), rows.contiguous(), down.contiguous()
     factor, width = up.shape[1:3]
@@ -94,7 +100,7 @@ def expert_mlp_backward(
                 weigh = weighing(own_grad_activated, own_activated, scale, own_of_weights)
             own_hidden = hidden[group.where]
             activate_backward(
-                own_grad_hidden, own_activated, own_grad_activated, own_hidden, activation, *parameters, weigh=weigh
+                own_grad_hidden, own_activated, own_grad_activated, own_hidden, activation, clamp, alpha, weigh=weigh
             )
             if weights is not None:
                 if down_bias is not None:
@@ -122,6 +128,11 @@ def project(rows: Tensor, weights: Tensor, biases: Tensor | None, expert: int, o
         torch.mm(rows, weights[expert].t(), out=out)
     else:
         torch.addmm(biases[expert].flatten(), rows, weights[expert].t(), out=out)
+
+
+def unused_table(num_rows: int, counts: Tensor) -> Tensor:
+    """The table of rows that operators return, zero: plain torch orders rows in backward by other results."""
+    return counts.new_zeros(table_length(num_rows, counts.shape[0]), dtype=torch.int32)
 
 
 def new_gradients(

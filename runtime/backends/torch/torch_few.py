@@ -24,7 +24,9 @@ def mixture_of_few(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
-    *parameters: float | None,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
 ) -> Tensor:
     """The first result of `mixture_mlp`, whose rows are sorted in Python."""
     k, (dim, width), flat = experts.shape[2], down.shape[1:], x.reshape(-1, x.shape[2])
@@ -44,7 +46,7 @@ def mixture_of_few(
     rows = flat.expand(len(order), dim) if len(flat) == 1 else flat[[number // k for number in order]]
     hidden, activated = x.new_empty((len(order), up.shape[1], width)), x.new_empty((len(order), width))
     _project(rows, up.flatten(1, 2), up_bias, of_expert, sizes, hidden.flatten(1))
-    activate(activated, hidden, activation, *parameters)
+    activate(activated, hidden, activation, clamp, alpha)
     out = x.new_empty((len(order), dim))
     _project(activated, down, down_bias, of_expert, sizes, out)
     places = torch.tensor(positions).view(-1, k)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from moec.runtime.backends.torch.torch_activations import activate, activate_backward
-from moec.runtime.backends.torch.torch_experts import new_gradients, project, sum_rows, weighing
+from moec.runtime.backends.torch.torch_experts import new_gradients, project, sum_rows, unused_table, weighing
 from moec.runtime.backends.torch.torch_memory import new_empty
 from moec.runtime.backends.torch.torch_rows import choices_of_rows, inverse, refuse_out_of_range, stable_order, sums_of
 from moec.runtime.backends.torch.torch_threads import InTurn, each_expert
@@ -23,8 +23,10 @@ def mixture_mlp(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
-    *parameters: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     num_experts, k, (dim, width) = up.shape[0], experts.shape[2], down.shape[1:]
     refuse_out_of_range("mixture_mlp", experts, num_experts, -1)
     choices = experts.reshape(-1)
@@ -50,7 +52,7 @@ def mixture_mlp(
             if size := sizes[expert]:
                 own_rows = torch.index_select(flat, 0, tokens_of[expert], out=rows[:size])
                 project(own_rows, up, up_bias, expert, hidden_of[expert].flatten(1))
-                activate(activated[:size], hidden_of[expert], activation, *parameters)
+                activate(activated[:size], hidden_of[expert], activation, clamp, alpha)
                 project(activated[:size], down, down_bias, expert, out_of[expert])
 
         return compute
@@ -58,7 +60,7 @@ def mixture_mlp(
     each_expert(sizes, 3 * dim * width, x.device, begin)
     positions = (chosen.where(chosen < num_rows, -1) if dropped else chosen).view(experts.shape)
     mixed = sums_of(out, positions.view(-1, k), weights.reshape(-1, k), dropped > 0).view(x.shape)
-    return mixed, buckets[None, 1:].clone(), hidden, positions
+    return mixed, buckets[None, 1:].clone(), hidden, positions, unused_table(choices.numel(), buckets[1:])
 
 
 def mixture_mlp_backward(
@@ -67,13 +69,16 @@ def mixture_mlp_backward(
     hidden: Tensor,
     counts: Tensor,
     positions: Tensor,
+    table: Tensor,
     weights: Tensor,
     up: Tensor,
     down: Tensor,
     up_bias: Tensor | None,
     down_bias: Tensor | None,
     activation: str,
-    *parameters: float | None,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (dim, width), factor = down.shape[1:], up.shape[1]
     sizes: list[int] = counts[0].tolist()
@@ -106,7 +111,7 @@ def mixture_mlp_backward(
             torch.mm(own_grad, down[expert], out=own_grad_activated)
             weigh = weighing(own_grad_activated, own_activated, scale_of[expert], weights_of[expert])
             own = (own_grad_hidden, own_activated, own_grad_activated, hidden_of[expert])
-            activate_backward(*own, activation, *parameters, weigh=weigh)
+            activate_backward(*own, activation, clamp, alpha, weigh=weigh)
             if down_bias is not None:
                 products = torch.mul(own_grad, down_bias[expert], out=rows[:size])
                 weights_of[expert].add_(products.sum(-1, dtype=of_weights.dtype))

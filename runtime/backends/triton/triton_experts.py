@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels.shapes import DownShape, ProductShape, TilesShape, UpShape
+from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
+from moec.codegen.kernels.tiles import Tiles
 from moec.passes.ir.activations import PARAMETERS
 from moec.runtime.backends.torch import torch_experts
 from moec.runtime.backends.triton.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton.triton_table import Table
 from moec.runtime.backends.triton.triton_tiles import tiles_at
 
 Activation = tuple[str, *tuple[float | None, ...]]
@@ -32,28 +34,34 @@ def expert_mlp(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
-    *parameters: float | None,
-) -> tuple[Tensor, Tensor]:
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        return torch_experts.expert_mlp(rows, counts, up, down, up_bias, down_bias, weights, activation, *parameters)
+        plain, biases = torch_experts.expert_mlp, (up_bias, down_bias)
+        return plain(rows, counts, up, down, *biases, weights, activation, clamp, alpha)
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
-    out, hidden = torch.empty_like(rows), rows.new_empty((rows.shape[0], *up.shape[1:3]))
-    if out.numel():
-        weighted = weights is not None
-        work = Work.of(
-            rows, rows.shape[0], counts, up, up_bias is not None, (activation, *parameters), weighted=weighted
-        )
-        activated = rows.new_empty((rows.shape[0], up.shape[2]))
-        work.up.product("up", up.shape[2], rows, *work.order, up, *present(up_bias), hidden, activated)
+    num_rows, width = rows.shape[0], up.shape[2]
+    out, hidden = torch.empty_like(rows), rows.new_empty((num_rows, *up.shape[1:3]))
+    layer = ExpertsLayer.of(
+        rows, up, up_bias, counts.shape[0], (activation, clamp, alpha), weighted=weights is not None
+    )
+    _refuse_other_sum(counts, num_rows)
+    work = layer.forward(num_rows, counts, ways)
+    if num_rows:
+        activated = rows.new_empty((num_rows, width))
+        work.up.product("up", width, rows, *work.order, up, *present(up_bias), hidden, activated)
         given = (activated, down, *present(down_bias), *work.order, *present(weights))
         work.down.product("down", rows.shape[1], *given, out)
-    return out, hidden
+    return out, hidden, work.table.saved
 
 
 def expert_mlp_backward(
     grad: Tensor,
     rows: Tensor,
     hidden: Tensor,
+    table: Tensor,
     counts: Tensor,
     up: Tensor,
     down: Tensor,
@@ -61,19 +69,24 @@ def expert_mlp_backward(
     down_bias: Tensor | None,
     weights: Tensor | None,
     activation: str,
-    *parameters: float | None,
+    clamp: float | None = None,
+    alpha: float | None = None,
+    ways: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if too_many(counts.shape[1]) or no_fp64(rows.device, rows.dtype):
-        plain = torch_experts.expert_mlp_backward
-        return plain(grad, rows, hidden, counts, up, down, up_bias, down_bias, weights, activation, *parameters)
+        plain, biases = torch_experts.expert_mlp_backward, (up_bias, down_bias)
+        return plain(grad, rows, hidden, table, counts, up, down, *biases, weights, activation, clamp, alpha)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
     grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
     of_biases = torch_experts.new_biases(up, up_bias, down_bias)
     of_weights = rows.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     if not rows.numel():
         return grad_rows, grad_up.zero_(), grad_down.zero_(), *of_biases, of_weights
-    num_rows, weighted = rows.shape[0], weights is not None
-    work = Work.of(rows, num_rows, counts, up, up_bias is not None, (activation, *parameters), weighted=weighted)
+    num_rows = rows.shape[0]
+    layer = ExpertsLayer.of(
+        rows, up, up_bias, counts.shape[0], (activation, clamp, alpha), weighted=weights is not None
+    )
+    work = layer.backward(num_rows, table, ways)
     _, parts, width, dim = up.shape
     grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((num_rows, width))
     given, made = (grad, down, *work.order), (hidden, grad_hidden, activated)
@@ -101,26 +114,12 @@ def present(given: Tensor | None) -> tuple[Tensor, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
-    """Each expert's rows and tiles: row offsets [E + 1], and each tile's expert and first row."""
-
-    offsets: Tensor
-    experts: Tensor
-    starts: Tensor
-
-    @property
-    def num_tiles(self) -> int:
-        """A bound from shapes alone: ⌈rows / rows of a tile⌉ and one more for each expert."""
-        return self.experts.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
 class _Products:
     """The kernels of one projection, and their table."""
 
     shape: ProductShape
     kernels: Kernels
-    table: _Table
+    table: Table
 
     def product(self, kernel: str, width: int, *arguments: Tensor, more: tuple[int, ...] = ()) -> None:
         """A product of all rows with a matrix of `width` columns."""
@@ -146,62 +145,78 @@ class _Products:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Both projections over the same rows; `order` maps the experts' order to rows, empty if rows are in it.
-
-    If each row is a choice of a token, `order` has the choices.
-    """
+    """The kernels of experts' products over `table`. `order`: its order, where kernels gather rows or choices."""
 
     up: _Products
     down: _Products
+    table: Table
     order: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsLayer:
+    """A layer's experts on a device: what its kernels are rendered for, besides their tiles.
+
+    With `k`, each row is a choice of a token, and the kernels gather tokens; else rows arrived from `sources` ranks.
+    `weighted`: each row has a weight.
+    """
+
+    device: torch.device
+    dtype: str
+    experts: int
+    dim: int
+    hidden: int
+    activation: str
+    parameters: tuple[float | None, ...]
+    bias: bool
+    sources: int
+    k: int
+    weighted: bool
 
     @classmethod
     def of(
         cls,
         x: Tensor,
-        num_rows: int,
-        counts: Tensor,
         up: Tensor,
-        bias: bool,
+        up_bias: Tensor | None,
+        sources: int,
         activation: Activation,
+        *,
         k: int = 0,
-        *choices: Tensor,
         weighted: bool = False,
-    ) -> Work:
-        """For `num_rows` rows of x's width, dtype and device; with `k`, each row is a choice of `choices` [num_rows].
+    ) -> ExpertsLayer:
+        """For rows or tokens x [..., D] and up [E, G, F, D]."""
+        experts, _, hidden, dim = up.shape
+        name, *parameters = activation
+        bias = up_bias is not None
+        known = (x.device, dtype_name(x), experts, dim, hidden, name, tuple(parameters), bias)
+        return cls(*known, sources, k, weighted)
 
-        `weighted`: each row has a weight.
-        """
-        sources, experts = counts.shape
-        if not k:
-            _refuse_other_sum(counts, num_rows)
-        dtype, hidden, dim, gathered = dtype_name(x), up.shape[2], x.shape[-1], sources > 1
-        tiles = tiles_at(x.device, dtype, num_rows, experts, (dim, hidden), activation[0])
-        places = kernels_of(TilesShape(experts=experts, rows=tiles.up.rows), x)
+    def forward(self, num_rows: int, counts: Tensor, ways: str | None) -> Work:
+        """Its kernels over a new table of these counts [sources, E]; its order is the caller's to fill with `k`."""
+        tiles = self._tiles(num_rows, ways)
+        table = Table.empty(counts, num_rows, self.experts, tiles.up.rows)
+        if num_rows:
+            table.fill(counts)
+        return self._work(tiles, table)
 
-        counts = counts.contiguous()
-        num_tiles = -(-num_rows // tiles.up.rows) + experts
-        offsets, of_tiles, starts = (
-            counts.new_empty(n, dtype=torch.int32) for n in (experts + 1, num_tiles, num_tiles)
-        )
-        places.launch(
-            "table", places.blocks(num_tiles), counts, offsets, of_tiles, starts, sources, num_rows, num_tiles
-        )
-        order: tuple[Tensor, ...] = choices
-        if gathered:
-            order = (counts.new_empty(num_rows, dtype=torch.int32),)
-            places.launch("order", (experts, sources), counts, offsets, *order, sources, num_rows)
+    def backward(self, num_rows: int, saved: Tensor, ways: str | None) -> Work:
+        """Its kernels over the table that forward saved."""
+        tiles = self._tiles(num_rows, ways)
+        return self._work(tiles, Table.of(saved, num_rows, self.experts, tiles.up.rows))
 
-        table = _Table(offsets, of_tiles, starts)
-        known = (experts, dim, hidden, activation[0], dtype, gathered, k, bias)
-        parameters: dict[str, Any] = dict(zip(PARAMETERS, activation[1:], strict=False))
-        up_shape = UpShape.of(*known, tiles.up, **parameters)
-        down_shape = DownShape.of(*known, tiles.down, weighted=weighted, **parameters)
-        return cls(
-            _Products(up_shape, kernels_of(up_shape, x), table),
-            _Products(down_shape, kernels_of(down_shape, x), table),
-            order,
-        )
+    def _tiles(self, num_rows: int, ways: str | None) -> Tiles:
+        widths = (self.dim, self.hidden)
+        return tiles_at(self.device, self.dtype, num_rows, self.experts, widths, self.activation)
+
+    def _work(self, tiles: Tiles, table: Table) -> Work:
+        gathered = self.sources > 1
+        known = (self.experts, self.dim, self.hidden, self.activation, self.dtype, gathered, self.k, self.bias)
+        numbers: dict[str, Any] = dict(zip(PARAMETERS, self.parameters, strict=True))
+        up = UpShape.of(*known, tiles.up, **numbers)
+        down = DownShape.of(*known, tiles.down, weighted=self.weighted, **numbers)
+        of_up, of_down = (_Products(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
+        return Work(of_up, of_down, table, (table.order,) if gathered or self.k else ())
 
 
 def _refuse_other_sum(counts: Tensor, num_rows: int) -> None:

@@ -105,12 +105,10 @@ class Places:
         self.kernels.launch("combine_backward", grid, *tensors, grad_rows, grad_weights, self._tokens, num_rows)
         return grad_rows, grad_weights
 
-    def order(self) -> Tensor:
-        """The choice of each row, [B·S·k] int32; undefined beyond the last row."""
+    def fill_order(self, order: Tensor) -> None:
+        """Writes the choice of each row to order [B·S·k] int32; undefined beyond the last row."""
         number = self.positions.numel()
-        order = self.positions.new_empty(number, dtype=torch.int32)
         self.kernels.launch("invert", self.kernels.blocks(number), self.positions, order, number)
-        return order
 
     def add_parts(self, parts: Tensor, grad_weights: Tensor) -> None:
         """Writes grad_weights [B, S, k]: for each choice, the sum of its row's parts [parts, R]."""

@@ -196,9 +196,9 @@ def experts(
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
     weights = numbers.of_router(given.shape[0]) if weighted else None
-    out, saved = backend.expert_mlp(given, of_experts, up, down, *biases, weights, activation, *parameters)
+    out, *saved = backend.expert_mlp(given, of_experts, up, down, *biases, weights, activation, *parameters)
     grad, rest = numbers.normal(*out.shape), (of_experts, up, down, *biases, weights, activation, *parameters)
-    return [out, *backend.expert_mlp_backward(grad, given, saved, *rest)]
+    return [out, *backend.expert_mlp_backward(grad, given, *saved, *rest)]
 
 
 def linear(backend: Backend, numbers: Numbers, counts: list[list[int]], bias: bool = True) -> list[Tensor]:
@@ -244,9 +244,9 @@ def mixture(
     down = numbers.normal(num_experts, dim, hidden, scale=hidden**-0.5)
     biases = new_biases(numbers, up, down, bias)
     of_experts = up, down, *biases, activation, *parameters
-    mixed, counts, saved, positions = backend.mixture_mlp(x, choices, weights, *of_experts)
+    mixed, counts, saved, positions, table = backend.mixture_mlp(x, choices, weights, *of_experts)
     grad = numbers.normal(*mixed.shape)
-    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, weights, *of_experts)
+    grads = backend.mixture_mlp_backward(grad, x, saved, counts, positions, table, weights, *of_experts)
     return [mixed, counts, positions, *grads]
 
 

@@ -62,7 +62,8 @@ def test_gradients_at_nan_are_those_of_plain_torch(backend: Backend, device: str
         hidden = numbers.normal(3, parts, 5)
         hidden[1, 0, 2] = nan
         given = numbers.whole(torch.tensor([[3]])), up, down, None, None, None, activation
-        return [x.cpu() for x in backend.expert_mlp_backward(numbers.normal(3, 4), rows, hidden, *given)]
+        *_, table = backend.expert_mlp(rows, *given)
+        return [x.cpu() for x in backend.expert_mlp_backward(numbers.normal(3, 4), rows, hidden, table, *given)]
 
     found, expected = gradients(backend, device), gradients(torch_backend, "cpu")
     assert expected[2].isnan().any()
@@ -78,8 +79,8 @@ def test_more_experts_than_kernels_take_run_in_plain_torch_with_one_warning(back
     def layer(with_backend: Backend) -> list[torch.Tensor]:
         probabilities, weights, chosen = with_backend.route(logits, None, 2, "softmax", "before", True)
         rows, counts, positions = with_backend.permute(x, chosen, num_experts)
-        out, hidden = with_backend.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
-        grads = with_backend.expert_mlp_backward(out, rows, hidden, counts, up, down, None, None, None, "swiglu")
+        out, *saved = with_backend.expert_mlp(rows, counts, up, down, None, None, None, "swiglu")
+        grads = with_backend.expert_mlp_backward(out, rows, *saved, counts, up, down, None, None, None, "swiglu")
         grad = with_backend.route_backward(logits, probabilities, None, weights, chosen, "softmax", "before", True)
         return [*grads, grad, with_backend.combine(out, positions, weights)]
 
@@ -123,7 +124,7 @@ def test_counts_that_do_not_add_up_are_refused_or_lead_nowhere(place: Place, cou
         with pytest.raises(RuntimeError, match=f"the counts add up to {total}, but there are 5 rows"):
             place.backend.expert_mlp(rows, given, up, down, None, None, None, "gelu")
         return
-    out, _ = place.backend.expert_mlp(rows, given, up, down, None, None, None, "gelu")
+    out, *_ = place.backend.expert_mlp(rows, given, up, down, None, None, None, "gelu")
     torch.cuda.synchronize()
     assert out.shape == rows.shape
 

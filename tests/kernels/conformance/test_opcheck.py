@@ -93,11 +93,11 @@ def experts(numbers: Numbers, activations: Sequence[str] = OF_EXPERTS) -> Iterat
             for bias in (False, True) if (activation, name) == ("swiglu", "four sources") else (False,):
                 of_experts = up, down, *new_biases(numbers, up, down, bias)
                 yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), None, activation)
-                out, hidden = ops.expert_mlp(given, counts, *of_experts, None, activation)
-                yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, None, activation)
+                out, *saved = ops.expert_mlp(given, counts, *of_experts, None, activation)
+                yield "expert_mlp_backward", (out, given, *saved, counts, *of_experts, None, activation)
                 weights = numbers.of_router(given.shape[0])
                 yield "expert_mlp", (leaf(given), counts, *map(leaf, of_experts), leaf(weights), activation)
-                yield "expert_mlp_backward", (out, given, hidden, counts, *of_experts, weights, activation)
+                yield "expert_mlp_backward", (out, given, *saved, counts, *of_experts, weights, activation)
 
 
 def recomputed(numbers: Numbers) -> Iterator[Call]:
@@ -147,8 +147,8 @@ def mixture(numbers: Numbers, activations: Sequence[str] = OF_EXPERTS) -> Iterat
             for bias in (False, True) if not dropped else (False,):
                 matrices = weights, up, down, *new_biases(numbers, up, down, bias)
                 yield "mixture_mlp", (leaf(x), choices, *map(leaf, matrices), activation)
-                mixed, counts, hidden, positions = ops.mixture_mlp(x, choices, *matrices, activation)
-                yield "mixture_mlp_backward", (mixed, x, hidden, counts, positions, *matrices, activation)
+                mixed, counts, hidden, *saved = ops.mixture_mlp(x, choices, *matrices, activation)
+                yield "mixture_mlp_backward", (mixed, x, hidden, counts, *saved, *matrices, activation)
 
 
 def other_experts(numbers: Numbers) -> Iterator[Call]:

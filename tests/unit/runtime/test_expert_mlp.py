@@ -84,7 +84,9 @@ def test_expert_mlp_and_its_gradients_agree_with_a_loop_over_rows(
     tensors += biases_of(*tensors[1:]) if beside == "biases" else []
     exact = [t.detach().double().requires_grad_() for t in tensors]
     rows, up, down = tensors[:3]
-    out, hidden = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(tensors[3:] or (None, None)), None, activation)
+    out, hidden, _ = ops.expert_mlp(
+        rows, torch.tensor(counts), up, down, *(tensors[3:] or (None, None)), None, activation
+    )
     expected = naive_expert_mlp(exact[0], counts, exact[1], exact[2], activation, *exact[3:])
     assert out.dtype == dtype
     assert not hidden.requires_grad
@@ -103,7 +105,7 @@ def test_expert_mlp_and_its_gradients_agree_with_a_loop_over_rows(
 @activations
 def test_an_unused_expert_gets_zero_gradients(activation: str) -> None:
     rows, up, down = inputs([[2, 0, 3]], activation, torch.float32)
-    out, _ = ops.expert_mlp(rows, torch.tensor([[2, 0, 3]]), up, down, None, None, None, activation)
+    out, *_ = ops.expert_mlp(rows, torch.tensor([[2, 0, 3]]), up, down, None, None, None, activation)
     out.sum().backward()
     assert up.grad is not None
     assert down.grad is not None
@@ -116,8 +118,8 @@ def test_rows_from_many_sources_cost_the_same_numbers_as_from_one() -> None:
     rows, up, down = inputs(counts, "swiglu", torch.float64)
     owners = torch.tensor([e for source in counts for e, count in enumerate(source) for _ in range(count)])
     order = owners.sort(stable=True)[1]
-    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, None, None, None, "swiglu")
-    merged, _ = ops.expert_mlp(
+    out, *_ = ops.expert_mlp(rows, torch.tensor(counts), up, down, None, None, None, "swiglu")
+    merged, *_ = ops.expert_mlp(
         rows[order], torch.tensor(counts).sum(0, keepdim=True), up, down, None, None, None, "swiglu"
     )
     assert torch.equal(out[order], merged)
@@ -146,7 +148,7 @@ def test_gradients(load: str, activation: str, beside: str) -> None:
     tensors += biases_of(*tensors[1:]) if beside == "biases" else []
 
     def run(rows: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), None, activation)
+        out, *_ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), None, activation)
         return out
 
     assert gradcheck(run, tensors)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.row_table import table_length
 from moec.runtime import ops
 
 # float32 rounds weights even where all else is float64's; bf16's are three roundings of a result.
@@ -88,7 +89,7 @@ def test_mixture_mlp_and_its_gradients_agree_with_a_loop(
 ) -> None:
     x, experts, weights, up, down = inputs(SHAPES[shape], activation, dtype)
     biases = biases_of(up, down) if beside == "biases" else ()
-    mixed, counts, _, _ = ops.mixture_mlp(x, experts, weights, up, down, *(biases or (None, None)), activation)
+    mixed, counts, *_ = ops.mixture_mlp(x, experts, weights, up, down, *(biases or (None, None)), activation)
     ours = (x, weights, up, down, *biases)
     exact = [t.detach().double().requires_grad_() for t in ours]
     expected = naive(exact[0], experts, *exact[1:4], activation, *exact[4:])
@@ -105,9 +106,9 @@ def test_mixture_mlp_and_its_gradients_agree_with_a_loop(
 
 def test_it_is_what_permute_expert_mlp_and_combine_compute() -> None:
     x, experts, weights, up, down = inputs((3, 40, 7, 3, 0.0), "swiglu", torch.float64)
-    mixed, counts, hidden, positions = ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
+    mixed, counts, hidden, positions, _ = ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
     rows, alone, places = ops.permute(x, experts, 7)
-    out, saved = ops.expert_mlp(rows, alone, up, down, None, None, None, "swiglu")
+    out, saved, _ = ops.expert_mlp(rows, alone, up, down, None, None, None, "swiglu")
     for one, other in zip(
         (mixed, counts, hidden, positions), (ops.combine(out, places, weights), alone, saved, places), strict=True
     ):
@@ -120,7 +121,7 @@ def test_a_dropped_choice_does_not_matter_even_beside_nan() -> None:
     with torch.no_grad():
         x[0, 0] = torch.nan
         weights[0, 1] = 3.0
-    mixed, _, _, positions = ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
+    mixed, _, _, positions, _ = ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
     assert mixed[0, 0].isnan().all()
     assert mixed[0, 1].tolist() == [0.0] * 6
     assert positions[0, :2].tolist()[1] == [-1, -1]
@@ -152,7 +153,8 @@ def test_nothing_of_a_row_per_choice_is_saved_but_the_pre_activation() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         ops.mixture_mlp(x, experts, weights, up, down, None, None, "swiglu")
-    assert sorted(saved) == sorted([(2, 50, 6), (300, 2, 5), (1, 4), (2, 50, 3), (2, 50, 3), (4, 2, 5, 6), (4, 6, 5)])
+    of_routing = [(1, 4), (2, 50, 3), (2, 50, 3), (table_length(300, 4),)]
+    assert sorted(saved) == sorted([(2, 50, 6), (300, 2, 5), *of_routing, (4, 2, 5, 6), (4, 6, 5)])
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ class MoeLayer(nn.Module):
             (x @ self.gate.to(x.dtype).t()).float(), None, 2, self.score, "before", True
         )
         rows, counts, positions = ops.permute(x, experts, 5)
-        out, _ = ops.expert_mlp(rows, counts, self.up, self.down, None, None, None, self.activation)
+        out, *_ = ops.expert_mlp(rows, counts, self.up, self.down, None, None, None, self.activation)
         return ops.combine(out, positions, weights), ops.switch_loss(probabilities, ops.count_choices(experts, 5, 0))
 
 

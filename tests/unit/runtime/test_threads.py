@@ -135,9 +135,11 @@ def results(activation: str, dtype: torch.dtype, biased: bool) -> list[Tensor]:
     x, up, down = (t.to(dtype) for t in (x, up, down))
     biases = tuple(None if b is None else b.to(dtype) for b in biases)
     weights = torch.rand(1, 300, 2)
-    mixed, counts, hidden, positions = torch_backend.mixture_mlp(x, experts, weights, up, down, *biases, activation)
+    mixed, counts, hidden, positions, table = torch_backend.mixture_mlp(
+        x, experts, weights, up, down, *biases, activation
+    )
     grads = torch_backend.mixture_mlp_backward(
-        torch.randn(1, 300, 24).to(dtype), x, hidden, counts, positions, weights, up, down, *biases, activation
+        torch.randn(1, 300, 24).to(dtype), x, hidden, counts, positions, table, weights, up, down, *biases, activation
     )
     return [mixed, counts, positions, *grads]
 
@@ -152,8 +154,8 @@ def results_of_sources(activation: str, dtype: torch.dtype, biased: bool) -> lis
     )
     biases = (torch.randn(7, factor, 16).to(dtype), torch.randn(7, 24).to(dtype)) if biased else (None, None)
     weights = torch.rand(350)
-    out, hidden = torch_backend.expert_mlp(rows, counts, up, down, *biases, weights, activation)
-    grads = torch_backend.expert_mlp_backward(grad, rows, hidden, counts, up, down, *biases, weights, activation)
+    out, hidden, table = torch_backend.expert_mlp(rows, counts, up, down, *biases, weights, activation)
+    grads = torch_backend.expert_mlp_backward(grad, rows, hidden, table, counts, up, down, *biases, weights, activation)
     return [out, hidden, *grads]
 
 

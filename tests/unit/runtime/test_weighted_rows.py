@@ -9,6 +9,7 @@ from test_expert_mlp import AXES, COUNTS, TOLERANCE, biases_of, inputs, naive_ex
 from torch import Tensor
 from torch.autograd import gradcheck
 
+from moec.passes.ir.row_table import table_length
 from moec.runtime import ops
 
 CAPACITY = (None, 3, 4, 3, 4, 1, 0, 1)
@@ -26,7 +27,7 @@ def test_weighted_experts_and_their_gradients_agree_with_a_loop_over_rows(
     rows, up, down = inputs(counts, activation, dtype)
     biases = biases_of(up, down) if beside == "biases" else []
     weights = weights_of(rows)
-    out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)
+    out, *_ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)
     ours = (rows, up, down, *biases, weights)
     exact = [t.detach().double().requires_grad_() for t in ours]
     of_rows = naive_expert_mlp(exact[0], counts, exact[1], exact[2], activation, *exact[3:-1])
@@ -49,7 +50,7 @@ def test_gradients_of_weighted_experts(load: str, activation: str, beside: str) 
     tensors = (rows, weights_of(rows), up, down, *(biases_of(up, down) if beside == "biases" else []))
 
     def run(rows: Tensor, weights: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
-        out, _ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)
+        out, *_ = ops.expert_mlp(rows, torch.tensor(counts), up, down, *(biases or (None, None)), weights, activation)
         return out
 
     assert gradcheck(run, tensors)
@@ -67,13 +68,13 @@ def mixed(x: Tensor, choices: Tensor, weights: Tensor, up: Tensor, down: Tensor,
     if not capacity:
         rows, counts, positions = ops.permute(x, choices, up.shape[0])
         beside = ops.permute_weights(weights, positions, rows)
-        out, _ = ops.expert_mlp(rows, counts, up, down, None, None, beside, "swiglu")
+        out, *_ = ops.expert_mlp(rows, counts, up, down, None, None, beside, "swiglu")
         return ops.sum_rows(out, positions, counts)
     starts = ops.queue_starts(ops.count_queues(choices, up.shape[0]), 0)
     rows, counts, positions = ops.permute_padded(x, choices, starts, *CAPACITY)
     beside = ops.permute_weights(weights, positions, rows)
     even = torch.full((1, len(rows)), rows.shape[1])
-    out, _ = ops.expert_mlp(rows.flatten(0, 1), even, up, down, None, None, beside.flatten(), "swiglu")
+    out, *_ = ops.expert_mlp(rows.flatten(0, 1), even, up, down, None, None, beside.flatten(), "swiglu")
     return ops.sum_rows(out.view(rows.shape), positions, counts)
 
 
@@ -137,7 +138,7 @@ def test_of_rows_only_those_that_came_are_saved() -> None:
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         mixed(x, choices, weights, up, down, capacity=False)
-    of_experts = [(300, 6), (300, 2, 5), (1, 4), (4, 2, 5, 6), (4, 6, 5), (300,)]
+    of_experts = [(300, 6), (300, 2, 5), (1, 4), (4, 2, 5, 6), (4, 6, 5), (300,), (table_length(300, 4),)]
     places = [(2, 50, 3)] * 3  # of permute, permute_weights and sum_rows: one tensor
     assert sorted(saved) == sorted([*of_experts, *places, (1, 4)])
 
