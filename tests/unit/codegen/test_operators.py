@@ -272,6 +272,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "Optional[Tensor]": (_NODE, _NONE),
     "int": (_of(int, torch.dtype),),
     "Optional[int]": (_of(int, torch.dtype), _NONE),
+    "Optional[str]": (_of(str), _NONE),
     "number": (_of(int, float),),
     "Optional[number]": (_of(int, float), _NONE),
     "float": (_of(float),),
