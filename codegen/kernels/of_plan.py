@@ -230,16 +230,16 @@ def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int) -> It
     experts, _, hidden, dim = _local_shape(plan.program, block, given["up"])
     of_tokens = k if isinstance(op, o.MixtureMlp) else 0
     rows = rows_per_rank(plan, k)
-    tiles = tiles_of(plan, dtype, rows, experts, (dim, hidden), op.activation).tiles
+    ways = ways_of(plan, dtype, rows, experts, (dim, hidden), op.activation).ways
     known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
-    yield TilesShape(experts=experts, rows=tiles.up.rows)
+    yield TilesShape(experts=experts, rows=ways.rows)
     numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha}
-    yield UpShape.of(*known, tiles.up, **numbers)
-    yield DownShape.of(*known, tiles.down, weighted="weights" in op.optional, **numbers)
+    yield UpShape.of(*known, ways, **numbers)
+    yield DownShape.of(*known, ways, weighted="weights" in op.optional, **numbers)
 
 
-def tiles_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:
-    """The tiles of a product on the plan's device, and their source."""
+def ways_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:
+    """The ways of a layer's products on the plan's device, and their source."""
     device = plan.spec.cluster.device
     family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
     own = plan.tiles.by_key() if plan.tiles is not None else {}

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
-from moec.codegen.kernels.tiles import Tile
+from moec.codegen.kernels.tiles import Kernel, Tile, Ways
 from moec.passes.ir.activations import ACTIVATIONS, kind_of
 
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -125,12 +125,17 @@ class TilesShape(KernelShape):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProductShape(KernelShape):
-    """A grouped product. `gathered`: rows are not in the experts' order.
+    """A projection's grouped products. `gathered`: rows are not in the experts' order.
 
     With `k` > 0 the input is tokens, and each row is gathered from its token, k per token; with 0 the input is rows.
-    With `bias`, each expert adds one number to each output.
+    With `bias`, each expert adds one number to each output. The product, its backward and the gradient of its weights
+    have a tile each; None for one that a library computes, which is not rendered then. `rows`: of a tile in the table.
+    `bulk`: weights are read by TMA, in a persistent loop (sm_90 and later).
     """
 
+    product: ClassVar[Kernel]
+    of_backward: ClassVar[Kernel]
+    of_weights: ClassVar[Kernel]
     experts: int
     dim: int
     hidden: int
@@ -139,7 +144,11 @@ class ProductShape(KernelShape):
     gathered: bool
     k: int
     bias: bool
-    tile: Tile
+    rows: int
+    tile: Tile | None
+    backward: Tile | None
+    weights: Tile | None
+    bulk: bool = False
     clamp: float | None = None
     alpha: float | None = None
 
@@ -154,10 +163,10 @@ class ProductShape(KernelShape):
         gathered: bool,
         k: int,
         bias: bool,
-        tile: Tile,
+        ways: Ways,
         **more: Any,
     ) -> Self:
-        """Makes the shape from positional arguments."""
+        """Makes the shape from positional arguments, with its three tiles of `ways`."""
         return cls(
             experts=experts,
             dim=dim,
@@ -167,7 +176,10 @@ class ProductShape(KernelShape):
             gathered=gathered,
             k=k,
             bias=bias,
-            tile=tile,
+            rows=ways.rows,
+            tile=ways.tile(cls.product),
+            backward=ways.tile(cls.of_backward),
+            weights=ways.tile(cls.of_weights),
             **more,
         )
 
@@ -179,16 +191,28 @@ class ProductShape(KernelShape):
             "function": activation.function,
             "second": activation.second,
             "GROUP": 8,
-            "weights_tile": min(128, self.tile.columns),
             "wide": activation.parts * self.hidden * self.dim >= MOST_ELEMENTS,
             "weighs": False,
         }
 
-    def warps(self, kernel: str) -> int:
-        """A gradient of weights has a separate square tile; a gradient of a bias is a small sum."""
-        if kernel.endswith("_bias"):
-            return 4
-        return self.tile.warps if not kernel.endswith("_weights") else 8 if self.tile.columns >= 128 else 4
+    def tile_of(self, kernel: str) -> Tile | None:
+        """The tile of a rendered kernel; None for gradients of biases, which are sums, and for what is not rendered."""
+        tiles = {self.product: self.tile, self.of_backward: self.backward, self.of_weights: self.weights}
+        return tiles.get(kernel)  # type: ignore[call-overload, no-any-return]
+
+    def with_tile(self, kernel: Kernel, tile: Tile) -> Self:
+        """This shape with another tile for one kernel; the table's rows follow the tile of a product of rows."""
+        names = {self.product: "tile", self.of_backward: "backward", self.of_weights: "weights"}
+        rows = self.rows if kernel == self.of_weights else tile.rows
+        changes: dict[str, Any] = {"rows": rows, names[kernel]: tile}
+        return replace(self, **changes)
+
+    def options(self, kernel: str) -> dict[str, int]:
+        """Triton's num_warps and num_stages for a kernel."""
+        tile = self.tile_of(kernel)
+        if tile is None:
+            return {"num_warps": 4, "num_stages": 2}
+        return {"num_warps": tile.warps, "num_stages": tile.stages}
 
     def pointers(self) -> dict[str, str]:
         """The table of tiles; weights of choices or rows, and the partial sums of their gradients."""
@@ -202,6 +226,9 @@ class UpShape(ProductShape):
     """The up projection, and its gradients."""
 
     template: ClassVar[str] = "up"
+    product: ClassVar[Kernel] = "up"
+    of_backward: ClassVar[Kernel] = "up_backward"
+    of_weights: ClassVar[Kernel] = "up_weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +236,9 @@ class DownShape(ProductShape):
     """The down projection, and its gradients. `weighted`: there is one weight per row."""
 
     template: ClassVar[str] = "down"
+    product: ClassVar[Kernel] = "down"
+    of_backward: ClassVar[Kernel] = "down_backward"
+    of_weights: ClassVar[Kernel] = "down_weights"
     weighted: bool = False
 
     def constants(self) -> dict[str, Any]:
@@ -239,7 +269,7 @@ def render(shape: KernelShape) -> str:
     dtype = getattr(shape, "dtype", "fp32")
     own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]}
     text = _environment().get_template(f"{shape.template}.py.j2").render(**own, **shape.constants())
-    return re.sub(r"\n+@triton\.jit\n", "\n\n\n@triton.jit\n", text).strip() + "\n"
+    return re.sub(r"\n+(@triton\.jit.*)\n", r"\n\n\n\1\n", text).strip() + "\n"
 
 
 def complaint(shape: KernelShape) -> str | None:

@@ -1,32 +1,33 @@
 """Tiles stored by device and shape: those that moec ships, and a plan's own, measured by `moec tune`.
 
-The shipped ones (`tuned/*.json`) are defaults for well-known layers; each says whether it was measured. A plan's own
-(`tiles.json` in its folder) take precedence. For shapes that neither contains, the rule of `tiles.py` decides.
+The shipped ones (`tuned/*.json`) are for well-known layers; each says whether it was measured. A plan's own
+(`tiles.json` in its folder) take precedence. For shapes that neither contains, the rule of `tile_rule.py` decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from moec.codegen.data import Data
-from moec.codegen.kernels.tiles import Tile, Tiles, load_of, tiles_for
+from moec.codegen.kernels.tile_rule import load_of, reason, tiles_for
+from moec.codegen.kernels.tiles import KERNELS, WAY_PATTERN, Ways, parse_way
 
 FILE = "tiles.json"
 """A plan's own, in its folder."""
 
-SHIPPED = ("a100", "h100", "h200")
-"""The devices that moec ships tiles for, by their names in the library."""
+FOLDER = Path(__file__).parent / "tuned"
+"""What moec ships: `h200.json` is for an H200. It has only shapes for which the rule would choose otherwise."""
 
 MAX_ENTRIES = 10_000
 
 Extent = Annotated[int, Field(ge=1, le=2**31)]
-TileText = Annotated[str, Field(pattern=r"^(16|32|64|128|256)(x(16|32|64|128|256)){2}w(1|2|4|8|16)s[1-8]$")]
+WayText = Annotated[str, Field(pattern=WAY_PATTERN)]
 Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -60,7 +61,7 @@ class Measured(Data):
 
 
 class Entry(Data):
-    """The tiles of one shape; `measured` is null if they were not measured."""
+    """How each product of one shape is computed; `measured` is null if the choice was not measured."""
 
     dtype: Annotated[str, Field(pattern=r"^(bf16|fp16|fp32|fp64)$")]
     load: Annotated[str, Field(pattern=r"^(few|some|many)$")]
@@ -68,8 +69,12 @@ class Entry(Data):
     dim: Extent
     hidden: Extent
     gated: bool
-    up: TileText
-    down: TileText
+    up: WayText
+    down: WayText
+    down_backward: WayText
+    down_weights: WayText
+    up_backward: WayText
+    up_weights: WayText
     measured: Measured | None
 
     @property
@@ -78,30 +83,23 @@ class Entry(Data):
         return TileKey(self.dtype, self.load, self.experts, self.dim, self.hidden, self.gated)
 
     @property
-    def tiles(self) -> Tiles:
-        """The entry's tiles, parsed."""
-        return Tiles(Tile.parse(self.up), Tile.parse(self.down))
+    def ways(self) -> Ways:
+        """The entry's ways, parsed."""
+        return self._parsed()
 
     @classmethod
-    def of(cls, key: TileKey, tiles: Tiles, measured: Measured | None) -> Self:
+    def of(cls, key: TileKey, ways: Ways, measured: Measured | None) -> Self:
         """Makes the entry."""
-        return cls(
-            dtype=key.dtype,
-            load=key.load,
-            experts=key.experts,
-            dim=key.dim,
-            hidden=key.hidden,
-            gated=key.gated,
-            up=str(tiles.up),
-            down=str(tiles.down),
-            measured=measured,
-        )
+        fields: dict[str, Any] = asdict(key) | {kernel: str(ways.of(kernel)) for kernel in KERNELS}
+        return cls(**fields, measured=measured)
 
     @model_validator(mode="after")
     def _one_table(self) -> Entry:
-        if self.tiles.up.rows != self.tiles.down.rows:
-            raise ValueError("up and down go by one table of tiles, and must have as many rows")
+        self._parsed()  # raises ValueError if the tiles of row products differ in rows
         return self
+
+    def _parsed(self) -> Ways:
+        return Ways(*(parse_way(getattr(self, kernel)) for kernel in KERNELS))
 
 
 class StoredTiles(Data):
@@ -117,26 +115,25 @@ class StoredTiles(Data):
             raise ValueError("a shape has two entries")
         return self
 
-    def by_key(self) -> dict[TileKey, Tiles]:
-        """The tiles by their keys."""
-        return {entry.key: entry.tiles for entry in self.entries}
+    def by_key(self) -> dict[TileKey, Ways]:
+        """The ways by their keys."""
+        return {entry.key: entry.ways for entry in self.entries}
 
 
 @cache
-def shipped(device: str) -> Mapping[TileKey, Tiles]:
-    """The tiles that moec ships for a device of this name; empty for most."""
-    if device not in SHIPPED:
-        return {}
-    text = (Path(__file__).parent / "tuned" / f"{device}.json").read_bytes()
-    return StoredTiles.model_validate_json(text).by_key()
+def shipped(device: str) -> Mapping[TileKey, Ways]:
+    """The ways that moec ships for a device of this name; empty for most."""
+    file = FOLDER / f"{device}.json"
+    return StoredTiles.model_validate_json(file.read_bytes()).by_key() if file.is_file() else {}
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Tiles, and their source: "tuned" (from the plan), "shipped" or "rule"."""
+    """How the products are computed, the source, "tuned" (from the plan), "shipped" or "rule", and a short reason."""
 
-    tiles: Tiles
+    ways: Ways
     source: Literal["tuned", "shipped", "rule"]
+    why: str
 
 
 def choose(
@@ -148,18 +145,19 @@ def choose(
     *,
     device: str,
     family: str,
-    tuned: Mapping[TileKey, Tiles],
+    tuned: Mapping[TileKey, Ways],
 ) -> Choice:
-    """The tiles of a product, on a device of this name and family: tuned, else shipped, else by the rule.
+    """The ways of a layer's products, on a device of this name and family: tuned, else shipped, else by the rule.
 
     Both the listing of a plan's kernels and the operators choose here.
     """
     key = key_of(dtype, rows, experts, widths, gated)
     found = tuned.get(key)
     if found is not None:
-        return Choice(found, "tuned")
+        return Choice(found, "tuned", f"tuned on {device} for {key.load} rows per expert")
     known = shipped(device)
     found = known.get(key) or known.get(replace(key, experts=None))
     if found is not None:
-        return Choice(found, "shipped")
-    return Choice(tiles_for(dtype, rows, experts, widths, family), "rule")
+        return Choice(found, "shipped", f"shipped for {device} and {key.load} rows per expert")
+    ways = tiles_for(dtype, rows, experts, widths, gated, family)
+    return Choice(ways, "rule", reason(dtype, rows, experts, family))

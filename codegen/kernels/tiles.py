@@ -1,20 +1,44 @@
-"""How the grouped matrix products are cut into tiles: the rule, by family of devices, dtype and rows per expert.
+"""How each grouped matrix product is computed: by a rendered kernel with a tile of its own, or by a library.
 
-Rows per expert decide a product's class: `few` (decoding, or very many experts), `some`, or `many`. Hopper's tiles are
-near those of published Triton kernels. Tiles stored for a device and shape take precedence (`stored_tiles.py`).
+`tile_rule.py` chooses by family of devices, `stored_tiles.py` has what is stored for a device and shape.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Literal, Self, get_args
+
+Kernel = Literal["up", "down", "down_backward", "down_weights", "up_backward", "up_weights"]
+
+KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+"""The six products of a layer's experts, in the order in which they run."""
+
+ROW_KERNELS: tuple[Kernel, ...] = ("up", "down", "down_backward", "up_backward")
+"""Products with one row of output per row. They share one table of tiles, so their tiles have equal rows."""
+
+Library = Literal["grouped_mm", "quack"]
+"""A library that computes a product: `torch.nn.functional.grouped_mm`, or quack's grouped products."""
+
+LIBRARIES: tuple[Library, ...] = get_args(Library)
+
+SIZES, WARPS, MOST_STAGES = (16, 32, 64, 128, 256), (1, 2, 4, 8, 16), 8
+TILE_PATTERN = (
+    rf"(?:{'|'.join(map(str, SIZES))})(?:x(?:{'|'.join(map(str, SIZES))})){{2}}"
+    rf"w(?:{'|'.join(map(str, WARPS))})s[1-{MOST_STAGES}]"
+)
+WAY_PATTERN = rf"^(?:{'|'.join(LIBRARIES)}|{TILE_PATTERN})$"
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One program's part of a product: rows × columns, `depth` at a time, with Triton's warps and pipeline stages."""
+    """One program's part of a product: rows × columns, `depth` at a time, with Triton's warps, and buffers.
+
+    `columns` is the width of the matrix instruction's tile: for a gated `up` it covers columns / 2 of gate and
+    columns / 2 of up, otherwise as many columns of the result. A gradient of weights is rows × columns, and `depth` is
+    the rows summed per step. `stages` is the number of buffers that the loop keeps in shared memory; the launch turns
+    it into Triton's num_stages.
+    """
 
     rows: int
     columns: int
@@ -27,63 +51,72 @@ class Tile:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `str`."""
+        """The inverse of `str`. Raises `ValueError` for other text, and for a tile that no kernel can have."""
+        if re.fullmatch(TILE_PATTERN, text) is None:
+            raise ValueError(
+                f"`{text}` is not a tile: rows x columns x depth, each {SIZES[0]} to {SIZES[-1]}, w warps, s stages"
+            )
         return cls(*map(int, re.split("[xws]", text)))
 
 
+Way = Tile | Library
+"""How one product is computed."""
+
+
+def parse_way(text: str) -> Way:
+    """The inverse of `str` of a `Way`. Raises `ValueError`."""
+    for library in LIBRARIES:
+        if text == library:
+            return library
+    return Tile.parse(text)
+
+
 @dataclass(frozen=True, slots=True)
-class Tiles:
-    """The tiles of the products with `up` (two sums, gate and up, per tile) and with `down`; equal numbers of rows."""
+class Ways:
+    """How each of the six products of a layer's experts is computed.
 
-    up: Tile
-    down: Tile
-
-
-FEW, SOME = 24, 96
-"""The most rows per expert of the classes `few` and `some`."""
-
-
-def load_of(rows: int, experts: int) -> str:
-    """The class of `rows` rows in all over `experts`: "few", "some" or "many" rows per expert."""
-    each = -(-rows // experts)
-    return "few" if each <= FEW else "some" if each <= SOME else "many"
-
-
-HALF: Mapping[str, Mapping[str, Tiles]] = {
-    "hopper": {
-        "few": Tiles(Tile(16, 64, 128, 4, 4), Tile(16, 128, 64, 4, 4)),
-        "some": Tiles(Tile(64, 128, 64, 4, 4), Tile(64, 128, 64, 4, 4)),
-        "many": Tiles(Tile(128, 128, 64, 8, 4), Tile(128, 128, 64, 8, 4)),
-    },
-    "ampere": {
-        "few": Tiles(Tile(16, 64, 64, 4, 4), Tile(16, 128, 64, 4, 4)),
-        "some": Tiles(Tile(64, 64, 64, 4, 3), Tile(64, 128, 64, 4, 3)),
-        "many": Tiles(Tile(128, 64, 64, 8, 3), Tile(128, 128, 64, 8, 3)),
-    },
-    "cdna": {
-        "few": Tiles(Tile(16, 64, 64, 4, 2), Tile(16, 64, 64, 4, 2)),
-        "some": Tiles(Tile(64, 64, 64, 4, 2), Tile(64, 128, 64, 4, 2)),
-        "many": Tiles(Tile(128, 64, 64, 4, 2), Tile(128, 128, 64, 8, 2)),
-    },
-}
-"""bf16 and fp16. Blackwell takes Hopper's."""
-
-FULL: Mapping[str, Tiles] = {
-    "fp32": Tiles(Tile(64, 32, 32, 4, 2), Tile(64, 64, 32, 4, 2)),
-    "fp64": Tiles(Tile(32, 32, 16, 4, 2), Tile(32, 32, 16, 4, 2)),
-}
-"""Full precision is for proofs, not for speed: one class."""
-
-
-def tiles_for(dtype: str, rows: int, experts: int, widths: tuple[int, int], family: str) -> Tiles:
-    """The rule's tiles for `rows` rows in all, over `experts`, of a model of these two widths (dim and hidden).
-
-    `family` is "hopper" (and what came after it), "ampere" or "cdna". No tile is wider than the widest matrix.
+    Raises `ValueError` if the tiles of `ROW_KERNELS` differ in rows.
     """
-    chosen = FULL[dtype] if dtype in FULL else HALF[family][load_of(rows, experts)]
-    widest = max(16, 1 << (max(widths) - 1).bit_length())
-    return Tiles(_narrowed(chosen.up, widest), _narrowed(chosen.down, widest))
 
+    up: Way
+    down: Way
+    down_backward: Way
+    down_weights: Way
+    up_backward: Way
+    up_weights: Way
 
-def _narrowed(tile: Tile, widest: int) -> Tile:
-    return Tile(tile.rows, min(tile.columns, widest), min(tile.depth, widest), tile.warps, tile.stages)
+    def __post_init__(self) -> None:
+        rows = {tile.rows for tile in map(self.tile, ROW_KERNELS) if tile is not None}
+        if len(rows) > 1:
+            names = ", ".join(ROW_KERNELS)
+            raise ValueError(f"{names} share one table of tiles, so their tiles must have as many rows: {self}")
+
+    def of(self, kernel: Kernel) -> Way:
+        """The way of one product."""
+        way: Way = getattr(self, kernel)
+        return way
+
+    def tile(self, kernel: Kernel) -> Tile | None:
+        """The tile of one product; None if a library computes it."""
+        way = self.of(kernel)
+        return way if isinstance(way, Tile) else None
+
+    def with_way(self, kernel: Kernel, way: Way) -> Self:
+        """These ways, with another one for one product."""
+        return replace(self, **{kernel: way})
+
+    @property
+    def rows(self) -> int:
+        """The rows of a tile in the table of tiles; with no tile among `ROW_KERNELS`, any number would do."""
+        return next((tile.rows for tile in map(self.tile, ROW_KERNELS) if tile is not None), 128)
+
+    def __str__(self) -> str:
+        return " ".join(f"{kernel}={self.of(kernel)}" for kernel in KERNELS)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`. Raises `ValueError` that says what is wrong with the text."""
+        pairs = [word.partition("=") for word in text.split()]
+        if tuple(name for name, _, _ in pairs) != KERNELS:
+            raise ValueError(f"`{text}` does not name each product once, in order: {', '.join(KERNELS)}")
+        return cls(*(parse_way(way) for _, _, way in pairs))

@@ -10,8 +10,8 @@ from moec.codegen.kernels.of_plan import (
     kernel_sources,
     kernels_of,
     rows_per_rank,
-    tiles_of,
     tokens_per_rank,
+    ways_of,
 )
 from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.work import work_of
@@ -106,15 +106,16 @@ def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel, of_op: Wo
         least = f"{work.seconds(peak, device.bandwidth) * 1e6:,.1f} µs" if work else "-"
         size = f"{made.shared / 1024:.1f} KiB" if made.shared else "-"
         spilled = f"{made.spilled} B" if made.spilled else "-"
-        tile = _tile(plan, kernel)
+        tile = _tile(plan, kernel, made.kernel)
         yield (made.kernel, *tile, str(made.registers), spilled, size, bound, least, kernel.span or "")
 
 
-def _tile(plan: Plan, kernel: PlanKernel) -> tuple[str, str]:
+def _tile(plan: Plan, kernel: PlanKernel, name: str) -> tuple[str, str]:
     """A product's tile and its source: tuned, shipped, or the rule."""
     shape = kernel.shape
-    if not isinstance(shape, ProductShape):
+    tile = shape.tile_of(name) if isinstance(shape, ProductShape) else None
+    if not isinstance(shape, ProductShape) or tile is None:
         return "-", "-"
     widths = (shape.dim, shape.hidden)
     rows = rows_per_rank(plan, kernel.k)
-    return str(shape.tile), tiles_of(plan, shape.dtype, rows, shape.experts, widths, shape.activation).source
+    return str(tile), ways_of(plan, shape.dtype, rows, shape.experts, widths, shape.activation).source

@@ -32,14 +32,13 @@ def _lines(tuning: Tuning, written: Path) -> Iterator[str]:
     yield ""
     rows = [HEAD]
     for tuned in tuning.results:
-        default, best = (f"{tiles.up} / {tiles.down}" for tiles in (tuned.default, tuned.best))
         rows.append(
             (
                 str(tuned.products.key),
                 f"{tuned.rows:,}",
                 str(tuned.tried),
-                default,
-                "the same" if tuned.best == tuned.default else best,
+                str(tuned.default),
+                "the same" if tuned.best == tuned.default else str(tuned.best),
                 f"{tuned.default_ms:.3f}",
                 f"{tuned.best_ms:.3f}",
                 f"{tuned.default_ms / tuned.best_ms:.2f}",
@@ -51,5 +50,5 @@ def _lines(tuning: Tuning, written: Path) -> Iterator[str]:
     yield ""
     for tuned in tuning.results:
         if tuned.wrong:
-            yield f"  {tuned.products.key}: {tuned.wrong} pairs of tiles were wrong, and are left out"
+            yield f"  {tuned.products.key}: {tuned.wrong} ways were wrong, and are left out"
     yield f"wrote them to tiles.json in {written}: its kernels are rendered with them"

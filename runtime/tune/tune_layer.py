@@ -13,7 +13,7 @@ from torch import Tensor
 from moec.codegen.emit import DTYPES
 from moec.codegen.kernels.of_plan import PlanProducts
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
-from moec.codegen.kernels.tiles import Tiles
+from moec.codegen.kernels.tiles import Ways
 from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.backends.triton.triton_experts import expert_mlp, expert_mlp_backward
 from moec.runtime.backends.triton.triton_mixture import mixture_mlp, mixture_mlp_backward
@@ -61,20 +61,20 @@ class TunedLayer:
         of_rows = self._choices.shape if self.k else (self.rows,)
         self._weights = torch.full(of_rows, 1 / (self.k or 1), device=device)
 
-    def default(self) -> Tiles:
-        """The tiles of an untuned plan: shipped ones, or the rule's."""
+    def default(self) -> Ways:
+        """The ways of an untuned plan: shipped ones, or the rule's."""
         experts, widths = self._up.shape[0], (self.key.dim, self.key.hidden)
         with triton_tiles.use(None):
             return triton_tiles.tiles_at(self.device, self.key.dtype, self.rows, experts, widths, self.activation[0])
 
-    def results(self, tiles: Tiles) -> Results:
-        """The layer's results with these tiles."""
-        with self._with(tiles):
+    def results(self, ways: Ways) -> Results:
+        """The layer's results with its products computed so."""
+        with self._with(ways):
             return self._run()
 
-    def milliseconds(self, tiles: Tiles) -> float:
+    def milliseconds(self, ways: Ways) -> float:
         """The median of several runs with a cold cache by the device's clock; in the interpreter, one run."""
-        with self._with(tiles):
+        with self._with(ways):
             if self.device.type == "cuda":
                 from triton.testing import do_bench
 
@@ -83,9 +83,9 @@ class TunedLayer:
             self._run()
             return 1e3 * (time.perf_counter() - before)
 
-    def _with(self, tiles: Tiles) -> AbstractContextManager[None]:
-        """Uses these tiles as a job uses a plan's."""
-        entry = Entry.of(self.key, tiles, None)
+    def _with(self, ways: Ways) -> AbstractContextManager[None]:
+        """Uses these ways as a job uses a plan's."""
+        entry = Entry.of(self.key, ways, None)
         return triton_tiles.use(StoredTiles(device=self._name, triton=None, entries=(entry,)))
 
     def _run(self) -> Results:

@@ -14,7 +14,7 @@ from moec.codegen.kernels.of_plan import PlanProducts
 from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.stored_tiles import Entry, Measured
 from moec.codegen.kernels.tile_candidates import around, heights
-from moec.codegen.kernels.tiles import Tile, Tiles
+from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways
 from moec.runtime.tune.tune_layer import TunedLayer, agree
 
 NOISE = 0.02
@@ -35,16 +35,16 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """The result for one shape: milliseconds over `rows` rows, and the number of pairs of tiles that ran.
+    """The result for one shape: milliseconds over `rows` rows, and the number of ways that ran.
 
-    `misfits` do not fit the device, or spill more than the default; `wrong` pairs gave other numbers.
+    `misfits` do not fit the device, or spill more than the default; `wrong` ways gave other numbers.
     """
 
     products: PlanProducts
     rows: int
-    default: Tiles
+    default: Ways
     default_ms: float
-    best: Tiles
+    best: Ways
     best_ms: float
     tried: int
     misfits: int
@@ -58,16 +58,16 @@ class Tuned:
 
 
 def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tuned:
-    """Measures, for each height of tiles, pairs of the `most` tiles around the default."""
+    """Measures, for each height of tiles and each product, the `most` tiles around the default."""
     trial = _Trial(products, bench, most)
     layer, default = trial.layer, trial.default
-    report(f"{products.key}: {layer.rows:,} rows; by default up {default.up}, down {default.down}")
+    report(f"{products.key}: {layer.rows:,} rows; by default {default}")
     best = default
-    for rows in heights(default.up):
+    for rows in trial.heights():
         tuned = trial.best_of(rows)
         if tuned is not None and trial.time(tuned) < trial.time(best):
             best = tuned
-        report(f"  up to {rows} rows a tile: {trial.time(best):.3f} ms with up {best.up}, down {best.down}")
+        report(f"  up to {rows} rows a tile: {trial.time(best):.3f} ms with {best}")
     # The minimum of many noisy times is biased low, so both are measured again.
     default_ms = best_ms = layer.milliseconds(default)
     if best != default:
@@ -78,38 +78,46 @@ def search(products: PlanProducts, bench: Bench, most: int, report: Say) -> Tune
 
 
 class _Trial:
-    """For one height of tiles: the best `up` with the default-like `down`, then the best `down` with that `up`."""
+    """For one height of tiles: the best tile of each product, one after the other."""
 
     def __init__(self, products: PlanProducts, bench: Bench, most: int) -> None:
         self.products, self.bench, self.most = products, bench, most
         self.layer = TunedLayer(products, bench.device)
         self.default = self.layer.default()
         self.exact = self.layer.results(self.default)
-        self.times: dict[Tiles, float] = {}
+        self.times: dict[Ways, float] = {}
         self.misfits = self.wrong = 0
 
-    def best_of(self, rows: int) -> Tiles | None:
-        """The fastest pair of this height; of ties, the one nearest to the default. None if no tile fits."""
-        sums = 2 if self.products.key.gated else 1
-        ups = self._fitting(self.products.up, self.default.up, rows, sums)
-        downs = self._fitting(self.products.down, self.default.down, rows, 1)
-        if not ups or not downs:
+    def heights(self) -> tuple[int, ...]:
+        """Rows of a tile of row products to try, the default's first."""
+        tile = next((tile for tile in map(self.default.tile, ROW_KERNELS) if tile is not None), None)
+        return () if tile is None else heights(tile)
+
+    def best_of(self, rows: int) -> Ways | None:
+        """The fastest ways of this height; of ties, those nearest to the default. None if no tile fits."""
+        fitting: dict[Kernel, list[Tile]] = {}
+        for kernel in KERNELS:
+            tile = self.default.tile(kernel)
+            if tile is not None:
+                fitting[kernel] = self._fitting(kernel, tile, rows if kernel in ROW_KERNELS else None)
+        if not all(fitting.values()):
             return None
-        up = min(ups, key=lambda tile: self.time(Tiles(tile, downs[0])))
-        down = min(downs, key=lambda tile: self.time(Tiles(up, tile)))
-        return Tiles(up, down)
+        best = replace(self.default, **{kernel: tiles[0] for kernel, tiles in fitting.items()})
+        for kernel, tiles in fitting.items():
+            best = min((best.with_way(kernel, tile) for tile in tiles), key=self.time)
+        return best
 
-    def time(self, tiles: Tiles) -> float:
-        """Milliseconds; infinite for tiles that do not run or give other numbers than the default."""
-        if tiles not in self.times:
-            self.times[tiles] = self._measured(tiles)
-        return self.times[tiles]
+    def time(self, ways: Ways) -> float:
+        """Milliseconds; infinite for ways that do not run or give other numbers than the default."""
+        if ways not in self.times:
+            self.times[ways] = self._measured(ways)
+        return self.times[ways]
 
-    def _measured(self, tiles: Tiles) -> float:
+    def _measured(self, ways: Ways) -> float:
         from triton.errors import TritonError
 
         try:
-            results = self.layer.results(tiles)
+            results = self.layer.results(ways)
         except TritonError:  # a launch needs more shared memory than the device has
             self.misfits += 1
             return math.inf
@@ -117,35 +125,37 @@ class _Trial:
             self.wrong += 1
             return math.inf
         del results
-        return self.layer.milliseconds(tiles)
+        return self.layer.milliseconds(ways)
 
-    def _fitting(self, shape: ProductShape, default: Tile, rows: int, sums: int) -> list[Tile]:
-        near = list(islice(around(default, rows, self.products.key, sums, self.bench.shared), self.most))
-        fitting = [tile for tile in near if tile == default or fits(shape, default, tile, self.bench)]
+    def _fitting(self, kernel: Kernel, default: Tile, rows: int | None) -> list[Tile]:
+        shape = self.products.down if kernel.startswith("down") else self.products.up
+        near = list(islice(around(kernel, default, rows, self.products.key, self.bench.shared), self.most))
+        fitting = [tile for tile in near if tile == default or fits(shape, kernel, default, tile, self.bench)]
         self.misfits += len(near) - len(fitting)
         return fitting
 
 
-def fits(shape: ProductShape, default: Tile, tile: Tile, bench: Bench) -> bool:
-    """Whether kernels of `tile` compile for the device, fit it, and spill no more than those of the default tile."""
+def fits(shape: ProductShape, kernel: Kernel, default: Tile, tile: Tile, bench: Bench) -> bool:
+    """Whether a kernel of `tile` compiles for the device, fits it, and spills no more than with the default tile."""
     if bench.target is None:
         return True
-    usage = _spilled_and_shared(replace(shape, tile=tile), bench.target)
-    allowed = _spilled_and_shared(replace(shape, tile=default), bench.target)
+    usage, allowed = (
+        _spilled_and_shared(shape.with_tile(kernel, one), kernel, bench.target) for one in (tile, default)
+    )
     if usage is None or allowed is None:
         return allowed is None
     return usage[0] <= allowed[0] and usage[1] <= bench.shared
 
 
 @cache
-def _spilled_and_shared(shape: ProductShape, target: str) -> tuple[int, int] | None:
-    """Bytes that a shape's kernels spill in all, and the most shared memory one takes; None if they do not compile."""
+def _spilled_and_shared(shape: ProductShape, kernel: Kernel, target: str) -> tuple[int, int] | None:
+    """Bytes that a shape's kernel spills, and the shared memory that it takes; None if it does not compile."""
     from triton.errors import TritonError
 
     from moec.runtime.backends.triton.triton_compile import compile_kernels
 
     try:
-        made = list(compile_kernels(shape, target))
+        (made,) = compile_kernels(shape, target, (kernel,))
     except (TritonError, RuntimeError):  # the compiler's passes raise RuntimeError
         return None
-    return sum(kernel.spilled for kernel in made), max(kernel.shared for kernel in made)
+    return made.spilled, made.shared

@@ -20,7 +20,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.tune.tune_search import Bench, Say, Tuned, search
 
 MOST = 12
-"""Tiles of each height to try for each of the two products."""
+"""Tiles of each height to try for each product."""
 
 
 @dataclass(frozen=True, slots=True)

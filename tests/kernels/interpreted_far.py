@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from moec.codegen.kernels.row_shapes import PlacesShape
 from moec.codegen.kernels.shapes import DownShape, GatedShape, KernelShape, RouteShape, UpShape
-from moec.codegen.kernels.tiles import Tile
+from moec.codegen.kernels.tiles import Tile, Ways
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_modules import module_of
 
@@ -26,7 +26,7 @@ ROWS, DIM, HIDDEN, CHOICES, EXPERTS = 5, 16, 16, 4, 8
 FAR_ROW, FAR_EXPERT = 2**28 + 24, 2**24 + 3
 """Times the width of a row, or the elements of a matrix, they are a little above a multiple of 2³²."""
 
-TILE = Tile(16, 16, 16, 4, 1)
+WAYS = Ways(*[Tile(16, 16, 16, 4, 1)] * 6)
 MIXES = {
     "rows side by side": {},
     "biases": {"bias": True},
@@ -87,7 +87,7 @@ def experts_at(
 ) -> dict[str, Tensor]:
     """All results of both projections for one expert's rows from `row` on."""
     bias, weighted, gathered = (how.get(name, False) for name in ("bias", "weighted", "gathered"))
-    known = (EXPERTS, DIM, HIDDEN, "swiglu", "fp32", gathered, 0, bias, TILE)
+    known = (EXPERTS, DIM, HIDDEN, "swiglu", "fp32", gathered, 0, bias, WAYS)
     of_up, of_down = kernels(UpShape.of(*known)), kernels(DownShape.of(*known, weighted=weighted))
     put, empty = partial(placed, sparse), partial(sparse, row + ROWS)
     offsets = sparse(expert + 2, dtype=torch.int32)
@@ -105,7 +105,7 @@ def experts_at(
     }  # fmt: skip
     hidden, activated, out, grad_hidden, again, grad_rows = made.values()
     of_weights = [*weights, empty()] if weighted else []
-    of_up.launch("up", (1,), x, *order, up, *up_bias, hidden, activated, *tables)
+    of_up.launch("up", (2,), x, *order, up, *up_bias, hidden, activated, *tables)
     of_down.launch("down", (1,), activated, down, *down_bias, *order, *weights, out, *tables)
     bias_of_weight, number = (down_bias, [row + ROWS]) if weighted else ([], [])
     given = (grad, down, *bias_of_weight, *order, *of_weights, hidden, grad_hidden, again)

@@ -21,7 +21,7 @@ from moec.cli import app
 from moec.codegen.kernels.of_plan import products_of
 from moec.codegen.kernels.shapes import KernelShape, ProductShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
-from moec.codegen.kernels.tiles import Tile, Tiles
+from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.backends.triton import triton_experts
@@ -34,7 +34,10 @@ from moec.runtime.tune.tuning import tune
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
 TOY = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }\n'
-OTHER = Tiles(Tile(32, 16, 16, 2, 3), Tile(32, 16, 16, 4, 3))
+OTHER = Ways.parse(
+    "up=32x16x16w2s3 down=32x16x16w4s3 down_backward=32x16x16w1s3 down_weights=16x16x16w2s2 "
+    "up_backward=32x16x16w2s4 up_weights=16x16x32w1s1"
+)
 """Not the default, which has 64 rows."""
 
 
@@ -60,16 +63,20 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> set[Tile]:
 
     def noted(shape: KernelShape, x: Tensor) -> Kernels:
         if isinstance(shape, ProductShape):
-            seen.add(shape.tile)
+            seen.update(tile for tile in (shape.tile, shape.backward, shape.weights) if tile)
         return kernels_of_shape(shape, x)
 
     monkeypatch.setattr(triton_experts, "kernels_of", noted)
     return seen
 
 
-def with_tiles(plan: Plan, device: str = "interpreter", tiles: Tiles = OTHER) -> Plan:
-    entries = tuple(Entry.of(one.key, tiles, None) for one in products_of(plan))
+def with_tiles(plan: Plan, device: str = "interpreter", ways: Ways = OTHER) -> Plan:
+    entries = tuple(Entry.of(one.key, ways, None) for one in products_of(plan))
     return replace(plan, tiles=StoredTiles(device=device, triton=None, entries=entries))
+
+
+def tiles_of(ways: Ways) -> set[Tile]:
+    return {tile for tile in map(ways.tile, KERNELS) if tile is not None}
 
 
 def step(plan: Plan) -> None:
@@ -97,11 +104,11 @@ def test_tuning_stores_the_winner_in_the_plan_and_a_training_step_runs_it(
     assert entry.measured is not None
     assert entry.measured.rows == 16
     assert entry.measured.ms <= entry.measured.default_ms
-    assert {entry.tiles.up, entry.tiles.down} <= launched
+    assert tiles_of(entry.ways) <= launched
 
     launched.clear()
     step(tuned)
-    assert launched == {entry.tiles.up, entry.tiles.down}
+    assert launched == tiles_of(entry.ways)
     assert moec.verify(tuned).ok
 
 
@@ -113,7 +120,7 @@ def test_a_plan_is_tuned_in_place_and_again(plan: Plan, tmp_path: Path) -> None:
     assert again is not None
     # The default is the untuned tile, not the last tuning's.
     (found,) = tune(with_tiles(plan), most=1).results
-    assert found.default.up.rows == 64
+    assert found.default.rows == 64
     assert again.entries[0].measured is not None
 
 
@@ -133,10 +140,10 @@ def test_experts_with_biases_are_tuned_with_them(ep: int) -> None:
 def test_a_plans_tiles_are_in_force_while_its_job_runs_and_not_beyond(alone: Plan, launched: set[Tile]) -> None:
     step(alone)
     untuned = set(launched)
-    assert not untuned & {OTHER.up, OTHER.down}
+    assert not untuned & tiles_of(OTHER)
     launched.clear()
     step(with_tiles(alone))
-    assert launched == {OTHER.up, OTHER.down}
+    assert launched == tiles_of(OTHER)
     launched.clear()
     step(alone)
     assert launched == untuned
@@ -145,14 +152,14 @@ def test_a_plans_tiles_are_in_force_while_its_job_runs_and_not_beyond(alone: Pla
 def test_tiles_of_another_device_are_not_taken(alone: Plan, launched: set[Tile]) -> None:
     step(with_tiles(alone, device="h100"))
     assert launched
-    assert not launched & {OTHER.up, OTHER.down}
+    assert not launched & tiles_of(OTHER)
 
 
 def test_verify_proves_a_plan_with_its_own_tiles(plan: Plan, launched: set[Tile]) -> None:
     report = moec.verify(with_tiles(plan))
     assert report.ok
     # float64 runs the rule's; the report in float32 has run the plan's own, forward and backward.
-    assert launched > {OTHER.up, OTHER.down}
+    assert launched > tiles_of(OTHER)
     assert report.rounding is not None
     assert report.rounding.ok
 
@@ -160,10 +167,10 @@ def test_verify_proves_a_plan_with_its_own_tiles(plan: Plan, launched: set[Tile]
 def test_a_tile_that_gives_other_numbers_never_wins(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
     layer_results, default = TunedLayer.results, []
 
-    def other_numbers(self: TunedLayer, tiles: Tiles) -> tuple[Tensor, ...]:
-        default.append(tiles)
-        out, *gradients = layer_results(self, tiles)
-        return (out if tiles == default[0] else out + 0.01, *gradients)
+    def other_numbers(self: TunedLayer, ways: Ways) -> tuple[Tensor, ...]:
+        default.append(ways)
+        out, *gradients = layer_results(self, ways)
+        return (out if ways == default[0] else out + 0.01, *gradients)
 
     monkeypatch.setattr(TunedLayer, "results", other_numbers)
     (found,) = tune(plan, most=2).results
@@ -175,17 +182,21 @@ def test_ties_are_the_defaults_and_the_fastest_of_the_rest_wins(plan: Plan, monk
     (products,) = products_of(plan)
     default = TunedLayer(products, torch.device("cpu")).default()
     for faster, wins in ((1.0, False), (0.99, False), (0.5, True)):
-        times = {OTHER: faster}
-        monkeypatch.setattr(TunedLayer, "milliseconds", lambda _, tiles, times=times: times.get(tiles, 1.0))
+        winner = replace(OTHER, down_weights=default.down_weights, up_weights=default.up_weights)
+        times = {winner: faster}
+        monkeypatch.setattr(TunedLayer, "milliseconds", lambda _, ways, times=times: times.get(ways, 1.0))
         monkeypatch.setattr(tune_search, "heights", lambda _: (64, 32))
-        monkeypatch.setattr(tune_search, "around", lambda d, rows, *_: nearby(default, rows))
+        monkeypatch.setattr(tune_search, "around", lambda kernel, d, rows, *_: nearby(default, kernel, rows))
         (found,) = tune(plan).results
-        assert found.best == (OTHER if wins else default)
+        assert found.best == (winner if wins else default)
         assert (found.default_ms, found.best_ms) == (1.0, faster if wins else 1.0)
 
 
-def nearby(default: Tiles, rows: int) -> list[Tile]:
-    return [OTHER.up, OTHER.down] if rows == 32 else [default.up]
+def nearby(default: Ways, kernel: Kernel, rows: int | None) -> list[Tile]:
+    """`OTHER`'s tile if its height is tried, else the default's."""
+    tile = (OTHER if kernel in ROW_KERNELS and rows == 32 else default).tile(kernel)
+    assert tile is not None
+    return [tile]
 
 
 def test_agreement_is_within_rounding_and_never_with_nan() -> None:

@@ -17,9 +17,10 @@ from moec.codegen.kernels.shapes import (
     TilesShape,
     UpShape,
 )
-from moec.codegen.kernels.stored_tiles import SHIPPED, TileKey, shipped
+from moec.codegen.kernels.stored_tiles import TileKey, choose
 from moec.codegen.kernels.tile_candidates import around
-from moec.codegen.kernels.tiles import Tile, Tiles, tiles_for
+from moec.codegen.kernels.tile_rule import tiles_for
+from moec.codegen.kernels.tiles import Tile, Ways
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends.triton.triton_compile import TARGETS, compile_kernels
 from moec.runtime.tune.tune_search import Bench, fits
@@ -71,12 +72,13 @@ def products(
 ) -> Iterator[KernelShape]:
     """The experts'."""
     dim, hidden, experts, k = layer
-    tiles = tiles_for(dtype, tokens * k, experts, (dim, hidden), FAMILIES[target])
-    yield TilesShape(experts=experts, rows=tiles.up.rows)
+    gated = ACTIVATIONS[activation].gated
+    ways = tiles_for(dtype, tokens * k, experts, (dim, hidden), gated, FAMILIES[target])
+    yield TilesShape(experts=experts, rows=ways.rows)
     # Rows from other ranks lie where they came, with weights; those of tokens that stayed are gathered from these.
     known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k, bias)
-    yield UpShape.of(*known, tiles.up)
-    yield DownShape.of(*known, tiles.down, weighted=gathered)
+    yield UpShape.of(*known, ways)
+    yield DownShape.of(*known, ways, weighted=gathered)
 
 
 def require_fits(shape: KernelShape, target: str) -> None:
@@ -136,8 +138,8 @@ def test_gates_with_groups_of_any_size_compile(target: str) -> None:
 
 def test_experts_of_weighted_rows_in_places_compile() -> None:
     dim, hidden, experts, k = LAYERS["olmoe"]
-    tile = tiles_for("bf16", 8192 * k, experts, (dim, hidden), "hopper").down
-    require_fits(DownShape.of(experts, dim, hidden, "swiglu", "bf16", False, 0, False, tile, weighted=True), "sm_90")
+    ways = tiles_for("bf16", 8192 * k, experts, (dim, hidden), True, "hopper")
+    require_fits(DownShape.of(experts, dim, hidden, "swiglu", "bf16", False, 0, False, ways, weighted=True), "sm_90")
 
 
 @pytest.mark.parametrize("gathered", [False, True])
@@ -146,46 +148,46 @@ def test_experts_with_biases_compile(gathered: bool) -> None:
         require_fits(shape, "sm_90")
 
 
-def shipped_shapes(device: str, key: TileKey, tiles: Tiles) -> tuple[str, UpShape, DownShape]:
-    """What to compile for, and the products of what is shipped, with rows gathered and weighted: the most registers."""
-    known = (key.experts or 8, key.dim, key.hidden, "swiglu" if key.gated else "gelu", key.dtype, True, 0, False)
-    down = DownShape.of(*known, tiles.down, weighted=True)
-    return "sm_80" if device == "a100" else "sm_90", UpShape.of(*known, tiles.up), down
+DEVICES = {"a100": ("ampere", "sm_80"), "h100": ("hopper", "sm_90")}
 
 
-def require_no_spill(device: str, key: TileKey, tiles: Tiles) -> None:
-    target, *products = shipped_shapes(device, key, tiles)
-    for shape in products:
+def require_no_spill(device: str, layer: tuple[int, int, int, int], rows: int) -> None:
+    """With rows gathered and weighted: the most registers."""
+    family, target = DEVICES[device]
+    dim, hidden, experts, _ = layer
+    ways = choose("bf16", rows, experts, (dim, hidden), True, device=device, family=family, tuned={}).ways
+    known = (experts, dim, hidden, "swiglu", "bf16", True, 0, False, ways)
+    for shape in (UpShape.of(*known), DownShape.of(*known, weighted=True)):
         for kernel in compile_kernels(shape, target):
             assert kernel.spilled == 0, kernel
             assert kernel.shared <= SHARED[target], kernel
 
 
-def test_what_is_shipped_for_the_largest_experts_spills_nothing() -> None:
-    key = TileKey("bf16", "many", None, 4096, 14336, True)
-    for device in ("a100", "h100"):
-        require_no_spill(device, key, shipped(device)[key])
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_default_tiles_of_the_largest_experts_spill_nothing(device: str) -> None:
+    require_no_spill(device, LAYERS["mixtral 8x7b"], 16384)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", SHIPPED)
-def test_nothing_that_is_shipped_spills(device: str) -> None:
-    for key, tiles in shipped(device).items():
-        require_no_spill(device, key, tiles)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layer", [layer for name, layer in LAYERS.items() if name != "odd"])
+def test_no_default_tile_of_a_canonical_layer_spills(layer: tuple[int, int, int, int], device: str) -> None:
+    for each in (16, 200, 1000):
+        require_no_spill(device, layer, each * layer[2])
 
 
 def test_tuning_leaves_out_tiles_that_spill_or_do_not_fit_or_do_not_compile() -> None:
     default, wide, deep = Tile(128, 128, 64, 8, 4), Tile(128, 256, 64, 8, 3), Tile(128, 128, 128, 8, 4)
-    shape = DownShape.of(8, 4096, 14336, "swiglu", "bf16", True, 0, False, default)
+    shape = DownShape.of(8, 4096, 14336, "swiglu", "bf16", True, 0, False, Ways(*[default] * 6))
     h100 = Bench(torch.device("cpu"), "h100", "sm_90", SHARED["sm_90"])
-    assert fits(shape, default, Tile(128, 64, 64, 8, 4), h100)
+    assert fits(shape, "down_backward", default, Tile(128, 64, 64, 8, 4), h100)
     # Its sums and buffers would fit; down_backward reads hidden beside them.
-    assert wide in around(default, 128, TileKey("bf16", "many", 8, 4096, 14336, True), 1, h100.shared)
-    assert not fits(shape, default, wide, h100)
-    assert not fits(shape, default, deep, h100)
-    assert not fits(shape, default, Tile(128, 48, 64, 8, 4), h100)
+    assert wide in around("down_backward", default, 128, TileKey("bf16", "many", 8, 4096, 14336, True), h100.shared)
+    assert not fits(shape, "down_backward", default, wide, h100)
+    assert not fits(shape, "down_backward", default, deep, h100)
+    assert not fits(shape, "down_backward", default, Tile(128, 48, 64, 8, 4), h100)
     # The limits of a device without a compile target are unknown: a launch checks them.
-    assert fits(shape, default, wide, replace(h100, target=None))
+    assert fits(shape, "down_backward", default, wide, replace(h100, target=None))
 
 
 @pytest.mark.slow

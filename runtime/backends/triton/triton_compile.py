@@ -38,7 +38,7 @@ def compile_kernels(
         if isinstance(function, triton.JITFunction) and not name.startswith("_") and (not only or name in only):
             options = {}
             if isinstance(shape, ProductShape):
-                options = {"num_warps": shape.warps(name), "num_stages": shape.tile.stages}
+                options = shape.options(name)
             yield _compile(shape, function, target, options, disassemble)
 
 

@@ -8,14 +8,15 @@ gathered when they are read and scattered when they are written.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
-from moec.codegen.kernels.tiles import Tiles
-from moec.passes.ir.activations import PARAMETERS
+from moec.codegen.kernels.tiles import Tile, Ways
+from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
 from moec.runtime.backends.torch import torch_experts
 from moec.runtime.backends.triton.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
 from moec.runtime.backends.triton.triton_table import Table
@@ -93,7 +94,7 @@ def expert_mlp_backward(
     if weights is None:
         work.down.product("down_backward", width, *given, *made)
     else:
-        num_parts = -(-width // work.down.shape.tile.columns)
+        num_parts = work.down.parts
         sums = rows.new_empty((num_parts, num_rows), dtype=torch.promote_types(rows.dtype, torch.float32))
         given = (grad, down, *present(down_bias), *work.order, weights.contiguous(), sums)
         work.down.product("down_backward", width, *given, *made, more=(num_rows,))
@@ -124,23 +125,33 @@ class _Products:
     def product(self, kernel: str, width: int, *arguments: Tensor, more: tuple[int, ...] = ()) -> None:
         """A product of all rows with a matrix of `width` columns."""
         table = self.table
-        grid = (table.num_tiles * -(-width // self.shape.tile.columns),)
+        tile = self._tile(kernel)
+        # A tile of a gated `up` covers as many columns of both parts.
+        columns = tile.columns // (ACTIVATIONS[self.shape.activation].parts if kernel == "up" else 1)
+        grid = (table.num_tiles * -(-width // columns),)
         tables = (table.offsets, table.experts, table.starts, table.num_tiles)
-        self.kernels.launch(kernel, grid, *arguments, *tables, *more, **self._options(kernel))
+        self.kernels.launch(kernel, grid, *arguments, *tables, *more, **self.shape.options(kernel))
 
     def weights(self, kernel: str, shape: tuple[int, int], *arguments: Tensor) -> None:
         """The gradient [E, *shape] of a projection's weights."""
-        m, n = (self.kernels.blocks(size, "BW")[0] for size in shape)
-        grid = (m * n, self.table.offsets.shape[0] - 1)
-        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
+        tile, (m, n) = self._tile(kernel), shape
+        grid = (-(-m // tile.rows) * -(-n // tile.columns), self.table.offsets.shape[0] - 1)
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
+
+    @property
+    def parts(self) -> int:
+        """How many tiles of down's backward cover a row: each gives a part of the gradient of the row's weight."""
+        return -(-self.shape.hidden // self._tile("down_backward").columns)
 
     def bias(self, kernel: str, width: int, *arguments: Tensor) -> None:
         """The gradient [E, width] of a projection's bias."""
         grid = (*self.kernels.blocks(width, "BB"), self.table.offsets.shape[0] - 1)
-        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
 
-    def _options(self, kernel: str) -> dict[str, int]:
-        return {"num_warps": self.shape.warps(kernel), "num_stages": self.shape.tile.stages}
+    def _tile(self, kernel: str) -> Tile:
+        tile = self.shape.tile_of(kernel)
+        assert tile is not None, f"no kernel of this shape is called {kernel}"
+        return tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,29 +205,36 @@ class ExpertsLayer:
 
     def forward(self, num_rows: int, counts: Tensor, ways: str | None) -> Work:
         """Its kernels over a new table of these counts [sources, E]; its order is the caller's to fill with `k`."""
-        tiles = self._tiles(num_rows, ways)
-        table = Table.empty(counts, num_rows, self.experts, tiles.up.rows)
+        found = self._ways(num_rows, ways)
+        table = Table.empty(counts, num_rows, self.experts, found.rows)
         if num_rows:
             table.fill(counts)
-        return self._work(tiles, table)
+        return self._work(found, table)
 
     def backward(self, num_rows: int, saved: Tensor, ways: str | None) -> Work:
         """Its kernels over the table that forward saved."""
-        tiles = self._tiles(num_rows, ways)
-        return self._work(tiles, Table.of(saved, num_rows, self.experts, tiles.up.rows))
+        found = self._ways(num_rows, ways)
+        return self._work(found, Table.of(saved, num_rows, self.experts, found.rows))
 
-    def _tiles(self, num_rows: int, ways: str | None) -> Tiles:
+    def _ways(self, num_rows: int, ways: str | None) -> Ways:
+        if ways is not None:
+            return _parsed(ways)
         widths = (self.dim, self.hidden)
         return tiles_at(self.device, self.dtype, num_rows, self.experts, widths, self.activation)
 
-    def _work(self, tiles: Tiles, table: Table) -> Work:
+    def _work(self, ways: Ways, table: Table) -> Work:
         gathered = self.sources > 1
         known = (self.experts, self.dim, self.hidden, self.activation, self.dtype, gathered, self.k, self.bias)
         numbers: dict[str, Any] = dict(zip(PARAMETERS, self.parameters, strict=True))
-        up = UpShape.of(*known, tiles.up, **numbers)
-        down = DownShape.of(*known, tiles.down, weighted=self.weighted, **numbers)
+        up = UpShape.of(*known, ways, **numbers)
+        down = DownShape.of(*known, ways, weighted=self.weighted, **numbers)
         of_up, of_down = (_Products(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
         return Work(of_up, of_down, table, (table.order,) if gathered or self.k else ())
+
+
+@cache
+def _parsed(ways: str) -> Ways:
+    return Ways.parse(ways)
 
 
 def _refuse_other_sum(counts: Tensor, num_rows: int) -> None:

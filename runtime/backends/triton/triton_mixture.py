@@ -83,8 +83,7 @@ def mixture_mlp_backward(
     places = Places.of(x, positions, weights)
     work = ExpertsLayer.of(x, up, up_bias, 1, (activation, clamp, alpha), k=k).backward(num_rows, table, ways)
     grad_hidden, activated = torch.empty_like(hidden), x.new_empty((num_rows, width))
-    num_parts = -(-width // work.down.shape.tile.columns)
-    of_weights = x.new_empty((num_parts, num_rows), dtype=torch.promote_types(x.dtype, torch.float32))
+    of_weights = x.new_empty((work.down.parts, num_rows), dtype=torch.promote_types(x.dtype, torch.float32))
     matrices, made = (down, *present(down_bias)), (hidden, grad_hidden, activated)
     work.down.product(
         "down_backward", width, grad, *matrices, *work.order, weights, of_weights, *made, more=(num_rows,)

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from moec.codegen.kernels.stored_tiles import StoredTiles, TileKey, choose
-from moec.codegen.kernels.tiles import Tiles
+from moec.codegen.kernels.tiles import Ways
 from moec.passes.ir.activations import ACTIVATIONS
 
 LIBRARY = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
@@ -23,7 +23,7 @@ INTERPRETER = "interpreter"
 """What stands for the device of CPU tensors."""
 
 # Process-wide, not thread-local: on CUDA, backward runs in autograd's own threads.
-_tuned: tuple[tuple[str, Mapping[TileKey, Tiles]], ...] = ()
+_tuned: tuple[tuple[str, Mapping[TileKey, Ways]], ...] = ()
 
 
 @contextmanager
@@ -52,15 +52,15 @@ def opened(tiles: StoredTiles | None) -> Iterator[None]:
 
 def tiles_at(
     device: torch.device, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str
-) -> Tiles:
-    """The tiles of a product of `rows` rows in all on a device; a plan's only if it was tuned on such a device."""
+) -> Ways:
+    """The ways of the products of `rows` rows in all on a device; a plan's only if it was tuned on such a device."""
     name = device_name(device)
-    tuned: dict[TileKey, Tiles] = {}
+    tuned: dict[TileKey, Ways] = {}
     for own, tiles in reversed(_tuned):
         tuned.update(tiles if own == name else {})
     family = family_of(device)
     gated = ACTIVATIONS[activation].gated
-    return choose(dtype, rows, experts, widths, gated, device=name, family=family, tuned=tuned).tiles
+    return choose(dtype, rows, experts, widths, gated, device=name, family=family, tuned=tuned).ways
 
 
 @cache

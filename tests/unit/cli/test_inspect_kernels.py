@@ -16,7 +16,7 @@ from moec.codegen.kernels.of_plan import products_of
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import DownShape, UpShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
-from moec.codegen.kernels.tiles import Tile, Tiles
+from moec.codegen.kernels.tiles import Tile, Ways
 from moec.codegen.kernels.work import work_of
 from moec.commands.inspect_kernels import inspect_kernels
 from moec.driver import compile as compile_source
@@ -41,6 +41,7 @@ cluster "one" { device = "toy"; level "gpu" { size = 1 } }
 train { batch = 2; sequence = 64; optimizer = adamw(lr = 1e-2) }
 """
 TILE = Tile(16, 16, 16, 4, 2)
+WAYS = Ways(*[TILE] * 6)
 EXPERTS = experts_work(
     100,
     25,
@@ -49,7 +50,7 @@ EXPERTS = experts_work(
     forward=3,
     backward=4,
 )
-COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "k": 0, "tile": TILE}
+COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "k": 0}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
 
 def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
     plan = compile_source(SMALL)
-    entries = tuple(Entry.of(product.key, Tiles(TILE, TILE), None) for product in products_of(plan))
+    entries = tuple(Entry.of(product.key, WAYS, None) for product in products_of(plan))
     stored = StoredTiles(device="nvidia_l40s", triton="3.6.0", entries=entries)
     folder = replace(plan, tiles=stored).save(tmp_path / "small.plan")
     done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
@@ -138,7 +139,7 @@ def test_kernels_need_a_plan(tmp_path: Path) -> None:
 
 
 def test_work_is_that_of_the_tensors() -> None:
-    up, down = (cls(**COUNTED, activation="swiglu", bias=True) for cls in (UpShape, DownShape))
+    up, down = (cls.of(**COUNTED, activation="swiglu", bias=True, ways=WAYS) for cls in (UpShape, DownShape))
     work = work_of(up, "up", EXPERTS, 50, 100)
     assert work is not None
     # Gate and up: 2 · 100 · 64 · 64; rows, hidden, activated and the matrices once each.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,17 +11,24 @@ from typing import Any
 import pytest
 
 from moec.codegen.folder import PlanError, canonical, digest
+from moec.codegen.kernels import stored_tiles
 from moec.codegen.kernels.of_plan import kernel_sources, products_of
-from moec.codegen.kernels.stored_tiles import SHIPPED, Entry, Measured, StoredTiles, TileKey, choose, key_of
+from moec.codegen.kernels.stored_tiles import Entry, Measured, StoredTiles, TileKey, choose, key_of, shipped
 from moec.codegen.kernels.tile_candidates import around, heights
-from moec.codegen.kernels.tiles import Tile, Tiles, tiles_for
+from moec.codegen.kernels.tile_rule import HALF, extents, tiles_for
+from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.driver import load
 
 ROOT = Path(__file__).parents[3]
-OTHER = Tiles(Tile(32, 64, 32, 4, 3), Tile(32, 128, 32, 4, 3))
-"""A tile of no rule, and not shipped."""
+OTHER = Ways.parse(
+    "up=32x64x32w4s3 down=32x128x32w4s3 down_backward=32x32x32w4s3 "
+    "down_weights=64x256x32w4s3 up_backward=32x256x32w8s3 up_weights=64x128x16w4s5"
+)
+"""Tiles of no rule, and not shipped."""
+
+SHIPPED = OTHER.with_way("up", "grouped_mm")
 
 
 @pytest.fixture(scope="module")
@@ -29,31 +36,48 @@ def plan() -> Plan:
     return compile_source(ROOT / "examples" / "mixtral_8x7b.moe")
 
 
-def tuned(plan: Plan, tiles: Tiles = OTHER) -> Plan:
+def tuned(plan: Plan, ways: Ways = OTHER) -> Plan:
     """The plan as `moec tune` would write it."""
     measured = Measured(rows=4096, default_ms=2.0, ms=1.5)
-    entries = tuple(Entry.of(one.key, tiles, measured) for one in products_of(plan))
+    entries = tuple(Entry.of(one.key, ways, measured) for one in products_of(plan))
     return replace(plan, tiles=StoredTiles(device="h100", triton="3.6.0", entries=entries))
 
 
 # ---- choosing ----------------------------------------------------------------------------------------
 
 
-def choice(tuned: dict[TileKey, Tiles], device: str = "h100", rows: int = 8192, dim: int = 4096) -> tuple[Tiles, str]:
+@pytest.fixture
+def ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has moec ship tiles of one layer for an H100 and an H200, for any number of experts."""
+    monkeypatch.setattr(stored_tiles, "FOLDER", tmp_path)
+    entries = tuple(
+        Entry.of(TileKey("bf16", load, None, 4096, 14336, True), SHIPPED, None) for load in ("few", "some", "many")
+    )
+    for device in ("h100", "h200"):
+        stored = StoredTiles(device=device, triton=None, entries=entries)
+        (tmp_path / f"{device}.json").write_text(stored.model_dump_json())
+    shipped.cache_clear()
+    yield
+    shipped.cache_clear()
+
+
+def choice(tuned: dict[TileKey, Ways], device: str = "h100", rows: int = 8192, dim: int = 4096) -> tuple[Ways, str]:
     found = choose("bf16", rows, 8, (dim, 14336), True, device=device, family="hopper", tuned=tuned)
-    return found.tiles, found.source
+    return found.ways, found.source
 
 
+@pytest.mark.usefixtures("ships")
 def test_a_plans_own_tiles_come_before_those_that_are_shipped_and_these_before_the_rule() -> None:
     own = {key_of("bf16", 8192, 8, (4096, 14336), True): OTHER}
     assert choice(own) == (OTHER, "tuned")
-    assert choice({})[1] == "shipped"
-    assert choice({}, device="b200") == (tiles_for("bf16", 8192, 8, (4096, 14336), "hopper"), "rule")
+    assert choice({}) == (SHIPPED, "shipped")
+    assert choice({}, device="b200") == (tiles_for("bf16", 8192, 8, (4096, 14336), True, "hopper"), "rule")
     assert choice({}, dim=4095)[1] == "rule"
     # Tuned for many rows per expert; few rows are another entry.
     assert choice(own, rows=64)[1] == "shipped"
 
 
+@pytest.mark.usefixtures("ships")
 def test_what_is_shipped_counts_for_any_number_of_experts_and_a_plans_own_for_one() -> None:
     own = {key_of("bf16", 8192, 8, (4096, 14336), True): OTHER}
     for experts, source in ((8, "tuned"), (4, "shipped")):
@@ -61,22 +85,68 @@ def test_what_is_shipped_counts_for_any_number_of_experts_and_a_plans_own_for_on
         assert found.source == source
 
 
-@pytest.mark.parametrize("device", SHIPPED)
-def test_what_is_shipped_names_a_device_of_the_library_and_claims_no_measurement(device: str) -> None:
-    assert (ROOT / "grammar" / "library" / "devices" / f"{device}.moe").exists()
-    stored = StoredTiles.model_validate_json((ROOT / "codegen" / "kernels" / "tuned" / f"{device}.json").read_bytes())
-    assert stored.device == device
-    # Measured tiles name their Triton and the default's time.
-    assert stored.triton is None
-    assert all(entry.measured is None for entry in stored.entries)
-    # Mixtral, Qwen3, OLMoE, DeepSeek-V3, gpt-oss, under each load.
-    for widths in ((4096, 14336), (2048, 768), (2048, 1024), (7168, 2048), (2880, 2880)):
-        for rows in ("few", "some", "many"):
-            assert TileKey("bf16", rows, None, *widths, True) in stored.by_key()
+@pytest.mark.parametrize("file", sorted((ROOT / "codegen/kernels/tuned").glob("[a-z0-9_]*.json")), ids=lambda f: f.stem)
+def test_what_is_shipped_names_a_device_of_the_library_and_what_it_was_measured_with(file: Path) -> None:
+    stored = StoredTiles.model_validate_json(file.read_bytes())
+    assert stored.device == file.stem
+    assert (ROOT / "grammar" / "library" / "devices" / f"{stored.device}.moe").exists()
+    assert all(entry.measured is None for entry in stored.entries) or stored.triton is not None
+
+
+def test_a_choice_says_why_in_a_few_words() -> None:
+    own = {key_of("bf16", 8192, 8, (4096, 14336), True): OTHER}
+    for tuned, why in ((own, "tuned on h100 for many rows per expert"), ({}, "many rows per expert (1,024) on hopper")):
+        found = choose("bf16", 8192, 8, (4096, 14336), True, device="h100", family="hopper", tuned=tuned)
+        assert found.why == why
 
 
 def test_a_tile_reads_back_as_it_is_written() -> None:
-    assert Tile.parse(str(OTHER.up)) == OTHER.up
+    assert all(Tile.parse(str(tile)) == tile for tile in map(OTHER.tile, KERNELS) if tile)
+
+
+def test_ways_read_back_as_they_are_written() -> None:
+    for ways in (OTHER, SHIPPED, Ways(*["quack"] * 6), OTHER.with_way("down_weights", "grouped_mm")):
+        assert Ways.parse(str(ways)) == ways
+    assert str(SHIPPED).startswith("up=grouped_mm down=32x128x32w4s3 ")
+
+
+WRONG: dict[str, tuple[str, str]] = {
+    "a product is missing": (str(OTHER).replace("down=32x128x32w4s3 ", ""), "does not name each product once"),
+    "a product twice": (f"{OTHER} up=32x64x32w4s3", "does not name each product once"),
+    "a word that is no library": (str(SHIPPED).replace("grouped_mm", "cublas"), "`cublas` is not a tile"),
+    "a size that no kernel has": (str(OTHER).replace("32x64x32w4s3", "32x48x32w4s3"), "`32x48x32w4s3` is not a tile"),
+    "no stages": (str(OTHER).replace("32x64x32w4s3", "32x64x32w4s0"), "is not a tile"),
+    "row products of several heights": (str(OTHER).replace("32x64x32w4s3", "64x64x32w4s3"), "share one table of tiles"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_text_that_is_no_ways_is_refused_with_what_is_wrong(name: str) -> None:
+    text, complaint = WRONG[name]
+    with pytest.raises(ValueError, match=complaint):
+        Ways.parse(text)
+
+
+def test_a_library_for_a_product_leaves_the_others_heights_free() -> None:
+    tall = Tile(128, 64, 32, 4, 3)
+    ways = Ways("quack", "quack", tall, OTHER.down_weights, "quack", "quack")
+    assert ways.rows == 128
+    assert ways.tile("up") is None
+    assert Ways(*["grouped_mm"] * 6).rows > 0
+
+
+@pytest.mark.parametrize("family", HALF)
+def test_the_rule_is_tall_where_an_expert_has_many_rows_and_no_wider_than_the_matrices(family: str) -> None:
+    heights = [
+        tiles_for("bf16", each * 64, 64, (2048, 1024), True, family).rows for each in (1, 24, 25, 400, 401, 10_000)
+    ]
+    assert heights == [16, 16, 64, 64, 128, 128]
+    small = tiles_for("bf16", 100_000, 64, (40, 24), True, family)
+    for kernel in KERNELS:
+        tile = small.tile(kernel)
+        assert tile is not None
+        for size, extent in zip((tile.rows, tile.columns, tile.depth), extents(kernel, (40, 24), True), strict=True):
+            assert extent is None or size < 2 * max(extent, 16)
 
 
 # ---- candidates --------------------------------------------------------------------------------------
@@ -85,23 +155,28 @@ def test_a_tile_reads_back_as_it_is_written() -> None:
 def test_candidates_begin_with_the_default_and_go_outward_and_fit() -> None:
     key = TileKey("bf16", "many", 8, 4096, 14336, True)
     default = Tile(128, 128, 64, 8, 4)
-    found = list(around(default, 128, key, sums=2, shared=227 * 1024))
+    found = list(around("up", default, 128, key, shared=227 * 1024))
     assert found[0] == default
     assert len(set(found)) == len(found)
     assert {tile.rows for tile in found} == {128}
-    # Two tiles of sums: 256 columns of 128 rows would take 256 registers of 8 warps, 128 of 4 warps as many.
-    assert Tile(128, 256, 64, 8, 2) not in found
-    assert Tile(128, 128, 64, 4, 2) not in found
+    # 256 columns of 128 rows take 128 registers of 8 warps, and 256 of 4.
+    assert Tile(128, 256, 64, 8, 2) in found
+    assert Tile(128, 256, 64, 4, 2) not in found
     # Four stages and one in use: 3 · 128 · (128 + 256) · 2 bytes.
-    assert Tile(128, 128, 128, 8, 4) not in found
-    assert Tile(128, 128, 128, 8, 3) in found
-    assert list(around(default, 128, key, sums=2, shared=227 * 1024)) == found
+    assert Tile(128, 256, 128, 8, 4) not in found
+    assert Tile(128, 256, 128, 8, 3) in found
+    assert list(around("up", default, 128, key, shared=227 * 1024)) == found
 
 
 def test_no_candidate_is_wider_than_the_matrices_and_up_and_down_share_heights() -> None:
     key = TileKey("fp32", "few", 2, 40, 24, True)
-    found = list(around(Tile(64, 32, 32, 4, 2), 32, key, sums=2, shared=1 << 20))
+    found = list(around("up_backward", Tile(64, 32, 32, 4, 2), 32, key, shared=1 << 20))
     assert max(max(tile.columns, tile.depth) for tile in found) == 64
+    # A gradient of weights [40, 24]: its rows are of the matrix, and it sums as many rows at once as it likes.
+    found = list(around("down_weights", Tile(64, 32, 32, 4, 2), None, key, shared=1 << 20))
+    assert {tile.rows for tile in found} == {16, 32, 64}
+    assert {tile.columns for tile in found} == {16, 32}
+    assert max(tile.depth for tile in found) == 128
     assert heights(Tile(64, 32, 32, 4, 2)) == (64, 32, 128)
     assert heights(Tile(16, 64, 128, 4, 4)) == (16, 32)
 
@@ -112,8 +187,15 @@ def test_no_candidate_is_wider_than_the_matrices_and_up_and_down_share_heights()
 def test_a_tuned_plan_reads_back_and_its_kernels_are_rendered_with_its_tiles(plan: Plan, tmp_path: Path) -> None:
     folder = tuned(plan).save(tmp_path / "tuned.plan")
     kernels = {name.split("_")[0]: name.removesuffix(".py") for name in kernel_sources(load(folder))}
-    assert kernels["up"].endswith(f"tile{OTHER.up}")
-    assert kernels["down"].endswith(f"tile{OTHER.down}_weightedtrue")
+    of_up, of_down = (
+        f"tile{OTHER.of(product)}_backward{OTHER.of(backward)}_weights{OTHER.of(weights)}"
+        for product, backward, weights in (
+            ("up", "up_backward", "up_weights"),
+            ("down", "down_backward", "down_weights"),
+        )
+    )
+    assert of_up in kernels["up"]
+    assert of_down in kernels["down"]
     assert kernels["tiles"].endswith("rows32")
     assert load(folder) == tuned(plan)
     # Compiling again cannot give what was measured: tiles are numbers within bounds, for products that the plan has.
@@ -145,7 +227,12 @@ PLANTED: dict[str, tuple[Change, str]] = {
     "code for a tile": (lambda d: d["entries"][0].update(up="__import__('os')"), r"entries\.0\.up"),
     "a tile that no kernel can have": (lambda d: d["entries"][0].update(up="32x48x32w4s3"), r"entries\.0\.up"),
     "a huge tile": (lambda d: d["entries"][0].update(up="32x4096x32w4s3"), r"entries\.0\.up"),
-    "up and down of other heights": (lambda d: d["entries"][0].update(up="64x64x32w4s3"), "as many rows"),
+    "row products of several heights": (
+        lambda d: d["entries"][0].update(up="64x64x32w4s3"),
+        "share one table of tiles",
+    ),
+    "a library that moec does not know": (lambda d: d["entries"][0].update(down="cublas"), r"entries\.0\.down"),
+    "a product that is left out": (lambda d: d["entries"][0].pop("up_weights"), r"entries\.0\.up_weights"),
     "a shape twice": (lambda d: d["entries"].append(d["entries"][0]), "two entries"),
     "a shape of another plan": (lambda d: d["entries"][0].update(hidden=512), "which the plan does not have"),
     "any number of experts": (lambda d: d["entries"][0].update(experts=None), "which the plan does not have"),

@@ -1,0 +1,100 @@
+"""The rule for tiles: by family of devices, dtype and rows per expert.
+
+Rows per expert decide a product's class: `few` (decoding, or very many experts), `some`, or `many`. Tiles stored for a
+device and shape take precedence (`stored_tiles.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from moec.codegen.kernels.tiles import KERNELS, Kernel, Tile, Ways
+
+FEW, SOME = 24, 400
+"""The most rows per expert of the classes `few` and `some`.
+
+Above 400 rows, tiles of 128 rows compute at least four fifths of what they multiply (an expert's last tile is half
+empty on average); below, tiles of 64 rows waste half as much.
+"""
+
+
+def load_of(rows: int, experts: int) -> str:
+    """The class of `rows` rows in all over `experts`: "few", "some" or "many" rows per expert."""
+    each = -(-rows // experts)
+    return "few" if each <= FEW else "some" if each <= SOME else "many"
+
+
+def _ways(text: str) -> Ways:
+    return Ways(*map(Tile.parse, text.split()))
+
+
+# Columns: up, down, down_backward, down_weights, up_backward, up_weights.
+HALF: Mapping[str, Mapping[str, Ways]] = {
+    "hopper": {
+        "few": _ways("16x128x128w4s4 16x128x64w4s4 16x128x64w4s4 128x128x64w8s3 16x128x64w4s4 128x128x64w8s3"),
+        "some": _ways("64x256x64w4s4 64x128x64w4s4 64x128x64w4s4 128x128x64w8s3 64x128x64w4s4 128x128x64w8s3"),
+        "many": _ways("128x256x64w8s4 128x128x64w8s3 128x128x64w8s3 128x128x64w8s3 128x128x64w8s3 128x128x64w8s3"),
+    },
+    "ampere": {
+        "few": _ways("16x128x64w4s4 16x128x64w4s4 16x128x64w4s4 128x128x64w8s3 16x128x64w4s4 128x128x64w8s3"),
+        "some": _ways("64x128x64w4s3 64x128x64w4s3 64x128x64w4s3 128x128x64w8s3 64x128x64w4s3 128x128x64w8s3"),
+        "many": _ways("128x128x64w8s3 128x128x64w8s3 128x128x64w8s3 128x128x64w8s3 128x128x64w8s3 128x128x64w8s3"),
+    },
+    "cdna": {
+        "few": _ways("16x128x64w4s2 16x64x64w4s2 16x64x64w4s2 64x64x64w4s2 16x64x64w4s2 64x64x64w4s2"),
+        "some": _ways("64x128x64w4s2 64x128x64w4s2 64x128x64w4s2 128x128x64w8s2 64x128x64w4s2 128x128x64w8s2"),
+        "many": _ways("128x128x64w4s2 128x128x64w8s2 128x128x64w8s2 128x128x64w8s2 128x128x64w8s2 128x128x64w8s2"),
+    },
+}
+"""bf16 and fp16. Blackwell takes Hopper's."""
+
+FULL: Mapping[str, Ways] = {
+    "fp32": _ways("64x64x32w4s2 64x64x32w4s2 64x64x32w4s2 64x64x32w4s2 64x64x32w4s2 64x64x32w4s2"),
+    "fp64": _ways("32x64x16w4s2 32x32x16w4s2 32x32x16w4s2 32x32x16w4s2 32x32x16w4s2 32x32x16w4s2"),
+}
+"""Full precision is for proofs, not for speed: one class."""
+
+
+def tiles_for(dtype: str, rows: int, experts: int, widths: tuple[int, int], gated: bool, family: str) -> Ways:
+    """The rule's tiles for `rows` rows in all, over `experts`, of a model of these two widths (dim and hidden).
+
+    `family` is "hopper" (and what came after it), "ampere" or "cdna". No tile is wider than its matrix.
+    """
+    chosen = FULL[dtype] if dtype in FULL else HALF[family][load_of(rows, experts)]
+    tiles = {kernel: _narrowed(kernel, tile, widths, gated) for kernel in KERNELS if (tile := chosen.tile(kernel))}
+    return replace(chosen, **tiles)
+
+
+def reason(dtype: str, rows: int, experts: int, family: str) -> str:
+    """Why the rule gives the tiles that it gives, in a few words."""
+    if dtype in FULL:
+        return f"{dtype} has one class of tiles"
+    return f"{load_of(rows, experts)} rows per expert ({-(-rows // experts):,}) on {family}"
+
+
+def extents(kernel: Kernel, widths: tuple[int, int], gated: bool) -> tuple[int | None, int, int | None]:
+    """What a product's tiles cover: rows, columns and depth; None for the rows of the input, whose number varies."""
+    dim, hidden = widths
+    both = hidden * (2 if gated else 1)
+    match kernel:
+        case "up":
+            return None, both, dim
+        case "down":
+            return None, dim, hidden
+        case "down_backward":
+            return None, hidden, dim
+        case "down_weights":
+            return dim, hidden, None
+        case "up_backward":
+            return None, dim, both
+        case "up_weights":
+            return both, dim, None
+
+
+def _narrowed(kernel: Kernel, tile: Tile, widths: tuple[int, int], gated: bool) -> Tile:
+    rows, columns, depth = (
+        size if extent is None else min(size, max(16, 1 << (extent - 1).bit_length()))
+        for size, extent in zip((tile.rows, tile.columns, tile.depth), extents(kernel, widths, gated), strict=True)
+    )
+    return replace(tile, rows=rows, columns=columns, depth=depth)
