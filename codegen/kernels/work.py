@@ -37,15 +37,32 @@ class KernelWork:
 def work_of(shape: KernelShape, kernel: str, work: Work, tokens: int, rows: int) -> KernelWork | None:
     """The cost of a shape's kernel over a rank's `tokens` and `rows`, of an op that costs `work`; None if small."""
     match shape:
-        case RouteShape() | GatedShape():
+        case GatedShape():
             return KernelWork(0, _direction(work, kernel).moved)
+        case ProductShape():
+            return _of_products(shape, kernel, work)
+    return work_of_rows(shape, kernel, tokens, rows)
+
+
+def work_of_rows(shape: KernelShape, kernel: str, tokens: int, rows: int) -> KernelWork | None:
+    """The cost of a kernel that chooses experts, counts choices or moves rows; None if small."""
+    match shape:
+        case RouteShape():
+            return _of_route(shape, kernel, tokens)
         case PlacesShape():
             return _of_places(shape, kernel, tokens)
         case QueuesShape():
             return _of_queues(kernel, rows * INDEX)
-        case ProductShape():
-            return _of_products(shape, kernel, work)
     return None
+
+
+def _of_route(shape: RouteShape, kernel: str, tokens: int) -> KernelWork:
+    """Forward reads logits and writes probabilities and choices; backward reads one gradient more than it writes."""
+    width = DTYPE_BYTES[shape.dtype]
+    logits, weights, chosen = tokens * shape.experts * width, tokens * shape.k * width, tokens * shape.k * INDEX
+    if kernel.endswith("_backward"):
+        return KernelWork(0, 3 * logits + 2 * weights + chosen)
+    return KernelWork(0, 2 * logits + weights + chosen)
 
 
 def _direction(work: Work, kernel: str) -> Direction:

@@ -1,0 +1,203 @@
+"""A model of the grouped products: predicted time, and what bounds it.
+
+A product's time is the larger of two: its tiles on the multiprocessors, in waves, and its traffic with memory. A tile
+takes its steps of depth, each as long as the slowest of matrix units, shared memory, L2 and latency, and before and
+after them a prologue and an epilogue that only other blocks of the same multiprocessor hide. The constants are those
+of a `DeviceModel`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, inf
+
+from moec.codegen.kernels.model_device import DeviceModel
+from moec.codegen.kernels.model_libraries import loop_of_library, passes_around
+from moec.codegen.kernels.model_loads import Load
+from moec.codegen.kernels.model_memory import of_rows, of_weights
+from moec.codegen.kernels.model_tiles import (
+    ExpertLayer,
+    Loop,
+    blocks_per_sm,
+    epilogue,
+    prologue,
+    step_of,
+)
+from moec.codegen.kernels.tile_rule import extents
+from moec.codegen.kernels.tiles import Kernel, Tile, Way
+
+EMPTY_CLOCKS = 500
+"""Assumed: a program that finds no tile in the table and returns."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """One kernel's time. `parts` add up to `seconds`; `flops` are those of use, `multiplied` those that are done.
+
+    `seconds` is infinite, and `bound` "does not fit", where the tile's buffers exceed a block's shared memory.
+    """
+
+    seconds: float
+    bound: str
+    parts: Mapping[str, float]
+    flops: float
+    multiplied: float
+    moved: float
+    blocks: int
+    launches: int = 1
+
+    @property
+    def padding_efficiency(self) -> float:
+        """The part of the multiplications that is of use: rows, columns and depth are rounded up to tiles."""
+        return self.flops / self.multiplied if self.multiplied else 1.0
+
+    @property
+    def tflops(self) -> float:
+        """Useful 10¹² floating-point operations per second."""
+        return self.flops / self.seconds / 1e12
+
+
+def predict(
+    kernel: Kernel,
+    way: Way,
+    layer: ExpertLayer,
+    load: Load,
+    device: DeviceModel,
+    *,
+    bulk: bool = False,
+    blocks: int | None = None,
+    rows_at_hand: bool = False,
+) -> Prediction:
+    """The time of one product of a layer's experts.
+
+    `bulk`: the persistent form with TMA. `blocks`: blocks per multiprocessor, where the compiled kernel says so. A
+    library's product includes the passes around it; `rows_at_hand`: an earlier product left the gathered rows.
+    """
+    if isinstance(way, Tile):
+        return predict_loop(kernel, Loop.of(way, bulk), layer, load, device, blocks=blocks)
+    product = predict_loop(kernel, loop_of_library(kernel, layer, load), layer, load, device)
+    seconds, moved, launches = passes_around(kernel, layer, load, device, rows_at_hand)
+    total = product.seconds + seconds
+    return Prediction(
+        seconds=total,
+        bound="passes" if seconds > product.seconds else product.bound,
+        parts={**product.parts, "passes": seconds},
+        flops=product.flops,
+        multiplied=product.multiplied,
+        moved=product.moved + moved,
+        blocks=product.blocks,
+        launches=1 + launches,
+    )
+
+
+def predict_loop(
+    kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, device: DeviceModel, *, blocks: int | None = None
+) -> Prediction:
+    """The time of a product that one kernel computes with this loop."""
+    blocks = blocks_per_sm(kernel, loop, layer, device) if blocks is None else blocks
+    grid = _grid(kernel, loop, layer, load)
+    traffic = (of_weights if grid.of_weights else of_rows)(kernel, loop, layer, load, device, max(1, blocks))
+    if not blocks:
+        return Prediction(
+            seconds=inf,
+            bound="does not fit",
+            parts={},
+            flops=grid.flops,
+            multiplied=grid.multiplied,
+            moved=traffic.moved,
+            blocks=0,
+        )
+    times = _on_sms(kernel, loop, layer, device, grid, blocks)
+    memory = traffic.moved / device.memory_bandwidth
+    on_sms = sum(times.parts.values())
+    parts = dict(times.parts) | {"memory": max(0.0, memory - on_sms), "launch": device.launch}
+    return Prediction(
+        seconds=max(on_sms, memory) + device.launch,
+        bound=_bound(times, memory, device.launch),
+        parts=parts,
+        flops=grid.flops,
+        multiplied=grid.multiplied,
+        moved=traffic.moved,
+        blocks=blocks,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Expected tiles of a launch, steps of them all and of the longest one, and programs that find no tile."""
+
+    of_weights: bool
+    tiles: float
+    steps: float
+    longest: float
+    empty: float
+    flops: float
+    multiplied: float
+
+
+def _grid(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load) -> _Grid:
+    rows, columns, depth = extents(kernel, (layer.dim, layer.hidden), layer.gated)
+    per_step = 2 * loop.rows * loop.columns * loop.depth
+    across = ceil(columns / loop.columns)
+    if depth is None:
+        assert rows is not None
+        each = ceil(rows / loop.rows) * across
+        steps = each * load.tiles(loop.depth)
+        longest = ceil(load.most_rows / loop.depth)
+        flops = 2 * load.rows * rows * columns
+        return _Grid(True, each * layer.experts, steps, longest, 0, flops, steps * per_step)
+    # A cluster takes as many tiles of one expert's rows as it has blocks.
+    high = load.tiles(loop.rows * loop.shared_columns) * loop.shared_columns
+    along = ceil(depth / loop.depth)
+    empty = 0.0 if loop.persistent else ceil(load.rows / loop.rows) + load.experts - high
+    steps, flops = high * across * along, 2 * load.rows * columns * depth
+    return _Grid(False, high * across, steps, along, max(0.0, empty) * across, flops, steps * per_step)
+
+
+@dataclass(frozen=True, slots=True)
+class _Times:
+    """Seconds on the multiprocessors by part, and the resource that bounds a step of depth."""
+
+    parts: Mapping[str, float]
+    step_bound: str
+
+
+def _on_sms(kernel: Kernel, loop: Loop, layer: ExpertLayer, device: DeviceModel, grid: _Grid, blocks: int) -> _Times:
+    if not grid.tiles:
+        return _Times({"empty": grid.empty * EMPTY_CLOCKS / (device.sms * blocks) / device.clock}, "launch")
+    each = grid.tiles / device.sms
+    beside = min(blocks, ceil(each))
+    step = step_of(loop, layer, device, min(device.sms, grid.tiles), beside)
+    gathers = layer.k > 0 and kernel in ("up", "down_backward", "down_weights", "up_weights") and not loop.library
+    before = prologue(loop, gathers, device) / beside
+    after = epilogue(kernel, loop, layer, device) / beside
+    mean = grid.steps / grid.tiles * step.clocks + before + after
+    idle = max((ceil(each) - each) * mean, grid.longest * step.clocks + before + after - each * mean, 0.0)
+    useful = grid.flops / grid.multiplied if grid.multiplied else 1.0
+    steps = grid.steps / device.sms
+    clocks = {
+        "padding": steps * step.matrix * (1 - useful),
+        step.bound: steps * (step.clocks - step.matrix),
+        "prologue": each * before,
+        "epilogue": each * after,
+        "waves": idle,
+        "empty": grid.empty * EMPTY_CLOCKS / (device.sms * blocks),
+    }
+    clocks["matrix"] = clocks.get("matrix", 0.0) + steps * step.matrix * useful
+    return _Times({name: clock / device.clock for name, clock in clocks.items()}, step.bound)
+
+
+def _bound(times: _Times, memory: float, launch: float) -> str:
+    """What bounds a kernel: memory, the launch, or the largest part on the multiprocessors."""
+    on_sms = sum(times.parts.values())
+    if launch > max(on_sms, memory):
+        return "launch"
+    if memory > on_sms:
+        return "memory"
+    loop = times.parts.get("matrix", 0.0)
+    if times.step_bound != "matrix":
+        loop += times.parts.get(times.step_bound, 0.0)
+    others = {name: times.parts.get(name, 0.0) for name in ("padding", "prologue", "epilogue", "waves", "empty")}
+    largest = max(others, key=lambda name: others[name])
+    return largest if others[largest] > loop else times.step_bound

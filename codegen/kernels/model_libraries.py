@@ -1,0 +1,73 @@
+"""Products by a library: the tile that it takes, and the passes that our kernels then make around it."""
+
+from __future__ import annotations
+
+from moec.codegen.kernels.model_device import DeviceModel
+from moec.codegen.kernels.model_loads import Load
+from moec.codegen.kernels.model_memory import gathered
+from moec.codegen.kernels.model_tiles import ExpertLayer, Loop
+from moec.codegen.kernels.tiles import Kernel
+
+LARGE = Loop(
+    rows=128,
+    columns=256,
+    depth=64,
+    warps=8,
+    buffers=4,
+    shared_columns=2,
+    persistent=True,
+    library=True,
+)
+"""CUTLASS's cooperative schedule in a cluster of two blocks: `torch.nn.functional.grouped_mm` on sm_90."""
+
+MEDIUM = Loop(
+    rows=128,
+    columns=128,
+    depth=64,
+    warps=8,
+    buffers=6,
+    persistent=True,
+    hides_epilogue=True,
+    library=True,
+)
+SMALL = Loop(
+    rows=64,
+    columns=128,
+    depth=128,
+    warps=8,
+    buffers=4,
+    persistent=True,
+    hides_epilogue=True,
+    library=True,
+)
+"""The ping-pong schedules: two tiles take turns, and one's epilogue runs during the other's products."""
+
+
+def loop_of_library(kernel: Kernel, layer: ExpertLayer, load: Load) -> Loop:
+    """The loop that PyTorch's dispatch takes on sm_90 (aten/src/ATen/native/cuda/GroupMM.cu, 2026).
+
+    It goes by the mean rows of an expert, or for gradients of weights by the rows of the gradient. quack's tiles are
+    taken to be the large one.
+    """
+    rows = load.rows / load.experts
+    if kernel.endswith("_weights"):
+        rows = layer.parts * layer.hidden if kernel == "up_weights" else layer.dim
+    return SMALL if rows <= 64 else MEDIUM if rows <= 128 else LARGE
+
+
+def passes_around(
+    kernel: Kernel, layer: ExpertLayer, load: Load, device: DeviceModel, rows_at_hand: bool
+) -> tuple[float, float, int]:
+    """Seconds, bytes and launches of our passes around a library's product: gathers, and the activation both ways."""
+    one = load.rows * layer.width
+    passes: list[float] = []
+    gathers = layer.k > 0 and kernel in ("up", "down_backward", "down_weights", "up_weights")
+    if gathers and not rows_at_hand:
+        passes.append(gathered(layer, load, device) + one * layer.dim)
+    if kernel == "up":
+        passes.append(one * layer.hidden * (layer.parts + 1))
+    if kernel == "down_backward":
+        passes.append(one * layer.hidden * (1 + 2 * layer.parts + 1))
+    moved = sum(passes)
+    seconds = moved / (device.memory_bandwidth * device.row_efficiency) + len(passes) * device.launch
+    return seconds, moved, len(passes)

@@ -1,0 +1,99 @@
+"""Bytes that a grouped product moves between memory and L2: each tensor once, and what L2 cannot keep again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from moec.codegen.kernels.model_device import DeviceModel
+from moec.codegen.kernels.model_loads import Load
+from moec.codegen.kernels.model_tiles import ExpertLayer, Loop
+from moec.codegen.kernels.tiles import Kernel
+
+GROUP = 8
+"""Tiles of rows that go over all columns together: `GROUP` of the templates."""
+
+KEPT = 0.5
+"""Assumed: the part of L2 that keeps what is read again, while the rest streams through it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of rows and of matrices, read and written."""
+
+    read: float
+    written: float
+
+    @property
+    def moved(self) -> float:
+        """Both."""
+        return self.read + self.written
+
+
+def missed(size: float, device: DeviceModel) -> float:
+    """The part of a set of `size` bytes that L2 does not keep until it is read again."""
+    return max(0.0, 1 - KEPT * device.l2_size / size) if size else 0.0
+
+
+def gathered(layer: ExpertLayer, load: Load, device: DeviceModel) -> float:
+    """Bytes read for all rows of the model's width: once each, or once per token and again where L2 lost the token."""
+    rows = load.rows * layer.dim * layer.width
+    if not layer.k:
+        return rows
+    tokens = rows / layer.k
+    return tokens + (rows - tokens) * missed(tokens, device)
+
+
+def of_rows(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int) -> Traffic:
+    """Of a product of rows with each expert's matrix."""
+    hidden, activated, rows = _row_bytes(layer, load)
+    through = gathered(layer, load, device)
+    reads = {"up": through, "down": activated, "down_backward": through + hidden, "up_backward": hidden}[kernel]
+    writes = {"up": hidden + activated, "down": rows, "down_backward": hidden + activated, "up_backward": rows}[kernel]
+    parts = layer.parts if kernel.startswith("up") else 1
+    columns = {"up": parts * layer.hidden, "down": layer.dim, "down_backward": layer.hidden, "up_backward": layer.dim}
+    depth = {"up": layer.dim, "down": layer.hidden, "down_backward": layer.dim, "up_backward": parts * layer.hidden}
+    matrix = parts * layer.hidden * layer.dim * layer.width
+    again = _visits(load, loop) * matrix * missed(matrix, device)
+    reads += load.used_experts() * matrix + again
+    reads += _rows_again(loop, columns[kernel], depth[kernel], layer, load, device, blocks)
+    return Traffic(reads, writes)
+
+
+def of_weights(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int) -> Traffic:
+    """Of a gradient of weights: a tile of the gradient reads all rows of its expert, in two strips."""
+    hidden, activated, _ = _row_bytes(layer, load)
+    through = gathered(layer, load, device)
+    of_up = kernel == "up_weights"
+    m, n = (layer.parts * layer.hidden, layer.dim) if of_up else (layer.dim, layer.hidden)
+    once = (hidden if of_up else activated) + through
+    # Tiles run along n first: the programs that run together read some strips of m and, usually, all of n.
+    across = ceil(n / loop.columns)
+    together = max(1, ceil(device.sms * blocks / across))
+    strips = min(m, together * loop.rows) + min(n, device.sms * blocks * loop.columns)
+    turns = max(1, ceil(m / (together * loop.rows)))
+    each = load.rows / load.experts * layer.width
+    again = load.rows * n * layer.width * (turns - 1) * missed(strips * each, device)
+    matrices = layer.experts * m * n * layer.width
+    return Traffic(once + again, matrices)
+
+
+def _row_bytes(layer: ExpertLayer, load: Load) -> tuple[float, float, float]:
+    """Bytes of all pre-activations, of all activated rows, and of all rows of the model's width."""
+    one = load.rows * layer.width
+    return one * layer.parts * layer.hidden, one * layer.hidden, one * layer.dim
+
+
+def _visits(load: Load, loop: Loop) -> float:
+    """How often groups of tiles come back to an expert's matrix, over all experts, after the first time."""
+    return (load.tiles(loop.rows) - load.used_experts()) / GROUP
+
+
+def _rows_again(
+    loop: Loop, columns: int, depth: int, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
+) -> float:
+    """Bytes of rows that a group of tiles reads again for its later columns, because L2 lost them meanwhile."""
+    beside = max(1, device.sms * blocks // GROUP)
+    turns = max(1.0, ceil(columns / loop.columns) / beside)
+    strips = (GROUP * loop.rows + min(columns, beside * loop.columns)) * depth * layer.width
+    return load.rows * depth * layer.width * (turns - 1) * missed(strips, device)

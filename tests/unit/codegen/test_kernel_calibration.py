@@ -1,0 +1,138 @@
+"""Fitting the model's constants: planted ones are found again, through noise, and from lines as they are stored."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import log
+
+import numpy as np
+import pytest
+
+from moec.codegen.kernels import model_calibration
+from moec.codegen.kernels.model_calibration import (
+    Measurement,
+    StoredModel,
+    calibrate,
+    device_model,
+    read_measurements,
+    report,
+    residuals,
+    stored,
+)
+from moec.codegen.kernels.model_device import DEVICES, FREE, DeviceModel
+from moec.codegen.kernels.tiles import KERNELS
+
+H200 = DEVICES["h200"]
+PLANTED = {
+    "matrix_efficiency": 0.7,
+    "library_efficiency": 0.8,
+    "l2_bandwidth": 9e12,
+    "memory_bandwidth": 3.8e12,
+    "load_latency": 1400.0,
+    "tile_clocks": 2000.0,
+    "lane_efficiency": 0.35,
+}
+TRUTH = H200.with_constants(PLANTED, "planted")
+LAYERS = ((128, 2048, 768, 8), (8, 4096, 14336, 2))
+WAYS = ("128x128x64w8s2", "128x128x64w8s3", "128x256x64w8s3", "64x128x64w4s4", "grouped_mm")
+
+
+@cache
+def measured() -> tuple[Measurement, ...]:
+    """Every kernel in several ways, timed by the planted constants."""
+    found = []
+    for (experts, dim, hidden, k), tokens, kernel, way in product(LAYERS, (512, 8192), KERNELS, WAYS):
+        row = Measurement(
+            device="h200",
+            kernel=kernel,
+            way=way,
+            experts=experts,
+            dim=dim,
+            hidden=hidden,
+            gated=True,
+            dtype="bf16",
+            k=k,
+            tokens=tokens,
+            ms=1,
+        )
+        found.append(row.model_copy(update={"ms": row.predicted(TRUTH)}))
+    return tuple(found)
+
+
+def mean_error(model: DeviceModel, rows: tuple[Measurement, ...]) -> float:
+    found = residuals(model, rows)
+    return sum(abs(log(each.ratio)) for each in found) / len(found)
+
+
+def test_planted_constants_are_found_again() -> None:
+    fitted = calibrate(H200, measured())
+    assert {name: getattr(fitted, name) for name in FREE} == pytest.approx(PLANTED, rel=0.02)
+    assert mean_error(H200, measured()) > 0.1
+    assert mean_error(fitted, measured()) < 1e-3
+    assert fitted.origin == f"calibrated from {len(measured())} measurements on h200"
+
+
+def test_noise_moves_constants_by_little() -> None:
+    noise = np.random.default_rng(0).normal(1, 0.03, len(measured()))
+    rows = tuple(row.model_copy(update={"ms": row.ms * by}) for row, by in zip(measured(), noise, strict=True))
+    fitted = calibrate(H200, rows)
+    assert {name: getattr(fitted, name) for name in FREE} == pytest.approx(PLANTED, rel=0.1)
+    assert mean_error(fitted, rows) < 0.03
+
+
+def test_constants_that_no_measurement_depends_on_stay() -> None:
+    rows = tuple(row for row in measured() if row.way == "grouped_mm" and row.tokens == 8192 and row.kernel == "down")
+    fitted = calibrate(H200, rows)
+    assert mean_error(fitted, rows) < 0.01
+    for name in ("matrix_efficiency", "tile_clocks"):
+        assert getattr(fitted, name) == pytest.approx(getattr(H200, name), rel=1e-6)
+
+
+def test_without_measurements_nothing_changes() -> None:
+    assert calibrate(H200, ()) is H200
+    assert H200.origin.startswith("not calibrated")
+    assert list(report(H200, ())) == [f"h200: {H200.origin}"]
+
+
+def test_lines_of_other_kinds_and_devices_and_a_cut_off_line_are_skipped() -> None:
+    row = measured()[0]
+    lines = [
+        json.dumps({"ceiling": "copy", "bytes_per_second": 4.3e12}),
+        json.dumps({**row.model_dump(), "seed": 3}),
+        json.dumps(row.model_copy(update={"device": "h100"}).model_dump()),
+        "[1, 2]",
+        json.dumps(row.model_dump())[:-7],
+    ]
+    assert read_measurements("\n".join(lines), "h200") == (row,)
+
+
+def test_the_report_names_the_worst_measurement_first() -> None:
+    odd = measured()[3].model_copy(update={"ms": measured()[3].ms * 4})
+    rows = (*measured()[:3], odd)
+    lines = list(report(TRUTH, rows))
+    assert lines[0] == "h200: planted"
+    assert lines[1].startswith("mean error 18.8% over 4")
+    worst = next(line for line in lines if "the measured" in line)
+    assert worst.startswith("  0.25 x the measured")
+
+
+def test_a_stored_model_is_read_back_and_named(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = stored(TRUTH, measured())
+    read = StoredModel.model_validate_json(kept.model_dump_json())
+    assert dict(read.constants) == pytest.approx(PLANTED)
+    assert read.origin == f"calibrated from {len(measured())} measurements on h200, mean error 0%"
+    folder = tmp_path / "tuned"  # type: ignore[operator]
+    folder.mkdir()
+    (folder / "h200.model.json").write_text(kept.model_dump_json())
+    monkeypatch.setattr(model_calibration, "__file__", str(tmp_path / "module.py"))  # type: ignore[operator]
+    device_model.cache_clear()
+    try:
+        known, plain = device_model("h200"), device_model("h100")
+        assert known == replace(TRUTH) and known is not None and known.origin == read.origin
+        assert plain is DEVICES["h100"]
+        assert device_model("toy") is None
+    finally:
+        device_model.cache_clear()
