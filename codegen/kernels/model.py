@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from math import ceil, inf
 
 from moec.codegen.kernels.model_device import DeviceModel
-from moec.codegen.kernels.model_libraries import loop_of_library, passes_around
+from moec.codegen.kernels.model_libraries import passes_around, schedule_of_library
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_memory import of_rows, of_weights
 from moec.codegen.kernels.model_tiles import (
     ExpertLayer,
-    Loop,
-    blocks_per_sm,
+    Schedule,
     epilogue,
+    estimated_blocks,
     prologue,
     step_of,
 )
@@ -75,8 +75,8 @@ def predict(
     library's product includes the passes around it; `rows_at_hand`: an earlier product left the gathered rows.
     """
     if isinstance(way, Tile):
-        return predict_loop(kernel, Loop.of(way, bulk), layer, load, device, blocks=blocks)
-    product = predict_loop(kernel, loop_of_library(kernel, layer, load), layer, load, device)
+        return predict_schedule(kernel, Schedule.of(way, bulk), layer, load, device, blocks=blocks)
+    product = predict_schedule(kernel, schedule_of_library(kernel, layer, load), layer, load, device)
     seconds, moved, launches = passes_around(kernel, layer, load, device, rows_at_hand)
     total = product.seconds + seconds
     return Prediction(
@@ -91,13 +91,19 @@ def predict(
     )
 
 
-def predict_loop(
-    kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, device: DeviceModel, *, blocks: int | None = None
+def predict_schedule(
+    kernel: Kernel,
+    schedule: Schedule,
+    layer: ExpertLayer,
+    load: Load,
+    device: DeviceModel,
+    *,
+    blocks: int | None = None,
 ) -> Prediction:
-    """The time of a product that one kernel computes with this loop."""
-    blocks = blocks_per_sm(kernel, loop, layer, device) if blocks is None else blocks
-    grid = _grid(kernel, loop, layer, load)
-    traffic = (of_weights if grid.of_weights else of_rows)(kernel, loop, layer, load, device, max(1, blocks))
+    """The time of a product that one kernel computes by this schedule."""
+    blocks = estimated_blocks(kernel, schedule, layer, device) if blocks is None else blocks
+    grid = _grid(kernel, schedule, layer, load)
+    traffic = (of_weights if grid.of_weights else of_rows)(kernel, schedule, layer, load, device, max(1, blocks))
     if not blocks:
         return Prediction(
             seconds=inf,
@@ -108,7 +114,7 @@ def predict_loop(
             moved=traffic.moved,
             blocks=0,
         )
-    times = _on_sms(kernel, loop, layer, device, grid, blocks)
+    times = _on_sms(kernel, schedule, layer, device, grid, blocks)
     memory = traffic.moved / device.memory_bandwidth
     on_sms = sum(times.parts.values())
     parts = dict(times.parts) | {"memory": max(0.0, memory - on_sms), "launch": device.launch}
@@ -136,21 +142,21 @@ class _Grid:
     multiplied: float
 
 
-def _grid(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load) -> _Grid:
+def _grid(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load) -> _Grid:
     rows, columns, depth = extents(kernel, (layer.dim, layer.hidden), layer.gated)
-    per_step = 2 * loop.rows * loop.columns * loop.depth
-    across = ceil(columns / loop.columns)
+    per_step = 2 * schedule.rows * schedule.columns * schedule.depth
+    across = ceil(columns / schedule.columns)
     if depth is None:
         assert rows is not None
-        each = ceil(rows / loop.rows) * across
-        steps = each * load.tiles(loop.depth)
-        longest = ceil(load.most_rows / loop.depth)
+        each = ceil(rows / schedule.rows) * across
+        steps = each * load.tiles(schedule.depth)
+        longest = ceil(load.most_rows / schedule.depth)
         flops = 2 * load.rows * rows * columns
         return _Grid(True, each * layer.experts, steps, longest, 0, flops, steps * per_step)
     # A cluster takes as many tiles of one expert's rows as it has blocks.
-    high = load.tiles(loop.rows * loop.shared_columns) * loop.shared_columns
-    along = ceil(depth / loop.depth)
-    empty = 0.0 if loop.persistent else ceil(load.rows / loop.rows) + load.experts - high
+    high = load.tiles(schedule.rows * schedule.shared_columns) * schedule.shared_columns
+    along = ceil(depth / schedule.depth)
+    empty = 0.0 if schedule.persistent else ceil(load.rows / schedule.rows) + load.experts - high
     steps, flops = high * across * along, 2 * load.rows * columns * depth
     return _Grid(False, high * across, steps, along, max(0.0, empty) * across, flops, steps * per_step)
 
@@ -163,15 +169,17 @@ class _Times:
     step_bound: str
 
 
-def _on_sms(kernel: Kernel, loop: Loop, layer: ExpertLayer, device: DeviceModel, grid: _Grid, blocks: int) -> _Times:
+def _on_sms(
+    kernel: Kernel, schedule: Schedule, layer: ExpertLayer, device: DeviceModel, grid: _Grid, blocks: int
+) -> _Times:
     if not grid.tiles:
         return _Times({"empty": grid.empty * EMPTY_CLOCKS / (device.sms * blocks) / device.clock}, "launch")
     each = grid.tiles / device.sms
     beside = min(blocks, ceil(each))
-    step = step_of(loop, layer, device, min(device.sms, grid.tiles), beside)
-    gathers = layer.k > 0 and kernel in ("up", "down_backward", "down_weights", "up_weights") and not loop.library
-    before = prologue(loop, gathers, device) / beside
-    after = epilogue(kernel, loop, layer, device) / beside
+    step = step_of(schedule, layer, device, min(device.sms, grid.tiles), beside)
+    gathers = layer.k > 0 and kernel in ("up", "down_backward", "down_weights", "up_weights") and not schedule.library
+    before = prologue(schedule, gathers, device) / beside
+    after = epilogue(kernel, schedule, layer, device) / beside
     mean = grid.steps / grid.tiles * step.clocks + before + after
     idle = max((ceil(each) - each) * mean, grid.longest * step.clocks + before + after - each * mean, 0.0)
     useful = grid.flops / grid.multiplied if grid.multiplied else 1.0
@@ -195,9 +203,9 @@ def _bound(times: _Times, memory: float, launch: float) -> str:
         return "launch"
     if memory > on_sms:
         return "memory"
-    loop = times.parts.get("matrix", 0.0)
+    steps = times.parts.get("matrix", 0.0)
     if times.step_bound != "matrix":
-        loop += times.parts.get(times.step_bound, 0.0)
+        steps += times.parts.get(times.step_bound, 0.0)
     others = {name: times.parts.get(name, 0.0) for name in ("padding", "prologue", "epilogue", "waves", "empty")}
     largest = max(others, key=lambda name: others[name])
-    return largest if others[largest] > loop else times.step_bound
+    return largest if others[largest] > steps else times.step_bound

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 FREE = (
     "matrix_efficiency",
@@ -25,13 +24,13 @@ FREE = (
 class DeviceModel:
     """One device. Bandwidths are bytes per second, `clock` is in Hz, latencies are in clocks, launches in seconds.
 
-    `matrix_flops` are the floating-point operations per clock and multiprocessor of the unit that multiplies matrices
-    of a dtype. `matrix_efficiency` is the part of it that our loops reach where nothing else holds them back, and
-    `library_efficiency` that of vendors' libraries.
+    `target` is what kernels are compiled for. `matrix_flops` are the operations per clock and multiprocessor of the
+    unit that multiplies matrices of a dtype. `matrix_efficiency` is the part of it that our kernels reach where nothing
+    else holds them back, and `library_efficiency` that of vendors' libraries.
     """
 
     name: str
-    family: Literal["ampere", "hopper", "blackwell"]
+    target: str
     sms: int
     clock: float
     matrix_flops: Mapping[str, int]
@@ -40,10 +39,7 @@ class DeviceModel:
     small_tile_efficiency: float
     lanes: int
     lane_efficiency: float
-    shared_memory: int
-    shared_memory_block: int
     shared_width: int
-    registers: int
     l2_size: int
     l2_bandwidth: float
     l2_port: int
@@ -76,10 +72,7 @@ SOURCES: Mapping[str, str] = {
     "small_tile_efficiency": "assumed: on Hopper, tiles below 64 rows take `mma.sync`, about 0.6 of `wgmma`",
     "lanes": "data sheet: fp32 lanes of a multiprocessor",
     "lane_efficiency": "assumed: part of the lanes that an epilogue keeps busy",
-    "shared_memory": "CUDA programming guide: bytes of a multiprocessor; 1 KiB of each block is reserved",
-    "shared_memory_block": "CUDA programming guide: most bytes of one block",
     "shared_width": "CUDA programming guide: 32 banks of 4 bytes a clock",
-    "registers": "CUDA programming guide: 32-bit registers of a multiprocessor",
     "l2_size": "data sheet",
     "l2_bandwidth": "assumed: dense Triton products of 128 x 256 tiles (85 FLOP per byte) pass 600 TFLOP/s on H100",
     "l2_port": "published micro-benchmarks: at most 64 bytes a clock between L2 and one multiprocessor",
@@ -94,7 +87,7 @@ SOURCES: Mapping[str, str] = {
 
 HOPPER = DeviceModel(
     name="h100",
-    family="hopper",
+    target="sm_90",
     sms=132,
     clock=1.6e9,
     matrix_flops={"bf16": 4096, "fp16": 4096, "fp32": 256, "fp64": 128},
@@ -103,10 +96,7 @@ HOPPER = DeviceModel(
     small_tile_efficiency=0.6,
     lanes=128,
     lane_efficiency=0.5,
-    shared_memory=228 * 1024,
-    shared_memory_block=227 * 1024,
     shared_width=128,
-    registers=65_536,
     l2_size=50 * 2**20,
     l2_bandwidth=7.0e12,
     l2_port=64,
@@ -124,14 +114,12 @@ DEVICES: Mapping[str, DeviceModel] = {
     "a100": replace(
         HOPPER,
         name="a100",
-        family="ampere",
+        target="sm_80",
         sms=108,
         clock=1.3e9,
         matrix_flops={"bf16": 2048, "fp16": 2048, "fp32": 128, "fp64": 64},
         small_tile_efficiency=1.0,
         lanes=64,
-        shared_memory=164 * 1024,
-        shared_memory_block=163 * 1024,
         l2_size=40 * 2**20,
         l2_bandwidth=4.5e12,
         memory_bandwidth=1.83e12,
@@ -139,7 +127,7 @@ DEVICES: Mapping[str, DeviceModel] = {
     "b200": replace(
         HOPPER,
         name="b200",
-        family="blackwell",
+        target="sm_100",
         sms=148,
         clock=1.7e9,
         matrix_flops={"bf16": 8192, "fp16": 8192, "fp32": 256, "fp64": 128},

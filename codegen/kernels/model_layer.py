@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from moec.codegen.kernels.model import Prediction, predict, predict_loop
+from moec.codegen.kernels.model import Prediction, predict, predict_schedule
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer, Loop
+from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import KernelShape, RouteShape
 from moec.codegen.kernels.tiles import KERNELS, Kernel, Ways
@@ -74,9 +74,13 @@ def predict_layer(
     return _layer(products, layer, load, device)
 
 
-def predict_loops(loops: dict[Kernel, Loop], layer: ExpertLayer, load: Load, device: DeviceModel) -> LayerPrediction:
-    """The same layer with a loop for each product."""
-    products = {kernel: predict_loop(kernel, loop, layer, load, device) for kernel, loop in loops.items()}
+def predict_schedules(
+    schedules: dict[Kernel, Schedule], layer: ExpertLayer, load: Load, device: DeviceModel
+) -> LayerPrediction:
+    """The same layer with a schedule for each product."""
+    products = {
+        kernel: predict_schedule(kernel, schedule, layer, load, device) for kernel, schedule in schedules.items()
+    }
     return _layer(products, layer, load, device)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_memory import gathered
-from moec.codegen.kernels.model_tiles import ExpertLayer, Loop
+from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.tiles import Kernel
 
-LARGE = Loop(
+LARGE = Schedule(
     rows=128,
     columns=256,
     depth=64,
@@ -20,7 +20,7 @@ LARGE = Loop(
 )
 """CUTLASS's cooperative schedule in a cluster of two blocks: `torch.nn.functional.grouped_mm` on sm_90."""
 
-MEDIUM = Loop(
+MEDIUM = Schedule(
     rows=128,
     columns=128,
     depth=64,
@@ -30,7 +30,7 @@ MEDIUM = Loop(
     hides_epilogue=True,
     library=True,
 )
-SMALL = Loop(
+SMALL = Schedule(
     rows=64,
     columns=128,
     depth=128,
@@ -43,8 +43,8 @@ SMALL = Loop(
 """The ping-pong schedules: two tiles take turns, and one's epilogue runs during the other's products."""
 
 
-def loop_of_library(kernel: Kernel, layer: ExpertLayer, load: Load) -> Loop:
-    """The loop that PyTorch's dispatch takes on sm_90 (aten/src/ATen/native/cuda/GroupMM.cu, 2026).
+def schedule_of_library(kernel: Kernel, layer: ExpertLayer, load: Load) -> Schedule:
+    """The schedule that PyTorch's dispatch takes on sm_90 (aten/src/ATen/native/cuda/GroupMM.cu, 2026).
 
     It goes by the mean rows of an expert, or for gradients of weights by the rows of the gradient. quack's tiles are
     taken to be the large one.

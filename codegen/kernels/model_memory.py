@@ -7,7 +7,7 @@ from math import ceil
 
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer, Loop
+from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.tiles import Kernel
 
 GROUP = 8
@@ -44,7 +44,9 @@ def gathered(layer: ExpertLayer, load: Load, device: DeviceModel) -> float:
     return tokens + (rows - tokens) * missed(tokens, device)
 
 
-def of_rows(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int) -> Traffic:
+def of_rows(
+    kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
+) -> Traffic:
     """Of a product of rows with each expert's matrix."""
     hidden, activated, rows = _row_bytes(layer, load)
     through = gathered(layer, load, device)
@@ -54,13 +56,15 @@ def of_rows(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, device: 
     columns = {"up": parts * layer.hidden, "down": layer.dim, "down_backward": layer.hidden, "up_backward": layer.dim}
     depth = {"up": layer.dim, "down": layer.hidden, "down_backward": layer.dim, "up_backward": parts * layer.hidden}
     matrix = parts * layer.hidden * layer.dim * layer.width
-    again = _visits(load, loop) * matrix * missed(matrix, device)
+    again = _visits(load, schedule) * matrix * missed(matrix, device)
     reads += load.used_experts() * matrix + again
-    reads += _rows_again(loop, columns[kernel], depth[kernel], layer, load, device, blocks)
+    reads += _rows_again(schedule, columns[kernel], depth[kernel], layer, load, device, blocks)
     return Traffic(reads, writes)
 
 
-def of_weights(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int) -> Traffic:
+def of_weights(
+    kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
+) -> Traffic:
     """Of a gradient of weights: a tile of the gradient reads all rows of its expert, in two strips."""
     hidden, activated, _ = _row_bytes(layer, load)
     through = gathered(layer, load, device)
@@ -68,10 +72,10 @@ def of_weights(kernel: Kernel, loop: Loop, layer: ExpertLayer, load: Load, devic
     m, n = (layer.parts * layer.hidden, layer.dim) if of_up else (layer.dim, layer.hidden)
     once = (hidden if of_up else activated) + through
     # Tiles run along n first: the programs that run together read some strips of m and, usually, all of n.
-    across = ceil(n / loop.columns)
+    across = ceil(n / schedule.columns)
     together = max(1, ceil(device.sms * blocks / across))
-    strips = min(m, together * loop.rows) + min(n, device.sms * blocks * loop.columns)
-    turns = max(1, ceil(m / (together * loop.rows)))
+    strips = min(m, together * schedule.rows) + min(n, device.sms * blocks * schedule.columns)
+    turns = max(1, ceil(m / (together * schedule.rows)))
     each = load.rows / load.experts * layer.width
     again = load.rows * n * layer.width * (turns - 1) * missed(strips * each, device)
     matrices = layer.experts * m * n * layer.width
@@ -84,16 +88,16 @@ def _row_bytes(layer: ExpertLayer, load: Load) -> tuple[float, float, float]:
     return one * layer.parts * layer.hidden, one * layer.hidden, one * layer.dim
 
 
-def _visits(load: Load, loop: Loop) -> float:
+def _visits(load: Load, schedule: Schedule) -> float:
     """How often groups of tiles come back to an expert's matrix, over all experts, after the first time."""
-    return (load.tiles(loop.rows) - load.used_experts()) / GROUP
+    return (load.tiles(schedule.rows) - load.used_experts()) / GROUP
 
 
 def _rows_again(
-    loop: Loop, columns: int, depth: int, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
+    schedule: Schedule, columns: int, depth: int, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
 ) -> float:
     """Bytes of rows that a group of tiles reads again for its later columns, because L2 lost them meanwhile."""
     beside = max(1, device.sms * blocks // GROUP)
-    turns = max(1.0, ceil(columns / loop.columns) / beside)
-    strips = (GROUP * loop.rows + min(columns, beside * loop.columns)) * depth * layer.width
+    turns = max(1.0, ceil(columns / schedule.columns) / beside)
+    strips = (GROUP * schedule.rows + min(columns, beside * schedule.columns)) * depth * layer.width
     return load.rows * depth * layer.width * (turns - 1) * missed(strips, device)

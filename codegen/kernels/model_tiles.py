@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, sqrt
 
 from moec.codegen.kernels.model_device import DeviceModel
+from moec.codegen.kernels.occupancy import blocks_per_sm
 from moec.codegen.kernels.tiles import Kernel, Tile
 from moec.passes.ir.value import DTYPE_BYTES
 
@@ -33,8 +34,8 @@ class ExpertLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loop:
-    """How a kernel walks over a product: its tile, its buffers, and what it hides behind other tiles' arithmetic.
+class Schedule:
+    """How a kernel computes a product: its tile, its buffers, and what it hides behind other tiles' arithmetic.
 
     `dots` products of columns / dots are made from one tile of rows. `shared_columns` blocks read one tile of columns
     from L2 together (a cluster's multicast); each expert's rows are then padded to as many tiles.
@@ -52,8 +53,8 @@ class Loop:
     library: bool = False
 
     @classmethod
-    def of(cls, tile: Tile, bulk: bool = False) -> Loop:
-        """The loop of a rendered kernel; `bulk`: persistent, with weights read by TMA."""
+    def of(cls, tile: Tile, bulk: bool = False) -> Schedule:
+        """The schedule of a rendered kernel; `bulk`: persistent, with weights read by TMA."""
         return cls(
             rows=tile.rows,
             columns=tile.columns,
@@ -76,29 +77,25 @@ OVERHEAD: dict[Kernel, float] = {
 sm_90 by Triton 3.6 and 3.9; only an estimate for listings that compile nothing."""
 
 
-def shared_memory(loop: Loop, layer: ExpertLayer) -> int:
+def shared_memory(schedule: Schedule, layer: ExpertLayer) -> int:
     """Bytes of one block: the buffers; a persistent loop keeps its epilogue's tile beside them."""
-    buffers = loop.buffers * (loop.rows + loop.columns) * loop.depth * layer.width
-    return buffers + (loop.rows * min(loop.columns, 128) * layer.width if loop.persistent else 0)
+    buffers = schedule.buffers * (schedule.rows + schedule.columns) * schedule.depth * layer.width
+    return buffers + (schedule.rows * min(schedule.columns, 128) * layer.width if schedule.persistent else 0)
 
 
-def registers(kernel: Kernel, loop: Loop, layer: ExpertLayer) -> int:
+def registers(kernel: Kernel, schedule: Schedule, layer: ExpertLayer) -> int:
     """Estimated registers of a thread, in steps of 8 as they are allocated; at most 255."""
-    sums = loop.rows * loop.columns * (2 if layer.dtype == "fp64" else 1) / (32 * loop.warps)
+    sums = schedule.rows * schedule.columns * (2 if layer.dtype == "fp64" else 1) / (32 * schedule.warps)
     return min(255, 8 * ceil((sums + OVERHEAD[kernel]) / 8))
 
 
-def blocks_per_sm(kernel: Kernel, loop: Loop, layer: ExpertLayer, device: DeviceModel) -> int:
-    """Estimated blocks that fit one multiprocessor at the same time; 0 if not even one does."""
-    if loop.library:
+def estimated_blocks(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> int:
+    """Blocks that fit one multiprocessor at a time, by estimated registers and memory; 0 if not even one does."""
+    if schedule.library:
         return 1
-    shared = shared_memory(loop, layer)
-    if shared > device.shared_memory_block:
-        return 0
-    threads = 32 * loop.warps
-    by_registers = device.registers // (8 * ceil(registers(kernel, loop, layer) / 8) * threads)
-    by_memory = device.shared_memory // (shared + 1024)
-    return max(1, min(by_registers, by_memory, 2048 // threads, 32))
+    return blocks_per_sm(
+        device.target, registers(kernel, schedule, layer), shared_memory(schedule, layer), schedule.warps
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,47 +119,47 @@ class Step:
         return max(named, key=lambda name: named[name])
 
 
-def step_of(loop: Loop, layer: ExpertLayer, device: DeviceModel, active: float, blocks: int) -> Step:
+def step_of(schedule: Schedule, layer: ExpertLayer, device: DeviceModel, active: float, blocks: int) -> Step:
     """One step while `active` multiprocessors share L2 and `blocks` blocks share a multiprocessor."""
-    flops = 2 * loop.rows * loop.columns * loop.depth
-    operands = (loop.rows + loop.columns) * loop.depth * layer.width
-    from_l2 = (loop.rows + loop.columns / loop.shared_columns) * loop.depth * layer.width
+    flops = 2 * schedule.rows * schedule.columns * schedule.depth
+    operands = (schedule.rows + schedule.columns) * schedule.depth * layer.width
+    from_l2 = (schedule.rows + schedule.columns / schedule.shared_columns) * schedule.depth * layer.width
     return Step(
-        matrix=flops / _matrix_rate(loop, layer, device),
-        shared=(_operand_reads(loop, layer, device) + operands) / device.shared_width,
+        matrix=flops / _matrix_rate(schedule, layer, device),
+        shared=(_operand_reads(schedule, layer, device) + operands) / device.shared_width,
         l2=from_l2 / min(device.l2_port, device.l2_bandwidth / device.clock / active),
-        latency=device.load_latency / max(1, loop.buffers - 1) / blocks,
+        latency=device.load_latency / max(1, schedule.buffers - 1) / blocks,
     )
 
 
-def _wide(loop: Loop, layer: ExpertLayer, device: DeviceModel) -> bool:
+def _wide(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> bool:
     """Whether whole groups of 4 warps multiply 64 rows at a time, with both operands in shared memory."""
     half = layer.dtype in ("bf16", "fp16")
-    return device.family != "ampere" and half and loop.rows >= 64 and loop.warps % 4 == 0
+    return device.target != "sm_80" and half and schedule.rows >= 64 and schedule.warps % 4 == 0
 
 
-def _matrix_rate(loop: Loop, layer: ExpertLayer, device: DeviceModel) -> float:
+def _matrix_rate(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> float:
     """Floating-point operations per clock of one multiprocessor."""
-    efficiency = device.library_efficiency if loop.library else device.matrix_efficiency
-    if not _wide(loop, layer, device):
+    efficiency = device.library_efficiency if schedule.library else device.matrix_efficiency
+    if not _wide(schedule, layer, device):
         efficiency *= device.small_tile_efficiency
     return device.matrix_flops[layer.dtype] * efficiency
 
 
-def _operand_reads(loop: Loop, layer: ExpertLayer, device: DeviceModel) -> float:
+def _operand_reads(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> float:
     """Bytes that the matrix units read from shared memory in one step."""
-    columns = loop.columns / loop.dots
-    if _wide(loop, layer, device):
+    columns = schedule.columns / schedule.dots
+    if _wide(schedule, layer, device):
         # Each instruction multiplies 64 rows and at most 256 columns, 16 deep, and reads both operands.
-        groups = loop.warps // 4
-        beside = max(1, groups // (loop.rows // 64))
+        groups = schedule.warps // 4
+        beside = max(1, groups // (schedule.rows // 64))
         width = min(256.0, columns / beside)
-        instructions = loop.rows / 64 * columns / width * loop.dots * loop.depth / 16
+        instructions = schedule.rows / 64 * columns / width * schedule.dots * schedule.depth / 16
         return instructions * 16 * (64 + width) * layer.width
     # Warps lie as a grid over the tile: each row of warps reads all columns, each column of warps all rows.
-    down = max(1, min(loop.warps, loop.rows // 16, round((loop.warps * loop.rows / columns) ** 0.5)))
-    across = max(1, loop.warps // down)
-    return loop.dots * (loop.rows * across + columns * down) * loop.depth * layer.width
+    down = max(1, min(schedule.warps, schedule.rows // 16, round(sqrt(schedule.warps * schedule.rows / columns))))
+    across = max(1, schedule.warps // down)
+    return schedule.dots * (schedule.rows * across + columns * down) * schedule.depth * layer.width
 
 
 GATHER_CLOCKS = 300
@@ -176,10 +173,10 @@ LIBRARY_CLOCKS = 1000
 """Assumed: a library's grouped product writes and fences new TMA descriptors whenever the expert changes."""
 
 
-def prologue(loop: Loop, gathers: bool, device: DeviceModel) -> float:
+def prologue(schedule: Schedule, gathers: bool, device: DeviceModel) -> float:
     """Clocks before a tile's first product: start, addresses, and the first loads' latency."""
-    if loop.persistent:
-        return PERSISTENT_CLOCKS + (LIBRARY_CLOCKS if loop.library else 0)
+    if schedule.persistent:
+        return PERSISTENT_CLOCKS + (LIBRARY_CLOCKS if schedule.library else 0)
     return device.tile_clocks + device.load_latency + (GATHER_CLOCKS if gathers else 0)
 
 
@@ -203,12 +200,12 @@ def epilogue_of(kernel: Kernel, layer: ExpertLayer) -> Epilogue:
     return Epilogue(4, 0, 1)
 
 
-def epilogue(kernel: Kernel, loop: Loop, layer: ExpertLayer, device: DeviceModel) -> float:
+def epilogue(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> float:
     """Clocks after a tile's last product: the epilogue's arithmetic, then its reads and writes through L2."""
-    if loop.hides_epilogue:
+    if schedule.hides_epilogue:
         return 0.0
-    each = Epilogue(4, 0, 1) if loop.library else epilogue_of(kernel, layer)
-    numbers = loop.rows * loop.columns / (layer.parts if kernel == "up" and not loop.library else 1)
+    each = Epilogue(4, 0, 1) if schedule.library else epilogue_of(kernel, layer)
+    numbers = schedule.rows * schedule.columns / (layer.parts if kernel == "up" and not schedule.library else 1)
     arithmetic = numbers * each.operations / (device.lanes * device.lane_efficiency)
     traffic = numbers * (each.read + each.written) * layer.width / device.l2_port
     return arithmetic + traffic + (device.load_latency if each.read else 0)

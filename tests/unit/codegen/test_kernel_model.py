@@ -7,13 +7,13 @@ from math import inf
 
 import pytest
 
-from moec.codegen.kernels.model import predict, predict_loop
+from moec.codegen.kernels.model import predict, predict_schedule
 from moec.codegen.kernels.model_choice import best_way
 from moec.codegen.kernels.model_device import DEVICES, SOURCES, DeviceModel, complaint
 from moec.codegen.kernels.model_layer import predict_layer
-from moec.codegen.kernels.model_libraries import LARGE, MEDIUM, SMALL, loop_of_library
+from moec.codegen.kernels.model_libraries import LARGE, MEDIUM, SMALL, schedule_of_library
 from moec.codegen.kernels.model_loads import Load
-from moec.codegen.kernels.model_tiles import ExpertLayer, Loop, blocks_per_sm, step_of
+from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule, estimated_blocks, step_of
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 
 H200 = DEVICES["h200"]
@@ -31,7 +31,7 @@ def every(tile: Tile) -> Ways:
 
 
 def test_every_constant_has_a_source() -> None:
-    without = {"name", "family", "calibration"}
+    without = {"name", "target", "calibration"}
     assert set(SOURCES) == {field.name for field in fields(DeviceModel)} - without
     assert complaint("h200") is None
     assert complaint("toy") is not None
@@ -108,7 +108,7 @@ def test_a_way_that_is_hardly_faster_does_not_replace_the_usual_one() -> None:
 
 def test_blocks_per_multiprocessor_are_those_that_compiling_showed() -> None:
     def blocks(kernel: str, tile: Tile, bulk: bool = False) -> int:
-        return blocks_per_sm(kernel, Loop.of(tile, bulk), QWEN, H200)
+        return estimated_blocks(kernel, Schedule.of(tile, bulk), QWEN, H200)
 
     deep = Tile(128, 128, 64, 8, 4)
     assert [blocks("down", tile) for tile in (deep, NARROW, WIDE)] == [1, 2, 1]
@@ -120,15 +120,15 @@ def test_blocks_per_multiprocessor_are_those_that_compiling_showed() -> None:
 
 def test_fewer_buffers_expose_a_load_s_latency_and_blocks_hide_it() -> None:
     def latency(buffers: int, blocks: int) -> float:
-        loop = Loop(rows=128, columns=128, depth=64, warps=8, buffers=buffers)
+        loop = Schedule(rows=128, columns=128, depth=64, warps=8, buffers=buffers)
         return step_of(loop, QWEN, H200, 132, blocks).latency
 
     assert latency(2, 1) == H200.load_latency == 2 * latency(3, 1) == 2 * latency(2, 2)
 
 
 def test_the_instruction_s_width_decides_what_shared_memory_must_deliver() -> None:
-    """64 x 256 instructions read 80 bytes a clock of the matrix units' peak, two of 64 x 128 read 96; fills add to it."""
-    one, two = (Loop(rows=128, columns=256, depth=64, warps=8, buffers=4, dots=dots) for dots in (1, 2))
+    """At the matrix units' peak, 64 x 256 instructions read 80 bytes a clock, and those of 64 x 128 read 96."""
+    one, two = (Schedule(rows=128, columns=256, depth=64, warps=8, buffers=4, dots=dots) for dots in (1, 2))
     peak = 2 * 128 * 256 * 64 / 4096
     fills = (128 + 256) * 64 * 2
     clocks = [step_of(loop, QWEN, H200, 132, 1).shared * H200.shared_width - fills for loop in (one, two)]
@@ -149,12 +149,12 @@ def test_one_large_expert_bounds_a_gradient_of_weights() -> None:
 
 
 def test_a_library_s_tile_is_that_of_pytorch_s_dispatch() -> None:
-    assert [loop_of_library("up", QWEN, load_of(QWEN, tokens)) for tokens in (1024, 2048, 4096)] == [
+    assert [schedule_of_library("up", QWEN, load_of(QWEN, tokens)) for tokens in (1024, 2048, 4096)] == [
         SMALL,
         MEDIUM,
         LARGE,
     ]
-    assert loop_of_library("up_weights", QWEN, load_of(QWEN, 64)) == LARGE
+    assert schedule_of_library("up_weights", QWEN, load_of(QWEN, 64)) == LARGE
 
 
 def test_a_library_s_product_needs_passes_around_it() -> None:
@@ -196,4 +196,4 @@ def test_flops_of_a_layer_are_those_of_the_convention() -> None:
 
 def test_loops_and_tiles_predict_the_same() -> None:
     load = load_of(QWEN, 1024)
-    assert predict_loop("up", Loop.of(WIDE), QWEN, load, H200) == predict("up", WIDE, QWEN, load, H200)
+    assert predict_schedule("up", Schedule.of(WIDE), QWEN, load, H200) == predict("up", WIDE, QWEN, load, H200)
