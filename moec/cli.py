@@ -108,7 +108,9 @@ def inspect(
     plot: Annotated[
         Path | None, typer.Option("--svg", metavar="FILE", help="With --memory: write it as a plot.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="With --memory or --params: print it as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="With --kernels, --memory or --params: print it as JSON.")
+    ] = False,
 ) -> None:
     """Show every value of a file with its source line, or a plan's groups and shards, or count parameters."""
     _require("--format", format, STYLES)
@@ -117,8 +119,8 @@ def inspect(
         raise typer.BadParameter("--source needs --kernels")
     if plot and not memory:
         raise typer.BadParameter("--svg needs --memory")
-    if as_json and not (memory or params):
-        raise typer.BadParameter("--json needs --memory or --params")
+    if as_json and (source or not (kernels or memory or params)):
+        raise typer.BadParameter("--json needs --kernels (without --source), --memory or --params")
     views = {"--rank": rank is not None, "--graph": graph is not None}
     views |= {"--kernels": kernels, "--fx": fx, "--memory": memory, "--params": params}
     _require_one_view(path, views)
@@ -129,9 +131,7 @@ def inspect(
 
         show(run_params(path, _lets(lets), as_json), format)
     elif kernels:
-        from moec.commands.inspect_kernels import inspect_kernels, inspect_sources
-
-        print(inspect_sources(path) if source else inspect_kernels(path))
+        _show_kernels(path, source, as_json)
     elif fx:
         from moec.commands.inspect_fx import inspect_fx
 
@@ -157,6 +157,15 @@ def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
         raise typer.BadParameter(f"{' and '.join(asked)}: one view at a time")
     if asked and asked != ["--params"] and not path.is_dir():
         raise typer.BadParameter(f"{asked[0]} needs a plan, not a file")
+
+
+def _show_kernels(path: Path, source: bool, as_json: bool) -> None:
+    from moec.commands.inspect_kernels import inspect_kernels, inspect_sources, kernels_json
+
+    if as_json:
+        print(json.dumps(kernels_json(path)))
+    else:
+        print(inspect_sources(path) if source else inspect_kernels(path))
 
 
 def _show_memory(path: Path, plot: Path | None, as_json: bool) -> None:

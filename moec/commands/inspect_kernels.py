@@ -1,41 +1,34 @@
-"""`moec inspect PLAN --kernels`: every kernel of a rank, compiled for the plan's device, and its limit."""
+"""`moec inspect PLAN --kernels`: the kernels of a rank, compiled for the plan's device: limits and predicted times."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from moec.codegen.kernels.of_plan import (
-    PlanKernel,
-    kernel_sources,
-    kernels_of,
-    rows_per_rank,
-    tokens_per_rank,
-    ways_of,
-)
-from moec.codegen.kernels.shapes import ProductShape
-from moec.codegen.kernels.work import work_of
+from moec.codegen.kernels.model_device import complaint
+from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
 from moec.codegen.plan import Plan
+from moec.commands.kernel_listing import Direction, ListedBlock, ListedKernel, Listing
+from moec.commands.table import table
 from moec.driver import load
-from moec.grammar.spec import Device
-from moec.passes.cost.cost import Work
-from moec.passes.cost.totals import BlockCost
-from moec.passes.cost.workload import Workload
 
-TARGETS: Mapping[str, str] = {
-    "a100": "sm_80",
-    "h100": "sm_90",
-    "h200": "sm_90",
-    "b200": "sm_100",
-    "gb200": "sm_100",
-    "gb300": "sm_100",
-    "mi300x": "gfx942",
-    "cuda": "sm_90",
-    "hip": "gfx942",
-}
-"""The compile target by a device's name, else by its kind."""
-
-HEAD = ("kernel", "tile", "from", "registers", "spilled", "shared", "bound by", "at least", "serves")
+HEAD = (
+    "kernel",
+    "way",
+    "from",
+    "registers",
+    "spilled",
+    "shared",
+    "blocks",
+    "bound by",
+    "at least",
+    "predicted",
+    "TFLOP/s",
+    "useful",
+    "serves",
+)
+DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
 def inspect_sources(path: Path) -> str:
@@ -58,64 +51,122 @@ def _no_kernels(plan: Plan) -> str:
 def inspect_kernels(path: Path) -> str:
     """The kernels as text. Compiles each, which takes some seconds; raises `BackendError` if Triton cannot."""
     plan = load(path)
-    kernels = kernels_of(plan)
-    device = plan.spec.cluster.device
-    if not kernels:
+    if not kernels_of(plan):
         return _no_kernels(plan)
+    _require_triton()
+    return "\n".join(_lines(Listing(plan)))
+
+
+def kernels_json(path: Path) -> dict[str, Any]:
+    """The same as numbers: seconds, bytes, operations. Raises `BackendError` if Triton cannot compile."""
+    plan = load(path)
+    listing = Listing(plan)
+    said: dict[str, Any] = {"plan": plan.name, "device": listing.device.name, "tokens": listing.tokens, "layers": []}
+    if not kernels_of(plan):
+        return said
+    _require_triton()
+    said |= {"target": listing.target, "model": listing.model.origin if listing.model else None}
+    said["layers"] = [_block_json(listing, block) for block in listing.blocks]
+    return said
+
+
+def _require_triton() -> None:
     from moec.runtime.backends import BackendError
     from moec.runtime.backends.triton.triton_support import TRITONS, triton_complaint
 
-    complaint = triton_complaint()
-    if complaint is not None:
-        raise BackendError(f"`moec inspect --kernels` compiles them, but {complaint}", f"install {TRITONS}")
-    return "\n".join(_lines(plan, device, kernels))
+    said = triton_complaint()
+    if said is not None:
+        raise BackendError(f"`moec inspect --kernels` compiles them, but {said}", f"install {TRITONS}")
 
 
-def _lines(plan: Plan, device: Device, kernels: tuple[PlanKernel, ...]) -> Iterator[str]:
-    target = TARGETS.get(device.name) or TARGETS[device.kind]
-    yield f"{plan.name}: kernels of a rank, for {tokens_per_rank(plan):,} tokens, on {device.name} ({target})"
+def _lines(listing: Listing) -> Iterator[str]:
+    plan, device = listing.plan, listing.device
+    yield f"{plan.name}: kernels of a rank, for {listing.tokens:,} tokens, on {device.name} ({listing.target})"
     if plan.tiles is not None:
         yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}"
-    by_block: dict[str, list[PlanKernel]] = {}
-    for kernel in kernels:
-        by_block.setdefault(kernel.block, []).append(kernel)
-    workload = Workload.of(plan.spec, plan.program).even
-    for block, block_kernels in by_block.items():
-        costs = BlockCost.of(plan.program, plan.program.block(block), workload).costs
-        rows = [
-            row
-            for kernel in block_kernels
-            for op, cost in costs
-            if op is kernel.op
-            for row in _rows(plan, device, target, kernel, cost.work)
-        ]
+    yield f"predicted times are {listing.model.origin}" if listing.model else str(complaint(device.name))
+    for block in listing.blocks:
         yield ""
-        yield block
-        widths = [max(len(row[column]) for row in (HEAD, *rows)) for column in range(len(HEAD))]
-        for row in (HEAD, *rows):
-            yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
+        yield block.block
+        if block.choice is not None:
+            yield f"  ways: {block.choice.source}, {block.choice.why}"
+        yield from table([HEAD, *(_cells(listing, block, each) for each in block.kernels)])
+        yield from _totals(block)
 
 
-def _rows(plan: Plan, device: Device, target: str, kernel: PlanKernel, of_op: Work) -> Iterator[tuple[str, ...]]:
-    from moec.runtime.backends.triton.triton_compile import compile_kernels
+def _cells(listing: Listing, block: ListedBlock, each: ListedKernel) -> tuple[str, ...]:
+    """One row of the table; a dash for what a kernel does not have."""
+    made, work, prediction = each.made, each.work, each.prediction
+    bandwidth, peak = listing.device.bandwidth, _peak(listing, block)
+    bound = prediction.bound if prediction else work.bound(peak, bandwidth) if work else "-"
+    product = prediction is not None and prediction.flops > 0
+    return (
+        each.kernel,
+        str(each.way or "-"),
+        block.choice.source if block.choice and each.way else "-",
+        str(made.registers) if made else "-",
+        f"{made.spilled} B" if made and made.spilled else "-",
+        f"{made.shared / 1024:.1f} KiB" if made and made.shared else "-",
+        str(made.blocks) if made else "-",
+        bound,
+        _micro(work.seconds(peak, bandwidth)) if work else "-",
+        _micro(prediction.seconds) if prediction else "-",
+        f"{prediction.tflops:.0f}" if prediction and product else "-",
+        f"{prediction.padding_efficiency:.0%}" if prediction and product else "-",
+        each.serves or "",
+    )
 
-    for made in compile_kernels(kernel.shape, target, kernel.only):
-        work = work_of(kernel.shape, made.kernel, of_op, tokens_per_rank(plan), rows_per_rank(plan, kernel.k))
-        peak = getattr(device.peak, getattr(kernel.shape, "dtype", "fp32"))
-        bound = work.bound(peak, device.bandwidth) if work else "-"
-        least = f"{work.seconds(peak, device.bandwidth) * 1e6:,.1f} µs" if work else "-"
-        size = f"{made.shared / 1024:.1f} KiB" if made.shared else "-"
-        spilled = f"{made.spilled} B" if made.spilled else "-"
-        tile = _tile(plan, kernel, made.kernel)
-        yield (made.kernel, *tile, str(made.registers), spilled, size, bound, least, kernel.span or "")
+
+def _peak(listing: Listing, block: ListedBlock) -> float | None:
+    dtype = block.layer.dtype if block.layer is not None else "fp32"
+    peak: float | None = getattr(listing.device.peak, dtype)
+    return peak
 
 
-def _tile(plan: Plan, kernel: PlanKernel, name: str) -> tuple[str, str]:
-    """A product's tile and its source: tuned, shipped, or the rule."""
-    shape = kernel.shape
-    tile = shape.tile_of(name) if isinstance(shape, ProductShape) else None
-    if not isinstance(shape, ProductShape) or tile is None:
-        return "-", "-"
-    widths = (shape.dim, shape.hidden)
-    rows = rows_per_rank(plan, kernel.k)
-    return str(tile), ways_of(plan, shape.dtype, rows, shape.experts, widths, shape.activation).source
+def _micro(seconds: float) -> str:
+    return f"{seconds * 1e6:,.1f} µs"
+
+
+def _totals(block: ListedBlock) -> Iterator[str]:
+    """Time and rate of the layer, by the convention that its FLOPs are 6 · T · k · D · F, and 12 backward."""
+    for direction in DIRECTIONS:
+        seconds, flops = block.predicted(direction), block.flops(direction)
+        if seconds is not None and flops:
+            yield f"  {direction}: {seconds * 1e3:,.3g} ms predicted, {flops / seconds / 1e12:,.3g} TFLOP/s"
+
+
+def _block_json(listing: Listing, block: ListedBlock) -> dict[str, Any]:
+    choice = block.choice
+    return {
+        "layer": block.block,
+        "ways": str(choice.ways) if choice else None,
+        "source": choice.source if choice else None,
+        "why": choice.why if choice else None,
+        "rows": block.rows,
+        **{direction: _total_json(block, direction) for direction in DIRECTIONS},
+        "kernels": [_kernel_json(each) for each in block.kernels],
+    }
+
+
+def _total_json(block: ListedBlock, direction: Direction) -> dict[str, float | None]:
+    return {"seconds": block.predicted(direction), "flops": block.flops(direction)}
+
+
+def _kernel_json(each: ListedKernel) -> dict[str, Any]:
+    made, prediction = each.made, each.prediction
+    said: dict[str, Any] = {"kernel": each.kernel, "direction": each.direction, "serves": each.serves}
+    said["way"] = str(each.way) if each.way else None
+    if made is not None:
+        said |= {"registers": made.registers, "spilled": made.spilled, "shared": made.shared, "blocks": made.blocks}
+    if each.work is not None:
+        said |= {"least_flops": each.work.flops, "least_bytes": each.work.moved}
+    if prediction is not None:
+        said |= {
+            "seconds": prediction.seconds,
+            "bound": prediction.bound,
+            "parts": dict(prediction.parts),
+            "flops": prediction.flops,
+            "useful": prediction.padding_efficiency,
+            "bytes": prediction.moved,
+        }
+    return said
