@@ -85,8 +85,12 @@ class Listing:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.device = plan.spec.cluster.device
-        self.target = TARGETS.get(self.device.name) or TARGETS[self.device.kind]
         self.tokens = tokens_per_rank(plan)
+
+    @cached_property
+    def target(self) -> str:
+        """What the kernels are compiled for; the device is no processor."""
+        return TARGETS.get(self.device.name) or TARGETS[self.device.kind]
 
     @cached_property
     def model(self) -> DeviceModel | None:

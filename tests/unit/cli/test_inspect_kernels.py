@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -74,9 +75,11 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     folder = compile_source(SMALL).save(tmp_path / "small.plan")
     done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
     assert done.exit_code == 0, done.output
-    head, _, body, titles, *rows = done.stdout.splitlines()
+    head, model, _, body, ways, titles, *rows = done.stdout.splitlines()
     assert head == "small: kernels of a rank, for 128 tokens, on toy (sm_90)"
+    assert model.startswith("there is no model of the device toy, so no times are predicted")
     assert body == "layers[0]"
+    assert ways == "  ways: rule, fp32 has one class of tiles"
     assert titles.split()[0] == "kernel"
     cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in rows}
     assert set(cells) == {
@@ -86,10 +89,11 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     # 256 rows times 64 times 32, twice: 1.05 MFLOP at 1 TFLOP/s.
     assert cells["down"][1].startswith("64x64x32")
     assert cells["down"][2] == "rule"
-    assert cells["down"][6:] == ["arithmetic", "1.0 µs", "<text>:10"]
+    assert cells["down"][7:] == ["arithmetic", "1.0 µs", "-", "-", "-", "<text>:10"]
+    assert int(cells["down"][6]) >= 1
     assert int(cells["down"][3]) > 16
     # 128 tokens of 64 numbers, read twice as rows and written once, and 256 positions.
-    assert cells["combine"][6:8] == ["memory", "0.1 µs"]
+    assert cells["combine"][7:9] == ["memory", "0.1 µs"]
 
 
 def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
     folder = compile_source(text).save(tmp_path / "padded.plan")
     done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
     assert done.exit_code == 0, done.output
-    rows = [re.split(r"  +", row.strip()) for row in done.stdout.splitlines()[4:]]
+    rows = [re.split(r"  +", row.strip()) for row in done.stdout.splitlines()[6:]]
     names = [row[0] for row in rows]
     # Queues of first and second choices, and of all choices; rows in places.
     assert [name for name in names if name in ("count", "scan", "start", "keep", "place")] == [
@@ -108,7 +112,7 @@ def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
     assert not {"rank", "invert", "combine", "combine_backward", "mark"} & {*names}
     # 128 tokens of 64 numbers, read and written twice as rows, and 256 places, at 1 TB/s.
     (fill,) = (row for row in rows if row[0] == "fill")
-    assert fill[6:] == ["memory", "0.1 µs", "<text>:10"]
+    assert fill[7:] == ["memory", "0.1 µs", "-", "-", "-", "<text>:10"]
 
 
 def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
@@ -124,10 +128,55 @@ def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
     assert cells["combine"][1:3] == ["-", "-"]
 
 
+def test_times_are_predicted_on_a_device_with_a_model(tmp_path: Path) -> None:
+    text = SMALL[SMALL.index("model") :].replace('"toy"', '"h200"').replace("fp32", "bf16")
+    folder = compile_source(text).save(tmp_path / "small.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[1] == "predicted times are not calibrated: constants of data sheets, and assumed ones"
+    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in lines if row}
+    assert float(cells["down"][9].removesuffix(" µs")) > float(cells["down"][8].removesuffix(" µs"))
+    assert cells["combine"][10:12] == ["-", "-"]
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels", "--json"])
+    said = json.loads(done.stdout)
+    (layer,) = said["layers"]
+    kernels = {each["kernel"]: each for each in layer["kernels"]}
+    down = kernels["down"]
+    # 256 rows of 64 x 32, gelu: 4 · 256 · 64 · 32 forward.
+    assert layer["forward"]["flops"] == 4 * 256 * 64 * 32 == down["flops"] + kernels["up"]["flops"]
+    assert sum(down["parts"].values()) == pytest.approx(down["seconds"])
+    forward = sum(each["seconds"] for each in kernels.values() if each["direction"] == "forward")
+    assert layer["forward"]["seconds"] == pytest.approx(forward)
+    assert any(line.startswith(f"  forward: {forward * 1e3:.3g} ms predicted") for line in lines)
+    backward = {each["kernel"] for each in kernels.values() if each["direction"] == "backward"}
+    assert backward == {
+        "route_backward", "add_parts", "add_rows", "up_backward", "up_weights", "down_backward", "down_weights",
+    }  # fmt: skip
+
+
+def test_a_library_s_products_are_listed_and_not_compiled(tmp_path: Path) -> None:
+    text = SMALL[SMALL.index("model") :].replace('"toy"', '"h200"').replace("fp32", "bf16")
+    plan = compile_source(text)
+    tile = Tile(16, 64, 64, 4, 2)
+    ways = Ways("grouped_mm", tile, tile, tile, tile, "grouped_mm")
+    entries = tuple(Entry.of(product.key, ways, None) for product in products_of(plan))
+    stored = StoredTiles(device="h200", triton="3.6.0", entries=entries)
+    folder = replace(plan, tiles=stored).save(tmp_path / "small.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
+    assert cells["up"][1:7] == cells["up_weights"][1:7] == ["grouped_mm", "tuned", "-", "-", "-", "-"]
+    assert float(cells["up"][9].removesuffix(" µs")) > 0
+    assert cells["down"][1] == "16x64x64w4s2"
+
+
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(moe_plan().save(tmp_path / "tiny.plan")), "--kernels"])
     assert done.exit_code == 0
     assert "plain torch runs everything" in done.stdout
+    done = CliRunner().invoke(app, ["inspect", str(tmp_path / "tiny.plan"), "--kernels", "--json"])
+    assert json.loads(done.stdout)["layers"] == []
 
 
 def test_kernels_need_a_plan(tmp_path: Path) -> None:
