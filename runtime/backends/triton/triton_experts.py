@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
-from moec.codegen.kernels.tiles import Tile, Ways
-from moec.passes.ir.activations import ACTIVATIONS, PARAMETERS
+from moec.codegen.kernels.shapes import DownShape, UpShape
+from moec.codegen.kernels.tiles import Ways
+from moec.passes.ir.activations import PARAMETERS
 from moec.runtime.backends.torch import torch_experts
-from moec.runtime.backends.triton.triton_launch import Kernels, dtype_name, kernels_of, no_fp64, too_many
+from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, no_fp64, present, too_many
+from moec.runtime.backends.triton.triton_projection import Projection
 from moec.runtime.backends.triton.triton_table import Table
 from moec.runtime.backends.triton.triton_tiles import tiles_at
 
@@ -109,57 +110,12 @@ def expert_mlp_backward(
     return grad_rows, grad_up, grad_down, *of_biases, of_weights
 
 
-def present(given: Tensor | None) -> tuple[Tensor, ...]:
-    """An optional tensor as kernel arguments: kernels have no argument for a missing one."""
-    return () if given is None else (given.contiguous(),)
-
-
-@dataclass(frozen=True, slots=True)
-class _Products:
-    """The kernels of one projection, and their table."""
-
-    shape: ProductShape
-    kernels: Kernels
-    table: Table
-
-    def product(self, kernel: str, width: int, *arguments: Tensor, more: tuple[int, ...] = ()) -> None:
-        """A product of all rows with a matrix of `width` columns."""
-        table = self.table
-        tile = self._tile(kernel)
-        # A tile of a gated `up` covers as many columns of both parts.
-        columns = tile.columns // (ACTIVATIONS[self.shape.activation].parts if kernel == "up" else 1)
-        grid = (table.num_tiles * -(-width // columns),)
-        tables = (table.offsets, table.experts, table.starts, table.num_tiles)
-        self.kernels.launch(kernel, grid, *arguments, *tables, *more, **self.shape.options(kernel))
-
-    def weights(self, kernel: str, shape: tuple[int, int], *arguments: Tensor) -> None:
-        """The gradient [E, *shape] of a projection's weights."""
-        tile, (m, n) = self._tile(kernel), shape
-        grid = (-(-m // tile.rows) * -(-n // tile.columns), self.table.offsets.shape[0] - 1)
-        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
-
-    @property
-    def parts(self) -> int:
-        """How many tiles of down's backward cover a row: each gives a part of the gradient of the row's weight."""
-        return -(-self.shape.hidden // self._tile("down_backward").columns)
-
-    def bias(self, kernel: str, width: int, *arguments: Tensor) -> None:
-        """The gradient [E, width] of a projection's bias."""
-        grid = (*self.kernels.blocks(width, "BB"), self.table.offsets.shape[0] - 1)
-        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
-
-    def _tile(self, kernel: str) -> Tile:
-        tile = self.shape.tile_of(kernel)
-        assert tile is not None, f"no kernel of this shape is called {kernel}"
-        return tile
-
-
 @dataclass(frozen=True, slots=True)
 class Work:
     """The kernels of experts' products over `table`. `order`: its order, where kernels gather rows or choices."""
 
-    up: _Products
-    down: _Products
+    up: Projection
+    down: Projection
     table: Table
     order: tuple[Tensor, ...]
 
@@ -228,7 +184,7 @@ class ExpertsLayer:
         numbers: dict[str, Any] = dict(zip(PARAMETERS, self.parameters, strict=True))
         up = UpShape.of(*known, ways, **numbers)
         down = DownShape.of(*known, ways, weighted=self.weighted, **numbers)
-        of_up, of_down = (_Products(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
+        of_up, of_down = (Projection(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
         return Work(of_up, of_down, table, (table.order,) if gathered or self.k else ())
 
 

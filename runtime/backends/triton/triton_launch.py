@@ -61,6 +61,11 @@ def kernels_of(shape: KernelShape, x: Tensor) -> Kernels:
     return _kernels(shape, x.device)
 
 
+def present(given: Tensor | None) -> tuple[Tensor, ...]:
+    """An optional tensor as kernel arguments: kernels have no argument for a missing one."""
+    return () if given is None else (given.contiguous(),)
+
+
 @cache
 def too_many(num_experts: int) -> bool:
     """Whether there are too many experts for the kernels, so that plain torch must run; warns once."""

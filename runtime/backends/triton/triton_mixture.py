@@ -12,8 +12,8 @@ from torch import Tensor
 from moec.runtime.backends.torch import torch_mixture
 from moec.runtime.backends.torch.torch_experts import new_biases
 from moec.runtime.backends.torch.torch_rows import refuse_out_of_range
-from moec.runtime.backends.triton.triton_experts import ExpertsLayer, present
-from moec.runtime.backends.triton.triton_launch import no_fp64, too_many
+from moec.runtime.backends.triton.triton_experts import ExpertsLayer
+from moec.runtime.backends.triton.triton_launch import no_fp64, present, too_many
 from moec.runtime.backends.triton.triton_queues import Queues
 from moec.runtime.backends.triton.triton_rows import Places
 

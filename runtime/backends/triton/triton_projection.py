@@ -1,0 +1,54 @@
+"""The rendered grouped products of one projection, `up` or `down`, and their launches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.tiles import Tile
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.runtime.backends.triton.triton_launch import Kernels
+from moec.runtime.backends.triton.triton_table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """The kernels of one projection, and their table."""
+
+    shape: ProductShape
+    kernels: Kernels
+    table: Table
+
+    def product(self, kernel: str, width: int, *arguments: Tensor, more: tuple[int, ...] = ()) -> None:
+        """A product of all rows with a matrix of `width` columns."""
+        table = self.table
+        tile = self._tile(kernel)
+        # A tile of a gated `up` covers as many columns of both parts.
+        columns = tile.columns // (ACTIVATIONS[self.shape.activation].parts if kernel == "up" else 1)
+        grid = (table.num_tiles * -(-width // columns),)
+        tables = (table.offsets, table.experts, table.starts, table.num_tiles)
+        self.kernels.launch(kernel, grid, *arguments, *tables, *more, **self.shape.options(kernel))
+
+    def weights(self, kernel: str, shape: Sequence[int], *arguments: Tensor) -> None:
+        """The gradient [E, *shape] of a projection's weights."""
+        tile, (m, n) = self._tile(kernel), shape
+        grid = (-(-m // tile.rows) * -(-n // tile.columns), self.table.offsets.shape[0] - 1)
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
+
+    @property
+    def parts(self) -> int:
+        """How many tiles of down's backward cover a row: each gives a part of the gradient of the row's weight."""
+        return -(-self.shape.hidden // self._tile("down_backward").columns)
+
+    def bias(self, kernel: str, width: int, *arguments: Tensor) -> None:
+        """The gradient [E, width] of a projection's bias."""
+        grid = (*self.kernels.blocks(width, "BB"), self.table.offsets.shape[0] - 1)
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
+
+    def _tile(self, kernel: str) -> Tile:
+        tile = self.shape.tile_of(kernel)
+        assert tile is not None, f"no kernel of this shape is called {kernel}"
+        return tile
