@@ -134,7 +134,7 @@ FAULTS = {
         no_rows, r"(first, last = .*\n)(?=    gradient = )", r"\1    if first == last:\n        return\n"
     ),
     "rows past the last offset are NaN at the second backward": Fault(
-        a_second_backward, r"(tl\.load\(\w+_ptr \+ (?:left|right)_at), mask=there, other=0\.0\)", r"\1)"
+        a_second_backward, r"(tl\.load\(\w+_ptr \+ (?:left|right)_at), mask=there.*?, other=0\.0\)", r"\1)"
     ),
     "the bias of down is not weighted by the gate": Fault(
         the_bias_of_down, r"( +out \+= .*\n)( +out \*= .*\n)", r"\2\1"
