@@ -73,7 +73,7 @@ def layer_tables() -> Iterator[str]:
         for tokens in TOKENS:
             yield _traffic_row(name, layer, tokens)
     yield ""
-    yield "Estimated blocks per multiprocessor, in the order of the columns above, and TFLOP/s forward / backward of the"
+    yield "Estimated blocks per multiprocessor, in the order of the columns above; TFLOP/s forward / backward of the"
     yield "first generation (`before`), of the rule's tiles (`now`), and of `F.grouped_mm` with our passes around it."
     yield ""
     yield "| layer | T | blocks | before | now | grouped_mm | bounds now |"
