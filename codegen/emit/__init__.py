@@ -2,7 +2,7 @@
 
 from moec.codegen.emit.dtypes import DTYPES
 from moec.codegen.emit.emit_gates import WEIGHTS
-from moec.codegen.emit.emitter import LAYER, NodeInfo, info_of, site_of, target_name
+from moec.codegen.emit.emitter import LAYER, NodeInfo, WaysOf, info_of, site_of, target_name
 from moec.codegen.emit.functions import Function, emit_function, emit_graph, weight_users
 from moec.codegen.emit.recompute import recomputed
 
@@ -12,6 +12,7 @@ __all__ = [
     "WEIGHTS",
     "Function",
     "NodeInfo",
+    "WaysOf",
     "emit_function",
     "emit_graph",
     "info_of",

@@ -136,8 +136,8 @@ class Emitter:
         return {"site": site_of(op, "{layer}"), "layer": self._layer}
 
     def ways(self, op: Op) -> str | None:
-        """How an op of experts computes its products."""
-        return self._ways(self.block, op) if self._ways is not None else None
+        """How an op of experts computes its products; a float64 graph, which is for proofs, leaves it to the call."""
+        return self._ways(self.block, op) if self._ways is not None and not self._float64 else None
 
     def layer_number(self) -> fx.Node:
         """The input that is the layer's number."""

@@ -5,10 +5,11 @@ No kernel is stored. At the first call, the kernels that run are rendered from t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, target_of, ways_of
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import (
     DownShape,
@@ -20,18 +21,13 @@ from moec.codegen.kernels.shapes import (
     complaint,
     render,
 )
-from moec.codegen.kernels.stored_tiles import Choice, TileKey, choose, key_of
+from moec.codegen.kernels.stored_tiles import TileKey, key_of
 from moec.codegen.plan import Plan
-from moec.passes.cost.workload import Workload
-from moec.passes.ir import Block, Op, Program, local_shape
+from moec.passes.ir import Block, Op, Program
 from moec.passes.ir import ops as o
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.mixture_values import choices_of, choices_per_token
 
-FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
-"""The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""
-
-Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
 Heads = o.ChosenHeads | o.MixHeads
 
 
@@ -69,19 +65,22 @@ def _head(users: list[str]) -> str:
     return "".join(f"# {user}\n" for user in users) + "\n"
 
 
-def kernels_of(plan: Plan) -> tuple[PlanKernel, ...]:
-    """The kernels that one rank of the plan launches. None on CPU, where plain torch computes everything."""
+def kernels_of(plan: Plan, on: Target | None = None) -> tuple[PlanKernel, ...]:
+    """The kernels that one rank of the plan launches, on its own device or another one.
+
+    None for a plan for CPU, where plain torch computes everything.
+    """
     if plan.spec.cluster.device.kind == "cpu":
         return ()
     return tuple(
         kernel
         for block in plan.program.blocks
-        for kernel in (*_of_mixture(plan, block), *_of_dense(plan, block))
+        for kernel in (*_of_mixture(plan, block, on or target_of(plan)), *_of_dense(plan, block))
         if complaint(kernel.shape) is None
     )
 
 
-def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
+def _of_mixture(plan: Plan, block: Block, on: Target) -> Iterator[PlanKernel]:
     if choices_of(block) is None and not any(isinstance(op, Heads) for op in block.ops):
         return
     k = choices_per_token(block)
@@ -100,7 +99,7 @@ def _of_mixture(plan: Plan, block: Block) -> Iterator[PlanKernel]:
     tables: set[KernelShape] = set()
     for experts in block.ops:
         if isinstance(experts, Experts):
-            tiles, *products = _products(plan, block, experts, k, sources)
+            tiles, *products = _products(plan, block, experts, k, sources, on)
             if tiles not in tables:
                 yield kernel(tiles, experts, *(("table",) if sources == 1 else ()))
             tables.add(tiles)
@@ -162,7 +161,7 @@ def _of_heads(plan: Plan, block: Block, op: Heads) -> Iterator[tuple[KernelShape
     Between attention and its output a row is a choice of its own, with the rank's heads of the group.
     """
     given, inside = op.named(op.operands), 1 if isinstance(op, o.ChosenHeads) else 2
-    groups, *sizes = _local_shape(plan.program, block, given["weight"])
+    groups, *sizes = shape_on_rank(plan.program, block, given["weight"])
     width, dim = sizes[inside - 1] * sizes[inside], sizes[2 if inside == 1 else 0]
     k, dtype = block.scope[given["experts"]].shape[-1], block.scope[given["weight"]].dtype
     assert isinstance(k, int)
@@ -217,35 +216,24 @@ def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:
     """The gated activations between two dense projections, at their width on one rank."""
     for op in block.ops:
         if isinstance(op, o.Activation) and ACTIVATIONS[op.kind].gated:
-            width = _local_shape(plan.program, block, op.operands[0])[-1]
+            width = shape_on_rank(plan.program, block, op.operands[0])[-1]
             shape = GatedShape(
                 hidden=width, activation=op.kind, dtype=op.results[0].dtype, clamp=op.clamp, alpha=op.alpha
             )
             yield PlanKernel(shape, block.name, 1, op)
 
 
-def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int) -> Iterator[KernelShape]:
+def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int, on: Target) -> Iterator[KernelShape]:
     given = op.named(op.operands)
     dtype = block.scope[given["up"]].dtype
-    experts, _, hidden, dim = _local_shape(plan.program, block, given["up"])
+    experts, _, hidden, dim = shape_on_rank(plan.program, block, given["up"])
     of_tokens = k if isinstance(op, o.MixtureMlp) else 0
-    rows = rows_per_rank(plan, k)
-    ways = ways_of(plan, dtype, rows, experts, (dim, hidden), op.activation).ways
+    ways = ways_of(plan, block, op, on).ways
     known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
     yield TilesShape(experts=experts, rows=ways.rows)
     numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha}
     yield UpShape.of(*known, ways, **numbers)
     yield DownShape.of(*known, ways, weighted="weights" in op.optional, **numbers)
-
-
-def ways_of(plan: Plan, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str) -> Choice:
-    """The ways of a layer's products on the plan's device, and their source."""
-    device = plan.spec.cluster.device
-    family = FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper"
-    own = plan.tiles.by_key() if plan.tiles is not None else {}
-    return choose(
-        dtype, rows, experts, widths, ACTIVATIONS[activation].gated, device=device.name, family=family, tuned=own
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,24 +261,7 @@ def products_of(plan: Plan) -> tuple[PlanProducts, ...]:
     return tuple(found.values())
 
 
-def tokens_per_rank(plan: Plan) -> int:
-    """Tokens of the batch (without `train`: one sequence per data-parallel rank), divided by the ranks; at least 1."""
-    return max(1, Workload.of(plan.spec, plan.program).tokens // plan.world_size)
-
-
-def rows_per_rank(plan: Plan, k: int) -> int:
-    """Rows that one rank's experts receive if all experts are equally loaded."""
-    return tokens_per_rank(plan) * k
-
-
 def sources_of(program: Program, block: Block) -> int:
     """The number of ranks that ragged rows arrive from, source by source; 1 for padded rows, which lie by expert."""
     exchange = next((op for op in block.ops if isinstance(op, o.ExchangeCounts)), None)
     return program.meshes_of(block).size(exchange.axis) if exchange is not None else 1
-
-
-def _local_shape(program: Program, block: Block, operand: str) -> tuple[int, ...]:
-    value = block.scope[operand]
-    assert value.layout is not None
-    shape = local_shape(value.shape, value.layout, program.meshes_of(block))
-    return tuple(dim for dim in shape if isinstance(dim, int))

@@ -13,7 +13,8 @@ from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_layer import moving
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
-from moec.codegen.kernels.of_plan import PlanKernel, kernels_of, rows_per_rank, tokens_per_rank, ways_of
+from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
+from moec.codegen.kernels.plan_ways import Experts, rows_per_rank, tokens_per_rank, ways_of
 from moec.codegen.kernels.resources import Resources
 from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.stored_tiles import Choice
@@ -129,10 +130,8 @@ class Listing:
         return compile_kernels(kernel.shape, self.target, kernel.only)
 
     def _choice(self, kernel: PlanKernel) -> Choice:
-        shape, rows = kernel.shape, rows_per_rank(self.plan, kernel.k)
-        assert isinstance(shape, ProductShape)
-        widths = (shape.dim, shape.hidden)
-        return ways_of(self.plan, shape.dtype, rows, shape.experts, widths, shape.activation)
+        assert isinstance(kernel.op, Experts)
+        return ways_of(self.plan, self.plan.program.block(kernel.block), kernel.op)
 
     def _compiled(self, kernel: PlanKernel, made: Resources, of_op: Work, choice: Choice | None) -> ListedKernel:
         rows = rows_per_rank(self.plan, kernel.k)

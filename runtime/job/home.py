@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import PlanParameter
-from moec.passes.ir import Mesh, State
+from moec.passes.ir import Block, Mesh, Op, State
 from moec.runtime.job.checks import Checks
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.names import add_parameter
@@ -63,6 +63,10 @@ class Home(Protocol):
         """The spec of the parameter of this full name; `site` says which part of the model uses it."""
         ...
 
+    def ways(self, block: Block, op: Op) -> str | None:
+        """How an op of experts computes its products on this rank's device; None where it chooses at each call."""
+        ...
+
     def require_running(self) -> None:
         """Raises `JobError` if the job has ended."""
         ...
@@ -104,6 +108,9 @@ class Alone:
         data = self._parameters[name]
         dtype = self._dtype or DTYPES[data.dtype]
         return WeightSpec(name=name, shape=data.shape, dtype=dtype, site=site, master=self._master, frozen=data.frozen)
+
+    def ways(self, block: Block, op: Op) -> str | None:
+        return None
 
     def require_running(self) -> None:
         """Never raises: a single process needs no job."""

@@ -21,7 +21,6 @@ from moec.codegen.plan import Plan
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Shard
 from moec.runtime.backends import select
-from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.resuming import resume
 from moec.runtime.checkpoint.saves import Saves
@@ -134,7 +133,6 @@ class Job:
                 seconds = self._timeout.total_seconds()
                 self._watch = stack.enter_context(watch(store, self.rank, self.world_size, seconds))
             stack.enter_context(groups.opened(self._number, named, self._watch))
-            stack.enter_context(triton_tiles.opened(self.plan.tiles))
             self._saves = stack.enter_context(Saves(saves_store, self.rank, self.world_size, self._watch))
             self._stack = stack.pop_all()
         return self

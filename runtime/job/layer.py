@@ -66,7 +66,7 @@ class MoeLayer(nn.Module):
         self.dim, self._home, self.seen = dim, home, set[object]()
         self._hosts: tuple[object, ...] | None = None
         (call,) = layer_calls(program)
-        self._function = emit_function(program, call.block, groups=home.groups, float64=float64)
+        self._function = emit_function(program, call.block, groups=home.groups, float64=float64, ways=home.ways)
         self._scalars: dict[str, Function] = {
             name: emit_function(program, name, groups=home.groups, float64=float64) for name in scalar_blocks(program)
         }

@@ -15,7 +15,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.plan import Plan, PlanParameter, ZeroCut
-from moec.passes.ir import State, local_slices
+from moec.passes.ir import Block, Op, State, local_slices
+from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.job.checks import Checks
 from moec.runtime.job.groups import ALL_RANKS, ended, is_open
 from moec.runtime.job.shards import (
@@ -105,6 +106,9 @@ class RankHome:
     def _layout(self, data: PlanParameter) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         mesh = self._meshes[data.mesh]
         return mesh, dtensor_placements(data.master, mesh)
+
+    def ways(self, block: Block, op: Op) -> str | None:
+        return ways_on(self.plan, block, op, self._device)
 
     def require_running(self) -> None:
         if self.plan.world_size > 1 and not is_open(self.groups):

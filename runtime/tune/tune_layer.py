@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.kernels.of_plan import PlanProducts
-from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import Ways
 from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.backends.triton.triton_experts import expert_mlp, expert_mlp_backward
@@ -64,40 +62,35 @@ class TunedLayer:
     def default(self) -> Ways:
         """The ways of an untuned plan: shipped ones, or the rule's."""
         experts, widths = self._up.shape[0], (self.key.dim, self.key.hidden)
-        with triton_tiles.use(None):
-            return triton_tiles.tiles_at(self.device, self.key.dtype, self.rows, experts, widths, self.activation[0])
+        known = (self.device, self.key.dtype, self.rows, experts, widths, self.activation[0])
+        return triton_tiles.ways_at(None, *known)
 
     def results(self, ways: Ways) -> Results:
         """The layer's results with its products computed so."""
-        with self._with(ways):
-            return self._run()
+        return self._run(str(ways))
 
     def milliseconds(self, ways: Ways) -> float:
         """The median of several runs with a cold cache by the device's clock; in the interpreter, one run."""
-        with self._with(ways):
-            if self.device.type == "cuda":
-                from triton.testing import do_bench
+        text = str(ways)
+        if self.device.type == "cuda":
+            from triton.testing import do_bench
 
-                return float(do_bench(self._run, warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median"))
-            before = time.perf_counter()
-            self._run()
-            return 1e3 * (time.perf_counter() - before)
+            timed = do_bench(lambda: self._run(text), warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median")
+            return float(timed)
+        before = time.perf_counter()
+        self._run(text)
+        return 1e3 * (time.perf_counter() - before)
 
-    def _with(self, ways: Ways) -> AbstractContextManager[None]:
-        """Uses these ways as a job uses a plan's."""
-        entry = Entry.of(self.key, ways, None)
-        return triton_tiles.use(StoredTiles(device=self._name, triton=None, entries=(entry,)))
-
-    def _run(self) -> Results:
+    def _run(self, ways: str) -> Results:
         parameters = (self._up, self._down, *self._biases)
         if self.k:
-            experts = (*parameters, *self.activation)
+            experts = (*parameters, *self.activation, ways)
             mixed, counts, hidden, *others = mixture_mlp(self._x, self._choices, self._weights, *experts)
             saved = (self._x, hidden, counts, *others, self._weights)
             of_mixture: tuple[Any, ...] = (*saved, *experts)
             grad_x, _, *grads = mixture_mlp_backward(self._grad, *of_mixture)
             return mixed, grad_x, *grads
-        matrices = (*parameters, self._weights, *self.activation)
+        matrices = (*parameters, self._weights, *self.activation, ways)
         out, hidden, table = expert_mlp(self._x, self._counts, *matrices)
         of_rows: tuple[Any, ...] = (hidden, table, self._counts, *matrices)
         *grads, _ = expert_mlp_backward(self._grad, self._x, *of_rows)

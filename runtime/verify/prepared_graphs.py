@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from moec.codegen.emit import emit_graph
+from moec.codegen.emit import WaysOf, emit_graph
 from moec.passes.ir import Output, Program, Recompute
 
 
@@ -28,8 +28,8 @@ class PreparedGraph:
 class Graphs:
     """A Program's graphs, each built once."""
 
-    def __init__(self, program: Program, *, float64: bool) -> None:
-        self.program, self._float64 = program, float64
+    def __init__(self, program: Program, *, float64: bool, ways: WaysOf | None = None) -> None:
+        self.program, self._float64, self._ways = program, float64, ways
         self._built: dict[str, PreparedGraph] = {}
 
     def has(self, name: str) -> bool:
@@ -39,7 +39,7 @@ class Graphs:
     def __getitem__(self, name: str) -> PreparedGraph:
         if name not in self._built:
             block = self.program.block(name)
-            graph = emit_graph(self.program, block, float64=self._float64)
+            graph = emit_graph(self.program, block, float64=self._float64, ways=self._ways)
             node, last_uses = graph.output_node(), _last_uses(graph)
             self._built[name] = PreparedGraph(graph, block.outputs, node, last_uses, block.recompute)
         return self._built[name]

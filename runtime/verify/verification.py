@@ -13,7 +13,6 @@ import torch
 from moec.codegen.plan import Plan
 from moec.runtime.backends import plain_torch, select
 from moec.runtime.backends.torch import torch_backend
-from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.job.shards import require_executable
 from moec.runtime.verify.comparison import compare
 from moec.runtime.verify.inputs import global_batch, microbatches_of
@@ -46,7 +45,7 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
     if scale:
         return _verify_scaled(plan, seed)
     require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
-    with _one_thread_without_collection(plan), triton_tiles.use(plan.tiles):
+    with _one_thread_without_collection(plan):
         model = _model(plan, torch.float64, seed)
         double = compare(plan, model, torch.float64, seed)
         if not double.ok:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan, PlanParameter
 from moec.passes.ir import Layout, local_slices
 from moec.passes.place.between_steps import conversions_between
+from moec.runtime.backends.triton.triton_tiles import ways_on
 from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep, PerRank
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.routes import Routes
@@ -40,7 +42,7 @@ class VirtualCluster:
         }
         float64 = next(iter(parameters.values())).dtype == torch.float64
         self.lockstep = Lockstep(
-            Graphs(plan.program, float64=float64),
+            Graphs(plan.program, float64=float64, ways=partial(ways_on, plan, device=torch.device("cpu"))),
             plan.world_size,
             plan.groups,
             self.parameters,

@@ -9,7 +9,8 @@ import torch
 
 import moec
 from moec.codegen.plan import Plan
-from moec.runtime.backends.triton.triton_tiles import device_name, tiles_at, use
+from moec.passes.ir.ops import MixtureMlp
+from moec.runtime.backends.triton.triton_tiles import device_name, ways_on
 from moec.runtime.tune.tuning import bench_for, tune
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or AMD device")
@@ -49,8 +50,9 @@ def test_a_plan_is_tuned_on_the_device_that_is_here(plan: Plan, device: torch.de
     assert found.wrong == 0
     assert 0 < found.best_ms <= found.default_ms
     loaded = moec.load(tuning.plan.save(tmp_path / "small.plan"))
-    with use(loaded.tiles):
-        assert tiles_at(device, "bf16", 8192, 8, (512, 1024), "swiglu") == found.best
+    block = next(block for block in loaded.program.blocks if any(isinstance(op, MixtureMlp) for op in block.ops))
+    op = next(op for op in block.ops if isinstance(op, MixtureMlp))
+    assert ways_on(loaded, block, op, device) == str(found.best)
 
 
 def test_a_tuned_plan_trains(plan: Plan) -> None:

@@ -24,7 +24,7 @@ from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.backends.triton import triton_experts
+from moec.runtime.backends.triton import triton_experts, triton_tiles
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.tune import tune_search
@@ -149,8 +149,36 @@ def test_a_plans_tiles_are_in_force_while_its_job_runs_and_not_beyond(alone: Pla
     assert launched == untuned
 
 
+def test_each_of_two_models_that_train_in_turns_runs_its_own_tiles(alone: Plan, launched: set[Tile]) -> None:
+    tokens = torch.arange(8).view(2, 4)
+    with moec.launch(alone, device="cpu") as job, moec.launch(with_tiles(alone), device="cpu") as tuned_job:
+        model, tuned = job.build(), tuned_job.build()
+        launched.clear()
+        loss, tuned_loss = (one(tokens, tokens).loss for one in (model, tuned))
+        untuned = launched - tiles_of(OTHER)
+        assert launched == untuned | tiles_of(OTHER)
+        launched.clear()
+        loss.backward()
+        assert launched == untuned
+        launched.clear()
+        tuned_loss.backward()
+        assert launched == tiles_of(OTHER)
+
+
+def test_a_model_that_was_built_on_meta_runs_its_own_tiles(alone: Plan, launched: set[Tile]) -> None:
+    with moec.launch(with_tiles(alone), device="cpu") as job:
+        model = job.build("meta").to_empty(device="cpu")
+        launched.clear()
+        model(torch.arange(8).view(2, 4))
+    assert launched == tiles_of(OTHER)
+
+
 def test_tiles_of_another_device_are_not_taken(alone: Plan, launched: set[Tile]) -> None:
-    step(with_tiles(alone, device="h100"))
+    triton_tiles._warn_of_other_device.cache_clear()
+    with pytest.warns(
+        UserWarning, match="tuned on h100, and this device is interpreter"
+    ):
+        step(with_tiles(alone, device="h100"))
     assert launched
     assert not launched & tiles_of(OTHER)
 

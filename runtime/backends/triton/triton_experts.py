@@ -8,7 +8,6 @@ gathered when they are read and scattered when they are written.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from moec.runtime.backends.torch import torch_experts
 from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, no_fp64, present, too_many
 from moec.runtime.backends.triton.triton_projection import Projection
 from moec.runtime.backends.triton.triton_table import Table
-from moec.runtime.backends.triton.triton_tiles import tiles_at
+from moec.runtime.backends.triton.triton_tiles import ways_at
 
 Activation = tuple[str, *tuple[float | None, ...]]
 """A word of `ACTIVATIONS` and its parameters, as in `kind_of`."""
@@ -173,10 +172,8 @@ class ExpertsLayer:
         return self._work(found, Table.of(saved, num_rows, self.experts, found.rows))
 
     def _ways(self, num_rows: int, ways: str | None) -> Ways:
-        if ways is not None:
-            return _parsed(ways)
         widths = (self.dim, self.hidden)
-        return tiles_at(self.device, self.dtype, num_rows, self.experts, widths, self.activation)
+        return ways_at(ways, self.device, self.dtype, num_rows, self.experts, widths, self.activation)
 
     def _work(self, ways: Ways, table: Table) -> Work:
         gathered = self.sources > 1
@@ -186,11 +183,6 @@ class ExpertsLayer:
         down = DownShape.of(*known, ways, weighted=self.weighted, **numbers)
         of_up, of_down = (Projection(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
         return Work(of_up, of_down, table, (table.order,) if gathered or self.k else ())
-
-
-@cache
-def _parsed(ways: str) -> Ways:
-    return Ways.parse(ways)
 
 
 def _refuse_other_sum(counts: Tensor, num_rows: int) -> None:

@@ -1,4 +1,4 @@
-"""Chooses the tiles of grouped products: the running plan's, if they were tuned on this device, else moec's.
+"""How grouped products are computed at a call: as the module was emitted, else by moec's own choice.
 
 Nothing is measured here; only `moec tune` measures.
 """
@@ -6,15 +6,18 @@ Nothing is measured here; only `moec tune` measures.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache
 
 import torch
 
-from moec.codegen.kernels.stored_tiles import StoredTiles, TileKey, choose
+from moec.codegen.kernels.plan_ways import Target, ways_text
+from moec.codegen.kernels.stored_tiles import choose
 from moec.codegen.kernels.tiles import Ways
+from moec.codegen.plan import Plan
+from moec.passes.ir import Block, Op
 from moec.passes.ir.activations import ACTIVATIONS
+from moec.runtime.backends import select, warn_first
+from moec.runtime.backends.torch import torch_backend
 
 LIBRARY = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
 """Devices of moec's library that kernels run on."""
@@ -22,45 +25,58 @@ LIBRARY = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
 INTERPRETER = "interpreter"
 """What stands for the device of CPU tensors."""
 
-# Process-wide, not thread-local: on CUDA, backward runs in autograd's own threads.
-_tuned: tuple[tuple[str, Mapping[TileKey, Ways]], ...] = ()
 
-
-@contextmanager
-def use(tiles: StoredTiles | None) -> Iterator[None]:
-    """Until the block ends, kernels take tiles only from this plan; with None, only moec's shipped tiles and rule."""
-    global _tuned
-    outer = _tuned
-    _tuned = () if tiles is None else ((tiles.device, tiles.by_key()),)
-    try:
-        yield
-    finally:
-        _tuned = outer
-
-
-@contextmanager
-def opened(tiles: StoredTiles | None) -> Iterator[None]:
-    """Until the block ends, kernels take this job's tiles too. Tiles change no result, so jobs can use each other's."""
-    global _tuned
-    own = () if tiles is None else ((tiles.device, tiles.by_key()),)
-    _tuned = (*own, *_tuned)
-    try:
-        yield
-    finally:
-        _tuned = tuple(other for other in _tuned if all(other is not mine for mine in own))
-
-
-def tiles_at(
-    device: torch.device, dtype: str, rows: int, experts: int, widths: tuple[int, int], activation: str
+def ways_at(
+    text: str | None,
+    device: torch.device,
+    dtype: str,
+    rows: int,
+    experts: int,
+    widths: tuple[int, int],
+    activation: str,
 ) -> Ways:
-    """The ways of the products of `rows` rows in all on a device; a plan's only if it was tuned on such a device."""
-    name = device_name(device)
-    tuned: dict[TileKey, Ways] = {}
-    for own, tiles in reversed(_tuned):
-        tuned.update(tiles if own == name else {})
-    family = family_of(device)
+    """The ways that an operator was given as text; without a text, moec's for `rows` rows in all on this device."""
+    if text is not None:
+        return _parsed(text)
     gated = ACTIVATIONS[activation].gated
-    return choose(dtype, rows, experts, widths, gated, device=name, family=family, tuned=tuned).ways
+    on = target_at(device)
+    return choose(dtype, rows, experts, widths, gated, device=on.name, family=on.family, tuned={}).ways
+
+
+@cache
+def _parsed(text: str) -> Ways:
+    return Ways.parse(text)
+
+
+@cache
+def target_at(device: torch.device) -> Target:
+    """The name and family of this machine's device."""
+    return Target(device_name(device), family_of(device))
+
+
+def ways_on(plan: Plan, block: Block, op: Op, device: torch.device) -> str | None:
+    """How an op of experts of the plan computes its products on `device`: the last argument of its operator.
+
+    None where plain torch computes them. A module on the meta device will move to this machine's. Tiles that were tuned
+    on another device are not taken; one warning says so.
+    """
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if select(device.type) is torch_backend:
+        return None
+    on = target_at(device)
+    if plan.tiles is not None and plan.tiles.device != on.name:
+        _warn_of_other_device(plan.tiles.device, on.name)
+    return ways_text(plan, block, op, on)
+
+
+@cache
+def _warn_of_other_device(tuned_on: str, name: str) -> None:
+    warn_first(
+        f"the plan's tiles were tuned on {tuned_on}, and this device is {name}: moec's own tiles run; "
+        "`moec tune` on this device finds the fastest",
+        "LOCAL_RANK",
+    )
 
 
 @cache

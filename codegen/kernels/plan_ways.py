@@ -1,0 +1,71 @@
+"""How each product of a plan's experts is computed on one device: what a job's module is emitted with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from moec.codegen.kernels.stored_tiles import Choice, choose
+from moec.codegen.plan import Plan
+from moec.passes.cost.workload import Workload
+from moec.passes.ir import Block, Op, Program, local_shape
+from moec.passes.ir import ops as o
+from moec.passes.ir.activations import ACTIVATIONS
+from moec.passes.ir.mixture_values import choices_per_token
+
+FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
+"""The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""
+
+Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device that kernels run on: its name, and its family ("hopper" and later, "ampere" or "cdna")."""
+
+    name: str
+    family: str
+
+
+def target_of(plan: Plan) -> Target:
+    """The device that the plan was compiled for."""
+    device = plan.spec.cluster.device
+    return Target(device.name, FAMILIES.get(device.kind) or FAMILIES.get(device.name) or "hopper")
+
+
+def ways_of(plan: Plan, block: Block, op: Experts, on: Target | None = None) -> Choice:
+    """The ways of an op of experts over its even share of the batch; `on` the plan's device if no other is given.
+
+    Tiles that were tuned on another device are not taken.
+    """
+    on = on or target_of(plan)
+    up = op.named(op.operands)["up"]
+    experts, _, hidden, dim = shape_on_rank(plan.program, block, up)
+    rows = rows_per_rank(plan, choices_per_token(block))
+    tuned = plan.tiles.by_key() if plan.tiles is not None and plan.tiles.device == on.name else {}
+    how = (block.scope[up].dtype, rows, experts, (dim, hidden), ACTIVATIONS[op.activation].gated)
+    return choose(*how, device=on.name, family=on.family, tuned=tuned)
+
+
+def ways_text(plan: Plan, block: Block, op: Op, on: Target) -> str:
+    """The last argument of the operator of an op of experts: `str` of its `Ways`."""
+    assert isinstance(op, Experts)
+    return str(ways_of(plan, block, op, on).ways)
+
+
+def tokens_per_rank(plan: Plan) -> int:
+    """Tokens of the batch (without `train`: one sequence per data-parallel rank), divided by the ranks; at least 1."""
+    return max(1, Workload.of(plan.spec, plan.program).tokens // plan.world_size)
+
+
+def rows_per_rank(plan: Plan, k: int) -> int:
+    """Rows that one rank's experts receive if all experts are equally loaded."""
+    return tokens_per_rank(plan) * k
+
+
+def shape_on_rank(program: Program, block: Block, operand: str) -> tuple[int, ...]:
+    """The shape of one rank's part of an operand, without dims that only a run knows."""
+    value = block.scope[operand]
+    assert value.layout is not None
+    shape = local_shape(value.shape, value.layout, program.meshes_of(block))
+    return tuple(dim for dim in shape if isinstance(dim, int))
