@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, target_of, ways_of
+from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, ways_of
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import (
     DownShape,
@@ -75,12 +75,12 @@ def kernels_of(plan: Plan, on: Target | None = None) -> tuple[PlanKernel, ...]:
     return tuple(
         kernel
         for block in plan.program.blocks
-        for kernel in (*_of_mixture(plan, block, on or target_of(plan)), *_of_dense(plan, block))
+        for kernel in (*_of_mixture(plan, block, on), *_of_dense(plan, block))
         if complaint(kernel.shape) is None
     )
 
 
-def _of_mixture(plan: Plan, block: Block, on: Target) -> Iterator[PlanKernel]:
+def _of_mixture(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKernel]:
     if choices_of(block) is None and not any(isinstance(op, Heads) for op in block.ops):
         return
     k = choices_per_token(block)
@@ -223,7 +223,7 @@ def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:
             yield PlanKernel(shape, block.name, 1, op)
 
 
-def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int, on: Target) -> Iterator[KernelShape]:
+def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int, on: Target | None) -> Iterator[KernelShape]:
     given = op.named(op.operands)
     dtype = block.scope[given["up"]].dtype
     experts, _, hidden, dim = shape_on_rank(plan.program, block, given["up"])

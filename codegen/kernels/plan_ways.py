@@ -34,15 +34,16 @@ def target_of(plan: Plan) -> Target:
 
 
 def ways_of(plan: Plan, block: Block, op: Experts, on: Target | None = None) -> Choice:
-    """The ways of an op of experts over its even share of the batch; `on` the plan's device if no other is given.
+    """The ways of an op of experts over its even share of the batch, on the plan's device or on another one.
 
-    Tiles that were tuned on another device are not taken.
+    On another device, tiles that were not tuned there are not taken. (A file may give its device any name.)
     """
+    fits = plan.tiles is not None and (on is None or plan.tiles.device == on.name)
     on = on or target_of(plan)
     up = op.named(op.operands)["up"]
     experts, _, hidden, dim = shape_on_rank(plan.program, block, up)
     rows = rows_per_rank(plan, choices_per_token(block))
-    tuned = plan.tiles.by_key() if plan.tiles is not None and plan.tiles.device == on.name else {}
+    tuned = plan.tiles.by_key() if plan.tiles is not None and fits else {}
     how = (block.scope[up].dtype, rows, experts, (dim, hidden), ACTIVATIONS[op.activation].gated)
     return choose(*how, device=on.name, family=on.family, tuned=tuned)
 

@@ -175,9 +175,7 @@ def test_a_model_that_was_built_on_meta_runs_its_own_tiles(alone: Plan, launched
 
 def test_tiles_of_another_device_are_not_taken(alone: Plan, launched: set[Tile]) -> None:
     triton_tiles._warn_of_other_device.cache_clear()
-    with pytest.warns(
-        UserWarning, match="tuned on h100, and this device is interpreter"
-    ):
+    with pytest.warns(UserWarning, match="tuned on h100, and this device is interpreter"):
         step(with_tiles(alone, device="h100"))
     assert launched
     assert not launched & tiles_of(OTHER)
