@@ -24,6 +24,7 @@ from moec.codegen.kernels.model import predict
 from moec.codegen.kernels.model_device import DEVICES, FREE, DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.stored_tiles import FOLDER
 from moec.codegen.kernels.tiles import WAY_PATTERN, Kernel, parse_way
 
 PULL = 0.01
@@ -209,12 +210,16 @@ def stored(model: DeviceModel, measurements: Sequence[Measurement]) -> StoredMod
     return StoredModel(device=model.name, measurements=len(found), mean_error=_mean_error(found), constants=constants)
 
 
+def model_file(name: str) -> Path:
+    """Where a device's fitted constants are stored."""
+    return FOLDER / f"{name}.model.json"
+
+
 @cache
 def device_model(name: str) -> DeviceModel | None:
     """The model of a device, with its calibration if moec ships one; None for an unknown device."""
     model = DEVICES.get(name)
-    file = Path(__file__).parent / "tuned" / f"{name}.model.json"
-    if model is None or not file.is_file():
+    if model is None or not model_file(name).is_file():
         return model
-    read = StoredModel.model_validate_json(file.read_bytes())
+    read = StoredModel.model_validate_json(model_file(name).read_bytes())
     return model.with_constants(read.constants, read.origin)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from functools import cache
 from itertools import product
 from math import log
 from pathlib import Path
 
+import calibrate_kernels
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
 from moec.codegen.kernels import model_calibration
 from moec.codegen.kernels.model_calibration import (
@@ -119,21 +122,44 @@ def test_the_report_names_the_worst_measurement_first() -> None:
     assert worst.startswith("  0.25 x the measured")
 
 
-def test_a_stored_model_is_read_back_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder of stored models."""
+    monkeypatch.setattr(model_calibration, "FOLDER", tmp_path / "tuned")
+    device_model.cache_clear()
+    yield tmp_path / "tuned"
+    device_model.cache_clear()
+
+
+def test_a_stored_model_is_read_back_and_named(folder: Path) -> None:
     kept = stored(TRUTH, measured())
-    read = StoredModel.model_validate_json(kept.model_dump_json())
-    assert dict(read.constants) == pytest.approx(PLANTED)
-    assert read.origin == f"calibrated from {len(measured())} measurements on h200, mean error 0%"
-    folder = tmp_path / "tuned"
     folder.mkdir()
     (folder / "h200.model.json").write_text(kept.model_dump_json())
-    monkeypatch.setattr(model_calibration, "__file__", str(tmp_path / "module.py"))
-    device_model.cache_clear()
-    try:
-        known, plain = device_model("h200"), device_model("h100")
-        assert known is not None
-        assert (known, known.origin) == (TRUTH, read.origin)
-        assert plain is DEVICES["h100"]
-        assert device_model("toy") is None
-    finally:
-        device_model.cache_clear()
+    known, plain = device_model("h200"), device_model("h100")
+    assert known is not None
+    assert (known, known.origin) == (
+        TRUTH, f"calibrated from {len(measured())} measurements on h200, mean error 0%"
+    )  # fmt: skip
+    assert plain is DEVICES["h100"]
+    assert device_model("toy") is None
+
+
+def test_a_stored_model_is_bounded_numbers(folder: Path) -> None:
+    constants = {**PLANTED, "clock": 1e9}
+    for wrong in (constants, {**PLANTED, "load_latency": -1}, {**PLANTED, "load_latency": float("inf")}):
+        with pytest.raises(ValidationError):
+            StoredModel(device="h200", measurements=3, mean_error=0.1, constants=wrong)
+
+
+def test_measured_lines_become_a_stored_model(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = tmp_path / "gpu.jsonl"
+    lines.write_text("".join(f"{row.model_dump_json()}\n" for row in measured()))
+    assert calibrate_kernels.main([str(lines), "--device", "h100"]) == 1
+    assert calibrate_kernels.main([str(lines), "--write"]) == 0
+    said = capsys.readouterr().out
+    assert "h200: not calibrated" in said
+    assert f"h200: calibrated from {len(measured())} measurements on h200" in said
+    assert [file.name for file in folder.iterdir()] == ["h200.model.json"]
+    fitted = device_model("h200")
+    assert fitted is not None
+    assert fitted.l2_bandwidth == pytest.approx(PLANTED["l2_bandwidth"], rel=0.02)
