@@ -36,7 +36,7 @@ LEFT_OUT = {
 def measure(shape: Shape, dtype: str, rounds: int, threads: int) -> list[Row]:
     """Every way in every round; who goes first changes."""
     problem, clock = make_problem(shape, DTYPES[dtype], "cpu"), Clock("cpu", threads)
-    x, exact = problem.x.clone().requires_grad_(), reference(problem)
+    x, exact = problem.x.clone().requires_grad_(), reference(problem)[:2]
     layers = {way: Contender(IMPLEMENTATIONS["cpu"]["moec"](problem)) for way in LEFT_OUT}
     order = list(LEFT_OUT)
     for turn in range(rounds + 1):

@@ -113,6 +113,13 @@ def grouped_mm(problem: Problem) -> Layer:
     return Layer(run, (gate, up, down))
 
 
+def compiled_grouped_mm(problem: Problem) -> Layer:
+    """`F.grouped_mm` under `torch.compile`, compiled anew for each shape."""
+    layer = grouped_mm(problem)
+    torch.compiler.reset()
+    return Layer(torch.compile(layer.run, dynamic=False), layer.parameters)
+
+
 def _transformers(implementation: str) -> Callable[[Problem], Layer]:
     def make(problem: Problem) -> Layer:
         _needs("transformers")
@@ -219,5 +226,11 @@ _EVERYWHERE: Mapping[str, Callable[[Problem], Layer]] = {
 }
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Callable[[Problem], Layer]]] = {
     "cpu": _EVERYWHERE,
-    "cuda": {**_EVERYWHERE, "F.grouped_mm": grouped_mm, "Liger": liger, "ScatterMoE": scattermoe},
+    "cuda": {
+        **_EVERYWHERE,
+        "F.grouped_mm": grouped_mm,
+        "F.grouped_mm compiled": compiled_grouped_mm,
+        "Liger": liger,
+        "ScatterMoE": scattermoe,
+    },
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest error of any token's vector, relative to the mean length of them all."""
 
-LOADS = ("uniform", "zipf")
+OfExpert = Callable[..., None]
+"""Takes an expert's number and its matrices' gradients `up` [2F, D] and `down` [D, F] in float64."""
+
+LOADS = ("uniform", "zipf", "some")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,8 @@ class Problem:
 def make_problem(shape: Shape, dtype: torch.dtype, device: str, load: str = "uniform") -> Problem:
     """Random weights and tokens; expert e gets a share of 1/E, or with `zipf` in proportion to 1 / (e + 1)^1.1.
 
+    With `some` every other expert gets none, as long as k ≤ E / 2.
+
     Router row e reads coordinate e of a token. Those are a token's own order of E numbers that bfloat16 holds exactly,
     so every implementation finds the same logits and chooses the same experts, however it rounds.
     """
@@ -88,27 +94,41 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: str, load: str = "uni
     noise = -torch.empty(shape.tokens, experts, device=device).exponential_(generator=generator).log()
     if load == "zipf":
         noise -= 1.1 * torch.arange(1, experts + 1, device=device).log()
+    if load == "some":
+        noise[:, 1::2] -= 1e6
     x[:, :experts] = ((noise.argsort().argsort() - experts / 2) / 32).to(dtype)
     up, down = normal(experts, 2 * hidden, dim, scale=dim**-0.5), normal(experts, dim, hidden, scale=hidden**-0.5)
     return Problem(shape, x, grad, gate, up, down)
 
 
-def reference(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output and input gradient of the layer in float64, one expert at a time."""
+def reference(problem: Problem, each: OfExpert | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, input gradient and router gradient of the layer in float64, one expert at a time.
+
+    `each` is called with every expert's number and the gradients `up` and `down` of its matrices.
+    """
     x, grad = problem.x.double().requires_grad_(), problem.grad.double()
-    scores, chosen = (x @ problem.gate.double().t()).softmax(-1).topk(problem.shape.k)
+    router = problem.gate.double().requires_grad_()
+    scores, chosen = (x @ router.t()).softmax(-1).topk(problem.shape.k)
     weights = scores / scores.sum(-1, keepdim=True)
     shares = weights.detach().requires_grad_()
     out = torch.zeros_like(grad)
     for expert in range(problem.shape.experts):
         tokens, choice = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = (x[tokens] @ problem.up[expert].double().t()).chunk(2, -1)
-        rows = (F.silu(gate) * up) @ problem.down[expert].double().t() * shares[tokens, choice, None]
+        up, down = (matrices[expert].double() for matrices in (problem.up, problem.down))
+        if each is not None:
+            up, down = up.requires_grad_(), down.requires_grad_()
+        first, second = (x[tokens] @ up.t()).chunk(2, -1)
+        rows = (F.silu(first) * second) @ down.t() * shares[tokens, choice, None]
         rows.backward(grad[tokens])
         out.index_add_(0, tokens, rows.detach())
+        if each is not None:
+            assert up.grad is not None
+            assert down.grad is not None
+            each(expert, up=up.grad, down=down.grad)
     weights.backward(shares.grad)
     assert x.grad is not None
-    return out, x.grad
+    assert router.grad is not None
+    return out, x.grad, router.grad
 
 
 def worst_error(ours: Tensor, exact: Tensor) -> float:

@@ -1,0 +1,112 @@
+"""One command for a GPU that is lent for half an hour: ceilings and correctness, tiles, whole layers beside others'.
+
+    python benchmarks/gpu.py --part a --out rows.jsonl      # and b, and c: at most nine minutes each
+    python benchmarks/gpu.py --report rows.jsonl
+
+Every row is written when it is measured; started again with the same file, it goes on behind the rows that are there.
+What is measured runs in processes of their own, each with a time limit. Nothing is fetched: `gpu_carry.sh` collects
+the packages that a machine without network may lack. `--device cpu` runs the same code, with tiny shapes in fp32 in
+Triton's interpreter; such times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PARTS = {
+    "a": ["gpu_part_a"],
+    "b": ["gpu_part_b"],
+    "c": ["gpu_part_c"],
+}
+"""The module of each part's measurements, which its processes import while they wait."""
+
+BUDGET = 540.0
+"""Seconds of a part."""
+
+
+def link_moec(folder: Path) -> None:
+    """Makes `moec` importable from this checkout: a machine that is lent has it as files alone."""
+    root = HERE.parent
+    of = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+    (folder / "moec").mkdir()
+    for file in (root / "moec").iterdir():
+        (folder / "moec" / file.name).symlink_to(file)
+    for package, path in of.items():
+        if package != "moec":
+            (folder / package.replace(".", "/")).symlink_to(root / path)
+
+
+def environment(device: str, folder: Path) -> None:
+    """What this process and those it starts need to find moec, and to interpret kernels on CPU."""
+    paths = [str(HERE)]
+    if importlib.util.find_spec("moec.grammar") is None:
+        link_moec(folder)
+        paths.append(str(folder))
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    if device == "cpu":
+        os.environ.update({"MOEC_BACKEND": "triton", "TRITON_INTERPRET": "1"})
+
+
+def options() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--part", choices=PARTS, help="only this one; else all, one after the other")
+    made.add_argument("--out", type=Path, default=Path("gpu.jsonl"), metavar="FILE", help="JSON lines, appended to")
+    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    made.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help="of each part")
+    made.add_argument("--only", metavar="TEXT", help="only measurements whose keys contain it")
+    made.add_argument("--again", action="store_true", help="measure again what failed")
+    made.add_argument("--list", action="store_true", help="print the keys, in order, and measure nothing")
+    made.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="print tables of these files' rows")
+    made.add_argument("--write-tuned", nargs="+", type=Path, metavar="FILE", help="store the fastest tiles of part b")
+    return made
+
+
+def main() -> int:
+    started = time.monotonic()
+    chosen = options().parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        environment(chosen.device, Path(folder))
+        if chosen.report or chosen.write_tuned:
+            report = importlib.import_module("gpu_report")
+            return int(report.main(chosen.report or [], chosen.write_tuned or []))
+        left = 0
+        for part in [chosen.part] if chosen.part else PARTS:
+            left += run_part(part, chosen, started)
+            started = time.monotonic()
+    return 3 if left else 0
+
+
+def run_part(part: str, chosen: argparse.Namespace, started: float) -> int:
+    """Measures one part. Returns how many of its measurements were left out."""
+    from gpu_rows import RowFile
+    from gpu_run import Run
+
+    every = importlib.import_module(PARTS[part][0]).measurements(chosen.device)
+    wanted = [one for one in every if not chosen.only or chosen.only in one.key]
+    if chosen.list:
+        print("\n".join(one.key for one in wanted))
+        return 0
+    run = Run(RowFile(chosen.out), chosen.device, started + chosen.budget, PARTS[part], say)
+    left = run.run(wanted, again=chosen.again)
+    say(f"part {part}: {len(wanted) - len(left)} of {len(wanted)} in {chosen.out}, {time.monotonic() - started:.0f} s")
+    if left:
+        say(f"left out: {', '.join(one.key for one in left)}; the same command goes on with these")
+    return len(left)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
