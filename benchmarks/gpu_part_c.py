@@ -15,13 +15,10 @@ from torch import Tensor
 
 OURS = "moec"
 PEERS = ("Liger", "F.grouped_mm", "F.grouped_mm compiled", "ScatterMoE", "transformers grouped_mm")
-IMPLS = (OURS, "moec in a graph", *PEERS, "dense")
+IMPLS = (OURS, *PEERS, "dense")
 
 FIRST = {(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 256, 8)}
 """Qwen3-30B-A3B, Mixtral 8x7B, DeepSeek-V3."""
-
-SMALL = 1024
-"""Tokens up to which a layer is bound by its launches: a graph is compared with the others up to here."""
 
 LIMITS = {"Liger": 120.0, "F.grouped_mm compiled": 90.0}
 """Seconds of those that search tiles or compile for each shape."""
@@ -47,7 +44,6 @@ def measurements(device: str) -> list[Measurement]:
         for number, shapes in enumerate(tiers)
         for impl in IMPLS
         for shape in shapes
-        if impl != "moec in a graph" or shape.tokens <= SMALL or device == "cpu"
     ]
 
 

@@ -95,7 +95,7 @@ def plain(problem: Problem) -> Layer:
 
 def grouped_mm(problem: Problem) -> Layer:
     """`F.grouped_mm` over gathered rows."""
-    if problem.x.dtype != torch.bfloat16:
+    if problem.x.dtype != torch.bfloat16 and problem.x.is_cuda:
         raise NotRun("bfloat16 only")
     gate, up, down = _weights(problem)
     k, num_experts = problem.shape.k, problem.shape.experts
@@ -185,8 +185,16 @@ def deepspeed(problem: Problem) -> Layer:
 
 
 def liger(problem: Problem) -> Layer:
-    """Measures its tiles at the first call. Its float32 products are TF32, which the check detects."""
+    """Measures its tiles at the first call. Its float32 products are TF32, which the check detects.
+
+    In Triton's interpreter, where there is no device's clock, it gets its first tiles.
+    """
     function = _needs("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
+    if not problem.x.is_cuda:
+        for module in ("fused_moe", "fused_moe_kernels"):
+            for kernel in vars(_needs(f"liger_kernel.ops.{module}")).values():
+                if hasattr(kernel, "configs"):
+                    kernel.configs = kernel.configs[:1]
     gate, up, down = _weights(problem)
 
     def run(x: Tensor) -> Tensor:
