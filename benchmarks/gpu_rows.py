@@ -1,7 +1,7 @@
 """What `gpu.py` measures, and its file of JSON lines: one row for each measurement, written as soon as it is there.
 
-A row has the measurement's `key`, `device` and arguments, and `result` or the reason why there is none, `failed`.
-A line that a kill cut short is no row. The file is only ever appended to.
+A row has the measurement's `key`, the kind of device that it was measured `on` ("cuda", "cpu"), the measurement's
+arguments, and its results, or the reason why there are none, `failed`. A line that a kill cut short is no row. The file is only ever appended to.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class RowFile:
             os.fsync(file.fileno())
 
     def rows(self) -> Iterator[Row]:
-        """The rows so far, in the order they were written. Of two with one key and device the later counts."""
+        """The rows so far, in the order they were written. Of two with one key on one device the later counts."""
         if not self.path.exists():
             return
         last: dict[tuple[str, str], Row] = {}
         for line in self.path.read_bytes().split(b"\n"):
             row = _read(line)
             if row is not None:
-                last[row["key"], row["device"]] = row
+                last[row["key"], row["on"]] = row
         yield from last.values()
 
-    def missing(self, measurements: Sequence[Measurement], device: str, *, again: bool) -> list[Measurement]:
-        """Those without a row on this device, and with `again` those that failed."""
-        done = {row["key"] for row in self.rows() if row["device"] == device and not (again and "failed" in row)}
+    def missing(self, measurements: Sequence[Measurement], on: str, *, again: bool) -> list[Measurement]:
+        """Those without a row on this kind of device, and with `again` those that failed."""
+        done = {row["key"] for row in self.rows() if row["on"] == on and not (again and "failed" in row)}
         return [one for one in measurements if one.key not in done]
 
 
@@ -68,4 +68,4 @@ def _read(line: bytes) -> Row | None:
         row = json.loads(line)
     except ValueError:
         return None
-    return row if isinstance(row, dict) and {"key", "device"} <= row.keys() else None
+    return row if isinstance(row, dict) and {"key", "on"} <= row.keys() else None

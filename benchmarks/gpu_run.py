@@ -170,9 +170,10 @@ class Run:
         return False
 
     def _write(self, one: Measurement, **found: Any) -> None:
-        row = {"device": self.device, **one.arguments, **found, "key": one.key, "at": round(time.time(), 1)}
+        results = found.pop("result", {})
+        row = {**one.arguments, **results, **found, "key": one.key, "on": self.device, "at": round(time.time(), 1)}
         self.file.append(row)
-        self.say(f"{one.key}: {found['failed'] if 'failed' in found else short(found['result'])}")
+        self.say(f"{one.key}: {found.get('failed') or short(results)}")
 
 
 def _group(one: Measurement) -> str:
