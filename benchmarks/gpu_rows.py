@@ -1,7 +1,8 @@
 """What `gpu.py` measures, and its file of JSON lines: one row for each measurement, written as soon as it is there.
 
 A row has the measurement's `key`, the kind of device that it was measured `on` ("cuda", "cpu"), the measurement's
-arguments, and its results, or the reason why there are none, `failed`. A line that a kill cut short is no row. The file is only ever appended to.
+arguments, and its results, or the reason why there are none, `failed`. A line that a kill cut short is no row. The file
+is only ever appended to.
 """
 
 from __future__ import annotations
