@@ -67,7 +67,8 @@ def options() -> argparse.ArgumentParser:
     made.add_argument("--again", action="store_true", help="measure again what failed")
     made.add_argument("--list", action="store_true", help="print the keys, in order, and measure nothing")
     made.add_argument("--report", nargs="+", type=Path, metavar="FILE", help="print tables of these files' rows")
-    made.add_argument("--write-tuned", nargs="+", type=Path, metavar="FILE", help="store the fastest tiles of part b")
+    made.add_argument("--write-tuned", nargs="+", type=Path, metavar="FILE", help="store the fastest ways of part b")
+    made.add_argument("--folder", type=Path, help="where --write-tuned writes, if not where moec ships them")
     return made
 
 
@@ -78,7 +79,8 @@ def main() -> int:
         environment(chosen.device, Path(folder))
         if chosen.report or chosen.write_tuned:
             report = importlib.import_module("gpu_report")
-            return int(report.main(chosen.report or [], chosen.write_tuned or []))
+            report.main(chosen.report or [], chosen.write_tuned or [], chosen.folder)
+            return 0
         left = 0
         for part in [chosen.part] if chosen.part else PARTS:
             left += run_part(part, chosen, started)

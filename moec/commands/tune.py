@@ -6,10 +6,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from moec.codegen.kernels.tiles import KERNELS
 from moec.driver import load
+from moec.runtime.tune.tune_search import Tuned
 from moec.runtime.tune.tuning import MOST, Tuning, tune
 
-HEAD = ("experts", "rows", "tried", "default", "tuned", "default ms", "tuned ms", "ratio")
+HEAD = ("product", "tried", "default", "ms", "tuned", "ms")
 
 
 def run(path: Path, output: Path | None, most: int | None) -> None:
@@ -28,27 +30,28 @@ def run(path: Path, output: Path | None, most: int | None) -> None:
 
 
 def _lines(tuning: Tuning, written: Path) -> Iterator[str]:
-    yield f"{tuning.plan.name}: a layer's experts, forward and backward, measured on {tuning.device}"
-    yield ""
-    rows = [HEAD]
+    yield f"{tuning.plan.name}: a layer's experts, measured on {tuning.device}"
     for tuned in tuning.results:
-        rows.append(
-            (
-                str(tuned.products.key),
-                f"{tuned.rows:,}",
-                str(tuned.tried),
-                str(tuned.default),
-                "the same" if tuned.best == tuned.default else str(tuned.best),
-                f"{tuned.default_ms:.3f}",
-                f"{tuned.best_ms:.3f}",
-                f"{tuned.default_ms / tuned.best_ms:.2f}",
-            )
+        yield from ("", f"  {tuned.products.key}, {tuned.rows:,} rows")
+        rows = [HEAD, *_of_products(tuned)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+        for row in rows:
+            yield ("    " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
+        ratio = tuned.default_ms / tuned.best_ms
+        whole = (
+            "the default stays"
+            if tuned.best == tuned.default
+            else f"tuned {tuned.best_ms:.3f} ms, {ratio:.2f} x as fast"
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
-    for row in rows:
-        yield ("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))).rstrip()
-    yield ""
-    for tuned in tuning.results:
+        yield f"    forward and backward as a whole: default {tuned.default_ms:.3f} ms, {whole}"
         if tuned.wrong:
-            yield f"  {tuned.products.key}: {tuned.wrong} ways were wrong, and are left out"
-    yield f"wrote them to tiles.json in {written}: its kernels are rendered with them"
+            yield f"    {tuned.wrong} ways gave other numbers, and are left out"
+    yield from ("", f"wrote them to tiles.json in {written}: its kernels are rendered with them")
+
+
+def _of_products(tuned: Tuned) -> Iterator[tuple[str, ...]]:
+    """Each product alone."""
+    for kernel in KERNELS:
+        default, best = tuned.default.of(kernel), tuned.best.of(kernel)
+        found = ("the same", "") if best == default else (str(best), f"{tuned.times[kernel, best]:.3f}")
+        yield kernel, str(tuned.tried(kernel)), str(default), f"{tuned.times[kernel, default]:.3f}", *found

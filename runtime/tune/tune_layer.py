@@ -1,9 +1,9 @@
-"""One layer's experts with random weights and even loads, which `moec tune` runs with each candidate tile."""
+"""One layer's experts with random weights and choices, which `moec tune` runs in each candidate way."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.kernels.of_plan import PlanProducts
-from moec.codegen.kernels.tiles import Ways
+from moec.codegen.kernels.tiles import Kernel, Ways
 from moec.runtime.backends.triton import triton_tiles
+from moec.runtime.backends.triton.product_clock import Call, timed
 from moec.runtime.backends.triton.triton_experts import expert_mlp, expert_mlp_backward
 from moec.runtime.backends.triton.triton_mixture import mixture_mlp, mixture_mlp_backward
 
@@ -38,7 +39,7 @@ class TunedLayer:
         self.rows, self.k = min(products.rows, max(MOST_ROWS, MOST_EACH * shape.experts)), shape.k
         if self.k:
             self.rows -= self.rows % self.k
-        self.device, self._name = device, triton_tiles.device_name(device)
+        self.device = device
         generator = torch.Generator(device).manual_seed(0)
 
         def random(*size: int) -> Tensor:
@@ -49,13 +50,13 @@ class TunedLayer:
         self._x, self._grad = random(*given), random(*given)
         self._up = random(shape.experts, parts, key.hidden, key.dim).mul_(key.dim**-0.5)
         self._down = random(shape.experts, key.dim, key.hidden).mul_(key.hidden**-0.5)
-        self._counts = even_counts(self.rows, products.sources, shape.experts).to(device)
+        self._counts = random_counts(self.rows, products.sources, shape.experts, generator)
         self._biases: tuple[Tensor | None, Tensor | None] = (None, None)
         if shape.bias:
             self._biases = random(*self._up.shape[:-1]), random(*self._down.shape[:-1])
-        # Round robin: each expert is chosen equally often, and never twice by one token.
-        choices = torch.arange(self.rows, device=device) % shape.experts
-        self._choices = choices.view(1, -1, self.k or 1)
+        # Even loads would be multiples of a tile's rows, and hide what an expert's last tile wastes.
+        scores = torch.rand(1, given[1] if self.k else 1, shape.experts, generator=generator, device=device)
+        self._choices = scores.topk(self.k or 1).indices
         of_rows = self._choices.shape if self.k else (self.rows,)
         self._weights = torch.full(of_rows, 1 / (self.k or 1), device=device)
 
@@ -70,15 +71,25 @@ class TunedLayer:
         return self._run(str(ways))
 
     def milliseconds(self, ways: Ways) -> float:
-        """The median of several runs with a cold cache by the device's clock; in the interpreter, one run."""
-        text = str(ways)
+        """Of the whole layer, forward and backward: the median of several runs by the device's clock."""
+        return self._clock(lambda: self._run(str(ways)))
+
+    def product(self, ways: Ways, kernel: Kernel) -> tuple[float, Results]:
+        """Milliseconds of one product alone, with what its way needs around it, and the layer's results."""
+        taken: list[float] = []
+        with timed(kernel, lambda call: taken.append(self._clock(call))):
+            results = self._run(str(ways))
+        assert len(taken) == 1, f"{kernel} ran {len(taken)} times"
+        return taken[0], results
+
+    def _clock(self, call: Call | Callable[[], Results]) -> float:
+        """The median of several calls with a cold cache by the device's clock; in the interpreter, one call."""
         if self.device.type == "cuda":
             from triton.testing import do_bench
 
-            timed = do_bench(lambda: self._run(text), warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median")
-            return float(timed)
+            return float(do_bench(call, warmup=WARM_UP_MS, rep=MEASURE_MS, return_mode="median"))
         before = time.perf_counter()
-        self._run(text)
+        call()
         return 1e3 * (time.perf_counter() - before)
 
     def _run(self, ways: str) -> Results:
@@ -97,12 +108,11 @@ class TunedLayer:
         return out, *grads
 
 
-def even_counts(rows: int, sources: int, experts: int) -> Tensor:
-    """Counts int64 [sources, experts] that add up to `rows`, which differ by at most one."""
+def random_counts(rows: int, sources: int, experts: int, generator: torch.Generator) -> Tensor:
+    """Counts int64 [sources, experts] that add up to `rows`, each of which fell anywhere."""
     cells = sources * experts
-    counts = torch.full((cells,), rows // cells)
-    counts[: rows % cells] += 1
-    return counts.view(sources, experts)
+    fell = torch.randint(cells, (rows,), generator=generator, device=generator.device)
+    return fell.bincount(minlength=cells).view(sources, experts)
 
 
 def agree(results: Results, exact: Results, dtype: str) -> bool:

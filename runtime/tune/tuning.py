@@ -17,7 +17,8 @@ from moec.grammar.spec import Device
 from moec.runtime.backends.triton import triton_support
 from moec.runtime.backends.triton.triton_tiles import INTERPRETER, LIBRARY, short_name
 from moec.runtime.errors import JobError
-from moec.runtime.tune.tune_search import Bench, Say, Tuned, search
+from moec.runtime.tune.tune_search import Say, Tuned, search
+from moec.runtime.tune.tune_trial import Bench
 
 MOST = 12
 """Tiles of each height to try for each product."""

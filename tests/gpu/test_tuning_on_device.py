@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import moec
+from moec.codegen.kernels.tiles import KERNELS
 from moec.codegen.plan import Plan
 from moec.passes.ir.ops import MixtureMlp
 from moec.runtime.backends.triton.triton_tiles import device_name, ways_on
@@ -46,7 +47,7 @@ def test_a_plan_is_tuned_on_the_device_that_is_here(plan: Plan, device: torch.de
     assert bench_for(plan).shared >= 48 * 1024
     tuning = tune(plan, most=3)
     (found,) = tuning.results
-    assert found.tried > 3
+    assert all(found.tried(kernel) > 1 for kernel in KERNELS)
     assert found.wrong == 0
     assert 0 < found.best_ms <= found.default_ms
     loaded = moec.load(tuning.plan.save(tmp_path / "small.plan"))

@@ -23,7 +23,7 @@ from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import Tile, Ways
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends.triton.triton_compile import TARGETS, compile_kernels
-from moec.runtime.tune.tune_search import Bench, fits
+from moec.runtime.tune.tune_trial import Bench, fits
 
 FAMILIES = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": "cdna"}
 SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024, "gfx942": 64 * 1024}

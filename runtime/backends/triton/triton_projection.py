@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.tiles import Tile
 from moec.passes.ir.activations import ACTIVATIONS
+from moec.runtime.backends.triton.product_clock import run_product
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_table import Table
 
@@ -30,13 +32,13 @@ class Projection:
         columns = tile.columns // (ACTIVATIONS[self.shape.activation].parts if kernel == "up" else 1)
         grid = (table.num_tiles * -(-width // columns),)
         tables = (table.offsets, table.experts, table.starts, table.num_tiles)
-        self.kernels.launch(kernel, grid, *arguments, *tables, *more, **self.shape.options(kernel))
+        self._launch(kernel, grid, *arguments, *tables, *more)
 
     def weights(self, kernel: str, shape: Sequence[int], *arguments: Tensor) -> None:
         """The gradient [E, *shape] of a projection's weights."""
         tile, (m, n) = self._tile(kernel), shape
         grid = (-(-m // tile.rows) * -(-n // tile.columns), self.table.offsets.shape[0] - 1)
-        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
+        self._launch(kernel, grid, *arguments, self.table.offsets)
 
     @property
     def parts(self) -> int:
@@ -47,6 +49,10 @@ class Projection:
         """The gradient [E, width] of a projection's bias."""
         grid = (*self.kernels.blocks(width, "BB"), self.table.offsets.shape[0] - 1)
         self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
+
+    def _launch(self, kernel: str, grid: tuple[int, ...], *arguments: Any) -> None:
+        options = self.shape.options(kernel)
+        run_product(kernel, lambda: self.kernels.launch(kernel, grid, *arguments, **options))
 
     def _tile(self, kernel: str) -> Tile:
         tile = self.shape.tile_of(kernel)

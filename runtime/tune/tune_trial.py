@@ -1,0 +1,123 @@
+"""Candidates of a layer's products on one device: which fit, which give the right numbers, and how long they take."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import islice
+
+import torch
+
+from moec.codegen.kernels.of_plan import PlanProducts
+from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.tile_candidates import around, heights
+from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Tile, Way, Ways
+from moec.runtime.backends import BackendError
+from moec.runtime.tune.tune_layer import TunedLayer, agree
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The device to measure on: `target` is the compile target, `shared` the bytes of shared memory per block."""
+
+    device: torch.device
+    name: str
+    target: str | None
+    shared: int
+
+
+class Trial:
+    """Times a layer's products alone, each way of a product once."""
+
+    def __init__(self, products: PlanProducts, layer: TunedLayer, bench: Bench, most: int) -> None:
+        self.default = layer.default()
+        self.misfits = self.wrong = 0
+        self._products, self._layer, self._bench, self._most = products, layer, bench, most
+        self._exact = layer.results(self.default)
+        self._times: dict[tuple[Kernel, Way], float] = {}
+        self._fitting: dict[tuple[Kernel, int | None], list[Tile]] = {}
+
+    def heights(self) -> tuple[int, ...]:
+        """Rows of a tile of row products to try, the default's first."""
+        tile = next((tile for tile in map(self.default.tile, ROW_KERNELS) if tile is not None), None)
+        return () if tile is None else heights(tile)
+
+    def at_height(self, rows: int) -> Ways | None:
+        """The default with row products' nearest tiles of so many rows; None if one of them has none that fits."""
+        ways = {kernel: self.default.of(kernel) for kernel in ROW_KERNELS}
+        for kernel in ROW_KERNELS:
+            if self.default.tile(kernel) is not None:
+                tiles = self._candidates(kernel, rows)
+                if not tiles:
+                    return None
+                ways[kernel] = tiles[0]
+        return Ways(**ways, down_weights=self.default.down_weights, up_weights=self.default.up_weights)
+
+    def fastest(self, kernel: Kernel, ways: Ways, rows: int | None) -> Way:
+        """The fastest way of a product beside `ways`; of ties, that of `ways`, then the nearest to the default."""
+        tried = [ways.of(kernel), *self._candidates(kernel, rows)]
+        return min(tried, key=lambda way: self.time(kernel, ways.with_way(kernel, way)))
+
+    def time(self, kernel: Kernel, ways: Ways) -> float:
+        """Milliseconds of a product; infinite for a way that does not run or gives other numbers than the default."""
+        tried = kernel, ways.of(kernel)
+        if tried not in self._times:
+            self._times[tried] = self._measured(kernel, ways)
+        return self._times[tried]
+
+    def found(self) -> Mapping[tuple[Kernel, Way], float]:
+        """The milliseconds of all that ran and agreed."""
+        return {tried: taken for tried, taken in self._times.items() if taken < math.inf}
+
+    def _measured(self, kernel: Kernel, ways: Ways) -> float:
+        from triton.errors import TritonError
+
+        try:
+            taken, results = self._layer.product(ways, kernel)
+        except (TritonError, BackendError):  # a launch needs more shared memory than the device has
+            self.misfits += 1
+            return math.inf
+        if not agree(results, self._exact, self._products.key.dtype):
+            self.wrong += 1
+            return math.inf
+        return taken
+
+    def _candidates(self, kernel: Kernel, rows: int | None) -> list[Tile]:
+        default = self.default.tile(kernel)
+        if default is None:
+            return []
+        if (kernel, rows) not in self._fitting:
+            near = list(islice(around(kernel, default, rows, self._products.key, self._bench.shared), self._most))
+            shape = self._products.down if kernel.startswith("down") else self._products.up
+            fitting = [tile for tile in near if tile == default or fits(shape, kernel, default, tile, self._bench)]
+            self.misfits += len(near) - len(fitting)
+            self._fitting[kernel, rows] = fitting
+        return self._fitting[kernel, rows]
+
+
+def fits(shape: ProductShape, kernel: Kernel, default: Tile, tile: Tile, bench: Bench) -> bool:
+    """Whether a kernel of `tile` compiles for the device, fits it, and spills no more than with the default tile."""
+    if bench.target is None:
+        return True
+    usage, allowed = (
+        _spilled_and_shared(shape.with_tile(kernel, one), kernel, bench.target) for one in (tile, default)
+    )
+    if usage is None or allowed is None:
+        return allowed is None
+    return usage[0] <= allowed[0] and usage[1] <= bench.shared
+
+
+@cache
+def _spilled_and_shared(shape: ProductShape, kernel: Kernel, target: str) -> tuple[int, int] | None:
+    """Bytes that a shape's kernel spills, and the shared memory that it takes; None if it does not compile."""
+    from triton.errors import TritonError
+
+    from moec.runtime.backends.triton.triton_compile import compile_kernels
+
+    try:
+        (made,) = compile_kernels(shape, target, (kernel,))
+    except (TritonError, RuntimeError):  # the compiler's passes raise RuntimeError
+        return None
+    return made.spilled, made.shared
