@@ -96,7 +96,7 @@ def test_tuning_stores_the_winner_in_the_plan_and_a_training_step_runs_it(
     done = CliRunner().invoke(app, ["tune", str(folder), "--out", str(out), "--most", "1"])
     assert done.exit_code == 0, done.output
     assert "4 × 8 × 8 gated, fp32, few rows" in done.stdout
-    assert len(launched) > 4  # several heights, and tiles of each
+    assert len({tile.rows for tile in launched}) > 2  # several heights
     assert moec.load(folder) == alone
 
     tuned = moec.load(out, trust_nothing=True)
