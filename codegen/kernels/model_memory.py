@@ -47,11 +47,16 @@ def gathered(layer: ExpertLayer, load: Load, device: DeviceModel) -> float:
 def of_rows(
     kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
 ) -> Traffic:
-    """Of a product of rows with each expert's matrix."""
+    """Of a product of rows with each expert's matrix. A library's reads one tensor of rows and writes another."""
     hidden, activated, rows = _row_bytes(layer, load)
-    through = gathered(layer, load, device)
-    reads = {"up": through, "down": activated, "down_backward": through + hidden, "up_backward": hidden}[kernel]
-    writes = {"up": hidden + activated, "down": rows, "down_backward": hidden + activated, "up_backward": rows}[kernel]
+    if schedule.library:
+        reads = {"up": rows, "down": activated, "down_backward": rows, "up_backward": hidden}[kernel]
+        writes = {"up": hidden, "down": rows, "down_backward": activated, "up_backward": rows}[kernel]
+    else:
+        through = gathered(layer, load, device)
+        reads = {"up": through, "down": activated, "down_backward": through + hidden, "up_backward": hidden}[kernel]
+        made = hidden + activated
+        writes = {"up": made, "down": rows, "down_backward": made, "up_backward": rows}[kernel]
     parts = layer.parts if kernel.startswith("up") else 1
     columns = {"up": parts * layer.hidden, "down": layer.dim, "down_backward": layer.hidden, "up_backward": layer.dim}
     depth = {"up": layer.dim, "down": layer.hidden, "down_backward": layer.dim, "up_backward": parts * layer.hidden}
@@ -66,8 +71,8 @@ def of_weights(
     kernel: Kernel, schedule: Schedule, layer: ExpertLayer, load: Load, device: DeviceModel, blocks: int
 ) -> Traffic:
     """Of a gradient of weights: a tile of the gradient reads all rows of its expert, in two strips."""
-    hidden, activated, _ = _row_bytes(layer, load)
-    through = gathered(layer, load, device)
+    hidden, activated, rows = _row_bytes(layer, load)
+    through = rows if schedule.library else gathered(layer, load, device)
     of_up = kernel == "up_weights"
     m, n = (layer.parts * layer.hidden, layer.dim) if of_up else (layer.dim, layer.hidden)
     once = (hidden if of_up else activated) + through

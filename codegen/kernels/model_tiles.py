@@ -10,6 +10,9 @@ from moec.codegen.kernels.occupancy import blocks_per_sm
 from moec.codegen.kernels.tiles import Kernel, Tile
 from moec.passes.ir.value import DTYPE_BYTES
 
+HALF = ("bf16", "fp16")
+"""What matrix units multiply; full precision takes the lanes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
@@ -132,16 +135,16 @@ def step_of(schedule: Schedule, layer: ExpertLayer, device: DeviceModel, active:
     )
 
 
-def _wide(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> bool:
+def _by_warpgroups(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> bool:
     """Whether whole groups of 4 warps multiply 64 rows at a time, with both operands in shared memory."""
-    half = layer.dtype in ("bf16", "fp16")
-    return device.target != "sm_80" and half and schedule.rows >= 64 and schedule.warps % 4 == 0
+    large = schedule.rows >= 64 and schedule.warps % 4 == 0
+    return device.target != "sm_80" and layer.dtype in HALF and large
 
 
 def _matrix_rate(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> float:
     """Floating-point operations per clock of one multiprocessor."""
     efficiency = device.library_efficiency if schedule.library else device.matrix_efficiency
-    if not _wide(schedule, layer, device):
+    if layer.dtype in HALF and not _by_warpgroups(schedule, layer, device):
         efficiency *= device.small_tile_efficiency
     return device.matrix_flops[layer.dtype] * efficiency
 
@@ -149,7 +152,7 @@ def _matrix_rate(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) ->
 def _operand_reads(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> float:
     """Bytes that the matrix units read from shared memory in one step."""
     columns = schedule.columns / schedule.dots
-    if _wide(schedule, layer, device):
+    if _by_warpgroups(schedule, layer, device):
         # Each instruction multiplies 64 rows and at most 256 columns, 16 deep, and reads both operands.
         groups = schedule.warps // 4
         beside = max(1, groups // (schedule.rows // 64))
@@ -167,7 +170,6 @@ GATHER_CLOCKS = 300
 
 PERSISTENT_CLOCKS = 300
 """Assumed: the next tile's entry of the table; its first loads are under way during the last tile's epilogue."""
-
 
 LIBRARY_CLOCKS = 1000
 """Assumed: a library's grouped product writes and fences new TMA descriptors whenever the expert changes."""

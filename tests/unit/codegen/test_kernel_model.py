@@ -166,6 +166,21 @@ def test_a_library_s_product_needs_passes_around_it() -> None:
     assert predict("up", "grouped_mm", copied, load, H200).launches == 2
 
 
+def test_a_library_s_product_and_its_passes_move_whole_tensors() -> None:
+    load, rows = Load(counts=(64,) * 128), 64 * 128
+    matrix, tokens, copied, hidden, activated = (
+        2 * 128 * 768 * 2048,
+        rows / 8 * 2048,
+        rows * 2048,
+        rows * 1536,
+        rows * 768,
+    )
+    found = predict("up", "grouped_mm", QWEN, load, H200).moved
+    assert found == 2 * (tokens + copied + (copied + matrix + hidden) + hidden + activated)
+    found = predict("down_weights", "grouped_mm", QWEN, load, H200, rows_at_hand=True).moved
+    assert found == 2 * (copied + activated + matrix / 2)
+
+
 def test_libraries_gain_most_where_the_hidden_width_is_large() -> None:
     """Gathers and activations are linear in the hidden width, products grow with both widths."""
 
