@@ -46,6 +46,7 @@ from moec.runtime.job.join import (
     require_arguments,
     require_world_size,
 )
+from moec.runtime.job.kernels_ahead import compile_kernels_ahead
 from moec.runtime.job.masters import groups_of_shards, local_part, master_of
 from moec.runtime.job.metrics import Metrics, OutputPath
 from moec.runtime.job.module import ModelOutput, PlanModule
@@ -151,9 +152,11 @@ class Job:
     def build(self, device: str | torch.device | None = None, *, seed: int = 0) -> PlanModule:
         """This rank's part of the model, newly drawn on `device`. Initial values do not depend on the sharding.
 
-        On `"meta"` nothing is allocated; `model.to_empty(device=…)` and a `state_dict` come next.
+        On `"meta"` nothing is allocated; `model.to_empty(device=…)` and a `state_dict` come next. Kernels are compiled
+        here, on a device that has them, and not in the first step.
         """
         target = torch.device(device or self.device_type)
+        compile_kernels_ahead(self.plan, target)
         home = RankHome(self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed)
         limits = limits_of(self.plan.spec, self.plan.meshes["dense"].size("tp"), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained

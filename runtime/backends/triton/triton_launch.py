@@ -18,6 +18,20 @@ from moec.codegen.kernels.shapes import MOST_EXPERTS, KernelShape
 from moec.runtime.backends import BackendError, warn_first
 from moec.runtime.backends.triton.triton_modules import module_of
 
+TORCH_DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "i8": torch.int8,
+    "i32": torch.int32,
+    "i64": torch.int64,
+}
+"""The dtypes of kernels' arguments by their names in kernel shapes."""
+
+ALIGNED = 16
+"""Bytes. Kernels are compiled for pointers at multiples of it: they load 16 bytes at once."""
+
 _NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
 
@@ -44,7 +58,12 @@ class Kernels:
         """Run `kernel` on the current stream; a grid without programs runs nothing."""
         if all(grid):
             with _on(self.device):
-                getattr(self.module, kernel)[grid](*arguments, enable_fp_fusion=True, **options)
+                getattr(self.module, kernel)[grid](*map(_aligned, arguments), enable_fp_fusion=True, **options)
+
+    def compile(self, kernel: str, *arguments: Any, **options: Any) -> None:
+        """Compile `kernel` as `launch` would with arguments of these dtypes."""
+        with _on(self.device):
+            getattr(self.module, kernel).warmup(*arguments, grid=(1,), enable_fp_fusion=True, **options)
 
     def blocks(self, number: int, constant: str = "BLOCK") -> tuple[int]:
         """The grid for `number` elements, `BLOCK` (or another `constant`) per program."""
@@ -52,13 +71,24 @@ class Kernels:
 
 
 @cache
-def _kernels(shape: KernelShape, device: torch.device) -> Kernels:
+def kernels_of_shape(shape: KernelShape, device: torch.device) -> Kernels:
+    """The kernels of a shape for a device."""
     return Kernels(module_of(shape), device)
 
 
 def kernels_of(shape: KernelShape, x: Tensor) -> Kernels:
     """The kernels of a shape for the device that `x` is on."""
-    return _kernels(shape, x.device)
+    return kernels_of_shape(shape, x.device)
+
+
+def _aligned(argument: Any) -> Any:
+    """A tensor, copied if it begins inside of 16 bytes, as a slice of a flat buffer may.
+
+    Kernels write only to tensors that operators allocate, which are aligned.
+    """
+    if isinstance(argument, Tensor) and argument.data_ptr() % ALIGNED and argument.device.type == "cuda":
+        return argument.clone()
+    return argument
 
 
 def present(given: Tensor | None) -> tuple[Tensor, ...]:

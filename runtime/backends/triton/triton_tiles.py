@@ -54,14 +54,20 @@ def target_at(device: torch.device) -> Target:
     return Target(device_name(device), family_of(device))
 
 
+def runs_on(device: torch.device) -> torch.device:
+    """The device that a module on `device` will run on: this machine's own for one on meta."""
+    if device.type != "meta":
+        return device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def ways_on(plan: Plan, block: Block, op: Op, device: torch.device) -> str | None:
     """How an op of experts of the plan computes its products on `device`: the last argument of its operator.
 
     None where plain torch computes them. A module on the meta device will move to this machine's. Tiles that were tuned
     on another device are not taken; one warning says so.
     """
-    if device.type == "meta":
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = runs_on(device)
     if select(device.type) is torch_backend:
         return None
     on = target_at(device)
