@@ -14,10 +14,12 @@ from contextvars import ContextVar
 from functools import lru_cache
 from types import ModuleType
 
+from moec.codegen.kernels.tiles import LIBRARIES
 from moec.runtime.errors import JobError
 
 VARIABLE = "MOEC_BACKEND"
-NAMES = ("torch", "triton")
+NAMES = ("torch", "triton", *LIBRARIES)
+"""A library's name stands for the kernels with experts' products by that library."""
 
 
 _plain: ContextVar[bool] = ContextVar("plain_torch", default=False)
@@ -37,11 +39,17 @@ Backend = ModuleType
 def select(device: str) -> Backend:
     """The backend for a kind of device, "cpu" or "cuda" (which AMD's are too).
 
-    Rendered Triton kernels on "cuda", plain torch on "cpu". `MOEC_BACKEND=torch` or `triton` forces one; on CPU tensors
-    Triton needs its interpreter (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain
-    torch does the work, and one warning says so. Raises `BackendError` where what is forced cannot be had.
+    Rendered Triton kernels on "cuda", plain torch on "cpu". `MOEC_BACKEND=torch` or `triton` forces one, `grouped_mm`
+    or `quack` the kernels with that library for experts' products; on CPU tensors Triton needs its interpreter
+    (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain torch does the work, and one
+    warning says so. Raises `BackendError` where what is forced cannot be had.
     """
-    return _select("torch" if _plain.get() else os.environ.get(VARIABLE) or None, device)
+    return _select("torch" if _plain.get() else forced_backend(), device)
+
+
+def forced_backend() -> str | None:
+    """What `MOEC_BACKEND` forces; None if nothing."""
+    return os.environ.get(VARIABLE) or None
 
 
 @contextmanager
@@ -70,12 +78,16 @@ def _select(forced: str | None, device: str) -> Backend:
     from moec.runtime.backends.triton.triton_support import complaint
 
     unfit = complaint(device)
+    if unfit is None and forced == "quack":
+        from moec.runtime.backends.triton.library_quack import installation_complaint
+
+        unfit = installation_complaint()
     if unfit is None:
         from moec.runtime.backends.triton import triton_backend
 
         return triton_backend
-    if forced == "triton":
-        raise BackendError(f"{VARIABLE}=triton: {unfit}", f"unset it, or say {VARIABLE}=torch")
+    if forced is not None:
+        raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or say {VARIABLE}=torch")
     warn_first(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", "LOCAL_RANK")
     return torch_backend
 

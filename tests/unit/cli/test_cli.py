@@ -217,7 +217,7 @@ def test_a_plan_that_cannot_be_trusted_is_refused(run, command: str):
 @pytest.mark.parametrize(
     ("backend", "why"),
     [
-        ("nonsense", "MOEC_BACKEND must be one of torch, triton, not 'nonsense'"),
+        ("nonsense", "MOEC_BACKEND must be one of torch, triton, grouped_mm, quack, not 'nonsense'"),
         ("triton", "MOEC_BACKEND=triton: on CPU tensors Triton needs its interpreter, TRITON_INTERPRET=1"),
     ],
 )

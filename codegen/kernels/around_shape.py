@@ -1,0 +1,64 @@
+"""The shape of the kernels around a library's grouped products, for what our products do in loops and epilogues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from moec.codegen.kernels.shapes import KernelShape, accumulator, power_of_two
+from moec.passes.ir.activations import kind_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AroundShape(KernelShape):
+    """Rows gathered, placed and sent through the activation, for products that a library computes.
+
+    The fields are those of `ProductShape`, without a tile: the kernels work on rows, and need no table of tiles.
+    """
+
+    template: ClassVar[str] = "around"
+    experts: int
+    dim: int
+    hidden: int
+    activation: str
+    dtype: str
+    gathered: bool
+    k: int
+    bias: bool
+    weighted: bool = False
+    clamp: float | None = None
+    alpha: float | None = None
+
+    def constants(self) -> dict[str, Any]:
+        """About 2,048 elements of a tensor at a time, and no fewer than the 128 threads of a program.
+
+        Each element then belongs to one thread, so that a kernel may write where it reads.
+        """
+        kind = kind_of(self.activation, self.clamp, self.alpha)
+        return {
+            "G": kind.parts,
+            "function": kind.function,
+            "second": kind.second,
+            "weighs": self.weighted or self.k > 0,
+            "BLOCK_D": max(128, min(512, power_of_two(self.dim))),
+            "BLOCK_F": max(128, min(512, power_of_two(self.hidden))),
+            "half": power_of_two(self.experts) // 2,
+        }
+
+    def pointers(self) -> dict[str, str]:
+        """The order of rows and the experts' offsets; weights of choices or rows, and the sums of their gradients."""
+        wide = dict.fromkeys(("weights_ptr", "parts_ptr"), accumulator(self.dtype))
+        return {"order_ptr": "i32", "offsets_ptr": "i32", **wide}
+
+    def launched(self, by_library: frozenset[str]) -> tuple[str, ...]:
+        """The kernels that run if a library computes the products of these names (`KERNELS`)."""
+        moved = self.gathered or self.k > 0
+        readers = {"up", "down_backward", "down_weights", "up_weights"}
+        names = {
+            "gather": moved and bool(by_library & readers),
+            "activate": "up" in by_library,
+            "place": "down" in by_library and (self.gathered or self.bias or self.weighted),
+            "through": "down_backward" in by_library,
+            "scatter": "up_backward" in by_library and self.gathered,
+        }
+        return tuple(name for name, runs in names.items() if runs)

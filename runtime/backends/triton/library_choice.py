@@ -1,0 +1,109 @@
+"""Which library computes a product here: as chosen, as `MOEC_BACKEND` forces, or the next best where it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, lru_cache
+from types import ModuleType
+
+import torch
+
+from moec.codegen.kernels.tile_rule import tiles_for
+from moec.codegen.kernels.tiles import KERNELS, LIBRARIES, ROW_KERNELS, Kernel, Library, Tile, Way, Ways
+from moec.runtime.backends import VARIABLE, BackendError, forced_backend, warn_first
+from moec.runtime.backends.triton import library_grouped_mm, library_quack
+
+MODULES: dict[Library, ModuleType] = {"grouped_mm": library_grouped_mm, "quack": library_quack}
+"""Each has `complaint`, `times_transposed`, `times` and `transposed_times`."""
+
+NEXT: dict[Library, Library | None] = {"quack": "grouped_mm", "grouped_mm": None}
+"""The next best of each; after the last, our own product."""
+
+
+def runnable(
+    chosen: Ways,
+    device: torch.device,
+    dtype: str,
+    rows: int,
+    experts: int,
+    widths: tuple[int, int],
+    gated: bool,
+    family: str,
+) -> Ways:
+    """The ways in which the products of such a layer run here, of those chosen for it; `widths` are dim and hidden.
+
+    `MOEC_BACKEND=grouped_mm` or `quack` takes that library for every product, and raises `BackendError` if it cannot
+    compute them; `triton` takes our products. Otherwise a library that cannot run gives way to the next best, with one
+    warning.
+    """
+    forced = forced_backend()
+    if forced not in LIBRARIES and all(chosen.tile(kernel) for kernel in KERNELS):
+        return chosen
+    return _runnable(forced, chosen, device, dtype, rows, experts, widths, gated, family)
+
+
+@lru_cache(maxsize=4096)
+def _runnable(
+    forced: str | None,
+    chosen: Ways,
+    device: torch.device,
+    dtype: str,
+    rows: int,
+    experts: int,
+    widths: tuple[int, int],
+    gated: bool,
+    family: str,
+) -> Ways:
+    known = (device, dtype, experts, (*widths, 2 * widths[1] if gated else widths[1]))
+    if forced in LIBRARIES:
+        unfit = _complaint(forced, *known)
+        if unfit is not None:
+            raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or say {VARIABLE}=triton")
+        return Ways(*(forced for _ in KERNELS))
+
+    rule = tiles_for(dtype, rows, experts, widths, gated, family)
+
+    def way(kernel: Kernel) -> Way:
+        wanted = chosen.of(kernel)
+        if isinstance(wanted, Tile):
+            return wanted
+        found = None if forced == "triton" else _best(wanted, *known)
+        return found or _fallback(rule, chosen, kernel)
+
+    return Ways(*(way(kernel) for kernel in KERNELS))
+
+
+def _fallback(rule: Ways, chosen: Ways, kernel: Kernel) -> Tile:
+    """The rule's tile, as high as those of the products of rows that are chosen: they share a table."""
+    tile = rule.tile(kernel)
+    assert tile is not None
+    beside = any(chosen.tile(other) for other in ROW_KERNELS)
+    return replace(tile, rows=chosen.rows) if beside and kernel in ROW_KERNELS else tile
+
+
+def _best(wanted: Library, *known: object) -> Library | None:
+    """The library, or the next one that can run; None where none can. Warns of one that cannot."""
+    for library in _from(wanted):
+        unfit = _complaint(library, *known)
+        if unfit is None:
+            return library
+        _warn(library, unfit)
+    return None
+
+
+def _from(library: Library | None) -> Iterator[Library]:
+    while library is not None:
+        yield library
+        library = NEXT[library]
+
+
+@cache
+def _complaint(library: Library, *known: object) -> str | None:
+    unfit: str | None = MODULES[library].complaint(*known)
+    return unfit
+
+
+@cache
+def _warn(library: Library, unfit: str) -> None:
+    warn_first(f"{library} was chosen for experts' products and cannot compute them: {unfit}", "LOCAL_RANK")
