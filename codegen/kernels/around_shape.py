@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
-from moec.codegen.kernels.shapes import KernelShape, accumulator, power_of_two
+from moec.codegen.kernels.shapes import DownShape, KernelShape, accumulator, power_of_two
 from moec.passes.ir.activations import kind_of
 
 
@@ -28,6 +28,11 @@ class AroundShape(KernelShape):
     weighted: bool = False
     clamp: float | None = None
     alpha: float | None = None
+
+    @classmethod
+    def of(cls, down: DownShape) -> Self:
+        """The shape around the products of the layer that has this projection."""
+        return cls(**{field.name: getattr(down, field.name) for field in fields(cls)})
 
     def constants(self) -> dict[str, Any]:
         """About 2,048 elements of a tensor at a time, and no fewer than the 128 threads of a program.

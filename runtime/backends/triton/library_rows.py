@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.runtime.backends.triton.triton_launch import Kernels
+from moec.runtime.backends.triton.triton_launch import Kernels, kernels_of, present
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,6 @@ class Around:
     """
 
     shape: AroundShape
-    kernels: Kernels
     num_rows: int
     offsets: Tensor
     order: Tensor
@@ -36,7 +35,7 @@ class Around:
     def activate(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
         """activated [R, F] of hidden [R, G, F], to which the bias [E, G, F] is added in place."""
         activated = hidden.new_empty((self.num_rows, self.shape.hidden))
-        self._launch("activate", "BLOCK_F", *_given(bias), hidden, activated)
+        self._launch("activate", "BLOCK_F", *present(bias), hidden, activated)
         return activated
 
     def place(self, rows: Tensor, bias: Tensor | None, weights: Tensor | None) -> Tensor:
@@ -45,7 +44,7 @@ class Around:
         if bias is None and weights is None and not order:
             return rows
         out = torch.empty_like(rows) if order else rows
-        self._launch("place", "BLOCK_D", rows, *_given(bias), *order, *_given(weights), out)
+        self._launch("place", "BLOCK_D", rows, *present(bias), *order, *present(weights), out)
         return out
 
     def scatter(self, rows: Tensor) -> Tensor:
@@ -68,9 +67,9 @@ class Around:
         if weights is not None:
             parts = hidden.new_empty((1, self.num_rows), dtype=torch.promote_types(hidden.dtype, torch.float32))
             of_bias = () if bias is None else (grad, bias.contiguous())
-            given = (*of_bias, *self._order, *_given(weights), parts)
+            given = (*of_bias, *self._order, *present(weights), parts)
         made = (grad_activated, hidden, grad_hidden, grad_activated, self.offsets)
-        self.kernels.launch("through", self.kernels.blocks(self.num_rows, "ROWS"), *given, *made)
+        self._kernels.launch("through", self._kernels.blocks(self.num_rows, "ROWS"), *given, *made)
         return grad_hidden, grad_activated, parts
 
     @property
@@ -83,10 +82,9 @@ class Around:
 
     def _launch(self, kernel: str, block: str, *arguments: Any) -> None:
         width = self.shape.hidden if block == "BLOCK_F" else self.shape.dim
-        grid = (*self.kernels.blocks(self.num_rows, "ROWS"), *self.kernels.blocks(width, block))
-        self.kernels.launch(kernel, grid, *arguments, self.offsets)
+        grid = (*self._kernels.blocks(self.num_rows, "ROWS"), *self._kernels.blocks(width, block))
+        self._kernels.launch(kernel, grid, *arguments, self.offsets)
 
-
-def _given(tensor: Tensor | None) -> tuple[Tensor, ...]:
-    """An optional tensor as kernel arguments: kernels have no argument for a missing one."""
-    return () if tensor is None else (tensor.contiguous(),)
+    @property
+    def _kernels(self) -> Kernels:
+        return kernels_of(self.shape, self.offsets)

@@ -8,16 +8,21 @@ gathered when they are read and scattered when they are written.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.shapes import DownShape, UpShape
 from moec.codegen.kernels.tiles import Ways
 from moec.passes.ir.activations import PARAMETERS
 from moec.runtime.backends.torch import torch_experts
-from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, no_fp64, present, too_many
+from moec.runtime.backends.triton.expert_products import ExpertProducts
+from moec.runtime.backends.triton.library_products import LibraryProducts
+from moec.runtime.backends.triton.library_rows import Around
+from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, no_fp64, too_many
 from moec.runtime.backends.triton.triton_projection import Projection
 from moec.runtime.backends.triton.triton_table import Table
 from moec.runtime.backends.triton.triton_tiles import ways_at
@@ -43,19 +48,16 @@ def expert_mlp(
         plain, biases = torch_experts.expert_mlp, (up_bias, down_bias)
         return plain(rows, counts, up, down, *biases, weights, activation, clamp, alpha)
     rows, up, down = rows.contiguous(), up.contiguous(), down.contiguous()
-    num_rows, width = rows.shape[0], up.shape[2]
-    out, hidden = torch.empty_like(rows), rows.new_empty((num_rows, *up.shape[1:3]))
+    num_rows = rows.shape[0]
     layer = ExpertsLayer.of(
         rows, up, up_bias, counts.shape[0], (activation, clamp, alpha), weighted=weights is not None
     )
     _refuse_other_sum(counts, num_rows)
-    work = layer.forward(num_rows, counts, ways)
-    if num_rows:
-        activated = rows.new_empty((num_rows, width))
-        work.up.product("up", width, rows, *work.order, up, *present(up_bias), hidden, activated)
-        given = (activated, down, *present(down_bias), *work.order, *present(weights))
-        work.down.product("down", rows.shape[1], *given, out)
-    return out, hidden, work.table.saved
+    products = layer.forward(num_rows, counts, ways)
+    if not num_rows:
+        return torch.empty_like(rows), rows.new_empty((0, *up.shape[1:3])), products.table.saved
+    hidden, activated = products.up(products.source(rows), up, up_bias)
+    return products.down(activated, down, down_bias, weights), hidden, products.table.saved
 
 
 def expert_mlp_backward(
@@ -78,45 +80,25 @@ def expert_mlp_backward(
         plain, biases = torch_experts.expert_mlp_backward, (up_bias, down_bias)
         return plain(grad, rows, hidden, table, counts, up, down, *biases, weights, activation, clamp, alpha)
     grad, rows, hidden, up, down = (t.contiguous() for t in (grad, rows, hidden, up, down))
-    grad_rows, grad_up, grad_down = torch.empty_like(rows), torch.empty_like(up), torch.empty_like(down)
     of_biases = torch_experts.new_biases(up, up_bias, down_bias)
     of_weights = rows.new_empty(0) if weights is None else weights.new_zeros(weights.shape)
     if not rows.numel():
-        return grad_rows, grad_up.zero_(), grad_down.zero_(), *of_biases, of_weights
-    num_rows = rows.shape[0]
+        return torch.empty_like(rows), torch.zeros_like(up), torch.zeros_like(down), *of_biases, of_weights
     layer = ExpertsLayer.of(
         rows, up, up_bias, counts.shape[0], (activation, clamp, alpha), weighted=weights is not None
     )
-    work = layer.backward(num_rows, table, ways)
-    _, parts, width, dim = up.shape
-    grad_hidden, activated = torch.empty_like(hidden), rows.new_empty((num_rows, width))
-    given, made = (grad, down, *work.order), (hidden, grad_hidden, activated)
-    if weights is None:
-        work.down.product("down_backward", width, *given, *made)
-    else:
-        num_parts = work.down.parts
-        sums = rows.new_empty((num_parts, num_rows), dtype=torch.promote_types(rows.dtype, torch.float32))
-        given = (grad, down, *present(down_bias), *work.order, weights.contiguous(), sums)
-        work.down.product("down_backward", width, *given, *made, more=(num_rows,))
-        of_weights = sums.sum(0).to(weights.dtype)
-    work.down.weights("down_weights", (dim, width), grad, activated, *work.order, grad_down)
-    work.up.product("up_backward", dim, grad_hidden, up, *work.order, grad_rows)
-    work.up.weights("up_weights", (parts * width, dim), grad_hidden, rows, *work.order, grad_up)
+    products = layer.backward(rows.shape[0], table, ways)
+    of_out = products.source(grad)
+    grad_hidden, activated, sums = products.down_backward(of_out, hidden, down, down_bias, weights)
+    if sums is not None:
+        of_weights = sums.sum(0).to(of_weights.dtype)
+    grad_down = products.down_weights(of_out, activated, down)
+    del of_out, activated
+    grad_rows = products.up_backward(grad_hidden, up)
+    grad_up = products.up_weights(grad_hidden, products.source(rows), up)
     if up_bias is not None:
-        of_up, of_down = of_biases
-        work.up.bias("up_bias", parts * width, grad_hidden, of_up)
-        work.down.bias("down_bias", dim, grad, *work.order, *present(weights), of_down)
+        products.biases(grad_hidden, grad, weights, *of_biases)
     return grad_rows, grad_up, grad_down, *of_biases, of_weights
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """The kernels of experts' products over `table`. `order`: its order, where kernels gather rows or choices."""
-
-    up: Projection
-    down: Projection
-    table: Table
-    order: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,31 +140,39 @@ class ExpertsLayer:
         known = (x.device, dtype_name(x), experts, dim, hidden, name, tuple(parameters), bias)
         return cls(*known, sources, k, weighted)
 
-    def forward(self, num_rows: int, counts: Tensor, ways: str | None) -> Work:
+    def forward(self, num_rows: int, counts: Tensor, ways: str | None) -> ExpertProducts:
         """Its kernels over a new table of these counts [sources, E]; its order is the caller's to fill with `k`."""
         found = self._ways(num_rows, ways)
         table = Table.empty(counts, num_rows, self.experts, found.rows)
         if num_rows:
             table.fill(counts)
-        return self._work(found, table)
+        return self._products(found, table)
 
-    def backward(self, num_rows: int, saved: Tensor, ways: str | None) -> Work:
+    def backward(self, num_rows: int, saved: Tensor, ways: str | None) -> ExpertProducts:
         """Its kernels over the table that forward saved."""
         found = self._ways(num_rows, ways)
-        return self._work(found, Table.of(saved, num_rows, self.experts, found.rows))
+        return self._products(found, Table.of(saved, num_rows, self.experts, found.rows))
 
     def _ways(self, num_rows: int, ways: str | None) -> Ways:
         widths = (self.dim, self.hidden)
         return ways_at(ways, self.device, self.dtype, num_rows, self.experts, widths, self.activation)
 
-    def _work(self, ways: Ways, table: Table) -> Work:
-        gathered = self.sources > 1
-        known = (self.experts, self.dim, self.hidden, self.activation, self.dtype, gathered, self.k, self.bias)
-        numbers: dict[str, Any] = dict(zip(PARAMETERS, self.parameters, strict=True))
-        up = UpShape.of(*known, ways, **numbers)
-        down = DownShape.of(*known, ways, weighted=self.weighted, **numbers)
+    def _products(self, ways: Ways, table: Table) -> ExpertProducts:
+        up, down, around = _shapes(self, ways)
         of_up, of_down = (Projection(shape, kernels_of(shape, table.saved), table) for shape in (up, down))
-        return Work(of_up, of_down, table, (table.order,) if gathered or self.k else ())
+        library = LibraryProducts(Around(around, table.num_rows, table.offsets, table.order))
+        order = (table.order,) if self.sources > 1 or self.k else ()
+        return ExpertProducts(ways, of_up, of_down, library, table, order)
+
+
+@lru_cache(maxsize=1024)
+def _shapes(layer: ExpertsLayer, ways: Ways) -> tuple[UpShape, DownShape, AroundShape]:
+    """What a layer's kernels are rendered for: those of both projections, and those around a library's products."""
+    known = (layer.experts, layer.dim, layer.hidden, layer.activation, layer.dtype, layer.sources > 1, layer.k)
+    numbers: dict[str, Any] = dict(zip(PARAMETERS, layer.parameters, strict=True))
+    up = UpShape.of(*known, layer.bias, ways, **numbers)
+    down = DownShape.of(*known, layer.bias, ways, weighted=layer.weighted, **numbers)
+    return up, down, AroundShape.of(down)
 
 
 def _refuse_other_sum(counts: Tensor, num_rows: int) -> None:

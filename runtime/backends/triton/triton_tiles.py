@@ -18,6 +18,7 @@ from moec.passes.ir import Block, Op
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends import select, warn_first
 from moec.runtime.backends.torch import torch_backend
+from moec.runtime.backends.triton.library_choice import runnable
 
 LIBRARY = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
 """Devices of moec's library that kernels run on."""
@@ -35,12 +36,17 @@ def ways_at(
     widths: tuple[int, int],
     activation: str,
 ) -> Ways:
-    """The ways that an operator was given as text; without a text, moec's for `rows` rows in all on this device."""
+    """The ways that an operator was given as text; without a text, moec's for `rows` rows in all on this device.
+
+    Libraries are those that run here, as `runnable` says. Raises `BackendError` as it does.
+    """
+    gated, on = ACTIVATIONS[activation].gated, target_at(device)
+    how = (dtype, rows, experts, widths, gated)
     if text is not None:
-        return _parsed(text)
-    gated = ACTIVATIONS[activation].gated
-    on = target_at(device)
-    return choose(dtype, rows, experts, widths, gated, device=on.name, family=on.family, tuned={}).ways
+        chosen = _parsed(text)
+    else:
+        chosen = choose(*how, device=on.name, family=on.family, tuned={}).ways
+    return runnable(chosen, device, *how, on.family)
 
 
 @cache

@@ -31,7 +31,7 @@ CASES: dict[str, Case] = {
     "experts with a clamp": partial(
         experts, counts=COUNTS["uneven"], activation="swiglu", bias=True, parameters=(None, 1.702)
     ),
-    **{f"mixture, {name}": partial(mixture, shape=shape) for name, shape in MIXTURES.items()},
+    **{f"mixture, {name}": partial(mixture, shape=shape) for name, shape in MIXTURES.items() if name != "many experts"},
     "mixture with biases, some dropped": partial(mixture, shape=(2, 20, 5, 2), dropped=0.3, bias=True),
     "mixture, all dropped": partial(mixture, shape=(1, 9, 4, 2), dropped=1.0),
 }
