@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
-from moec.codegen.kernels.tiles import Kernel, Tile, Ways
+from moec.codegen.kernels.tiles import Kernel, Tile, Ways, num_stages
 from moec.passes.ir.activations import ACTIVATIONS, kind_of
 
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
@@ -207,12 +207,14 @@ class ProductShape(KernelShape):
         changes: dict[str, Any] = {"rows": rows, names[kernel]: tile}
         return replace(self, **changes)
 
-    def options(self, kernel: str) -> dict[str, int]:
-        """Triton's num_warps and num_stages for a kernel."""
+    def options(self, kernel: str, family: str) -> dict[str, int]:
+        """Triton's num_warps and num_stages for a kernel on a family of devices ("hopper", "ampere" or "cdna")."""
         tile = self.tile_of(kernel)
         if tile is None:
             return {"num_warps": 4, "num_stages": 2}
-        return {"num_warps": tile.warps, "num_stages": tile.stages}
+        # Products of rows read a row's index once, before the loop; a gradient of weights reads new ones in each step.
+        indirect = kernel == self.of_weights and (self.gathered or self.k > 0)
+        return {"num_warps": tile.warps, "num_stages": num_stages(tile, family, indirect)}
 
     def pointers(self) -> dict[str, str]:
         """The table of tiles; weights of choices or rows, and the partial sums of their gradients."""
@@ -242,8 +244,15 @@ class DownShape(ProductShape):
     weighted: bool = False
 
     def constants(self) -> dict[str, Any]:
-        """Whether backward multiplies rows by weights: one per row, or one per choice."""
-        return {**ProductShape.constants(self), "weighs": self.weighted or self.k > 0}
+        """Whether backward multiplies rows by weights, one per row or choice; the pieces of its tile's epilogue.
+
+        The epilogue reads `hidden` beside the sums. A thread with 128 sums spills with all of hidden, or half of it.
+        """
+        pieces = 1
+        if self.backward is not None and self.backward.columns >= 32:
+            sums = self.backward.rows * self.backward.columns // (32 * self.backward.warps)
+            pieces = 4 if sums >= 128 and self.backward.columns >= 64 else 2
+        return {**ProductShape.constants(self), "weighs": self.weighted or self.k > 0, "pieces": pieces}
 
 
 def power_of_two(number: int) -> int:

@@ -59,6 +59,20 @@ class Tile:
         return cls(*map(int, re.split("[xws]", text)))
 
 
+def num_stages(tile: Tile, family: str, indirect: bool) -> int:
+    """Triton's num_stages for which a loop has `tile.stages` buffers; `indirect`: it reads rows through indices.
+
+    Found by compiling for sm_80 and sm_90 with Triton 3.6 and 3.9, which agree. With the instruction of warpgroups,
+    wgmma, n stages give n buffers; with `mma`, one is kept in registers, and they give n - 1. A load of an index and
+    the load that needs it are two stages, so that twice as many are between two buffers.
+    """
+    if family == "cdna":
+        return tile.stages
+    wgmma = family == "hopper" and tile.rows >= 64 and tile.warps >= 4
+    ahead = tile.stages - 1 if wgmma else tile.stages
+    return (2 * ahead if indirect else ahead) + 1
+
+
 Way = Tile | Library
 """How one product is computed."""
 

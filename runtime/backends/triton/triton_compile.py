@@ -26,6 +26,9 @@ TARGETS: Mapping[str, GPUTarget] = {
 }
 """A100; H100 and H200; B200 and GB200; MI300X."""
 
+FAMILIES: Mapping[str, str] = {"sm_80": "ampere", "sm_90": "hopper", "sm_100": "hopper", "gfx942": "cdna"}
+"""The targets' families, as the rule for tiles names them."""
+
 
 def compile_kernels(
     shape: KernelShape, target: str, only: Collection[str] = (), *, disassemble: bool = False
@@ -38,7 +41,7 @@ def compile_kernels(
         if isinstance(function, triton.JITFunction) and not name.startswith("_") and (not only or name in only):
             options = {}
             if isinstance(shape, ProductShape):
-                options = shape.options(name)
+                options = shape.options(name, FAMILIES[target])
             yield _compile(shape, function, target, options, disassemble)
 
 

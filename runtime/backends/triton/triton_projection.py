@@ -14,6 +14,7 @@ from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends.triton.product_clock import run_product
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_table import Table
+from moec.runtime.backends.triton.triton_tiles import target_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +49,14 @@ class Projection:
     def bias(self, kernel: str, width: int, *arguments: Tensor) -> None:
         """The gradient [E, width] of a projection's bias."""
         grid = (*self.kernels.blocks(width, "BB"), self.table.offsets.shape[0] - 1)
-        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self.shape.options(kernel))
+        self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
 
     def _launch(self, kernel: str, grid: tuple[int, ...], *arguments: Any) -> None:
-        options = self.shape.options(kernel)
+        options = self._options(kernel)
         run_product(kernel, lambda: self.kernels.launch(kernel, grid, *arguments, **options))
+
+    def _options(self, kernel: str) -> dict[str, int]:
+        return self.shape.options(kernel, target_at(self.kernels.device).family)
 
     def _tile(self, kernel: str) -> Tile:
         tile = self.shape.tile_of(kernel)

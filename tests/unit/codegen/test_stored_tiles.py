@@ -16,7 +16,7 @@ from moec.codegen.kernels.of_plan import kernel_sources, products_of
 from moec.codegen.kernels.stored_tiles import Entry, Measured, StoredTiles, TileKey, choose, key_of, shipped
 from moec.codegen.kernels.tile_candidates import around, heights
 from moec.codegen.kernels.tile_rule import HALF, extents, tiles_for
-from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
+from moec.codegen.kernels.tiles import KERNELS, Tile, Ways, num_stages
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 from moec.driver import load
@@ -138,7 +138,7 @@ def test_a_library_for_a_product_leaves_the_others_heights_free() -> None:
 @pytest.mark.parametrize("family", HALF)
 def test_the_rule_is_tall_where_an_expert_has_many_rows_and_no_wider_than_the_matrices(family: str) -> None:
     heights = [
-        tiles_for("bf16", each * 64, 64, (2048, 1024), True, family).rows for each in (1, 24, 25, 400, 401, 10_000)
+        tiles_for("bf16", each * 64, 64, (2048, 1024), True, family).rows for each in (1, 24, 25, 160, 161, 10_000)
     ]
     assert heights == [16, 16, 64, 64, 128, 128]
     small = tiles_for("bf16", 100_000, 64, (40, 24), True, family)
@@ -147,6 +147,29 @@ def test_the_rule_is_tall_where_an_expert_has_many_rows_and_no_wider_than_the_ma
         assert tile is not None
         for size, extent in zip((tile.rows, tile.columns, tile.depth), extents(kernel, (40, 24), True), strict=True):
             assert extent is None or size < 2 * max(extent, 16)
+
+
+def test_a_tile_is_narrower_where_that_pads_the_columns_less() -> None:
+    wide, narrow = (
+        tiles_for("bf16", 65536, 64, (2048, hidden), True, "hopper").tile("down_backward") for hidden in (768, 320)
+    )
+    assert wide == Tile(128, 256, 64, 8, 4)
+    # 320 columns are 384 in tiles of 128, and 512 in tiles of 256.
+    assert narrow == Tile(128, 128, 64, 8, 3)
+
+
+def test_the_launch_asks_for_the_stages_that_give_a_tiles_buffers() -> None:
+    tall, flat = Tile(128, 256, 64, 8, 4), Tile(16, 128, 64, 4, 4)
+    found = {
+        (family, indirect): (num_stages(tall, family, indirect), num_stages(flat, family, indirect))
+        for family in ("hopper", "ampere", "cdna")
+        for indirect in (False, True)
+    }
+    assert found["hopper", False] == (4, 5)
+    assert found["hopper", True] == (7, 9)
+    assert found["ampere", False] == (5, 5)
+    assert found["ampere", True] == (9, 9)
+    assert found["cdna", False] == found["cdna", True] == (4, 4)
 
 
 # ---- candidates --------------------------------------------------------------------------------------
