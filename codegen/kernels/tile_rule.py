@@ -11,11 +11,12 @@ from dataclasses import replace
 
 from moec.codegen.kernels.tiles import KERNELS, Kernel, Tile, Ways
 
-FEW, SOME = 24, 160
+FEW, SOME = 24, 64
 """The most rows per expert of the classes `few` and `some`.
 
 Tiles of 64 rows waste less of an expert's last tile, which is half empty on average, but read 1.7 times as much from
-L2 for each row as tiles of 128 rows. By the kernels' model (H200) they are faster up to about 150 rows.
+L2 for each row as tiles of 128 rows, and L2 bounds both: by the kernels' model of an H200 (`model.py`, not calibrated)
+128 rows win from about 50 rows per expert on. CUTLASS's grouped product in PyTorch changes at 64 too.
 """
 
 
@@ -33,7 +34,7 @@ def _ways(text: str) -> Ways:
 HALF: Mapping[str, Mapping[str, Ways]] = {
     "hopper": {
         "few": _ways("16x128x128w4s3 16x128x64w4s4 16x128x64w4s4 128x128x32w8s2 16x128x64w4s4 128x128x32w8s2"),
-        "some": _ways("64x256x64w4s4 64x256x64w4s4 64x256x64w4s4 128x256x64w8s4 64x256x64w4s4 128x256x64w8s4"),
+        "some": _ways("64x256x64w4s4 64x256x64w4s4 64x256x64w4s4 128x128x32w8s3 64x256x64w4s4 128x128x32w8s3"),
         "many": _ways("128x256x64w8s4 128x256x64w8s4 128x256x64w8s4 128x256x64w8s4 128x256x64w8s4 128x256x64w8s4"),
     },
     "ampere": {
