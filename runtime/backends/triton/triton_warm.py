@@ -64,7 +64,7 @@ def compile_one(kernel: PlanKernel, name: str, device: torch.device, switches: d
         for argument in getattr(kernels.module, name).arg_names
         if argument not in switches
     ]
-    options = shape.options(name) if isinstance(shape, ProductShape) else {}
+    options = shape.options(name, target_at(device).family) if isinstance(shape, ProductShape) else {}
     kernels.compile(name, *arguments, **switches, **options)
 
 
