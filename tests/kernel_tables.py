@@ -52,7 +52,7 @@ LIBRARY = Ways.parse(" ".join(f"{kernel}=grouped_mm" for kernel in KERNELS))
 def rule(layer: ExpertLayer, tokens: int) -> Ways:
     """The ways that moec chooses on an H200 without tuned or shipped ones."""
     widths, rows = (layer.dim, layer.hidden), tokens * layer.k
-    return choose(layer.dtype, rows, layer.experts, widths, layer.gated, device="", family="hopper", tuned={}).ways
+    return choose(layer.dtype, rows, layer.experts, widths, layer.gated, device="h200", family="hopper", tuned={}).ways
 
 
 def uniform(layer: ExpertLayer, tokens: int) -> Load:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.model import Prediction, predict
 from moec.codegen.kernels.model_calibration import device_model
 from moec.codegen.kernels.model_device import DeviceModel
@@ -42,6 +43,9 @@ TARGETS: Mapping[str, str] = {
 """The compile target by a device's name, else by its kind."""
 
 Direction = Literal["forward", "backward"]
+
+BACKWARD = ("add_parts", "mark", "through", "scatter")
+"""Kernels of backward whose names do not say so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +155,8 @@ class Listing:
     def _predicted(
         self, kernel: PlanKernel, product: Kernel | None, way: Way | None, blocks: int | None, work: KernelWork | None
     ) -> Prediction | None:
-        if self.model is None:
+        # The prediction of a library's product includes the passes around it.
+        if self.model is None or isinstance(kernel.shape, AroundShape):
             return None
         if product is None or way is None:
             return moving(work.moved if work else 0, self.model)
@@ -196,7 +201,7 @@ def _layer(kernel: PlanKernel) -> ExpertLayer:
 
 def direction_of(op: Op, kernel: str) -> Direction:
     """Whether a kernel runs in an op's forward or backward."""
-    if kernel.endswith(("_backward", "_weights", "_bias")) or kernel in ("add_parts", "mark"):
+    if kernel.endswith(("_backward", "_weights", "_bias")) or kernel in BACKWARD:
         return "backward"
     moved_back = "fill" if isinstance(op, o.SumRows) else "add_rows"
     return "backward" if kernel == moved_back else "forward"
