@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
@@ -28,19 +29,27 @@ def die_with(parent: int) -> None:
 
 
 def run_command(command: list[str], seconds: float, **environment: str) -> tuple[int, str]:
-    """Exit code and output of a command, which dies with this process. Raises `subprocess.TimeoutExpired`."""
+    """Exit code and output of a command, which dies with this process; after so many seconds it is killed (-9).
+
+    Its output goes to this process' own as well.
+    """
     parent = os.getpid()
-    done = subprocess.run(
+    with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        timeout=seconds,
         env={**os.environ, **environment},
         preexec_fn=lambda: die_with(parent),
-    )
-    return done.returncode, done.stdout
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            said, _ = process.communicate()
+    text = said.decode(errors="replace")
+    print(text, flush=True)
+    return process.returncode, text
 
 
 def why(error: BaseException) -> str:
@@ -74,7 +83,8 @@ def main() -> None:
         importlib.import_module(module)
     given = json.loads(sys.stdin.readline() or '{"measurements": []}')
     for one in given["measurements"]:
-        say(begin=one["key"])
+        sys.stdout.flush()
+        say(begin=one["key"], printed=os.fstat(sys.stdout.fileno()).st_size)
         module, _, name = one["function"].partition(":")
         started = time.perf_counter()
         try:
@@ -82,6 +92,7 @@ def main() -> None:
             if spent(given["device"]):
                 raise RuntimeError("the device reported an error after it")
         except Exception as error:  # noqa: BLE001 - whatever ends a measurement is the reason why it has no figure
+            traceback.print_exc()
             found = {"failed": why(error)}
         say(key=one["key"], seconds=round(time.perf_counter() - started, 2), **found)
         if "failed" in found and spent(given["device"]):

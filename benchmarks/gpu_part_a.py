@@ -7,13 +7,16 @@ that is NaN wherever nothing was written.
 from __future__ import annotations
 
 import math
+import os
 import platform
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,8 @@ SHAPES = {
 CHECKS = ("uniform", "zipf", "some")
 SMALL = {"cuda": Shape(256, 256, 128, 8, 2), "cpu": Shape(16, 32, 16, 4, 2)}
 
+FOLDERS = ("tests/kernels/conformance", "tests/gpu")
+
 NAMES = ("output", "input", "router", "up", "down")
 
 
@@ -47,16 +52,18 @@ def measurements(device: str) -> list[Measurement]:
         function = f"gpu_part_a:{key.partition(' ')[0]}"
         return Measurement(f"a {key}", f"a {group}", function, {"part": "a", **arguments}, limit)
 
+    def correct(shape: Shape) -> list[Measurement]:
+        group = f"correct {shape}"
+        return [one(f"correct {shape} {load}", group, 60, shape=str(shape), load=load) for load in CHECKS]
+
+    first, *others = SHAPES[device]
     made = [one("machine", "ceilings", 30)]
     made += [one(f"ceiling {of}", "ceilings", 30, of=of) for of in ("matmul", "copy", "l2")]
-    made += [
-        one(f"correct {shape} {load}", f"correct {shape}", 60, shape=str(shape), load=load)
-        for shape in SHAPES[device]
-        for load in CHECKS
-    ]
+    made += correct(first)
+    made += [one(f"tests {folder}", f"tests {folder}", 210, folder=folder) for folder in FOLDERS[:1]]
+    made += [measurement for shape in others for measurement in correct(shape)]
     made += [one(f"sanitize {tool}", f"sanitize {tool}", 100, tool=tool) for tool in ("memcheck", "racecheck")]
-    folders = ("tests/kernels/conformance", "tests/gpu")
-    return made + [one(f"tests {folder}", f"tests {folder}", 240, folder=folder) for folder in folders]
+    return made + [one(f"tests {folder}", f"tests {folder}", 210, folder=folder) for folder in FOLDERS[1:]]
 
 
 def machine(device: str, part: str) -> dict[str, Any]:
@@ -168,19 +175,24 @@ def sanitize(device: str, part: str, tool: str) -> dict[str, Any]:
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *command]
     # Without torch's cache each tensor is an allocation of its own, whose bounds the tool knows.
     code, said = run_command(command, 95, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    assert code == 0, _end(said)
+    assert code == 0, "stopped after 95 s" if code < 0 else _end(said)
     return {"said": _end(said)}
 
 
 def tests(device: str, part: str, folder: str) -> dict[str, Any]:
-    """Counts of a folder's tests: those that are for this device run on it."""
-    chosen = ["-k", "experts and swiglu and float32"] if device == "cpu" else []
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(ROOT / folder), *chosen]
-    code, said = run_command(command, 235, MOEC_BACKEND="triton")
-    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|errors?|skipped)", _end(said))}
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
-    assert code in (0, 5), f"{_end(said)}: {' '.join(failed[:8])}"
-    return counts
+    """How many of a folder's tests passed: those that are for this device run on it, on all cores if xdist is here."""
+    chosen = ["-k", "experts and swiglu and float32"] if device == "cpu" and folder == FOLDERS[0] else []
+    if device == "cuda" and find_spec("xdist") is not None:
+        chosen += ["-n", str(min(12, os.cpu_count() or 1))]
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", str(ROOT / folder)]
+    code, said = run_command([*command, *chosen], 200, MOEC_BACKEND="triton")
+    words = re.findall(
+        r"\b(PASSED|FAILED|ERROR|SKIPPED)\b.*\[ *\d+%\]|\[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED)\b", said
+    )
+    counts = Counter((one or other).lower() for one, other in words)
+    failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)))
+    assert code in (0, 5), f"{dict(counts)}, {_end(said)}: {' '.join(failed[:8])}"
+    return dict(counts)
 
 
 def _end(said: str) -> str:

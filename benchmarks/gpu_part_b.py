@@ -17,11 +17,12 @@ from layer_problem import Shape
 
 from moec.codegen.kernels.of_plan import PlanProducts
 from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
-from moec.codegen.kernels.stored_tiles import choose, key_of
+from moec.codegen.kernels.stored_tiles import key_of
 from moec.codegen.kernels.tile_candidates import around, heights
+from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways, parse_way
 from moec.runtime.backends.triton.triton_compile import compile_kernels
-from moec.runtime.backends.triton.triton_tiles import INTERPRETER, device_name
+from moec.runtime.backends.triton.triton_tiles import device_name
 from moec.runtime.tune.tune_layer import Results, TunedLayer, agree
 
 SHAPES = {
@@ -93,11 +94,9 @@ def _key(shape: Shape, device: str) -> Any:
 
 @lru_cache
 def default_of(shape: Shape, device: str) -> Ways:
-    """The rule's tiles, also where moec ships others: what is shipped comes from here."""
-    name = INTERPRETER if device == "cpu" else ""
-    widths = (shape.dim, shape.hidden)
-    given = (_dtype(device), shape.tokens * shape.k, shape.experts, widths, True)
-    return choose(*given, device=name, family="hopper", tuned={}).ways
+    """The rule's tiles, also where libraries are chosen or moec ships others: what it ships comes from here."""
+    given = (_dtype(device), shape.tokens * shape.k, shape.experts, (shape.dim, shape.hidden), True)
+    return tiles_for(*given, "hopper")
 
 
 def _tile(ways: Ways, kernel: Kernel) -> Tile:

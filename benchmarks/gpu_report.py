@@ -69,7 +69,7 @@ def _of_correctness(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield from _table(("layer against float64", "load", *errors, "allowed"), lines)
     others = [row for row in rows if row["key"].startswith(("a sanitize", "a tests")) and "failed" not in row]
-    words = ("passed", "failed", "skipped", "error", "errors", "said")
+    words = ("passed", "failed", "skipped", "error", "said")
     said = ([row["key"][2:], ", ".join(f"{word} {row[word]}" for word in words if row.get(word))] for row in others)
     yield from _table(("", "result"), said)
 

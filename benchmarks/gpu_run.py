@@ -31,6 +31,9 @@ LEAST = 5.0
 MOST_DEATHS = 3
 """Processes that may die one after the other, without a result between them, before a group is given up."""
 
+MOST_OUTPUT = 200_000
+"""Bytes of a process' output that are kept, beside the rows in a file that ends in `.log`."""
+
 Say = Callable[[str], None]
 
 
@@ -54,7 +57,7 @@ class Child:
             start_new_session=True,
         )
         os.close(theirs)
-        self._pipe, self._said = ours, b""
+        self._pipe, self._said, self._printed = ours, b"", 0
 
     def go(self, device: str, measurements: Sequence[Measurement]) -> None:
         of = [{"key": one.key, "function": one.function, "arguments": dict(one.arguments)} for one in measurements]
@@ -81,23 +84,28 @@ class Child:
             self._said += read
         line, _, self._said = self._said.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
+        self._printed = message.pop("printed", self._printed)
         return message
 
     def _end_of(self, code: int) -> str:
-        self._log.seek(0)
+        """How the process ended, with the last line that it printed since it began to measure."""
+        self._log.seek(self._printed)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"its process ended with {code}"
         return f"{how}: {lines[-1].strip()[:300]}" if lines else how
 
-    def end(self) -> None:
-        """Kills the process and what it started, if it still runs."""
+    def end(self) -> bytes:
+        """Kills the process and what it started, if it still runs. Returns the end of its output."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - MOST_OUTPUT))
+        said = self._log.read()
         if self._process.stdin is not None:
             self._process.stdin.close()
         os.close(self._pipe)
         self._log.close()
+        return said
 
 
 @dataclass(slots=True)
@@ -132,6 +140,7 @@ class Run:
         while left and deaths < MOST_DEATHS and self._time() > LEAST:
             child, self._ready = self._ready or Child(self.modules), None
             child.go(self.device, left)
+            first = left[0]
             if more:
                 self._ready = Child(self.modules)
             try:
@@ -141,7 +150,7 @@ class Run:
             except TimeoutError:
                 return left
             finally:
-                child.end()
+                self._keep(first.key, child.end())
         for one in left if deaths == MOST_DEATHS else ():
             self._write(one, failed=f"not begun: {deaths} processes before it died")
         return left if deaths < MOST_DEATHS else []
@@ -168,6 +177,12 @@ class Run:
             else:
                 self._write(left.pop(0), **message)
         return False
+
+    def _keep(self, key: str, said: bytes) -> None:
+        """Appends a process' output to the log; `key` is of its first measurement."""
+        if said.strip():
+            with self.file.path.with_suffix(".log").open("ab") as log:
+                log.write(f"== {key} and what followed\n".encode() + said + b"\n")
 
     def _write(self, one: Measurement, **found: Any) -> None:
         results = found.pop("result", {})
