@@ -1,0 +1,101 @@
+"""`benchmarks/gpu.py` from end to end, in Triton's interpreter with tiny layers: the code that a lent GPU runs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from gpu_rows import RowFile
+
+ROOT = Path(__file__).parents[2]
+PROGRAM = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu"]
+
+
+def started(*arguments: str | Path) -> subprocess.Popen[str]:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([*PROGRAM, *map(str, arguments)], **streams)  # type: ignore[call-overload,no-any-return]
+
+
+def finished(*arguments: str | Path) -> str:
+    process = started(*arguments)
+    said, _ = process.communicate(timeout=1200)
+    assert process.returncode == 0, said
+    return said
+
+
+def listed(*arguments: str) -> list[str]:
+    return finished(*arguments, "--list").splitlines()
+
+
+def rows(file: Path) -> dict[str, dict[str, object]]:
+    return {row["key"]: row for row in RowFile(file).rows()}
+
+
+def require_resumed(part: Sequence[str], file: Path) -> dict[str, dict[str, object]]:
+    """Kills a part after its first row, starts it again, and returns its rows."""
+    wanted = listed(*part)
+    process = started(*part, "--out", file)
+    until = time.monotonic() + 300
+    while not rows(file):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    before = rows(file)
+    assert 0 < len(before) < len(wanted)
+    said = finished(*part, "--out", file)
+    assert f"{len(wanted)} of {len(wanted)} in {file}" in said
+    after = rows(file)
+    assert list(after) == wanted
+    assert {key: after[key] for key in before} == before
+    assert file.read_bytes().count(b"\n") == len(wanted)
+    return after
+
+
+PARTS = {"a": "a c", "b": "down_backward", "c": "mm"}
+"""A part, and what the keys of some of its measurements have."""
+
+
+@pytest.mark.parametrize(
+    "part", [pytest.param("a", marks=pytest.mark.slow), "b", pytest.param("c", marks=pytest.mark.slow)]
+)
+def test_a_part_that_is_killed_goes_on_where_it_was(part: str, tmp_path: Path) -> None:
+    found = require_resumed(["--part", part, "--only", PARTS[part]], tmp_path / "rows.jsonl")
+    failed = {key: row["failed"] for key, row in found.items() if "failed" in row}
+    # Under torch.compile F.grouped_mm takes bfloat16 alone.
+    assert all("compiled" in key for key in failed), failed
+
+
+@pytest.mark.slow
+def test_all_parts_measure_everything_and_their_rows_become_tables_and_shipped_ways(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    for part in PARTS:
+        require_resumed(["--part", part], file.with_name(f"{part}.jsonl"))
+    files = [file.with_name(f"{part}.jsonl") for part in PARTS]
+    said = finished("--report", *files)
+    for head in ("ceiling", "layer against float64", "kernel", "/ best peer"):
+        assert f"| {head} |" in said
+    assert "wrote" in finished("--write-tuned", files[1], "--folder", tmp_path)
+    assert (tmp_path / "interpreter.json").exists()
+
+
+def test_moec_is_found_where_it_is_not_installed(tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib, gpu; gpu.link_moec(pathlib.Path(sys.argv[1])); sys.path.insert(0, sys.argv[1]);"
+        "import moec, moec.runtime.tune.tuning, moec.driver; from importlib import resources;"
+        "assert moec.__file__.startswith(sys.argv[1]), moec.__file__;"
+        "print(moec.compile('examples/mixtral_8x7b.moe').name, len(list(resources.files('moec.pages').iterdir())) > 10)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "True"
