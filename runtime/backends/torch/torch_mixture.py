@@ -1,17 +1,18 @@
-"""A local mixture in plain torch: each expert gathers its tokens, so that no copy of a token per choice is saved."""
+"""A local mixture in plain torch: experts gather their tokens, so that no copy of a token per choice is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from moec.runtime.backends.torch.torch_activations import activate, activate_backward
+from moec.runtime.backends.torch.torch_batches import batches_of, largest
 from moec.runtime.backends.torch.torch_experts import new_gradients, project, sum_rows, unused_table, weighing
 from moec.runtime.backends.torch.torch_memory import new_empty
 from moec.runtime.backends.torch.torch_rows import choices_of_rows, inverse, refuse_out_of_range, stable_order, sums_of
-from moec.runtime.backends.torch.torch_threads import InTurn, each_expert
+from moec.runtime.backends.torch.torch_threads import each_expert
 
 
 def mixture_mlp(
@@ -38,26 +39,28 @@ def mixture_mlp(
     num_rows = choices.numel() - dropped
 
     tokens, up, down = order.div(k, rounding_mode="floor"), up.flatten(1, 2), down.contiguous()
-    flat = x.reshape(-1, dim)
-    hidden = new_empty(x, (choices.numel(), up.shape[1] // width, width))
+    flat, factor = x.reshape(-1, dim), up.shape[1] // width
+    hidden, out = new_empty(x, (choices.numel(), factor, width)), new_empty(x, (num_rows, dim))
     hidden[num_rows:] = 0
-    out = new_empty(x, (num_rows, dim))
-    tokens_of, hidden_of, out_of = _by_expert(sizes, tokens, hidden, out)
+    batches = batches_of(sizes, width)
 
     def begin() -> Callable[[int], None]:
-        longest = max(sizes, default=0)
-        rows, activated = x.new_empty((longest, dim)), x.new_empty((longest, width))
+        rows, room = x.new_empty((largest(batches), dim)), x.new_empty((largest(batches), width))
 
-        def compute(expert: int) -> None:
-            if size := sizes[expert]:
-                own_rows = torch.index_select(flat, 0, tokens_of[expert], out=rows[:size])
-                project(own_rows, up, up_bias, expert, hidden_of[expert].flatten(1))
-                activate(activated[:size], hidden_of[expert], activation, clamp, alpha)
-                project(activated[:size], down, down_bias, expert, out_of[expert])
+        def compute(number: int) -> None:
+            batch = batches[number]
+            own_rows = torch.index_select(flat, 0, tokens[batch.rows], out=rows[: batch.size])
+            own_hidden, activated, own_out = hidden[batch.rows], room[: batch.size], out[batch.rows]
+            projected = own_hidden.flatten(1)
+            for expert, own in batch.experts():
+                project(own_rows[own], up, up_bias, expert, projected[own])
+            activate(activated, own_hidden, activation, clamp, alpha)
+            for expert, own in batch.experts():
+                project(activated[own], down, down_bias, expert, own_out[own])
 
         return compute
 
-    each_expert(sizes, 3 * dim * width, x.device, begin)
+    each_expert([batch.cost for batch in batches], 3 * dim * width, x.device, begin)
     positions = (chosen.where(chosen < num_rows, -1) if dropped else chosen).view(experts.shape)
     mixed = sums_of(out, positions.view(-1, k), weights.reshape(-1, k), dropped > 0).view(x.shape)
     return mixed, buckets[None, 1:].clone(), hidden, positions, unused_table(choices.numel(), buckets[1:])
@@ -87,57 +90,48 @@ def mixture_mlp_backward(
     grad, flat = grad.reshape(-1, dim), x.reshape(-1, dim)
     grad_up, grad_down, of_up_bias, of_down_bias = new_gradients(up, down, up_bias, down_bias)
     up, by_expert = up.flatten(1, 2), grad_up.flatten(1, 2)
-    # An expert has a token at most once, so adding expert by expert sums each token in the order of its experts.
-    grad_x = torch.zeros(flat.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
-    of_weights = weights.new_zeros(sum(sizes) + 1)
-    tokens_of, hidden_of, scale_of, weights_of = _by_expert(sizes, tokens, hidden, scale, of_weights)
-    longest, sums, spare = max(sizes, default=0), InTurn(), []
+    grad_rows, of_weights = new_empty(x, (sum(sizes), dim)), weights.new_zeros(sum(sizes) + 1)
+    batches = batches_of(sizes, width)
 
     def begin() -> Callable[[int], None]:
-        rows, room_of_grad, activated, grad_activated, grad_hidden = _buffers(x, longest, dim, factor, width)
-        spare.append(room_of_grad)
+        rooms = _buffers(x, largest(batches), dim, factor, width)
 
-        def compute(expert: int) -> None:
-            size, own_tokens = sizes[expert], tokens_of[expert]
-            if not size:
-                grad_up[expert].zero_()
-                grad_down[expert].zero_()
-                sums.put(expert, lambda: None)
-                return
-            own_activated, own_grad_activated = activated[:size], grad_activated[:size]
-            own_grad_hidden, flat_grad = grad_hidden[:size], grad_hidden[:size].flatten(1)
-            room = spare.pop() if spare else x.new_empty((longest, dim))
-            own_grad = torch.index_select(grad, 0, own_tokens, out=room[:size])
-            torch.mm(own_grad, down[expert], out=own_grad_activated)
-            weigh = weighing(own_grad_activated, own_activated, scale_of[expert], weights_of[expert])
-            own = (own_grad_hidden, own_activated, own_grad_activated, hidden_of[expert])
-            activate_backward(*own, activation, clamp, alpha, weigh=weigh)
+        def compute(number: int) -> None:
+            batch = batches[number]
+            own_tokens, own_scale, own_of_weights = tokens[batch.rows], scale[batch.rows], of_weights[batch.rows]
+            rows, own_grad, activated, grad_activated, grad_hidden = (room[: batch.size] for room in rooms)
+            torch.index_select(grad, 0, own_tokens, out=own_grad)
+            for expert, own in batch.experts():
+                torch.mm(own_grad[own], down[expert], out=grad_activated[own])
+            weigh = weighing(grad_activated, activated, own_scale, own_of_weights)
+            of_chain = (grad_hidden, activated, grad_activated, hidden[batch.rows])
+            activate_backward(*of_chain, activation, clamp, alpha, weigh=weigh)
             if down_bias is not None:
-                products = torch.mul(own_grad, down_bias[expert], out=rows[:size])
-                weights_of[expert].add_(products.sum(-1, dtype=of_weights.dtype))
-            torch.mm(own_grad.mul_(scale_of[expert]).t(), own_activated, out=grad_down[expert])
-            if up_bias is not None:
-                sum_rows(own_grad_hidden, of_up_bias[expert])
-                sum_rows(own_grad, of_down_bias[expert])
-            own_rows = torch.index_select(flat, 0, own_tokens, out=rows[:size])
-            torch.mm(flat_grad.t(), own_rows, out=by_expert[expert])
-            grad_rows = torch.mm(flat_grad, up[expert], out=own_grad)
-
-            def add() -> None:
-                grad_x.index_add_(0, own_tokens, grad_rows.to(grad_x.dtype))
-                spare.append(room)
-
-            sums.put(expert, add)
+                for expert, own in batch.experts():
+                    products = torch.mul(own_grad[own], down_bias[expert], out=rows[own])
+                    own_of_weights[own].add_(products.sum(-1, dtype=of_weights.dtype))
+            own_grad.mul_(own_scale)
+            torch.index_select(flat, 0, own_tokens, out=rows)
+            flat_grad, own_grad_rows = grad_hidden.flatten(1), grad_rows[batch.rows]
+            for expert, own in batch.experts():
+                torch.mm(own_grad[own].t(), activated[own], out=grad_down[expert])
+                torch.mm(flat_grad[own].t(), rows[own], out=by_expert[expert])
+                torch.mm(flat_grad[own], up[expert], out=own_grad_rows[own])
+                if up_bias is not None:
+                    sum_rows(grad_hidden[own], of_up_bias[expert])
+                    sum_rows(own_grad[own], of_down_bias[expert])
 
         return compute
 
-    each_expert(sizes, 3 * dim * width, x.device, begin)
+    each_expert([batch.cost for batch in batches], 3 * dim * width, x.device, begin)
+    chosen = positions.reshape(-1, positions.shape[2])
+    grad_x = sums_of(grad_rows, chosen, None, sum(sizes) < chosen.numel()).view(x.shape)
     of_weights = of_weights[positions]  # dropped choices, −1, read the gradient 0 at the last index
-    return grad_x.to(x.dtype).view(x.shape), of_weights, grad_up, grad_down, of_up_bias, of_down_bias
+    return grad_x, of_weights, grad_up, grad_down, of_up_bias, of_down_bias
 
 
 def _buffers(x: Tensor, rows: int, dim: int, factor: int, width: int) -> tuple[Tensor, ...]:
-    """Memory for one expert of so many rows, used again by the next, so that it stays in cache.
+    """Memory for one batch of so many rows, used again by the next, so that it stays in cache.
 
     Two `[rows, dim]`, two `[rows, width]`, and one `[rows, factor, width]`.
     """
@@ -150,8 +144,3 @@ def _tokens_of_rows(positions: Tensor, weights: Tensor, num_rows: int, dtype: to
     # Rounded as in forward; also, a product of two dtypes takes 15 times as long (measured, bfloat16 and float32).
     scale = weights.reshape(-1).index_select(0, order).to(dtype)[:, None]
     return order.div(positions.shape[2], rounding_mode="floor"), scale
-
-
-def _by_expert(sizes: list[int], *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """The rows of each expert, of tensors whose first rows lie by expert."""
-    return (torch.split(tensor[: sum(sizes)], sizes) for tensor in tensors)

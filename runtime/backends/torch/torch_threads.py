@@ -32,7 +32,8 @@ def each_expert(
 ) -> None:
     """Computes every expert once, in order; on several CPU threads at once if experts divide evenly among them.
 
-    `sizes`: each expert's rows; `numbers`: elements of an expert's weights; `device`: only on CPU there are threads.
+    `sizes`: each expert's rows, or each batch's `cost`; an expert is then a batch; `numbers`: elements of an expert's
+    weights; `device`: only on CPU there are threads.
     `begin()` makes one worker function per thread, on the calling thread; the worker is called with an expert.
     Re-raises the exception of a thread; of several, that of the first thread in order.
     """
@@ -72,23 +73,6 @@ def _longest(costs: Sequence[int], threads: int) -> int:
     for cost in costs:
         heapreplace(busy, busy[0] + cost)
     return max(busy)
-
-
-class InTurn:
-    """Runs actions in the order of their turns 0, 1, 2, …, so that a sum does not depend on the threads' timing."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._turn = 0
-        self._waiting: dict[int, Callable[[], None]] = {}
-
-    def put(self, turn: int, action: Callable[[], None]) -> None:
-        """Runs the action if all earlier turns have run; otherwise the `put` of the last missing turn runs it."""
-        with self._lock:
-            self._waiting[turn] = action
-            while self._turn in self._waiting:
-                self._waiting.pop(self._turn)()
-                self._turn += 1
 
 
 class _Threads:
