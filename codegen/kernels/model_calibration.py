@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from functools import cache
 from math import exp, isfinite, log
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from moec.codegen.data import Data
@@ -26,6 +24,12 @@ from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
 from moec.codegen.kernels.stored_tiles import FOLDER
 from moec.codegen.kernels.tiles import WAY_PATTERN, Kernel, parse_way
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Numbers = NDArray[np.float64]
 
 PULL = 0.01
 """Weight of a constant's distance (as a logarithm) from its assumed value, against 1 for a measurement."""
@@ -92,6 +96,8 @@ def calibrate(model: DeviceModel, measurements: Sequence[Measurement]) -> Device
 
     Levenberg and Marquardt's method on the constants' logarithms. Measurements of tiles that do not fit are left out.
     """
+    import numpy as np
+
     rows = [each for each in measurements if isfinite(each.predicted(model))]
     if not rows:
         return model
@@ -117,32 +123,36 @@ def calibrate(model: DeviceModel, measurements: Sequence[Measurement]) -> Device
     return model.with_constants(_constants(at), said)
 
 
-def _constants(logs: NDArray[np.float64]) -> dict[str, float]:
+def _constants(logs: Numbers) -> dict[str, float]:
     return {name: exp(value) for name, value in zip(FREE, logs, strict=True)}
 
 
-def _within(logs: NDArray[np.float64], start: NDArray[np.float64]) -> NDArray[np.float64]:
+def _within(logs: Numbers, start: Numbers) -> Numbers:
     """No constant leaves its range, and no efficiency passes 1."""
+    import numpy as np
+
     most = [0.0 if name.endswith("_efficiency") else np.inf for name in FREE]
     return np.minimum(np.clip(logs, start - RANGE, start + RANGE), most)
 
 
-def _errors(
-    at: NDArray[np.float64], start: NDArray[np.float64], rows: Sequence[Measurement], model: DeviceModel
-) -> NDArray[np.float64]:
+def _errors(at: Numbers, start: Numbers, rows: Sequence[Measurement], model: DeviceModel) -> Numbers:
     """Logarithms of predicted over measured times, then the constants' weighted distances from the start."""
+    import numpy as np
+
     device = model.with_constants(_constants(at), "")
     return np.concatenate([[log(row.predicted(device) / row.ms) for row in rows], PULL * (at - start)])
 
 
 def _slopes(
-    at: NDArray[np.float64],
-    start: NDArray[np.float64],
+    at: Numbers,
+    start: Numbers,
     rows: Sequence[Measurement],
     model: DeviceModel,
-    errors: NDArray[np.float64],
-) -> NDArray[np.float64]:
+    errors: Numbers,
+) -> Numbers:
     """Derivatives of the errors by each constant's logarithm, by differences."""
+    import numpy as np
+
     width = 1e-4
     columns = []
     for index in range(len(at)):

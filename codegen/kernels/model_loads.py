@@ -2,7 +2,7 @@
 
 Tokens choose independently of each other. So the rows of one expert are binomial: one trial per token, and the chance
 that a token has the expert among its choices. What is linear in experts (numbers of tiles, padding) needs no more than
-that, and is exact.
+that, and is exact. NumPy is imported where it computes: plans are compiled and read without it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, log, sqrt
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Numbers = NDArray[np.float64]
+    Numbers = NDArray[np.float64]
 
 WINDOW = 12
 """Standard deviations about the mean that are summed; what is beyond is below the rounding of a float64."""
@@ -65,6 +67,8 @@ class Load:
 
     def expected(self, of: Callable[[Numbers], Numbers]) -> float:
         """The expected sum over experts of a function of an expert's rows, which is given arrays of them."""
+        import numpy as np
+
         if self.counts:
             return float(of(np.array(self.counts, dtype=np.float64)).sum())
         total = 0.0
@@ -89,17 +93,23 @@ class Load:
 
 @lru_cache(maxsize=4096)
 def _tiles(load: Load, height: int) -> float:
+    import numpy as np
+
     return load.expected(lambda rows: np.ceil(rows / height))
 
 
 @lru_cache(maxsize=4096)
 def _used_experts(load: Load) -> float:
+    import numpy as np
+
     return load.expected(lambda rows: (rows > 0).astype(np.float64))
 
 
 @lru_cache(maxsize=4096)
 def _binomial(trials: int, chance: float) -> tuple[Numbers, Numbers]:
     """Numbers of successes within `WINDOW` standard deviations, and their probabilities."""
+    import numpy as np
+
     if chance <= 0 or chance >= 1 or not trials:
         return np.array([trials * min(1.0, max(0.0, chance))]), np.ones(1)
     mean, spread = trials * chance, sqrt(trials * chance * (1 - chance))
@@ -119,6 +129,8 @@ def inclusions(shares: Sequence[float], k: int) -> tuple[float, ...]:
     The draw is a race: expert e arrives at an exponential time of rate `shares[e]`, and the first k are chosen. So the
     chance is the integral over e's arrival t of the chance that fewer than k others came before t.
     """
+    import numpy as np
+
     experts = len(shares)
     if k >= experts:
         return (1.0,) * experts
@@ -140,6 +152,8 @@ def inclusions(shares: Sequence[float], k: int) -> tuple[float, ...]:
 
 def _none_yet(points: int, k: int) -> Numbers:
     """Chances [points, k] of 0 to k − 1 arrivals among no experts."""
+    import numpy as np
+
     chances = np.zeros((points, k))
     chances[:, 0] = 1
     return chances
