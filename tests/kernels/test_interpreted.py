@@ -29,3 +29,8 @@ def test_rendered_kernels_agree_with_plain_torch_in_the_interpreter(
 @pytest.mark.slow
 def test_every_case_agrees_in_every_dtype_in_the_interpreter(interpreter: Any) -> None:
     require_passed(interpreter.start("-m", "slow", HERE / "conformance"))
+
+
+@pytest.mark.slow
+def test_the_tiles_of_every_canonical_layer_agree_in_the_interpreter(interpreter: Any) -> None:
+    require_passed(interpreter.start("-m", "slow", HERE / "interpreted_tiles.py"))

@@ -1,0 +1,35 @@
+"""The products of the canonical layers, as a device runs them without a plan's own tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from kernel_tables import LAYERS, TOKENS
+
+from moec.codegen.kernels.model_tiles import ExpertLayer
+from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
+from moec.codegen.kernels.stored_tiles import choose
+from moec.codegen.kernels.tiles import Ways
+
+__all__ = ["DEVICES", "LAYERS", "TOKENS", "products_of", "ways_on"]
+
+DEVICES: Mapping[str, tuple[str, str]] = {"h100": ("sm_90", "hopper"), "a100": ("sm_80", "ampere")}
+"""The compile target and the family of devices."""
+
+BIASED = ("gpt-oss-120b",)
+
+
+def ways_on(device: str, layer: ExpertLayer, tokens: int) -> Ways:
+    """What `choose` gives for a device."""
+    _, family = DEVICES[device]
+    rows, widths = tokens * layer.k, (layer.dim, layer.hidden)
+    return choose("bf16", rows, layer.experts, widths, True, device=device, family=family, tuned={}).ways
+
+
+def products_of(name: str, ways: Ways, gathered: bool = False) -> Iterator[ProductShape]:
+    """Both projections over tokens that stay, or over weighted rows that arrived from several ranks."""
+    layer = LAYERS[name]
+    k = 0 if gathered else layer.k
+    known = (layer.experts, layer.dim, layer.hidden, "swiglu", "bf16", gathered, k, name in BIASED)
+    yield UpShape.of(*known, ways)
+    yield DownShape.of(*known, ways, weighted=gathered)

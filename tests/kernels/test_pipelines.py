@@ -1,0 +1,65 @@
+"""Products of the canonical layers as compiled: nothing is lost of what their tiles were chosen for.
+
+A product that lost its pipeline gives the same numbers, only slowly: no other test would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from canonical import DEVICES, LAYERS, TOKENS, products_of, ways_on
+
+from moec.codegen.kernels.model_device import DEVICES as MODELS
+from moec.codegen.kernels.model_tiles import Schedule, estimated_blocks
+from moec.codegen.kernels.resources import complaints
+from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.tiles import KERNELS, Tile
+from moec.runtime.backends.triton.triton_compile import compile_kernels
+
+QWEN3 = "Qwen3-30B-A3B"
+
+
+def lost(name: str, tokens: int, device: str, gathered: bool) -> Iterator[str]:
+    """What the compiler lost of each product, with the name of its kernel."""
+    target, _ = DEVICES[device]
+    layer = LAYERS[name]
+    for shape in products_of(name, ways_on(device, layer, tokens), gathered):
+        for made in compile_kernels(shape, target, KERNELS, disassemble=True):
+            tile = shape.tile_of(made.kernel)
+            assert tile is not None
+            expected = estimated_blocks(made.kernel, Schedule.of(tile, shape.bulk), layer, MODELS[device])
+            for complaint in complaints(made, tile, blocks=expected, bulk=shape.bulk):
+                yield f"{made.kernel} {tile}: {complaint}"
+
+
+def test_the_products_of_a_canonical_layer_lose_nothing() -> None:
+    assert list(lost(QWEN3, 8192, "h100", gathered=False)) == []
+
+
+LOADS = [("h100", tokens, False) for tokens in TOKENS] + [("h100", 8192, True), ("a100", 8192, False)]
+"""Devices, tokens, and whether rows arrived from several ranks."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "tokens", "gathered"), LOADS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_products_of_every_canonical_layer_lose_nothing(
+    name: str, device: str, tokens: int, gathered: bool
+) -> None:
+    assert list(lost(name, tokens, device, gathered)) == []
+
+
+def plain(shape: ProductShape, kernel: str, *_: object) -> dict[str, int]:
+    """As many stages as buffers are wanted, as if no load went through indices."""
+    tile = shape.tile_of(kernel)
+    assert tile is not None
+    return {"num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def test_a_pipeline_that_is_lost_behind_an_indirect_load_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    tile = Tile(128, 128, 64, 8, 4)
+    up, _ = products_of(QWEN3, ways_on("h100", LAYERS[QWEN3], 8192).with_way("up_weights", tile))
+    monkeypatch.setattr(ProductShape, "options", plain)
+    (made,) = compile_kernels(up, "sm_90", ["up_weights"])
+    assert list(complaints(made, tile)) == ["the loop has 2 buffers, its tile asks for 4"]
