@@ -161,6 +161,7 @@ CODES: dict[str, str] = {
     "MOE0741": "this model cannot generate",
     "MOE0742": "more tokens than the model's context",
     "MOE0743": "no token can be chosen",
+    "MOE0744": "this layer cannot run as a CUDA graph",
     "MOE0800": "there is no checkpoint here",
     "MOE0801": "this checkpoint is damaged",
     "MOE0802": "this checkpoint has another format",

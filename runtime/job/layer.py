@@ -9,12 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
-from moec.passes.ir import Program, Role
+from moec.passes.ir import Block, Program, Role
 from moec.passes.ir.interface import layer_calls, scalar_blocks
+from moec.passes.ir.ops import MixtureMlp
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
 from moec.runtime.errors import JobError
 from moec.runtime.job import hosts, unscored
 from moec.runtime.job.backward_pass import in_backward
+from moec.runtime.job.captured_layer import Captured, Results, refused
 from moec.runtime.job.checks import Complaint, MustMatch
 from moec.runtime.job.forward_checks import counts_own_tokens, same_mode, same_shape
 from moec.runtime.job.home import Home, own_weights
@@ -77,6 +79,8 @@ class MoeLayer(nn.Module):
         self._number = torch.tensor(call.layer, device="cpu")
         self._padded = counts_own_tokens(program)
         self._one_shape = same_shape(program)
+        self._waiting_op = _waiting_op(program.block(call.block))
+        self._captured: Captured | None = None
         self.aux_loss = self.expert_counts = None
         self.register_state_dict_post_hook(give_whole_experts)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(load_own_parts)  # type: ignore[no-untyped-call]
@@ -87,17 +91,48 @@ class MoeLayer(nn.Module):
         Computes in the layer's dtype, also inside of `torch.autocast`; returns x's dtype. Raises `JobError` on every
         rank for another width and for router logits that are NaN or infinite.
         """
+        self.aux_loss = None  # the last pass's: its graph might be all that keeps that pass's activations in use
+        replayed = self._captured.replay(self, x) if self._captured is not None else None
+        y, self.expert_counts, self.aux_loss = replayed or self.compute(x)
+        return y
+
+    def capture(self, x: Tensor) -> None:
+        """Captures forward and backward in CUDA graphs, which later calls with inputs like `x` replay.
+
+        Worth it for small inputs (about 1,024 tokens), which launches hold up. "Like" means shape, dtype, device,
+        requires_grad and training mode; other calls run as before. A new capture replaces the last. Results and
+        gradients are those of a call without a graph, but router logits are not checked for NaN. Of two forward passes
+        without a backward between them, the second runs without the graph. The graphs keep the memory of one pass.
+
+        Raises `JobError` (MOE0744) without a CUDA device, over several ranks, and for a mixture that is not computed by
+        one operator, `mixture_mlp`: others may wait for the host.
+        """
+        self._require_capturable(x)
+        self._captured = None
+        self(x)  # checks x and the scores, and compiles kernels
+        self._captured = Captured(self, x)
+
+    def _require_capturable(self, x: Tensor) -> None:
+        if (number := len(self._home.ranks)) > 1:
+            raise refused(f"a layer over {number} ranks cannot be captured: its exchange waits for sizes")
+        if self._waiting_op is not None:
+            raise refused(f"this layer cannot be captured: its {self._waiting_op} is not `mixture_mlp`")
+        if x.device.type != "cuda":
+            raise refused(f"CUDA graphs are captured on a CUDA device, and x is on {x.device}")
+
+    def compute(self, x: Tensor) -> Results:
+        """`forward` without a CUDA graph: y, the rows per expert, and aux_loss."""
         self._home.require_running()
         look = self._require_input(x)
         with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
             given = _as_sequences(x).to(self._weights.specs[0].dtype)
             results = self._run(given)
             self._require_scores(noted, look)
-            self._refuse_reentrant_checkpoint()
-            self.aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None
-        y, self.expert_counts = results["residual"], results["counts"][0]
+            aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None
+            self._refuse_reentrant_checkpoint(aux_loss)
+        y = results["residual"]
         # `fully_shard` warns if a module returns a view.
-        return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype)
+        return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype), results["counts"][0], aux_loss
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """This rank's experts, which the host must not reduce, shard or broadcast."""
@@ -108,9 +143,9 @@ class MoeLayer(nn.Module):
         """The indices of this rank's experts among all."""
         return self._home.local_experts
 
-    def _refuse_reentrant_checkpoint(self) -> None:
+    def _refuse_reentrant_checkpoint(self, aux_loss: Tensor | None) -> None:
         """Raises `JobError` if a reentrant checkpoint recomputes this: it made `aux_loss` without a gradient."""
-        lost = self.aux_loss is not None and not self.aux_loss.requires_grad
+        lost = aux_loss is not None and not aux_loss.requires_grad
         lost = lost and any(self._weights.needed())
         if lost and torch.is_grad_enabled() and in_backward():
             raise JobError(
@@ -156,7 +191,12 @@ class MoeLayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies: drops a forward pass's results, part of its graph, and weak references, which do not pickle."""
-        return self.__dict__ | {"aux_loss": None, "expert_counts": None, "_hosts": None}
+        return self.__dict__ | {"aux_loss": None, "expert_counts": None, "_hosts": None, "_captured": None}
+
+
+def _waiting_op(block: Block) -> str | None:
+    """The first op of rows that does not keep them on the rank in one operator, if any: it may wait for the host."""
+    return next((op.mnemonic for op in block.ops if op.moves and not isinstance(op, MixtureMlp)), None)
 
 
 def _as_sequences(x: Tensor) -> Tensor:

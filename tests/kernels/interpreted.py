@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from matrices import diagonals, some
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import KernelInterface
 
 import moec
@@ -23,6 +25,7 @@ from moec.runtime.backends.torch import torch_routing
 from moec.runtime.backends.triton import (
     triton_backend,
     triton_experts,
+    triton_mixture,
     triton_padded,
     triton_queues,
     triton_routing,
@@ -32,6 +35,7 @@ from moec.runtime.backends.triton import (
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.backends.triton.triton_modules import module_of
+from moec.runtime.job import unscored
 from moec.runtime.ops import permute_weights
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
@@ -189,6 +193,41 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, *saved, weights, *of_experts)
     assert run == listed
     assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+
+
+class Waits(TorchDispatchMode):
+    """Notes operators that make the host wait for a device, or whose results' sizes depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "bincount", "unique", "masked_select"):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@with_or_without_biases
+def test_a_local_mixture_never_waits_for_the_device_so_that_a_graph_can_capture_it(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # On CPU alone they look at values.
+    monkeypatch.setattr(triton_rows, "refuse_out_of_range", lambda *_: None)
+    monkeypatch.setattr(triton_mixture, "refuse_out_of_range", lambda *_: None)
+    x, up, down = torch.randn(1, 4, 8), torch.randn(4, 2, 8, 8), torch.randn(4, 8, 8)
+    logits = torch.randn(1, 4, 4)
+    biases = (torch.randn(4, 2, 8), torch.randn(4, 8)) if text == BIASED else (None, None)
+    of_experts = (up, down, *biases, "swiglu")
+    with Waits() as waits, unscored.noting():
+        probabilities, weights, experts = triton_backend.route(logits, None, 2, "softmax", "before", True)
+        mixed, counts, hidden, *saved = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
+        triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, *saved, weights, *of_experts)
+        triton_backend.route_backward(logits, probabilities, weights, weights, experts, "softmax", "before", True)
+    assert waits.seen == []
+    with Waits() as waits:
+        int(counts.sum())
+    assert waits.seen == ["aten._local_scalar_dense.default"]
 
 
 MIXTURE = "moe { experts = 4 * swiglu(8); gate = topk(2) }"

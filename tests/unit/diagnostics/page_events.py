@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
 from huggingface_events import HUGGINGFACE_EVENTS
-from models import moe_plan, moe_spec, moe_text
+from models import layer_text, moe_plan, moe_spec, moe_text
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 
@@ -380,6 +380,14 @@ def logits_that_are_nan() -> Sequence[Diagnostic]:
     return generate(nan=True)
 
 
+def captured_on_cpu() -> Sequence[Diagnostic]:
+    import torch
+
+    from moec.driver import layer
+
+    return raised(lambda: layer(layer_text(ranks=None)).capture(torch.ones(4, 16)))
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
@@ -421,6 +429,7 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0741": generating_under_a_capacity,
     "MOE0742": too_many_tokens,
     "MOE0743": logits_that_are_nan,
+    "MOE0744": captured_on_cpu,
     **CHECKPOINT_EVENTS,
     **HUGGINGFACE_EVENTS,
 }

@@ -1,0 +1,157 @@
+"""`layer.capture(x)`: forward and backward of `moec.layer` as CUDA graphs, for small inputs that launches hold up.
+
+`torch.cuda.make_graphed_callables` captures; this file adds what makes a replay safe. A graph writes to the same memory
+each time, so results are copied out, a gradient that a parameter would keep is copied, and a forward pass whose
+predecessor still waits for its backward runs without the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.func import functional_call
+
+from moec.runtime.errors import JobError
+
+Results = tuple[Tensor, Tensor, Tensor | None]
+"""y, the rows per expert, and aux_loss, which is None for a file without balance terms."""
+
+HELP = "call the layer without `capture`"
+
+
+def refused(message: str, help: str = HELP) -> JobError:
+    """The error for a layer that cannot be captured, or for a misuse of a captured one."""
+    return JobError("MOE0744", message, help)
+
+
+class _Replay:
+    """One replay of forward with a gradient. `done`: its backward has run."""
+
+    __slots__ = ("__weakref__", "done")
+
+    def __init__(self) -> None:
+        self.done = False
+
+
+class Captured:
+    """The graphs of a layer for inputs like one sample, and the memory that they write to."""
+
+    def __init__(self, layer: nn.Module, sample: Tensor) -> None:
+        """Captures the layer's `compute`, after three runs without a graph. Raises `JobError` if that fails."""
+        named = dict(layer.named_parameters())
+        self._names = list(named)
+        self._kinds = [_kind_of(parameter) for parameter in named.values()]
+        self._sample, self._training = _kind_of(sample), layer.training
+        self._last: ref[_Replay] | None = None
+        body = _Body(layer)
+
+        def run(x: Tensor, *parameters: Tensor) -> tuple[Tensor, ...]:
+            given = {f"layer.{name}": p for name, p in zip(self._names, parameters, strict=True)}
+            results: tuple[Tensor, ...] = functional_call(body, given, (x,))
+            return results
+
+        # The graph reads the parameters where they are: an optimizer's update needs no copy.
+        static = [p.detach().requires_grad_(p.requires_grad) for p in named.values()]
+        x = sample.detach().clone().requires_grad_(sample.requires_grad)
+        try:
+            self._run: Any = torch.cuda.make_graphed_callables(run, (x, *static), allow_unused_input=True)
+        except RuntimeError as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise refused(f"this layer cannot be captured in a CUDA graph: {reason}") from error
+
+    def replay(self, layer: nn.Module, x: Tensor) -> Results | None:
+        """The layer's results by its graphs; None if they are for other inputs, or still needed by a backward pass."""
+        named = dict(layer.named_parameters())
+        if not self._fits(layer, x, named):
+            return None
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *named.values())):
+            return _as_results([result.clone() for result in self._run(x, *named.values())])
+        last = self._last() if self._last is not None else None
+        if last is not None and not last.done:
+            return None
+        own = [_own_gradient(tensor) for tensor in (x, *named.values())]
+        outputs = self._run(*own)
+        replay = _Replay()
+        self._last = ref(replay)
+        return _as_results(_Outputs.apply(self, replay, *outputs))  # type: ignore[no-untyped-call]
+
+    def _fits(self, layer: nn.Module, x: Tensor, named: dict[str, nn.Parameter]) -> bool:
+        alike = list(named) == self._names and [_kind_of(p) for p in named.values()] == self._kinds
+        mode = layer.training == self._training and not torch.is_inference_mode_enabled()
+        inside_another = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return alike and mode and _kind_of(x) == self._sample and not inside_another
+
+    def require_last(self, replay: _Replay) -> None:
+        """Raises `JobError` if the graph has run again since: backward would read the other run's activations."""
+        if self._last is None or self._last() is not replay:
+            raise refused(
+                "backward of a captured layer ran after another forward pass had overwritten its activations",
+                "run backward once for each forward pass, before the next one (no `retain_graph`)",
+            )
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _as_results(outputs: Sequence[Tensor]) -> Results:
+    y, counts, *aux_loss = outputs
+    return y, counts, aux_loss[0] if aux_loss else None
+
+
+class _Body(nn.Module):
+    """The layer as a function of tensors: its results without the one that is None."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        results: Results = self.layer.compute(x)  # type: ignore[operator]
+        return tuple(result for result in results if result is not None)
+
+
+class _Outputs(torch.autograd.Function):
+    """Copies of a replay's results; backward requires that the graph's activations are still those of this replay."""
+
+    @staticmethod
+    def forward(ctx: Any, captured: Captured, replay: _Replay, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.captured, ctx.replay = captured, replay
+        copies = tuple(output.clone() for output in outputs)
+        ctx.mark_non_differentiable(*(copy for copy in copies if not copy.is_floating_point()))
+        return copies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.captured.require_last(ctx.replay)
+        ctx.replay.done = True
+        return None, None, *gradients
+
+
+class _OwnGradient(torch.autograd.Function):
+    """A tensor; backward copies its gradient if it would be kept: the graph overwrites it at the next replay."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: ref[Tensor] | None, tensor: Tensor) -> Tensor:
+        ctx.leaf = leaf
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        leaf = ctx.leaf() if ctx.leaf is not None else None
+        adds = leaf is not None and leaf.grad is not None  # autograd adds to a gradient that is there
+        return None, gradient if adds else gradient.clone()
+
+
+def _own_gradient(tensor: Tensor) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    own: Tensor = _OwnGradient.apply(ref(tensor) if tensor.is_leaf else None, tensor)  # type: ignore[no-untyped-call]
+    return own
