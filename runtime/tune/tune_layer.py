@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from moec.codegen.emit import DTYPES
 from moec.codegen.kernels.of_plan import PlanProducts
-from moec.codegen.kernels.tiles import Kernel, Ways
+from moec.codegen.kernels.tile_rule import tiles_for
+from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Ways
 from moec.runtime.backends.triton import triton_tiles
 from moec.runtime.backends.triton.product_clock import Call, timed
 from moec.runtime.backends.triton.triton_experts import expert_mlp, expert_mlp_backward
@@ -66,6 +68,18 @@ class TunedLayer:
         known = (self.device, self.key.dtype, self.rows, experts, widths, self.activation[0])
         return triton_tiles.ways_at(None, *known)
 
+    def tiles(self) -> Ways:
+        """The default's tiles, and the rule's, as high, for what a library computes by default."""
+        default, widths = self.default(), (self.key.dim, self.key.hidden)
+        family = triton_tiles.family_of(self.device)
+        rule = tiles_for(self.key.dtype, self.rows, self._up.shape[0], widths, self.key.gated, family)
+        if any(default.tile(kernel) for kernel in ROW_KERNELS):
+            as_high = {
+                kernel: replace(tile, rows=default.rows) for kernel in ROW_KERNELS if (tile := rule.tile(kernel))
+            }
+            rule = replace(rule, **as_high)
+        return Ways(*(default.tile(kernel) or rule.of(kernel) for kernel in KERNELS))
+
     def results(self, ways: Ways) -> Results:
         """The layer's results with its products computed so."""
         return self._run(str(ways))
@@ -82,7 +96,7 @@ class TunedLayer:
         assert len(taken) == 1, f"{kernel} ran {len(taken)} times"
         return taken[0], results
 
-    def _clock(self, call: Call | Callable[[], Results]) -> float:
+    def _clock(self, call: Call) -> float:
         """The median of several calls with a cold cache by the device's clock; in the interpreter, one call."""
         if self.device.type == "cuda":
             from triton.testing import do_bench

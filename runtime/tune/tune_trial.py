@@ -1,4 +1,8 @@
-"""Candidates of a layer's products on one device: which fit, which give the right numbers, and how long they take."""
+"""Candidates of a layer's products on one device: which fit, which give the right numbers, and how long they take.
+
+A product's candidates are the libraries that can compute it here, and tiles around the default's, or the rule's where a
+library is the default.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ import torch
 from moec.codegen.kernels.of_plan import PlanProducts
 from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.tile_candidates import around, heights
-from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Tile, Way, Ways
-from moec.runtime.backends import BackendError
+from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Library, Tile, Way, Ways
+from moec.runtime.backends import BackendError, forced_backend
+from moec.runtime.backends.triton.library_choice import MODULES
 from moec.runtime.tune.tune_layer import TunedLayer, agree
 
 
@@ -32,32 +37,31 @@ class Trial:
     """Times a layer's products alone, each way of a product once."""
 
     def __init__(self, products: PlanProducts, layer: TunedLayer, bench: Bench, most: int) -> None:
-        self.default = layer.default()
+        self.default, self._near = layer.default(), layer.tiles()
         self.misfits = self.wrong = 0
         self._products, self._layer, self._bench, self._most = products, layer, bench, most
         self._exact = layer.results(self.default)
         self._times: dict[tuple[Kernel, Way], float] = {}
         self._fitting: dict[tuple[Kernel, int | None], list[Tile]] = {}
+        self._libraries = libraries_of(products, bench.device)
 
     def heights(self) -> tuple[int, ...]:
         """Rows of a tile of row products to try, the default's first."""
-        tile = next((tile for tile in map(self.default.tile, ROW_KERNELS) if tile is not None), None)
-        return () if tile is None else heights(tile)
+        return heights(_tile_of(self._near, "up"))
 
     def at_height(self, rows: int) -> Ways | None:
-        """The default with row products' nearest tiles of so many rows; None if one of them has none that fits."""
-        ways = {kernel: self.default.of(kernel) for kernel in ROW_KERNELS}
+        """Row products in their nearest tiles of so many rows; None if one of them has none that fits."""
+        ways: dict[str, Way] = {}
         for kernel in ROW_KERNELS:
-            if self.default.tile(kernel) is not None:
-                tiles = self._candidates(kernel, rows)
-                if not tiles:
-                    return None
-                ways[kernel] = tiles[0]
+            tiles = self._candidates(kernel, rows)
+            if not tiles:
+                return None
+            ways[kernel] = tiles[0]
         return Ways(**ways, down_weights=self.default.down_weights, up_weights=self.default.up_weights)
 
     def fastest(self, kernel: Kernel, ways: Ways, rows: int | None) -> Way:
         """The fastest way of a product beside `ways`; of ties, that of `ways`, then the nearest to the default."""
-        tried = [ways.of(kernel), *self._candidates(kernel, rows)]
+        tried = [ways.of(kernel), *self._candidates(kernel, rows), *self._libraries]
         return min(tried, key=lambda way: self.time(kernel, ways.with_way(kernel, way)))
 
     def time(self, kernel: Kernel, ways: Ways) -> float:
@@ -85,9 +89,7 @@ class Trial:
         return taken
 
     def _candidates(self, kernel: Kernel, rows: int | None) -> list[Tile]:
-        default = self.default.tile(kernel)
-        if default is None:
-            return []
+        default = _tile_of(self._near, kernel)
         if (kernel, rows) not in self._fitting:
             near = list(islice(around(kernel, default, rows, self._products.key, self._bench.shared), self._most))
             shape = self._products.down if kernel.startswith("down") else self._products.up
@@ -95,6 +97,22 @@ class Trial:
             self.misfits += len(near) - len(fitting)
             self._fitting[kernel, rows] = fitting
         return self._fitting[kernel, rows]
+
+
+def _tile_of(ways: Ways, kernel: Kernel) -> Tile:
+    tile = ways.tile(kernel)
+    assert tile is not None, f"{kernel} has no tile in {ways}"
+    return tile
+
+
+def libraries_of(products: PlanProducts, device: torch.device) -> list[Library]:
+    """The libraries that can compute such products here; none where MOEC_BACKEND forces our own."""
+    if forced_backend() == "triton":
+        return []
+    key, up = products.key, products.up
+    widths = (key.dim, key.hidden, 2 * key.hidden if key.gated else key.hidden)
+    known = (device, key.dtype, up.experts, widths)
+    return [library for library, module in MODULES.items() if module.complaint(*known) is None]
 
 
 def fits(shape: ProductShape, kernel: Kernel, default: Tile, tile: Tile, bench: Bench) -> bool:

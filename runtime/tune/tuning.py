@@ -12,8 +12,10 @@ import torch
 
 from moec.codegen.kernels.of_plan import products_of
 from moec.codegen.kernels.stored_tiles import StoredTiles
+from moec.codegen.kernels.tiles import LIBRARIES
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Device
+from moec.runtime.backends import forced_backend
 from moec.runtime.backends.triton import triton_support
 from moec.runtime.backends.triton.triton_tiles import INTERPRETER, LIBRARY, short_name
 from moec.runtime.errors import JobError
@@ -60,6 +62,8 @@ def bench_for(plan: Plan) -> Bench:
     complaint = triton_support.complaint("cpu" if interpreted else "cuda")
     if interpreted and complaint is None and any(one.key.dtype == "bf16" for one in products_of(plan)):
         complaint = "Triton's interpreter computes bf16 wrongly"
+    if forced_backend() in LIBRARIES:
+        complaint = f"MOEC_BACKEND={forced_backend()} has every product computed by it; unset it to measure ways"
     if complaint is not None:
         raise _unfit(device, complaint)
     if interpreted:

@@ -26,12 +26,14 @@ from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import DiagnosticError
 from moec.runtime.backends.triton import triton_experts, triton_tiles
+from moec.runtime.backends.triton.library_rows import Around
 from moec.runtime.backends.triton.product_clock import Call, timed
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.tune import tune_trial
 from moec.runtime.tune.tune_layer import TunedLayer, agree, random_counts
-from moec.runtime.tune.tuning import tune
+from moec.runtime.tune.tune_trial import libraries_of
+from moec.runtime.tune.tuning import bench_for, tune
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -275,11 +277,59 @@ def test_the_clock_of_a_product_gets_that_product_alone(plan: Plan) -> None:
         assert len(calls) == 3
 
 
+def test_a_librarys_product_is_timed_with_the_copy_of_its_rows(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEC_BACKEND")
+    (products,) = products_of(plan)
+    layer, copies = TunedLayer(products, torch.device("cpu")), []
+    ways = Ways(*["grouped_mm"] * 6)
+    exact, gather = layer.results(ways), Around.gather
+    monkeypatch.setattr(Around, "gather", lambda self, rows: copies.append(1) or gather(self, rows))
+    layer.results(ways)
+    once = len(copies)
+    for kernel, more in (("up", 2), ("down", 0), ("down_weights", 3)):  # up makes the first copy itself
+        copies.clear()
+        with timed(kernel, lambda call: [call() for _ in range(3)]):
+            assert all(map(torch.equal, layer.results(ways), exact))
+        assert len(copies) == once + more
+
+
 def nearby(default: Ways, kernel: Kernel, rows: int | None) -> list[Tile]:
     """`OTHER`'s tile if its height is tried, else the default's."""
     tile = (OTHER if kernel in ROW_KERNELS and rows == 32 else default).tile(kernel)
     assert tile is not None
     return [tile]
+
+
+def test_libraries_are_tried_and_the_fastest_is_stored(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MOEC_BACKEND")
+    (products,) = products_of(plan)
+    bench = bench_for(plan)
+    libraries = libraries_of(products, bench.device)
+    assert "grouped_mm" in libraries
+    product = TunedLayer.product
+
+    def by_library(self: TunedLayer, ways: Ways, kernel: Kernel) -> tuple[float, tuple[Tensor, ...]]:
+        _, results = product(self, ways, kernel)
+        return 1.0 if kernel == "down" and ways.down == "grouped_mm" else 2.0, results
+
+    monkeypatch.setattr(TunedLayer, "product", by_library)
+    monkeypatch.setattr(TunedLayer, "milliseconds", lambda self, ways: 2.0 if ways == self.default() else 1.0)
+    (found,) = tune(plan, most=1).results
+    assert found.wrong == 0
+    assert all((kernel, library) in found.times for kernel in KERNELS for library in libraries)
+    assert found.best == found.default.with_way("down", "grouped_mm")
+    assert found.entry.down == "grouped_mm"
+
+    # Around a library that is the default, tiles are tried too.
+    monkeypatch.setattr(TunedLayer, "default", lambda _: found.best)
+    (again,) = tune(plan, most=1).results
+    assert again.tried("down") > len(libraries)
+
+
+def test_where_one_library_is_forced_nothing_is_measured(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEC_BACKEND", "grouped_mm")
+    with pytest.raises(DiagnosticError, match=r"MOE0706.*every product computed by it"):
+        tune(plan)
 
 
 def test_agreement_is_within_rounding_and_never_with_nan() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from moec.codegen.kernels.tiles import Tile, Ways
 from moec.runtime.backends.triton.library_products import LibraryProducts, Source
+from moec.runtime.backends.triton.product_clock import run_product
 from moec.runtime.backends.triton.triton_launch import present
 from moec.runtime.backends.triton.triton_projection import Projection
 from moec.runtime.backends.triton.triton_table import Table
@@ -41,7 +42,7 @@ class ExpertProducts:
         """hidden [R, G, F], which backward needs, and activated [R, F]."""
         way = self.ways.up
         if not isinstance(way, Tile):
-            return self.library.up(way, x, up, bias)
+            return run_product("up", lambda: self.library.up(way, x, up, bias), x)
         (parts, width), rows = up.shape[1:3], self.table.num_rows
         hidden, activated = up.new_empty((rows, parts, width)), up.new_empty((rows, width))
         self.of_up.product("up", width, x.given, *self.order, up, *present(bias), hidden, activated)
@@ -51,7 +52,7 @@ class ExpertProducts:
         """out [R, D], where rows lie; weights are those of rows [R]."""
         way = self.ways.down
         if not isinstance(way, Tile):
-            return self.library.down(way, activated, down, bias, weights)
+            return run_product("down", lambda: self.library.down(way, activated, down, bias, weights))
         out = down.new_empty((self.table.num_rows, down.shape[1]))
         order = self.order if self.of_down.shape.gathered else ()
         self.of_down.product("down", down.shape[1], activated, down, *present(bias), *order, *present(weights), out)
@@ -66,7 +67,9 @@ class ExpertProducts:
         """
         way = self.ways.down_backward
         if not isinstance(way, Tile):
-            return self.library.down_backward(way, grad, hidden, down, bias, weights)
+            return run_product(
+                "down_backward", lambda: self.library.down_backward(way, grad, hidden, down, bias, weights), grad
+            )
         rows, width = self.table.num_rows, down.shape[2]
         grad_hidden, activated = torch.empty_like(hidden), hidden.new_empty((rows, width))
         made = (hidden, grad_hidden, activated)
@@ -82,7 +85,7 @@ class ExpertProducts:
         """The gradient of down."""
         way = self.ways.down_weights
         if not isinstance(way, Tile):
-            return self.library.down_weights(way, grad, activated)
+            return run_product("down_weights", lambda: self.library.down_weights(way, grad, activated), grad)
         gradient = torch.empty_like(down)
         self.of_down.weights("down_weights", down.shape[1:], grad.given, activated, *self.order, gradient)
         return gradient
@@ -91,7 +94,7 @@ class ExpertProducts:
         """grad_rows [R, D], where rows lie."""
         way = self.ways.up_backward
         if not isinstance(way, Tile):
-            return self.library.up_backward(way, grad_hidden, up)
+            return run_product("up_backward", lambda: self.library.up_backward(way, grad_hidden, up))
         grad_rows, dim = up.new_empty((self.table.num_rows, up.shape[3])), up.shape[3]
         order = self.order if self.of_up.shape.gathered else ()
         self.of_up.product("up_backward", dim, grad_hidden, up, *order, grad_rows)
@@ -101,7 +104,7 @@ class ExpertProducts:
         """The gradient of up."""
         way = self.ways.up_weights
         if not isinstance(way, Tile):
-            return self.library.up_weights(way, grad_hidden, x, up)
+            return run_product("up_weights", lambda: self.library.up_weights(way, grad_hidden, x, up), x)
         gradient, shape = torch.empty_like(up), up.flatten(1, 2).shape[1:]
         self.of_up.weights("up_weights", shape, grad_hidden, x.given, *self.order, gradient)
         return gradient

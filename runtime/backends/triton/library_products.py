@@ -28,6 +28,10 @@ class Source:
         """[R, D], in the experts' order."""
         return self._around.gather(self.given)
 
+    def forget(self) -> None:
+        """Drops the copy of the rows."""
+        self.__dict__.pop("rows", None)
+
 
 @dataclass(frozen=True, slots=True)
 class LibraryProducts:
