@@ -19,10 +19,9 @@ from pydantic import Field, ValidationError
 
 from moec.codegen.data import Data
 from moec.codegen.kernels.model import predict
-from moec.codegen.kernels.model_device import DEVICES, FREE, DeviceModel
+from moec.codegen.kernels.model_device import DEVICES, FOLDER, FREE, DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
-from moec.codegen.kernels.stored_tiles import FOLDER
 from moec.codegen.kernels.tiles import WAY_PATTERN, Kernel, parse_way
 
 if TYPE_CHECKING:

@@ -9,20 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from moec.codegen.data import Data
+from moec.codegen.kernels.library_rule import with_libraries
+from moec.codegen.kernels.model_device import FOLDER
 from moec.codegen.kernels.tile_rule import load_of, reason, tiles_for
 from moec.codegen.kernels.tiles import KERNELS, WAY_PATTERN, Ways, parse_way
 
 FILE = "tiles.json"
 """A plan's own, in its folder."""
-
-FOLDER = Path(__file__).parent / "tuned"
-"""What moec ships: `h200.json` is for an H200. It has only shapes for which the rule would choose otherwise."""
 
 MAX_ENTRIES = 10_000
 
@@ -159,5 +157,7 @@ def choose(
     found = known.get(key) or known.get(replace(key, experts=None))
     if found is not None:
         return Choice(found, "shipped", f"shipped for {device} and {key.load} rows per expert")
-    ways = tiles_for(dtype, rows, experts, widths, gated, family)
-    return Choice(ways, "rule", reason(dtype, rows, experts, family))
+    tiles = tiles_for(dtype, rows, experts, widths, gated, family)
+    ways, gains = with_libraries(tiles, dtype, rows, experts, widths, gated, device)
+    why = reason(dtype, rows, experts, family)
+    return Choice(ways, "rule", f"{why}; {gains}" if gains else why)
