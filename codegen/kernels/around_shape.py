@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -55,7 +56,7 @@ class AroundShape(KernelShape):
         wide = dict.fromkeys(("weights_ptr", "parts_ptr"), accumulator(self.dtype))
         return {"order_ptr": "i32", "offsets_ptr": "i32", **wide}
 
-    def launched(self, by_library: frozenset[str]) -> tuple[str, ...]:
+    def launched(self, by_library: Set[str]) -> tuple[str, ...]:
         """The kernels that run if a library computes the products of these names (`KERNELS`)."""
         moved = self.gathered or self.k > 0
         readers = {"up", "down_backward", "down_weights", "up_weights"}

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, ways_of
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import (
@@ -22,6 +23,7 @@ from moec.codegen.kernels.shapes import (
     render,
 )
 from moec.codegen.kernels.stored_tiles import TileKey, key_of
+from moec.codegen.kernels.tiles import KERNELS, Kernel
 from moec.codegen.plan import Plan
 from moec.passes.ir import Block, Op, Program
 from moec.passes.ir import ops as o
@@ -99,12 +101,16 @@ def _of_mixture(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKer
     tables: set[KernelShape] = set()
     for experts in block.ops:
         if isinstance(experts, Experts):
-            tiles, *products = _products(plan, block, experts, k, sources, on)
+            up, down, by_library = _products(plan, block, experts, k, sources, on)
+            tiles = TilesShape(experts=up.experts, rows=up.rows)
             if tiles not in tables:
                 yield kernel(tiles, experts, *(("table",) if sources == 1 else ()))
             tables.add(tiles)
-            for shape in products:
-                yield kernel(shape, experts)
+            yield kernel(up, experts)
+            yield kernel(down, experts)
+            around = AroundShape.of(down)
+            if passes := around.launched(by_library):
+                yield kernel(around, experts, *passes)
 
 
 def _of_rows(op: Op, block: Block, k: int) -> Iterator[tuple[KernelShape, tuple[str, ...]]]:
@@ -223,17 +229,20 @@ def _of_dense(plan: Plan, block: Block) -> Iterator[PlanKernel]:
             yield PlanKernel(shape, block.name, 1, op)
 
 
-def _products(plan: Plan, block: Block, op: Experts, k: int, sources: int, on: Target | None) -> Iterator[KernelShape]:
+def _products(
+    plan: Plan, block: Block, op: Experts, k: int, sources: int, on: Target | None
+) -> tuple[UpShape, DownShape, frozenset[Kernel]]:
+    """Both projections' shapes, and the products that a library computes."""
     given = op.named(op.operands)
     dtype = block.scope[given["up"]].dtype
     experts, _, hidden, dim = shape_on_rank(plan.program, block, given["up"])
     of_tokens = k if isinstance(op, o.MixtureMlp) else 0
     ways = ways_of(plan, block, op, on).ways
     known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
-    yield TilesShape(experts=experts, rows=ways.rows)
     numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha}
-    yield UpShape.of(*known, ways, **numbers)
-    yield DownShape.of(*known, ways, weighted="weights" in op.optional, **numbers)
+    up = UpShape.of(*known, ways, **numbers)
+    down = DownShape.of(*known, ways, weighted="weights" in op.optional, **numbers)
+    return up, down, frozenset(name for name in KERNELS if ways.tile(name) is None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 from moec.codegen.kernels.stored_tiles import Choice, choose
+from moec.codegen.kernels.tiles import Ways
 from moec.codegen.plan import Plan
 from moec.passes.cost.workload import Workload
 from moec.passes.ir import Block, Op, Program, local_shape
@@ -21,10 +22,15 @@ Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device that kernels run on: its name, and its family ("hopper" and later, "ampere" or "cdna")."""
+    """A device that kernels run on: its name, and its family ("hopper" and later, "ampere" or "cdna").
+
+    `runnable` makes of chosen ways, of a dtype, rows, experts, widths and gatedness, those that run there; None for a
+    device that is not here, where each library is taken to run.
+    """
 
     name: str
     family: str
+    runnable: Callable[[Ways, str, int, int, tuple[int, int], bool], Ways] | None = field(default=None, compare=False)
 
 
 def target_of(plan: Plan) -> Target:
@@ -45,7 +51,8 @@ def ways_of(plan: Plan, block: Block, op: Experts, on: Target | None = None) -> 
     rows = rows_per_rank(plan, choices_per_token(block))
     tuned = plan.tiles.by_key() if plan.tiles is not None and fits else {}
     how = (block.scope[up].dtype, rows, experts, (dim, hidden), ACTIVATIONS[op.activation].gated)
-    return choose(*how, device=on.name, family=on.family, tuned=tuned)
+    choice = choose(*how, device=on.name, family=on.family, tuned=tuned)
+    return choice if on.runnable is None else replace(choice, ways=on.runnable(choice.ways, *how))
 
 
 def ways_text(plan: Plan, block: Block, op: Op, on: Target) -> str:

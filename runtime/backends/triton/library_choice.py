@@ -22,16 +22,16 @@ NEXT: dict[Library, Library | None] = {"quack": "grouped_mm", "grouped_mm": None
 
 
 def runnable(
-    chosen: Ways,
     device: torch.device,
+    family: str,
+    chosen: Ways,
     dtype: str,
     rows: int,
     experts: int,
     widths: tuple[int, int],
     gated: bool,
-    family: str,
 ) -> Ways:
-    """The ways in which the products of such a layer run here, of those chosen for it; `widths` are dim and hidden.
+    """The ways in which the products of such a layer run on a device, of those chosen; `widths` are dim and hidden.
 
     `MOEC_BACKEND=grouped_mm` or `quack` takes that library for every product, and raises `BackendError` if it cannot
     compute them; `triton` takes our products. Otherwise a library that cannot run gives way to the next best, with one

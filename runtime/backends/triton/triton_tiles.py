@@ -6,7 +6,7 @@ Nothing is measured here; only `moec tune` measures.
 from __future__ import annotations
 
 import re
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -46,7 +46,8 @@ def ways_at(
         chosen = _parsed(text)
     else:
         chosen = choose(*how, device=on.name, family=on.family, tuned={}).ways
-    return runnable(chosen, device, *how, on.family)
+    assert on.runnable is not None
+    return on.runnable(chosen, *how)
 
 
 @cache
@@ -57,7 +58,8 @@ def _parsed(text: str) -> Ways:
 @cache
 def target_at(device: torch.device) -> Target:
     """The name and family of this machine's device."""
-    return Target(device_name(device), family_of(device))
+    family = family_of(device)
+    return Target(device_name(device), family, partial(runnable, device, family))
 
 
 def runs_on(device: torch.device) -> torch.device:

@@ -1,12 +1,15 @@
-"""The rule for products by a library, at the canonical layers."""
+"""The rule for products by a library, at the canonical layers, and what a plan then lists."""
 
 from __future__ import annotations
 
 import pytest
 
-from moec.codegen.kernels.library_rule import libraries_for
-from moec.codegen.kernels.tile_rule import tiles_for
-from moec.codegen.kernels.tiles import KERNELS
+import moec
+from moec.codegen.kernels.around_shape import AroundShape
+from moec.codegen.kernels.of_plan import kernels_of
+from moec.codegen.kernels.shapes import DownShape, UpShape
+from moec.codegen.kernels.stored_tiles import Choice, choose
+from moec.codegen.kernels.tiles import KERNELS, Tile
 
 # dim, hidden, experts, k
 MIXTRAL = (4096, 14336, 8, 2)
@@ -14,46 +17,77 @@ QWEN3 = (2048, 768, 128, 8)
 OLMOE = (2048, 1024, 64, 8)
 
 
-def by_library(
-    layer: tuple[int, int, int, int], tokens: int = 8192, dtype: str = "bf16", device: str = "h200"
-) -> set[str]:
+def choice(layer: tuple[int, int, int, int], tokens: int = 8192, dtype: str = "bf16", device: str = "h200") -> Choice:
     dim, hidden, experts, k = layer
-    rows = tokens * k
-    height = tiles_for(dtype, rows, experts, (dim, hidden), True, "hopper").rows
-    return set(libraries_for(dtype, rows, experts, (dim, hidden), True, device, height))
+    family = {"a100": "ampere", "mi300x": "cdna"}.get(device, "hopper")
+    return choose(dtype, tokens * k, experts, (dim, hidden), True, device=device, family=family, tuned={})
 
 
-def test_every_product_of_a_large_hidden_width_is_a_library_s() -> None:
+def by_library(found: Choice) -> set[str]:
+    return {kernel for kernel in KERNELS if found.ways.tile(kernel) is None}
+
+
+def test_large_hidden_widths_take_a_library_where_it_is_predicted_to_win_and_say_so() -> None:
     for tokens in (8192, 32768):
-        assert by_library(MIXTRAL, tokens) == set(KERNELS)
+        found = choice(MIXTRAL, tokens)
+        assert {"down", "up_backward", "down_weights", "up_weights"} <= by_library(found)
+        assert "predicted gains of grouped_mm: " in found.why
+        assert all(f"{kernel} 1." in found.why for kernel in by_library(found))
 
 
 @pytest.mark.parametrize("layer", [QWEN3, OLMOE])
 def test_small_hidden_widths_keep_our_products_which_gather_and_activate(layer: tuple[int, int, int, int]) -> None:
-    assert by_library(layer) == by_library(layer, 32768) == set()
+    for tokens in (8192, 32768):
+        found = choice(layer, tokens)
+        assert not by_library(found)
+        assert "grouped_mm" not in found.why
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        {"device": "a100"},  # loops on the host
+        {"device": "a100"},  # a loop on the host
+        {"device": "mi300x"},
         {"device": "b200"},  # unmeasured
         {"device": "interpreter"},
-        {"dtype": "fp16"},
+        {"dtype": "fp16"},  # a loop on the host
         {"dtype": "fp32"},
-        {"tokens": 256},  # 64 rows per expert: another tile
+        {"tokens": 64},
     ],
 )
 def test_our_products_stay_where_the_library_is_a_loop_or_unmeasured(given: dict[str, object]) -> None:
-    assert by_library(MIXTRAL, **given) == set()  # type: ignore[arg-type]
+    assert not by_library(choice(MIXTRAL, **given))  # type: ignore[arg-type]
 
 
-def test_widths_that_are_no_multiples_of_8_keep_our_products() -> None:
-    assert by_library((4100, 14340, 8, 2)) == set()
+def test_widths_that_are_no_multiples_of_8_and_too_many_experts_keep_our_products() -> None:
+    assert not by_library(choice((4100, 14340, 8, 2)))
+    assert not by_library(choice((4096, 14336, 1024, 2), 1_000_000))
 
 
-def test_a_product_that_needs_passes_around_it_must_win_by_more() -> None:
-    """At one hidden width, down needs nothing beside it; up gathers before and activates after."""
-    found = by_library((2048, 2048, 8, 2))
-    assert "down" in found
-    assert "up" not in found
+def test_a_product_that_needs_passes_around_it_gains_less_than_one_that_does_not() -> None:
+    dim, _, experts, k = MIXTRAL
+    found = choice((dim, 2048, experts, k), 32768)
+    assert {"down", "up_backward"} <= by_library(found)
+    assert isinstance(found.ways.up, Tile)
+
+
+PLAN = """
+model "wide" {
+  vocab = 256; dim = 4096; depth = 1; dtype = bf16
+  layers { attention = mha(heads = 32); moe { experts = 8 * swiglu(14336); gate = topk(2) } }
+}
+cluster "one" { device = h200; level "process" { size = 1 } }
+train { batch = 4; sequence = 2048; optimizer = adamw(lr = 1e-4) }
+"""
+
+
+def test_a_plan_lists_the_kernels_around_a_library_s_products_and_none_of_those() -> None:
+    kernels = kernels_of(moec.compile(PLAN))
+    (up,) = (kernel.shape for kernel in kernels if isinstance(kernel.shape, UpShape))
+    (down,) = (kernel.shape for kernel in kernels if isinstance(kernel.shape, DownShape))
+    assert up.backward is None
+    assert down.tile is None
+    (around,) = (kernel for kernel in kernels if isinstance(kernel.shape, AroundShape))
+    assert "gather" in around.only
+    assert "scatter" not in around.only  # no rows from other ranks
+    assert ("through" in around.only) == (down.backward is None)

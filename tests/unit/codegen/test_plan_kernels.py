@@ -28,7 +28,7 @@ def plan() -> Plan:
 def test_the_kernels_of_a_plan_cite_their_lines(plan: Plan) -> None:
     files = kernel_sources(plan)
     assert {name.split("_")[0] for name in files} == {
-        "route", "queues", "places", "tiles", "up", "down",
+        "route", "queues", "places", "tiles", "up", "down", "around",
     }  # fmt: skip
     (route,) = (text for name, text in files.items() if "route" in name)
     assert route.startswith("# layers[0..31] (mixtral_8x7b.moe:19)\n")

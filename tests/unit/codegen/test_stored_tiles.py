@@ -94,9 +94,9 @@ def test_what_is_shipped_names_a_device_of_the_library_and_what_it_was_measured_
 
 
 def test_a_choice_says_why_in_a_few_words() -> None:
-    own = {key_of("bf16", 8192, 8, (4096, 14336), True): OTHER}
+    own = {key_of("bf16", 8192, 8, (4096, 1024), True): OTHER}
     for tuned, why in ((own, "tuned on h100 for many rows per expert"), ({}, "many rows per expert (1,024) on hopper")):
-        found = choose("bf16", 8192, 8, (4096, 14336), True, device="h100", family="hopper", tuned=tuned)
+        found = choose("bf16", 8192, 8, (4096, 1024), True, device="h100", family="hopper", tuned=tuned)
         assert found.why == why
 
 

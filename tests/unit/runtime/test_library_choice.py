@@ -38,7 +38,7 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | 
 
 
 def ways(chosen: Ways, device: torch.device = CUDA, dtype: str = "bf16", widths: tuple[int, int] = (64, 32)) -> Ways:
-    return runnable(chosen, device, dtype, 4096, 4, widths, True, "hopper")
+    return runnable(device, "hopper", chosen, dtype, 4096, 4, widths, True)
 
 
 def test_what_is_chosen_runs_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_too_many_experts_for_cutlass_are_refused(monkeypatch: pytest.MonkeyPatc
     on(monkeypatch, (9, 0))
     monkeypatch.setenv("MOEC_BACKEND", "grouped_mm")
     with pytest.raises(BackendError, match="at most 1023 experts, not 1024"):
-        runnable(OURS, CUDA, "bf16", 4096, 1024, (64, 32), True, "hopper")
+        runnable(CUDA, "hopper", OURS, "bf16", 4096, 1024, (64, 32), True)
 
 
 def test_quack_that_is_not_installed_gives_way_to_grouped_mm(monkeypatch: pytest.MonkeyPatch) -> None:
