@@ -25,7 +25,7 @@ from moec.codegen.kernels.model_tiles import (
     step_of,
 )
 from moec.codegen.kernels.tile_rule import extents
-from moec.codegen.kernels.tiles import Kernel, Tile, Way
+from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Tile, Way
 
 EMPTY_CLOCKS = 500
 """Assumed: a program that finds no tile in the table and returns."""
@@ -71,11 +71,13 @@ def predict(
 ) -> Prediction:
     """The time of one product of a layer's experts.
 
-    `bulk`: the persistent form with TMA. `blocks`: blocks per multiprocessor, where the compiled kernel says so. A
-    library's product includes the passes around it; `rows_at_hand`: an earlier product left the gathered rows.
+    `bulk`: products of rows in their persistent form with TMA. `blocks`: blocks per multiprocessor, where the compiled
+    kernel says so. A library's product includes the passes around it; `rows_at_hand`: an earlier product left the
+    gathered rows.
     """
     if isinstance(way, Tile):
-        return predict_schedule(kernel, Schedule.of(way, bulk), layer, load, device, blocks=blocks)
+        schedule = Schedule.of(way, bulk and kernel in ROW_KERNELS)
+        return predict_schedule(kernel, schedule, layer, load, device, blocks=blocks)
     product = predict_schedule(kernel, schedule_of_library(kernel, layer, load), layer, load, device)
     seconds, moved, launches = passes_around(kernel, layer, load, device, rows_at_hand)
     total = product.seconds + seconds
