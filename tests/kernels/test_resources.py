@@ -17,7 +17,7 @@ from moec.codegen.kernels.occupancy import LIMITS, blocks_per_sm
 from moec.codegen.kernels.resources import Loop, Resources, complaints, instruction_columns
 from moec.codegen.kernels.tiles import Tile
 from moec.runtime.backends.triton.triton_compile import TARGETS
-from moec.runtime.backends.triton.triton_listings import buffers_of, bulk_copies, loops_of, serialized
+from moec.runtime.backends.triton.triton_listings import bulk_copies, loops_of, serialized
 
 TILE = Tile(128, 256, 64, 8, 4)
 GOOD = Resources(
@@ -119,6 +119,11 @@ TTGIR = """
         %slot = ttg.memdesc_index %b[%j] : !ttg.memdesc<5x1x64x128xbf16, #s> -> !ttg.memdesc<1x64x128xbf16, #s>
         %right = ttg.memdesc_reshape %slot : !ttg.memdesc<1x64x128xbf16, #s> -> !ttg.memdesc<64x128xbf16, #s>
         %dot = ttng.warp_group_dot %left, %right, %sum : !ttg.memdesc<128x64xbf16> * !ttg.memdesc<64x128xbf16> -> tensor
+        %copied = ttg.async_wait %token {num = 2 : i32}
+        %done:3 = ttng.warp_group_dot_wait %dot, %left, %right {pendings = 1 : i32} : tensor<128x128xf32, #mma>
+        scf.if %last {
+          %all:3 = ttng.warp_group_dot_wait %done#0, %left, %right {pendings = 0 : i32} : tensor<128x128xf32, #mma>
+        }
         scf.yield %dot : tensor<128x128xf32, #mma>
       }
       scf.yield %x, %y : i32, i32
@@ -135,7 +140,7 @@ TTGIR = """
 
 
 def test_buffers_are_those_of_the_operand_with_fewest_in_loops_with_a_product() -> None:
-    assert buffers_of(TTGIR) == (3, 1)
+    assert loops_of(TTGIR, "") == (Loop(3, None, None, ()), Loop(1, None, None, ()))
 
 
 PTX = """
@@ -162,6 +167,14 @@ $L__BB0_4:
 def test_waits_and_instructions_are_those_of_the_innermost_loop_around_a_product() -> None:
     assert loops_of(TTGIR, PTX) == (Loop(3, 2, 1, ("m64n128k16",)), Loop(1, None, None, ("m16n8k16",)))
     assert bulk_copies(PTX) == 1
+
+
+def test_a_wait_in_a_branch_is_none_of_each_step() -> None:
+    """A persistent loop has its epilogue in one, and that waits for all products."""
+    persistent = PTX.replace("cp.async.wait_group 	2;", "wgmma.wait_group.sync.aligned 0;")
+    assert loops_of(TTGIR, persistent)[0].products_pending == 1
+    lost = TTGIR.replace("pendings = 1", "pendings = 0")
+    assert loops_of(lost, persistent)[0].products_pending == 0
 
 
 def test_without_a_loop_for_each_in_machine_code_every_loop_gets_what_all_have() -> None:

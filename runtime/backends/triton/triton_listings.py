@@ -11,31 +11,36 @@ from moec.codegen.kernels.resources import Loop
 
 _PRODUCT = re.compile(r"(?:tt\.dot|ttng\.warp_group_dot|ttng\.tc_gen5_mma) (.*)")
 _RESULT = re.compile(r"^\s*(%[\w-]+)(?::\d+)? = (\S+)")
+_WAIT = re.compile(r"(async_wait|dot_wait) .*\{(?:num|pendings) = (\d+)")
 _VALUE = re.compile(r"%[\w-]+(?:#\d+)?")
 _CARRIED = re.compile(r"(%[\w-]+) = (%[\w-]+(?:#\d+)?)")
 _SHAPE = re.compile(r"(?:memdesc|tensor)<([0-9]+(?:x[0-9]+)*)x")
 
 
-def buffers_of(ttgir: str) -> tuple[int, ...]:
-    """Of each loop with a product in it, in order: the fewest buffers that one of the product's operands has.
+@dataclass(slots=True)
+class _Body:
+    """A loop with a product in it: the product's operands, and the waits of each step beside the product.
 
-    An operand in registers, or in shared memory that one step fills, has one.
+    Waits in branches inside of the loop are left out: a persistent loop has its epilogue in one.
     """
-    function = _Function.of(ttgir)
-    return tuple(min(map(function.buffers, operands)) for operands in function.operands.values())
+
+    indent: int
+    operands: list[str]
+    waits: dict[str, list[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """The lines that define values, by value, and the operands of the products in each loop, by the loop's line."""
+    """The lines that define values, by value, and the loops with a product, in order."""
 
     defined: Mapping[str, str]
-    operands: Mapping[int, list[str]]
+    bodies: tuple[_Body, ...]
 
     @classmethod
     def of(cls, ttgir: str) -> _Function:
         defined: dict[str, str] = {}
-        operands: dict[int, list[str]] = {}
+        bodies: dict[int, _Body] = {}
+        waits: list[tuple[int, int, str, int]] = []  # loop, indent, kind and number
         loops: list[tuple[int, int]] = []  # the open loops' lines and indents
         for number, line in enumerate(ttgir.splitlines()):
             indent = len(line) - len(line.lstrip())
@@ -47,10 +52,15 @@ class _Function:
             if "scf.for" in line:
                 loops.append((number, indent))
                 defined.update({name: f"{name} = carried {first}" for name, first in _CARRIED.findall(line)})
-            product = _PRODUCT.search(line)
-            if loops and product:
-                operands.setdefault(loops[-1][0], []).extend(_VALUE.findall(product[1])[:2])
-        return cls(defined, operands)
+            elif loops:
+                waits += [(loops[-1][0], indent, kind, int(least)) for kind, least in _WAIT.findall(line)]
+                for product in _PRODUCT.findall(line):
+                    body = bodies.setdefault(loops[-1][0], _Body(indent, [], {}))
+                    body.operands.extend(_VALUE.findall(product)[:2])
+        for loop, indent, kind, least in waits:
+            if loop in bodies and bodies[loop].indent == indent:
+                bodies[loop].waits.setdefault(kind, []).append(least)
+        return cls(defined, tuple(bodies.values()))
 
     def buffers(self, value: str) -> int:
         """Steps that the shared memory behind an operand holds: its elements over the operand's."""
@@ -85,17 +95,30 @@ _PRODUCTS = re.compile(r"wgmma\.wait_group\S*\s+(\d+)")
 
 
 def loops_of(ttgir: str, ptx: str) -> tuple[Loop, ...]:
-    """The loops with a product in them: buffers from TTGIR, waits and instructions from PTX.
+    """The loops with a product in them, in order: buffers from TTGIR, instructions and waits from PTX.
 
+    Buffers are those of the operand that has fewest; one in registers, or in memory that one step fills, has one.
     If LLVM removed or copied a loop, each loop gets what is found in all of them.
     """
-    buffers, bodies = buffers_of(ttgir), list(_innermost(ptx.splitlines()))
-    if len(bodies) != len(buffers):
-        bodies = ["\n".join(bodies)] * len(buffers)
-    return tuple(
-        Loop(number, _least(_COPIES, body), _least(_PRODUCTS, body), tuple(dict.fromkeys(_MATRIX.findall(body))))
-        for number, body in zip(buffers, bodies, strict=True)
+    function, texts = _Function.of(ttgir), list(_innermost(ptx.splitlines()))
+    if len(texts) != len(function.bodies):
+        texts = ["\n".join(texts)] * len(function.bodies)
+    return tuple(_loop(function, body, text) for body, text in zip(function.bodies, texts, strict=True))
+
+
+def _loop(function: _Function, body: _Body, text: str) -> Loop:
+    return Loop(
+        buffers=min(map(function.buffers, body.operands)),
+        copies_pending=_least(_COPIES.findall(text), body.waits.get("async_wait", [])),
+        products_pending=_least(_PRODUCTS.findall(text), body.waits.get("dot_wait", [])),
+        instructions=tuple(dict.fromkeys(_MATRIX.findall(text))),
     )
+
+
+def _least(found: list[str], of_each_step: list[int]) -> int | None:
+    """The smallest wait of those that each step makes; PTX does not show which are in a branch."""
+    numbers = list(map(int, found))
+    return min((number for number in numbers if number in of_each_step), default=min(numbers, default=None))
 
 
 def bulk_copies(ptx: str) -> int:
@@ -110,10 +133,6 @@ def serialized(sass: str, ptx: str) -> bool:
     """
     waits = len(re.findall(r"WARPGROUP\.DEPBAR\.LE\s+gsb0,\s*0x0\b", sass))
     return waits > len(re.findall(r"wgmma\.wait_group\S*\s+0\b", ptx))
-
-
-def _least(pattern: re.Pattern[str], body: str) -> int | None:
-    return min(map(int, pattern.findall(body)), default=None)
 
 
 def _innermost(lines: list[str]) -> Iterator[str]:
