@@ -50,7 +50,10 @@ BACKWARD = ("add_parts", "mark", "through", "scatter")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedKernel:
-    """One kernel. `made` is None for a library's product, `work` for small kernels, `prediction` without a model."""
+    """One kernel. `made` is None for a library's product, `work` for small kernels, `prediction` without a model.
+
+    The prediction of a library's product includes the passes around it, which have none of their own.
+    """
 
     kernel: str
     direction: Direction
@@ -124,7 +127,8 @@ class Listing:
             for made in self._compile(kernel)
         ]
         if products is not None and choice is not None:
-            listed += self._of_libraries(products, choice)
+            of_op = next(work for op, work in costs if op is products.op)
+            listed += self._of_libraries(products, of_op, choice)
         rows = rows_per_rank(self.plan, products.k) if products is not None else 0
         return ListedBlock(block=name, kernels=tuple(listed), choice=choice, layer=layer, rows=rows)
 
@@ -155,7 +159,6 @@ class Listing:
     def _predicted(
         self, kernel: PlanKernel, product: Kernel | None, way: Way | None, blocks: int | None, work: KernelWork | None
     ) -> Prediction | None:
-        # The prediction of a library's product includes the passes around it.
         if self.model is None or isinstance(kernel.shape, AroundShape):
             return None
         if product is None or way is None:
@@ -170,8 +173,9 @@ class Listing:
         mesh = self.plan.meshes[self.plan.program.block(kernel.block).experts or "dense"]
         return Load.of_rank(self.tokens, shape.experts, kernel.k, dict(mesh.axes).get("ep", 1))
 
-    def _of_libraries(self, kernel: PlanKernel, choice: Choice) -> Iterator[ListedKernel]:
+    def _of_libraries(self, kernel: PlanKernel, of_op: Work, choice: Choice) -> Iterator[ListedKernel]:
         """The products that a library computes: nothing is compiled for them."""
+        rows = rows_per_rank(self.plan, kernel.k)
         for product in KERNELS:
             way = choice.ways.of(product)
             if isinstance(way, str):
@@ -180,7 +184,7 @@ class Listing:
                     direction=direction_of(kernel.op, product),
                     way=way,
                     made=None,
-                    work=None,
+                    work=work_of(kernel.shape, product, of_op, self.tokens, rows),
                     prediction=self._predicted(kernel, product, way, None, None),
                     serves=kernel.span,
                 )
