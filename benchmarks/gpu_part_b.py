@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from itertools import islice
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from moec.codegen.kernels.stored_tiles import key_of
 from moec.codegen.kernels.tile_candidates import around, heights
 from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways, parse_way
-from moec.runtime.backends.triton.triton_compile import compile_kernels
 from moec.runtime.backends.triton.triton_tiles import device_name
+from moec.runtime.backends.triton.triton_warm import compile_one
 from moec.runtime.tune.tune_layer import Results, TunedLayer, agree
 
 SHAPES = {
@@ -34,8 +35,8 @@ SHAPES = {
 MOST = {"cuda": 10, "cpu": 1}
 """Candidates of a product for each height of tiles, the nearest to the default first."""
 
-TARGET, SHARED = "sm_90", 232448
-"""The device whose candidates are compiled before they are timed, and the bytes of shared memory of its blocks."""
+SHARED = 232448
+"""Bytes of shared memory of a block, of Hopper."""
 
 LIBRARIES = {"cuda": ("grouped_mm",), "cpu": ()}
 
@@ -174,7 +175,8 @@ def compiled(device: str, part: str, shape: str, tier: int) -> dict[str, Any]:
     found = Shape.parse(shape)
     every = list(_to_compile(found, device, tier))
     parent = os.getpid()
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 2), initializer=die_with, initargs=(parent,)) as pool:
+    cores, fresh = max(1, (os.cpu_count() or 2) - 2), get_context("spawn")
+    with ProcessPoolExecutor(cores, fresh, initializer=die_with, initargs=(parent,)) as pool:
         said = list(pool.map(_compile, *zip(*every, strict=True)))
     bad = {f"{kernel} {shape.tile_of(kernel)}": why for (shape, kernel), why in zip(every, said, strict=True) if why}
     return {"compiled": len(said) - len(bad), "did_not": bad}
@@ -194,7 +196,7 @@ def _to_compile(shape: Shape, device: str, tier: int) -> Iterator[tuple[ProductS
 def _compile(shape: ProductShape, kernel: Kernel) -> str:
     """Why a kernel does not compile; empty if it does."""
     try:
-        list(compile_kernels(shape, TARGET, (kernel,)))
+        compile_one(shape, kernel, torch.device("cuda", 0), {})
     except Exception as error:  # noqa: BLE001 - the row of this way says it again when it is timed
         return type(error).__name__
     return ""

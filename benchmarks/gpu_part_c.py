@@ -8,15 +8,20 @@ import torch
 from gpu_clock import passes_ms
 from gpu_rows import Measurement
 from layer import MEGABYTE, Clock, Contender, check, peak_bytes
-from layer_peers import IMPLEMENTATIONS
+from layer_peers import IMPLEMENTATIONS, VARIANTS
 from layer_problem import CUDA_SHAPES, Shape, make_problem, reference
 
-OURS = "moec"
+GRAPH = "moec in a graph"
+OURS = ("moec", "moec by kernels", "moec by grouped_mm", GRAPH)
 PEERS = ("Liger", "F.grouped_mm", "F.grouped_mm compiled", "ScatterMoE", "transformers grouped_mm")
-IMPLS = (OURS, *PEERS, "dense")
+IMPLS = (OURS[0], *PEERS, *OURS[1:], "dense")
+LAYERS = {**IMPLEMENTATIONS["cuda"], **VARIANTS}
 
 FIRST = {(2048, 768, 128, 8), (4096, 14336, 8, 2), (7168, 2048, 256, 8)}
 """Qwen3-30B-A3B, Mixtral 8x7B, DeepSeek-V3."""
+
+SMALL = 1024
+"""Tokens up to which a graph is compared: such a layer is bound by its launches."""
 
 LIMITS = {"Liger": 120.0, "F.grouped_mm compiled": 90.0}
 """Seconds of those that search tiles or compile for each shape."""
@@ -42,6 +47,7 @@ def measurements(device: str) -> list[Measurement]:
         for number, shapes in enumerate(tiers)
         for impl in IMPLS
         for shape in shapes
+        if impl != GRAPH or shape.tokens <= SMALL
     ]
 
 
@@ -55,7 +61,7 @@ def layer(device: str, part: str, impl: str, shape: str) -> dict[str, Any]:
     problem = make_problem(Shape.parse(shape), torch.float32 if device == "cpu" else torch.bfloat16, device)
     exact = reference(problem)[:2]
     x = problem.x.clone().requires_grad_()
-    contender = Contender(IMPLEMENTATIONS["cuda"][impl](problem))
+    contender = Contender(LAYERS[impl](problem))
     if impl != "dense":
         check(contender, problem, x, exact)
     for _ in range(2):

@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from layer_problem import Problem
 from torch import Tensor, nn
 
+from moec.codegen.kernels.tile_rule import tiles_for
+from moec.codegen.kernels.tiles import KERNELS, Ways
 from moec.runtime import ops
+from moec.runtime.backends import forced_backend
+from moec.runtime.backends.triton import library_grouped_mm
+from moec.runtime.backends.triton.triton_launch import dtype_name
+from moec.runtime.backends.triton.triton_tiles import family_of
 
 GIGABYTE = 2**30
 
@@ -49,16 +55,51 @@ def _choose(x: Tensor, gate: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return scores / scores.sum(-1, keepdim=True), experts
 
 
-def moec(problem: Problem) -> Layer:
+def moec(problem: Problem, ways: str | None = None) -> Layer:
+    """Its products in the ways that moec chooses, or in these."""
     gate, up, down = _weights(problem)
+    compute = _computed_by_moec(problem, ways)
+    return Layer(lambda x: compute(x, gate, up, down), (gate, up, down))
+
+
+def _computed_by_moec(problem: Problem, ways: str | None = None) -> Callable[..., Tensor]:
     by_parts = (problem.shape.experts, 2, problem.shape.hidden, problem.shape.dim)
 
-    def run(x: Tensor) -> Tensor:
+    def compute(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
         logits = F.linear(x, gate).float()[None]
         _, weights, chosen = ops.route(logits, None, problem.shape.k, "softmax", "before", True)
-        return ops.mixture_mlp(x[None], chosen, weights, up.view(by_parts), down, None, None, "swiglu")[0][0]
+        given = (x[None], chosen, weights, up.view(by_parts), down, None, None, "swiglu", None, None)
+        return ops.mixture_mlp(*given, ways)[0][0]
 
-    return Layer(run, (gate, up, down))
+    return compute
+
+
+def moec_in_a_graph(problem: Problem) -> Layer:
+    """Forward and backward as CUDA graphs, as `layer.capture` makes them of a layer whose weights are fp32."""
+    if not problem.x.is_cuda:
+        raise NotRun("CUDA graphs need a CUDA device")
+    weights = _weights(problem)
+    sample = problem.x.clone().requires_grad_()
+    run = torch.cuda.make_graphed_callables(_computed_by_moec(problem), (sample, *weights))
+    return Layer(lambda x: run(x, *weights), weights)
+
+
+def moec_by_kernels(problem: Problem) -> Layer:
+    """All six products by moec's own kernels, in the rule's tiles."""
+    shape = problem.shape
+    how = (shape.tokens * shape.k, shape.experts, (shape.dim, shape.hidden), True, family_of(problem.x.device))
+    return moec(problem, str(tiles_for(dtype_name(problem.x), *how)))
+
+
+def moec_by_grouped_mm(problem: Problem) -> Layer:
+    """All six products by `F.grouped_mm`, with moec's kernels around it."""
+    shape, x = problem.shape, problem.x
+    unfit = library_grouped_mm.complaint(
+        x.device, dtype_name(x), shape.experts, (shape.dim, shape.hidden, 2 * shape.hidden)
+    )
+    if unfit or forced_backend() == "triton":
+        raise NotRun(unfit or "MOEC_BACKEND forces moec's own kernels")
+    return moec(problem, str(Ways(*("grouped_mm" for _ in KERNELS))))
 
 
 def dense(problem: Problem) -> Layer:
@@ -232,6 +273,13 @@ _EVERYWHERE: Mapping[str, Callable[[Problem], Layer]] = {
     "transformers batched_mm": _transformers("batched_mm"),
     "DeepSpeed": deepspeed,
 }
+VARIANTS: Mapping[str, Callable[[Problem], Layer]] = {
+    "moec in a graph": moec_in_a_graph,
+    "moec by kernels": moec_by_kernels,
+    "moec by grouped_mm": moec_by_grouped_mm,
+}
+"""moec in ways that it may not choose itself."""
+
 IMPLEMENTATIONS: Mapping[str, Mapping[str, Callable[[Problem], Layer]]] = {
     "cpu": _EVERYWHERE,
     "cuda": {

@@ -69,8 +69,8 @@ PARTS = {"a": "a c", "b": "down_backward", "c": "mm"}
 def test_a_part_that_is_killed_goes_on_where_it_was(part: str, tmp_path: Path) -> None:
     found = require_resumed(["--part", part, "--only", PARTS[part]], tmp_path / "rows.jsonl")
     failed = {key: row["failed"] for key, row in found.items() if "failed" in row}
-    # Under torch.compile F.grouped_mm takes bfloat16 alone.
-    assert all("compiled" in key for key in failed), failed
+    # Under torch.compile F.grouped_mm takes bfloat16 alone, and the interpreter runs moec's own kernels alone.
+    assert all("compiled" in key or "moec by grouped_mm" in key for key in failed), failed
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import triton
 from triton.runtime.jit import MockTensor
 
 from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
-from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.shapes import KernelShape, ProductShape
 from moec.codegen.plan import Plan
 from moec.passes.ir import ops as o
 from moec.runtime.backends.triton.triton_launch import TORCH_DTYPES, kernels_of_shape
@@ -40,7 +40,7 @@ def compile_ahead(plan: Plan, device: torch.device, report: Report) -> int:
     ]
     for number, (kernel, name, switches) in enumerate(variants, 1):
         report(number, len(variants), name)
-        compile_one(kernel, name, device, switches)
+        compile_one(kernel.shape, name, device, switches)
     return len(variants)
 
 
@@ -53,9 +53,9 @@ def launched(kernel: PlanKernel, device: torch.device) -> Iterator[str]:
             yield name
 
 
-def compile_one(kernel: PlanKernel, name: str, device: torch.device, switches: dict[str, bool]) -> None:
+def compile_one(shape: KernelShape, name: str, device: torch.device, switches: dict[str, bool]) -> None:
     """Compiles one kernel as its launches will ask for it."""
-    kernels, shape = kernels_of_shape(kernel.shape, device), kernel.shape
+    kernels = kernels_of_shape(shape, device)
     dtypes = shape.pointers()
     arguments: list[Any] = [
         MockTensor(TORCH_DTYPES[dtypes.get(argument, getattr(shape, "dtype", "i32"))])
