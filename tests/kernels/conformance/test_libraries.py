@@ -10,11 +10,13 @@ import pytest
 import torch
 from cases import COUNTS, MIXTURES, Case, experts, mixture
 from places import INTERPRETED, NO_CUDA, PLACES, TOLERANCE, Numbers, Place
+from torch.nn.functional import grouped_mm
 
 from moec.codegen.kernels.tile_rule import tiles_for
 from moec.codegen.kernels.tiles import KERNELS, Ways
 from moec.runtime.backends import Backend
 from moec.runtime.backends.torch import torch_backend
+from moec.runtime.backends.triton import library_grouped_mm
 
 WIDTHS = (72, 40)
 
@@ -46,6 +48,26 @@ MIXES = ("experts with weights and biases, four sources", "mixture with biases, 
 
 ARGUMENTS = {"expert_mlp": 8, "expert_mlp_backward": 11, "mixture_mlp": 8, "mixture_mlp_backward": 12}
 """Of each operator, before the activation's two parameters."""
+
+
+@pytest.fixture(autouse=True)
+def _as_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`MOEC_BACKEND=triton`, with which the interpreter's tests run, would force our products."""
+    monkeypatch.delenv("MOEC_BACKEND", raising=False)
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The shapes of what the library computes from now on."""
+    found: list[torch.Size] = []
+
+    def noted(*operands: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        out = grouped_mm(*operands, offs=offs)
+        found.append(out.shape)
+        return out
+
+    monkeypatch.setattr(library_grouped_mm, "grouped_mm", noted)
+    return found
 
 
 class InWays:
@@ -88,11 +110,17 @@ def require_agreement(place: Place, case: Case, ways: Ways) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_products_all_by_a_library_give_what_the_definition_gives(kernels: Place, name: str) -> None:
+def test_products_all_by_a_library_give_what_the_definition_gives(
+    kernels: Place, name: str, products: list[torch.Size]
+) -> None:
     require_agreement(kernels, CASES[name], ALL)
+    assert len(products) == (0 if " no " in name else len(KERNELS))
 
 
 @pytest.mark.parametrize("name", MIXES)
 @pytest.mark.parametrize("ways", MIXED)
-def test_products_may_be_computed_in_different_ways(kernels: Place, name: str, ways: str) -> None:
+def test_products_may_be_computed_in_different_ways(
+    kernels: Place, name: str, ways: str, products: list[torch.Size]
+) -> None:
     require_agreement(kernels, CASES[name], MIXED[ways])
+    assert len(products) == sum(MIXED[ways].tile(kernel) is None for kernel in KERNELS)
