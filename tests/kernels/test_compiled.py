@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import (
     DownShape,
@@ -78,7 +79,9 @@ def products(
     # Rows from other ranks lie where they came, with weights; those of tokens that stayed are gathered from these.
     known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k, bias)
     yield UpShape.of(*known, ways)
-    yield DownShape.of(*known, ways, weighted=gathered)
+    down = DownShape.of(*known, ways, weighted=gathered)
+    yield down
+    yield AroundShape.of(down)
 
 
 def require_fits(shape: KernelShape, target: str) -> None:
