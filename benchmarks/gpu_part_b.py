@@ -20,9 +20,9 @@ from moec.codegen.kernels.of_plan import PlanProducts
 from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
 from moec.codegen.kernels.stored_tiles import key_of
 from moec.codegen.kernels.tile_candidates import around, heights
-from moec.codegen.kernels.tile_rule import tiles_for
+from moec.codegen.kernels.tile_rule import in_bulk, tiles_for
 from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways, parse_way
-from moec.runtime.backends.triton.triton_tiles import device_name
+from moec.runtime.backends.triton.triton_tiles import device_name, target_at
 from moec.runtime.backends.triton.triton_warm import compile_one
 from moec.runtime.tune.tune_layer import Results, TunedLayer, agree
 
@@ -135,11 +135,15 @@ def _known(shape: Shape, device: str) -> tuple[Any, ...]:
 
 
 def _up(shape: Shape, device: str, ways: Ways) -> UpShape:
-    return UpShape.of(*_known(shape, device), ways)
+    return UpShape.of(*_known(shape, device), ways, bulk=_bulk(shape, device))
 
 
 def _down(shape: Shape, device: str, ways: Ways) -> DownShape:
-    return DownShape.of(*_known(shape, device), ways)
+    return DownShape.of(*_known(shape, device), ways, bulk=_bulk(shape, device))
+
+
+def _bulk(shape: Shape, device: str) -> bool:
+    return in_bulk(_dtype(device), (shape.dim, shape.hidden), target_at(torch.device(device)).family)
 
 
 def product(device: str, part: str, shape: str, kernel: Kernel, way: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, ways_of
+from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, target_of, ways_of
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import (
     DownShape,
@@ -23,6 +23,7 @@ from moec.codegen.kernels.shapes import (
     render,
 )
 from moec.codegen.kernels.stored_tiles import TileKey, key_of
+from moec.codegen.kernels.tile_rule import in_bulk
 from moec.codegen.kernels.tiles import KERNELS, Kernel
 from moec.codegen.plan import Plan
 from moec.passes.ir import Block, Op, Program
@@ -239,7 +240,8 @@ def _products(
     of_tokens = k if isinstance(op, o.MixtureMlp) else 0
     ways = ways_of(plan, block, op, on).ways
     known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
-    numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha}
+    bulk = in_bulk(dtype, (dim, hidden), (on or target_of(plan)).family)
+    numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha, "bulk": bulk}
     up = UpShape.of(*known, ways, **numbers)
     down = DownShape.of(*known, ways, weighted="weights" in op.optional, **numbers)
     return up, down, frozenset(name for name in KERNELS if ways.tile(name) is None)

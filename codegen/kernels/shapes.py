@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Self
 
 from moec.codegen.kernels.tiles import Kernel, Tile, Ways, num_stages
 from moec.passes.ir.activations import ACTIVATIONS, kind_of
+from moec.passes.ir.value import DTYPE_BYTES
 
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """Triton's names of the dtypes that kernels compute in."""
@@ -195,6 +196,39 @@ class ProductShape(KernelShape):
             "weighs": False,
         }
 
+    def persistent(self, kernel: str) -> bool:
+        """Whether a kernel reads weights by TMA in a persistent loop; gradients of weights and biases never do."""
+        return self.bulk and kernel in (self.product, self.of_backward)
+
+    def resident(self, kernel: str) -> int:
+        """How many programs of a persistent kernel a multiprocessor of Hopper can hold, by their buffers."""
+        tile = self.tile_of(kernel)
+        assert tile is not None
+        buffers = tile.stages * tile.depth * (tile.rows + tile.columns) * DTYPE_BYTES[self.dtype]
+        return max(1, min(4, 200 * 1024 // buffers))
+
+    def blocks(self, kernel: str) -> dict[str, tuple[int, ...]]:
+        """The blocks that a kernel reads by TMA descriptors, by argument name; empty if it reads by pointers only.
+
+        Weights are read in three dimensions, so that a block does not reach into the next expert: of a gated `up`
+        [E · 2, F, D], two matrices at once, else [E, rows, columns]. Rows in the experts' order are [R, columns].
+        """
+        tile = self.tile_of(kernel)
+        if tile is None or not self.persistent(kernel):
+            return {}
+        parts = kind_of(self.activation, self.clamp, self.alpha).parts
+        rows = (tile.rows, tile.depth)
+        match kernel:
+            case "up":
+                return {"up_blocks": (parts, tile.columns // parts, tile.depth)}
+            case "down":
+                return {"activated_blocks": rows, "down_blocks": (1, tile.columns, tile.depth)}
+            case "down_backward":
+                return {"down_blocks": (1, tile.depth, tile.columns)}
+            case "up_backward":
+                return {"grad_hidden_blocks": rows, "up_blocks": (1, tile.depth, tile.columns)}
+        return {}
+
     def tile_of(self, kernel: str) -> Tile | None:
         """The tile of a rendered kernel; None for gradients of biases, which are sums, and for what is not rendered."""
         tiles = {self.product: self.tile, self.of_backward: self.backward, self.of_weights: self.weights}
@@ -244,15 +278,27 @@ class DownShape(ProductShape):
     weighted: bool = False
 
     def constants(self) -> dict[str, Any]:
-        """Whether backward multiplies rows by weights, one per row or choice; the pieces of its tile's epilogue.
+        """Whether backward multiplies rows by weights, one per row or choice; the halvings of its tile's epilogue."""
+        weighs = self.weighted or self.k > 0
+        more = {"weighs": weighs, "halvings": self._halvings(), "bulk_backward": self.persistent("down_backward")}
+        return {**ProductShape.constants(self), **more}
 
-        The epilogue reads `hidden` beside the sums. A thread with 128 sums spills with all of hidden, or half of it.
+    def persistent(self, kernel: str) -> bool:
+        """Down's backward is not where it would spill: with weights beside biases or beside an order of rows."""
+        spills = kernel == "down_backward" and (self.gathered or (self.bias and (self.weighted or self.k > 0)))
+        return ProductShape.persistent(self, kernel) and not spills
+
+    def _halvings(self) -> int:
+        """How often down's backward halves its columns before it reads `hidden` beside the sums.
+
+        Found by compiling for sm_90: a thread with 128 sums spills with fewer, and one more in a persistent loop, which
+        keeps the next tile's addresses.
         """
-        pieces = 1
-        if self.backward is not None and self.backward.columns >= 32:
-            sums = self.backward.rows * self.backward.columns // (32 * self.backward.warps)
-            pieces = 4 if sums >= 128 and self.backward.columns >= 64 else 2
-        return {**ProductShape.constants(self), "weighs": self.weighted or self.k > 0, "pieces": pieces}
+        tile = self.backward
+        if tile is None or tile.columns < 32:
+            return 0
+        many = tile.rows * tile.columns // (32 * tile.warps) >= 128
+        return min((3 if self.persistent("down_backward") else 2) if many else 1, (tile.columns // 16).bit_length() - 1)
 
 
 def power_of_two(number: int) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from moec.codegen.kernels.tiles import KERNELS, Kernel, Tile, Ways
+from moec.passes.ir.value import DTYPE_BYTES
 
 FEW, SOME = 24, 64
 """The most rows per expert of the classes `few` and `some`.
@@ -76,6 +77,11 @@ def reason(dtype: str, rows: int, experts: int, family: str) -> str:
     if dtype in FULL:
         return f"{dtype} has one class of tiles"
     return f"{load_of(rows, experts)} rows per expert ({-(-rows // experts):,}) on {family}"
+
+
+def in_bulk(dtype: str, widths: tuple[int, int], family: str) -> bool:
+    """Whether products of rows read weights by TMA in a persistent loop: sm_90 and later, rows of 16-byte multiples."""
+    return family == "hopper" and dtype != "fp64" and all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
 
 
 def extents(kernel: Kernel, widths: tuple[int, int], gated: bool) -> tuple[int | None, int, int | None]:

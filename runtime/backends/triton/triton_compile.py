@@ -50,7 +50,15 @@ def _compile(
 ) -> Resources:
     # Upper-case arguments are switches; the branches they leave out take no registers.
     switches = {name: True for name in function.arg_names if name.isupper()}
-    signature = {name: "constexpr" if name in switches else _type(shape, name) for name in function.arg_names}
+    blocks = shape.blocks(function.__name__) if isinstance(shape, ProductShape) else {}
+    signature = {
+        name: "constexpr"
+        if name in switches
+        else _block_type(shape, blocks[name])
+        if name in blocks
+        else _type(shape, name)
+        for name in function.arg_names
+    }
     # PyTorch's allocations are aligned, and so is every row whose width is a multiple of 16.
     aligned = {
         (index,): [["tt.divisibility", 16]] for index, name in enumerate(function.arg_names) if name.endswith("_ptr")
@@ -76,6 +84,10 @@ def _type(shape: KernelShape, name: str) -> str:
     if not name.endswith("_ptr"):
         return "i32"
     return "*" + shape.pointers().get(name, getattr(shape, "dtype", "i32"))
+
+
+def _block_type(shape: KernelShape, block: tuple[int, ...]) -> str:
+    return f"tensordesc<{getattr(shape, 'dtype', 'fp32')}[{', '.join(map(str, block))}]>"
 
 
 def _of_cubin(cubin: bytes) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.shapes import DownShape, UpShape
+from moec.codegen.kernels.tile_rule import in_bulk
 from moec.codegen.kernels.tiles import Ways
 from moec.passes.ir.activations import PARAMETERS
 from moec.runtime.backends.torch import torch_experts
@@ -25,7 +26,7 @@ from moec.runtime.backends.triton.library_rows import Around
 from moec.runtime.backends.triton.triton_launch import dtype_name, kernels_of, no_fp64, too_many
 from moec.runtime.backends.triton.triton_projection import Projection
 from moec.runtime.backends.triton.triton_table import Table
-from moec.runtime.backends.triton.triton_tiles import ways_at
+from moec.runtime.backends.triton.triton_tiles import target_at, ways_at
 
 Activation = tuple[str, *tuple[float | None, ...]]
 """A word of `ACTIVATIONS` and its parameters, as in `kind_of`."""
@@ -170,6 +171,7 @@ def _shapes(layer: ExpertsLayer, ways: Ways) -> tuple[UpShape, DownShape, Around
     """What a layer's kernels are rendered for: those of both projections, and those around a library's products."""
     known = (layer.experts, layer.dim, layer.hidden, layer.activation, layer.dtype, layer.sources > 1, layer.k)
     numbers: dict[str, Any] = dict(zip(PARAMETERS, layer.parameters, strict=True))
+    numbers["bulk"] = in_bulk(layer.dtype, (layer.dim, layer.hidden), target_at(layer.device).family)
     up = UpShape.of(*known, layer.bias, ways, **numbers)
     down = DownShape.of(*known, layer.bias, ways, weighted=layer.weighted, **numbers)
     return up, down, AroundShape.of(down)

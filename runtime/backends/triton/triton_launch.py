@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -64,6 +64,11 @@ class Kernels:
         """Compile `kernel` as `launch` would with arguments of these dtypes."""
         with _on(self.device):
             getattr(self.module, kernel).warmup(*arguments, grid=(1,), enable_fp_fusion=True, **options)
+
+    def arguments(self, kernel: str) -> Sequence[str]:
+        """The names of a kernel's arguments."""
+        names: Sequence[str] = getattr(self.module, kernel).arg_names
+        return names
 
     def blocks(self, number: int, constant: str = "BLOCK") -> tuple[int]:
         """The grid for `number` elements, `BLOCK` (or another `constant`) per program."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.tiles import Tile
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends.triton.product_clock import run_product
+from moec.runtime.backends.triton.triton_blocks import described, programs_at
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_table import Table
 from moec.runtime.backends.triton.triton_tiles import target_at
@@ -31,9 +32,11 @@ class Projection:
         tile = self._tile(kernel)
         # A tile of a gated `up` covers as many columns of both parts.
         columns = tile.columns // (ACTIVATIONS[self.shape.activation].parts if kernel == "up" else 1)
-        grid = (table.num_tiles * -(-width // columns),)
-        tables = (table.offsets, table.experts, table.starts, table.num_tiles)
-        self._launch(kernel, grid, *arguments, *tables, *more)
+        tiles = table.num_tiles * -(-width // columns)
+        persistent = self.shape.persistent(kernel)
+        grid = (min(tiles, programs_at(self.kernels.device, self.shape.resident(kernel))) if persistent else tiles,)
+        tables = (table.offsets, table.experts, table.starts, table.total if persistent else table.num_tiles)
+        self._launch(kernel, grid, *self._in_blocks(kernel, arguments), *tables, *more)
 
     def weights(self, kernel: str, shape: Sequence[int], *arguments: Tensor) -> None:
         """The gradient [E, *shape] of a projection's weights."""
@@ -50,6 +53,12 @@ class Projection:
         """The gradient [E, width] of a projection's bias."""
         grid = (*self.kernels.blocks(width, "BB"), self.table.offsets.shape[0] - 1)
         self.kernels.launch(kernel, grid, *arguments, self.table.offsets, **self._options(kernel))
+
+    def _in_blocks(self, kernel: str, arguments: tuple[Tensor, ...]) -> Iterator[Any]:
+        """The arguments, with a descriptor for each that the kernel reads in blocks."""
+        blocks = self.shape.blocks(kernel)
+        for name, argument in zip(self.kernels.arguments(kernel), arguments, strict=False):
+            yield described(argument, blocks[name]) if name in blocks else argument
 
     def _launch(self, kernel: str, grid: tuple[int, ...], *arguments: Any) -> None:
         options = self._options(kernel)

@@ -20,6 +20,7 @@ from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
 from moec.codegen.kernels.shapes import KernelShape, ProductShape
 from moec.codegen.plan import Plan
 from moec.passes.ir import ops as o
+from moec.runtime.backends.triton.triton_blocks import described_as
 from moec.runtime.backends.triton.triton_launch import TORCH_DTYPES, kernels_of_shape
 from moec.runtime.backends.triton.triton_tiles import target_at
 
@@ -57,8 +58,11 @@ def compile_one(shape: KernelShape, name: str, device: torch.device, switches: d
     """Compiles one kernel as its launches will ask for it."""
     kernels = kernels_of_shape(shape, device)
     dtypes = shape.pointers()
+    blocks = shape.blocks(name) if isinstance(shape, ProductShape) else {}
     arguments: list[Any] = [
-        MockTensor(TORCH_DTYPES[dtypes.get(argument, getattr(shape, "dtype", "i32"))])
+        described_as(MockTensor(TORCH_DTYPES[getattr(shape, "dtype", "i32")]), blocks[argument])
+        if argument in blocks
+        else MockTensor(TORCH_DTYPES[dtypes.get(argument, getattr(shape, "dtype", "i32"))])
         if argument.endswith("_ptr")
         else 1
         for argument in getattr(kernels.module, name).arg_names
