@@ -163,7 +163,7 @@ class Listing:
             return None
         if product is None or way is None:
             return moving(work.moved if work else 0, self.model)
-        bulk = isinstance(kernel.shape, ProductShape) and kernel.shape.bulk
+        bulk = isinstance(kernel.shape, ProductShape) and kernel.shape.persistent(product)
         return predict(product, way, _layer(kernel), self._load(kernel), self.model, bulk=bulk, blocks=blocks)
 
     def _load(self, kernel: PlanKernel) -> Load:
