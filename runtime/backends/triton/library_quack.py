@@ -1,9 +1,9 @@
 """Grouped products by quack (`pip install moec[quack]`): CuTe kernels for Hopper and Blackwell.
 
-Not measured, and not run on a device yet: the arguments' layouts are those that quack 0.6.5 asserts. quack's own choice
-of a tile is used without its tuner, which would measure in the middle of training and could choose another tile at the
-next start. The first call of each kind compiles for some seconds. Rows past the last offset take no part, and an expert
-without rows gets a gradient of zeros.
+Not measured, and not run on a device yet: the arguments' layouts are those that quack 0.6.5 asserts, and with which its
+kernels compile for Hopper. quack chooses its tiles without its tuner, which would measure in the middle of training and
+could choose another tile at the next start. The first call of each kind compiles for some seconds. Rows past the last
+offset take no part, and an expert without rows gets a gradient of zeros.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(pla
     head, *lines = [re.split(r"  +", line.strip()) for line in table.splitlines()]
     assert head == ["op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "serves"]
     rows = {row[0]: row[1:] for row in lines}
-    # 32 rows through 3 matrices of 16 by 16. Kept: rows, pre-activations [32, 2, 16], weights, counts from 2 sources.
-    kept = 32 * 16 * 4 + 32 * 32 * 4 + 32 * 4 + 2 * 4 * 8
+    # 32 rows through 3 matrices of 16 by 16. Kept: rows, pre-activations [32, 2, 16], weights, counts from 2 sources,
+    # and the int32 table of rows: their order, 5 offsets, one number of tiles, 6 tiles' experts and rows, in fours.
+    kept = 32 * 16 * 4 + 32 * 32 * 4 + 32 * 4 + 2 * 4 * 8 + (32 + 8 + 4 + 8 + 8) * 4
     assert rows["expert_mlp %weighted"] == ["49.2 k", "98.3 k", f"{kept / 1000:.3g} kB", "-", "tiny.moe:10"]
     # q, k and v are projections of one value, which is saved once.
     assert (rows["linear %q"][2], rows["linear %k"][2]) == ("1.02 kB", "-")
