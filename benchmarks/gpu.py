@@ -45,14 +45,27 @@ def link_moec(folder: Path) -> None:
             (folder / package.replace(".", "/")).symlink_to(root / path)
 
 
+def is_installed() -> bool:
+    """Whether moec is, as a whole: a checkout's own folder `moec` lacks the packages beside it."""
+    try:
+        return importlib.util.find_spec("moec.grammar") is not None
+    except ModuleNotFoundError:
+        return False
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "moec"]:
+            del sys.modules[name]
+
+
 def environment(device: str, folder: Path) -> None:
     """What this process and those it starts need to find moec, and to interpret kernels on CPU."""
     paths = [str(HERE)]
-    if importlib.util.find_spec("moec.grammar") is None:
+    if not is_installed():
         link_moec(folder)
         paths.append(str(folder))
+        os.environ["PYTHONSAFEPATH"] = "1"  # or `python -c` would find the folder `moec` of this checkout first
     sys.path[:0] = paths
-    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *map(os.path.abspath, given)])
     if device == "cpu":
         os.environ.update({"MOEC_BACKEND": "triton", "TRITON_INTERPRET": "1"})
 

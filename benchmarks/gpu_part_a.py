@@ -54,7 +54,7 @@ def measurements(device: str) -> list[Measurement]:
 
     def correct(shape: Shape) -> list[Measurement]:
         group = f"correct {shape}"
-        return [one(f"correct {shape} {load}", group, 60, shape=str(shape), load=load) for load in CHECKS]
+        return [one(f"correct {shape} {load}", group, 120, shape=str(shape), load=load) for load in CHECKS]
 
     first, *others = SHAPES[device]
     made = [one("machine", "ceilings", 30)]

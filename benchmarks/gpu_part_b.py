@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from itertools import islice
-from multiprocessing import get_context
 from typing import Any
 
 import torch
 import triton
-from gpu_child import die_with
+from gpu_compile import on_all_cores
 from gpu_rows import Measurement
 from layer_problem import Shape
 
@@ -178,10 +175,7 @@ def compiled(device: str, part: str, shape: str, tier: int) -> dict[str, Any]:
     """Compiles all candidates on all cores, for Triton's cache, from which the launches then take them."""
     found = Shape.parse(shape)
     every = list(_to_compile(found, device, tier))
-    parent = os.getpid()
-    cores, fresh = max(1, (os.cpu_count() or 2) - 2), get_context("spawn")
-    with ProcessPoolExecutor(cores, fresh, initializer=die_with, initargs=(parent,)) as pool:
-        said = list(pool.map(_compile, *zip(*every, strict=True)))
+    said = on_all_cores(_compile, every)
     bad = {f"{kernel} {shape.tile_of(kernel)}": why for (shape, kernel), why in zip(every, said, strict=True) if why}
     return {"compiled": len(said) - len(bad), "did_not": bad}
 

@@ -232,10 +232,7 @@ def liger(problem: Problem) -> Layer:
     """
     function = _needs("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     if not problem.x.is_cuda:
-        for module in ("fused_moe", "fused_moe_kernels"):
-            for kernel in vars(_needs(f"liger_kernel.ops.{module}")).values():
-                if hasattr(kernel, "configs"):
-                    kernel.configs = kernel.configs[:1]
+        keep_tiles_of_liger(0, 10_000)
     gate, up, down = _weights(problem)
 
     def run(x: Tensor) -> Tensor:
@@ -243,6 +240,14 @@ def liger(problem: Problem) -> Layer:
         return function.apply(x, up, down, experts.int(), weights)
 
     return Layer(run, (gate, up, down))
+
+
+def keep_tiles_of_liger(first: int, step: int) -> None:
+    """Has this process' Liger try, of each kernel's tiles, that with the number `first` and each `step`th after it."""
+    for module in ("fused_moe", "fused_moe_kernels"):
+        for kernel in vars(_needs(f"liger_kernel.ops.{module}")).values():
+            if hasattr(kernel, "configs"):
+                kernel.configs = kernel.configs[first::step] or kernel.configs[:1]
 
 
 def scattermoe(problem: Problem) -> Layer:

@@ -14,6 +14,7 @@ import pytest
 from gpu_rows import RowFile
 
 ROOT = Path(__file__).parents[2]
+CONFORMANCE = "tests/kernels/conformance"
 PROGRAM = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--device", "cpu"]
 
 
@@ -88,14 +89,33 @@ def test_all_parts_measure_everything_and_their_rows_become_tables_and_shipped_w
 
 def test_moec_is_found_where_it_is_not_installed(tmp_path: Path) -> None:
     program = (
-        "import sys, pathlib, gpu; gpu.link_moec(pathlib.Path(sys.argv[1])); sys.path.insert(0, sys.argv[1]);"
+        "import importlib.metadata, sys; from pathlib import Path;"
+        "sys.meta_path[:] = [each for each in sys.meta_path if 'editable' not in str(each)];"
+        "import gpu; assert not gpu.is_installed(); gpu.environment('cuda', Path(sys.argv[1]));"
         "import moec, moec.runtime.tune.tuning, moec.driver; from importlib import resources;"
         "assert moec.__file__.startswith(sys.argv[1]), moec.__file__;"
         "print(moec.compile('examples/mixtral_8x7b.moe').name, len(list(resources.files('moec.pages').iterdir())) > 10)"
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "benchmarks")}
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == "True"
+    for more in ([], [str(ROOT)]):  # with the checkout itself on the path, its folder `moec` is found, but is not all
+        folder = tmp_path / str(len(more))
+        folder.mkdir()
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "benchmarks"), *more])}
+        done = subprocess.run(
+            [sys.executable, "-c", program, str(folder)], env=environment, cwd=ROOT, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split()[-1] == "True"
+
+
+@pytest.mark.slow
+def test_it_runs_from_files_alone_where_moec_is_not_installed(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (site / "others.pth").write_text(str(Path(pytest.__file__).parents[1]) + "\n")  # its own .pth files are not read
+    python = str(tmp_path / "venv" / "bin" / "python")
+    given = ["--part", "a", "--only", "n", "--out", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run([python, *PROGRAM[1:], *given], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = rows(tmp_path / "rows.jsonl")
+    assert {"a sanitize memcheck", f"a tests {CONFORMANCE}"} <= found.keys()
+    assert not [row for row in found.values() if "failed" in row]
