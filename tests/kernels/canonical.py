@@ -9,6 +9,7 @@ from kernel_tables import LAYERS, TOKENS
 from moec.codegen.kernels.model_tiles import ExpertLayer
 from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
 from moec.codegen.kernels.stored_tiles import choose
+from moec.codegen.kernels.tile_rule import in_bulk
 from moec.codegen.kernels.tiles import Ways
 
 __all__ = ["DEVICES", "LAYERS", "TOKENS", "products_of", "ways_on"]
@@ -26,10 +27,11 @@ def ways_on(device: str, layer: ExpertLayer, tokens: int) -> Ways:
     return choose("bf16", rows, layer.experts, widths, True, device=device, family=family, tuned={}).ways
 
 
-def products_of(name: str, ways: Ways, gathered: bool = False) -> Iterator[ProductShape]:
+def products_of(name: str, ways: Ways, gathered: bool = False, device: str = "h100") -> Iterator[ProductShape]:
     """Both projections over tokens that stay, or over weighted rows that arrived from several ranks."""
     layer = LAYERS[name]
     k = 0 if gathered else layer.k
     known = (layer.experts, layer.dim, layer.hidden, "swiglu", "bf16", gathered, k, name in BIASED)
-    yield UpShape.of(*known, ways)
-    yield DownShape.of(*known, ways, weighted=gathered)
+    bulk = in_bulk("bf16", (layer.dim, layer.hidden), DEVICES[device][1])
+    yield UpShape.of(*known, ways, bulk=bulk)
+    yield DownShape.of(*known, ways, bulk=bulk, weighted=gathered)

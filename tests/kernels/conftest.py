@@ -19,7 +19,14 @@ ONE_EXPERT = HERE.parent / "unit" / "jobs" / "test_one_expert.py"
 FILES: dict[str, list[str | Path]] = {
     "operators": [HERE / "conformance", HERE / "interpreted_faults.py", HERE / "interpreted_tiles.py"],
     "plans": [HERE / "interpreted.py", HERE / "interpreted_libraries.py", HERE / "interpreted_tuning.py", ONE_EXPERT],
-    "capacities": [HERE / "interpreted_padded.py", HERE / "interpreted_far.py", OPERATORS, "-k", "not test_gradients"],
+    "capacities": [
+        HERE / "interpreted_padded.py",
+        HERE / "interpreted_blocks.py",
+        HERE / "interpreted_far.py",
+        OPERATORS,
+        "-k",
+        "not test_gradients",
+    ],
 }
 
 

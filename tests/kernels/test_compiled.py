@@ -20,7 +20,7 @@ from moec.codegen.kernels.shapes import (
 )
 from moec.codegen.kernels.stored_tiles import TileKey, choose
 from moec.codegen.kernels.tile_candidates import around
-from moec.codegen.kernels.tile_rule import tiles_for
+from moec.codegen.kernels.tile_rule import in_bulk, tiles_for
 from moec.codegen.kernels.tiles import Tile, Ways
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends.triton.triton_compile import TARGETS, compile_kernels
@@ -78,8 +78,9 @@ def products(
     yield TilesShape(experts=experts, rows=ways.rows)
     # Rows from other ranks lie where they came, with weights; those of tokens that stayed are gathered from these.
     known = (experts, dim, hidden, activation, dtype, gathered, 0 if gathered else k, bias)
-    yield UpShape.of(*known, ways)
-    down = DownShape.of(*known, ways, weighted=gathered)
+    bulk = in_bulk(dtype, (dim, hidden), FAMILIES[target])
+    yield UpShape.of(*known, ways, bulk=bulk)
+    down = DownShape.of(*known, ways, bulk=bulk, weighted=gathered)
     yield down
     yield AroundShape.of(down)
 
@@ -160,7 +161,8 @@ def require_no_spill(device: str, layer: tuple[int, int, int, int], rows: int) -
     dim, hidden, experts, _ = layer
     ways = choose("bf16", rows, experts, (dim, hidden), True, device=device, family=family, tuned={}).ways
     known = (experts, dim, hidden, "swiglu", "bf16", True, 0, False, ways)
-    for shape in (UpShape.of(*known), DownShape.of(*known, weighted=True)):
+    bulk = in_bulk("bf16", (dim, hidden), family)
+    for shape in (UpShape.of(*known, bulk=bulk), DownShape.of(*known, bulk=bulk, weighted=True)):
         for kernel in compile_kernels(shape, target):
             assert kernel.spilled == 0, kernel
             assert kernel.shared <= SHARED[target], kernel

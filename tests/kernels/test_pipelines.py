@@ -24,12 +24,13 @@ def lost(name: str, tokens: int, device: str, gathered: bool) -> Iterator[str]:
     """What the compiler lost of each product, with the name of its kernel."""
     target, _ = DEVICES[device]
     layer = LAYERS[name]
-    for shape in products_of(name, ways_on(device, layer, tokens), gathered):
+    for shape in products_of(name, ways_on(device, layer, tokens), gathered, device):
         for made in compile_kernels(shape, target, KERNELS, disassemble=True):
             tile = shape.tile_of(made.kernel)
             assert tile is not None
-            expected = estimated_blocks(made.kernel, Schedule.of(tile, shape.bulk), layer, MODELS[device])
-            for complaint in complaints(made, tile, blocks=expected, bulk=shape.bulk):
+            bulk = shape.persistent(made.kernel)
+            expected = estimated_blocks(made.kernel, Schedule.of(tile, bulk), layer, MODELS[device])
+            for complaint in complaints(made, tile, blocks=expected, bulk=bulk):
                 yield f"{made.kernel} {tile}: {complaint}"
 
 
