@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from triton.runtime import interpreter
 
+from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.row_shapes import PlacesShape
 from moec.codegen.kernels.shapes import DownShape, GatedShape, KernelShape, RouteShape, UpShape
 from moec.codegen.kernels.tiles import Tile, Ways
@@ -149,6 +150,34 @@ def places_at(sparse: Sparse, begin_at: Callable[[int, int], None], row: int, to
     return found | {name: tensor[token:].clone() for name, tensor in sums.items()}
 
 
+def around_at(sparse: Sparse, begin_at: Callable[[int, int], None], row: int) -> dict[str, Tensor]:
+    """What surrounds products by a library, for the last expert's rows from `row` on."""
+    shape = AroundShape(
+        experts=EXPERTS, dim=DIM, hidden=HIDDEN, activation="swiglu", dtype="fp32",
+        gathered=True, k=0, bias=True, weighted=True,
+    )  # fmt: skip
+    of, put, empty = kernels(shape), partial(placed, sparse), partial(sparse, row + ROWS)
+    offsets = torch.tensor([0] * (EXPERTS - 1) + [row, row + ROWS], dtype=torch.int32)
+    order = put(row, torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).int() + row)
+    x, weights = put(row, drawn(ROWS, DIM, seed=1)), put(row, drawn(ROWS, seed=2))
+    up_bias, down_bias = drawn(EXPERTS, 2, HIDDEN, seed=3), drawn(EXPERTS, DIM, seed=4)
+    hidden, grad_activated = put(row, drawn(ROWS, 2, HIDDEN, seed=5)), put(row, drawn(ROWS, HIDDEN, seed=6))
+    made = {"rows": empty(DIM), "activated": empty(HIDDEN), "out": empty(DIM), "grad_rows": empty(DIM)}
+    made |= {"grad_weights": empty(), "grad_hidden": empty(2, HIDDEN), "again": empty(HIDDEN)}
+    rows, activated, out, grad_rows, *of_through = made.values()
+    grid = of.blocks(ROWS, "ROWS")
+    assert row % of.module.ROWS.value == 0
+    begin_at(0, row // of.module.ROWS.value)
+    of.launch("gather", (*grid, 1), x, order, rows, offsets)
+    of.launch("activate", (*grid, 1), up_bias, hidden, activated, offsets)
+    of.launch("place", (*grid, 1), rows, down_bias, order, weights, out, offsets)
+    of.launch("scatter", (*grid, 1), rows, order, grad_rows, offsets)
+    given = (rows, down_bias, order, weights, of_through[0], grad_activated, hidden, *of_through[1:])
+    of.launch("through", grid, *given, offsets)
+    begin_at(0, 0)
+    return {name: tensor[row:].clone() for name, tensor in made.items()}
+
+
 def tokens_at(sparse: Sparse, begin_at: Callable[[int, int], None], token: int) -> dict[str, Tensor]:
     """A gated activation and the choice of experts, of the tokens from `token` on."""
     gated = kernels(GatedShape(hidden=HIDDEN, activation="swiglu", dtype="fp32"))
@@ -190,6 +219,12 @@ def test_rows_and_places_give_the_same_beyond_two_to_the_31(sparse: Sparse, begi
     near = places_at(sparse, begin_at, 0, 0)
     for row, token in ((FAR_ROW, 0), (0, FAR_ROW)):
         require_same(near, places_at(sparse, begin_at, row, token))
+
+
+def test_what_surrounds_a_library_s_products_gives_the_same_beyond_two_to_the_31(
+    sparse: Sparse, begin_at: Callable
+) -> None:
+    require_same(around_at(sparse, begin_at, 0), around_at(sparse, begin_at, FAR_ROW))
 
 
 def test_gated_activations_and_routes_give_the_same_beyond_two_to_the_31(sparse: Sparse, begin_at: Callable) -> None:
