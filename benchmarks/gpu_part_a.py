@@ -40,6 +40,9 @@ SHAPES = {
 CHECKS = ("uniform", "zipf", "some")
 SMALL = {"cuda": Shape(256, 256, 128, 8, 2), "cpu": Shape(16, 32, 16, 4, 2)}
 
+SOME_CASES = {"cuda": "triton and cuda", "cpu": "experts and swiglu and float32"}
+"""Of the conformance cases: moec's kernels on the device, or a few in the interpreter."""
+
 FOLDERS = ("tests/kernels/conformance", "tests/gpu")
 
 NAMES = ("output", "input", "router", "up", "down")
@@ -181,7 +184,7 @@ def sanitize(device: str, part: str, tool: str) -> dict[str, Any]:
 
 def tests(device: str, part: str, folder: str) -> dict[str, Any]:
     """How many of a folder's tests passed: those that are for this device run on it, on all cores if xdist is here."""
-    chosen = ["-k", "experts and swiglu and float32"] if device == "cpu" and folder == FOLDERS[0] else []
+    chosen = ["-k", SOME_CASES[device]] if folder == FOLDERS[0] else []
     if device == "cuda" and find_spec("xdist") is not None:
         chosen += ["-n", str(min(12, os.cpu_count() or 1))]
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-v", "-p", "no:cacheprovider", str(ROOT / folder)]

@@ -139,6 +139,10 @@ def _down(shape: Shape, device: str, ways: Ways) -> DownShape:
     return DownShape.of(*_known(shape, device), ways, bulk=_bulk(shape, device))
 
 
+def _shape_of(shape: Shape, device: str, kernel: Kernel, ways: Ways) -> ProductShape:
+    return (_down if kernel.startswith("down") else _up)(shape, device, ways)
+
+
 def _bulk(shape: Shape, device: str) -> bool:
     return in_bulk(_dtype(device), (shape.dim, shape.hidden), target_at(torch.device(device)).family)
 
@@ -164,7 +168,7 @@ def product(device: str, part: str, shape: str, kernel: Kernel, way: str) -> dic
         "tokens": found.tokens,
         "load": "uniform",
         "triton": triton.__version__,
-        "bulk": _up(found, device, default_of(found, device)).bulk,
+        "bulk": _shape_of(found, device, kernel, default_of(found, device)).persistent(kernel),
         "usual": way == str(default_of(found, device).of(kernel)),
         "ms": ms,
         "tflops": flops / ms / 1e9,
@@ -184,8 +188,7 @@ def _to_compile(shape: Shape, device: str, tier: int) -> Iterator[tuple[ProductS
     seen: set[tuple[ProductShape, Kernel]] = set()
     for kernel, way in candidates(shape, device, tier):
         if isinstance(parse_way(way), Tile):
-            products = _products(shape, device, with_way(shape, device, kernel, way))
-            made = products.down if kernel.startswith("down") else products.up
+            made = _shape_of(shape, device, kernel, with_way(shape, device, kernel, way))
             if (made, kernel) not in seen:
                 seen.add((made, kernel))
                 yield made, kernel
