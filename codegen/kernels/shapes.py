@@ -12,9 +12,9 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any, ClassVar, Self
 
+from moec.codegen.kernels.fitting import buffer_bytes
 from moec.codegen.kernels.tiles import Kernel, Tile, Ways, num_stages
 from moec.passes.ir.activations import ACTIVATIONS, kind_of
-from moec.passes.ir.value import DTYPE_BYTES
 
 DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 """Triton's names of the dtypes that kernels compute in."""
@@ -204,8 +204,7 @@ class ProductShape(KernelShape):
         """How many programs of a persistent kernel a multiprocessor of Hopper can hold, by their buffers."""
         tile = self.tile_of(kernel)
         assert tile is not None
-        buffers = tile.stages * tile.depth * (tile.rows + tile.columns) * DTYPE_BYTES[self.dtype]
-        return max(1, min(4, 200 * 1024 // buffers))
+        return max(1, min(4, 200 * 1024 // buffer_bytes(tile, self.dtype)))
 
     def blocks(self, kernel: str) -> dict[str, tuple[int, ...]]:
         """The blocks that a kernel reads by TMA descriptors, by argument name; empty if it reads by pointers only.

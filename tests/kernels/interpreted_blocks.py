@@ -12,8 +12,10 @@ import pytest
 import torch
 from given_experts import Given, choices_with, memory_full_of_nan, of_rows, of_tokens
 
-from moec.codegen.kernels.tiles import Ways
-from moec.runtime.backends.triton import triton_experts, triton_projection
+from moec.codegen.kernels import fitting
+from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.tiles import Tile, Ways
+from moec.runtime.backends.triton import triton_experts, triton_projection, triton_tiles
 from moec.runtime.backends.triton.triton_launch import Kernels
 
 WAYS = str(
@@ -100,3 +102,27 @@ def test_persistent_programs_take_several_tiles_each(bulk: bool, monkeypatch: py
     tiles = sum(-(-count // 16) for count in COUNTS)
     for kernel in ("up", "down", "down_backward", "up_backward"):
         assert programs[kernel] == 2 if bulk else programs[kernel] >= tiles, kernel
+
+
+def test_a_device_with_less_shared_memory_than_tiles_need_runs_smaller_ones_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Ways.parse(WAYS)
+    shared = fitting.buffer_bytes(Tile(16, 64, 32, 4, 2), "fp32")
+    monkeypatch.setattr(triton_tiles, "shared_of", lambda _: shared)
+    monkeypatch.setattr(triton_tiles, "_fitted", triton_tiles._fitted.__wrapped__)
+    triton_tiles._warn_of_shared_memory.cache_clear()
+    run: set[Tile | None] = set()
+    tile_of = ProductShape.tile_of
+
+    def noted(shape: ProductShape, kernel: str) -> Tile | None:
+        run.add(tile_of(shape, kernel))
+        return tile_of(shape, kernel)
+
+    monkeypatch.setattr(ProductShape, "tile_of", noted)
+    given = of_rows([COUNTS], DIM, HIDDEN, ways=WAYS)
+    with pytest.warns(UserWarning, match="less than the chosen tiles need") as warned:
+        given.require_right()
+    assert len(warned) == 1
+    assert asked.tile("up") not in run
+    assert Tile(16, 64, 32, 4, 2) in run

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import re
 from functools import cache, partial
+from typing import Any
 
 import torch
 
+from moec.codegen.kernels.fitting import fitted
 from moec.codegen.kernels.plan_ways import Target, ways_text
 from moec.codegen.kernels.stored_tiles import choose
 from moec.codegen.kernels.tiles import Ways
@@ -59,7 +61,44 @@ def _parsed(text: str) -> Ways:
 def target_at(device: torch.device) -> Target:
     """The name and family of this machine's device."""
     family = family_of(device)
-    return Target(device_name(device), family, partial(runnable, device, family))
+    return Target(device_name(device), family, partial(_runnable, device, family))
+
+
+def _runnable(device: torch.device, family: str, ways: Ways, dtype: str, *how: Any) -> Ways:
+    """The ways that run on a device: libraries that it has, and tiles that fit its shared memory."""
+    ways = runnable(device, family, ways, dtype, *how)
+    shared = shared_of(device)
+    return ways if shared is None else _fitted(ways, dtype, shared, device_name(device))
+
+
+@cache
+def _fitted(ways: Ways, dtype: str, shared: int, name: str) -> Ways:
+    found = fitted(ways, dtype, shared)
+    if found != ways:
+        _warn_of_shared_memory(name, shared)
+    return found
+
+
+@cache
+def _warn_of_shared_memory(name: str, shared: int) -> None:
+    warn_first(
+        f"a block on {name} has {shared // 1024} KiB of shared memory, less than the chosen tiles need: "
+        "smaller ones run; "
+        "`moec tune` on this device finds the fastest",
+        "LOCAL_RANK",
+    )
+
+
+@cache
+def shared_of(device: torch.device) -> int | None:
+    """The bytes of shared memory that a block can have; None where it limits no tile (the interpreter) or on AMD."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return None
+    from triton.runtime.driver import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    # Triton refuses launches above this limit.
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def runs_on(device: torch.device) -> torch.device:

@@ -12,6 +12,7 @@ import pytest
 
 from moec.codegen.folder import PlanError, canonical, digest
 from moec.codegen.kernels import stored_tiles
+from moec.codegen.kernels.fitting import buffer_bytes, fitted
 from moec.codegen.kernels.of_plan import kernel_sources, products_of
 from moec.codegen.kernels.stored_tiles import Entry, Measured, StoredTiles, TileKey, choose, key_of, shipped
 from moec.codegen.kernels.tile_candidates import around, heights
@@ -170,6 +171,19 @@ def test_the_launch_asks_for_the_stages_that_give_a_tiles_buffers() -> None:
     assert found["ampere", False] == (5, 5)
     assert found["ampere", True] == (9, 9)
     assert found["cdna", False] == found["cdna", True] == (4, 4)
+
+
+def test_tiles_that_need_more_shared_memory_than_a_device_has_give_way_to_the_next_best() -> None:
+    ways = tiles_for("bf16", 65536, 64, (2048, 768), True, "hopper")
+    assert fitted(ways, "bf16", 227 * 1024) == ways
+    fewer, narrower = (fitted(ways, "bf16", size * 1024) for size in (163, 64))
+    assert fewer.tile("up") == Tile(128, 256, 64, 8, 3)
+    assert narrower.tile("up") == Tile(128, 128, 64, 8, 2)
+    assert fewer.rows == narrower.rows == ways.rows
+    for size in (227, 163, 99, 64, 48):
+        found = fitted(ways.with_way("down", "grouped_mm"), "bf16", size * 1024)
+        assert found.down == "grouped_mm"
+        assert all(buffer_bytes(tile, "bf16") <= size * 1024 for tile in map(found.tile, KERNELS) if tile)
 
 
 # ---- candidates --------------------------------------------------------------------------------------
