@@ -7,7 +7,7 @@ an offset of 32 bits names another place of the file. `test_interpreted.py` runs
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,8 +18,9 @@ from triton.runtime import interpreter
 
 from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.row_shapes import PlacesShape
-from moec.codegen.kernels.shapes import DownShape, GatedShape, KernelShape, RouteShape, UpShape
+from moec.codegen.kernels.shapes import DownShape, GatedShape, KernelShape, ProductShape, RouteShape, UpShape
 from moec.codegen.kernels.tiles import Tile, Ways
+from moec.runtime.backends.triton.triton_blocks import described
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_modules import module_of
 
@@ -33,6 +34,8 @@ MIXES = {
     "biases": {"bias": True},
     "weighted rows": {"weighted": True, "bias": True},
     "rows from many sources": {"gathered": True, "weighted": True, "bias": True},
+    "blocks": {"bulk": True},
+    "blocks, weighted rows": {"bulk": True, "weighted": True},
 }
 
 Sparse = Callable[..., Tensor]
@@ -83,17 +86,29 @@ def placed(sparse: Sparse, at: int, values: Tensor) -> Tensor:
     return made
 
 
+def product(shape: ProductShape, kernel: str, tiles: int, *arguments: Tensor, more: Sequence[int] = ()) -> None:
+    """Launches a product over one tile of rows and `tiles` tiles in all, with descriptors where it reads blocks."""
+    of, blocks = kernels(shape), shape.blocks(kernel)
+    given = [
+        described(argument, blocks[name]) if name in blocks else argument
+        for name, argument in zip(of.arguments(kernel), arguments, strict=False)
+    ]
+    rows_of_tiles = torch.ones(1, dtype=torch.int32) if shape.persistent(kernel) else 1
+    of.launch(kernel, (tiles,), *given, rows_of_tiles, *more)
+
+
 def experts_at(
     sparse: Sparse, begin_at: Callable[[int, int], None], row: int, expert: int, **how: bool
 ) -> dict[str, Tensor]:
     """All results of both projections for one expert's rows from `row` on."""
-    bias, weighted, gathered = (how.get(name, False) for name in ("bias", "weighted", "gathered"))
+    bias, weighted, gathered, bulk = (how.get(name, False) for name in ("bias", "weighted", "gathered", "bulk"))
     known = (EXPERTS, DIM, HIDDEN, "swiglu", "fp32", gathered, 0, bias, WAYS)
-    of_up, of_down = kernels(UpShape.of(*known)), kernels(DownShape.of(*known, weighted=weighted))
+    up_shape, down_shape = UpShape.of(*known, bulk=bulk), DownShape.of(*known, bulk=bulk, weighted=weighted)
+    of_up, of_down = kernels(up_shape), kernels(down_shape)
     put, empty = partial(placed, sparse), partial(sparse, row + ROWS)
     offsets = sparse(expert + 2, dtype=torch.int32)
     offsets[expert], offsets[expert + 1] = row, row + ROWS
-    tables = (offsets, torch.tensor([expert], dtype=torch.int32), torch.tensor([row], dtype=torch.int32), 1)
+    tables = (offsets, torch.tensor([expert], dtype=torch.int32), torch.tensor([row], dtype=torch.int32))
     order = [put(row, torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).int() + row)] if gathered else []
     x, grad = put(row, drawn(ROWS, DIM, seed=1)), put(row, drawn(ROWS, DIM, seed=2))
     up, down = put(expert, drawn(1, 2, HIDDEN, DIM, seed=3)), put(expert, drawn(1, DIM, HIDDEN, seed=4))
@@ -106,12 +121,12 @@ def experts_at(
     }  # fmt: skip
     hidden, activated, out, grad_hidden, again, grad_rows = made.values()
     of_weights = [*weights, empty()] if weighted else []
-    of_up.launch("up", (2,), x, *order, up, *up_bias, hidden, activated, *tables)
-    of_down.launch("down", (1,), activated, down, *down_bias, *order, *weights, out, *tables)
+    product(up_shape, "up", 2, x, *order, up, *up_bias, hidden, activated, *tables)
+    product(down_shape, "down", 1, activated, down, *down_bias, *order, *weights, out, *tables)
     bias_of_weight, number = (down_bias, [row + ROWS]) if weighted else ([], [])
     given = (grad, down, *bias_of_weight, *order, *of_weights, hidden, grad_hidden, again)
-    of_down.launch("down_backward", (1,), *given, *tables, *number)
-    of_up.launch("up_backward", (1,), grad_hidden, up, *order, grad_rows, *tables)
+    product(down_shape, "down_backward", 1, *given, *tables, more=number)
+    product(up_shape, "up_backward", 1, grad_hidden, up, *order, grad_rows, *tables)
     found = {name: tensor[row:].clone() for name, tensor in made.items()}
     found |= {f"grad_weights_{i}": tensor[row:].clone() for i, tensor in enumerate(of_weights[1:])}
 
