@@ -290,14 +290,14 @@ class DownShape(ProductShape):
     def _halvings(self) -> int:
         """How often down's backward halves its columns before it reads `hidden` beside the sums.
 
-        Found by compiling for sm_90: a thread with 128 sums spills with fewer, and one more in a persistent loop, which
+        Found by compiling for sm_90: a thread with 128 sums spills with fewer, and two more in a persistent loop, which
         keeps the next tile's addresses.
         """
         tile = self.backward
         if tile is None or tile.columns < 32:
             return 0
         many = tile.rows * tile.columns // (32 * tile.warps) >= 128
-        return min((3 if self.persistent("down_backward") else 2) if many else 1, (tile.columns // 16).bit_length() - 1)
+        return min((4 if self.persistent("down_backward") else 2) if many else 1, (tile.columns // 16).bit_length() - 1)
 
 
 def power_of_two(number: int) -> int:
