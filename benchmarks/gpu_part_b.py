@@ -144,7 +144,8 @@ def _shape_of(shape: Shape, device: str, kernel: Kernel, ways: Ways) -> ProductS
 
 
 def _bulk(shape: Shape, device: str) -> bool:
-    return in_bulk(_dtype(device), (shape.dim, shape.hidden), target_at(torch.device(device)).family)
+    on = target_at(torch.device(device))
+    return in_bulk(_dtype(device), (shape.dim, shape.hidden), on.family, on.name)
 
 
 def product(device: str, part: str, shape: str, kernel: Kernel, way: str) -> dict[str, Any]:

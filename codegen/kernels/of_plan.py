@@ -240,7 +240,8 @@ def _products(
     of_tokens = k if isinstance(op, o.MixtureMlp) else 0
     ways = ways_of(plan, block, op, on).ways
     known = (experts, dim, hidden, op.activation, dtype, sources > 1, of_tokens, "up_bias" in given)
-    bulk = in_bulk(dtype, (dim, hidden), (on or target_of(plan)).family)
+    device = on or target_of(plan)
+    bulk = in_bulk(dtype, (dim, hidden), device.family, device.name)
     numbers: dict[str, Any] = {"clamp": op.clamp, "alpha": op.alpha, "bulk": bulk}
     up = UpShape.of(*known, ways, **numbers)
     down = DownShape.of(*known, ways, weighted="weights" in op.optional, **numbers)

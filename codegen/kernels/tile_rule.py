@@ -79,9 +79,17 @@ def reason(dtype: str, rows: int, experts: int, family: str) -> str:
     return f"{load_of(rows, experts)} rows per expert ({-(-rows // experts):,}) on {family}"
 
 
-def in_bulk(dtype: str, widths: tuple[int, int], family: str) -> bool:
-    """Whether products of rows read weights by TMA in a persistent loop: sm_90 and later, rows of 16-byte multiples."""
-    return family == "hopper" and dtype != "fp64" and all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
+INTERPRETER = "interpreter"
+"""What stands for the name of the device of CPU tensors."""
+
+
+def in_bulk(dtype: str, widths: tuple[int, int], family: str, device: str = "") -> bool:
+    """Whether products of rows read weights by TMA in a persistent loop: sm_90 and later, rows of 16-byte multiples.
+
+    Only in 16 bits: persistent products of fp32 spill. The interpreter, which has no bf16, tries them in fp32.
+    """
+    fits = dtype in ("bf16", "fp16") or (dtype == "fp32" and device == INTERPRETER)
+    return family == "hopper" and fits and all(width * DTYPE_BYTES[dtype] % 16 == 0 for width in widths)
 
 
 def extents(kernel: Kernel, widths: tuple[int, int], gated: bool) -> tuple[int | None, int, int | None]:

@@ -12,12 +12,13 @@ import torch
 
 from moec.codegen.kernels.of_plan import products_of
 from moec.codegen.kernels.stored_tiles import StoredTiles
+from moec.codegen.kernels.tile_rule import INTERPRETER
 from moec.codegen.kernels.tiles import LIBRARIES
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Device
 from moec.runtime.backends import forced_backend
 from moec.runtime.backends.triton import triton_support
-from moec.runtime.backends.triton.triton_tiles import INTERPRETER, LIBRARY, short_name
+from moec.runtime.backends.triton.triton_tiles import LIBRARY, short_name
 from moec.runtime.errors import JobError
 from moec.runtime.tune.tune_search import Say, Tuned, search
 from moec.runtime.tune.tune_trial import Bench

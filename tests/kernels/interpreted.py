@@ -35,6 +35,7 @@ from moec.runtime.backends.triton import (
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
 from moec.runtime.backends.triton.triton_modules import module_of
+from moec.runtime.backends.triton.triton_tiles import target_at
 from moec.runtime.job import unscored
 from moec.runtime.ops import permute_weights
 
@@ -45,6 +46,9 @@ assert os.environ.get("TRITON_INTERPRET") == "1"
 def _reproducible() -> None:
     torch.manual_seed(0)
 
+
+HERE = target_at(torch.device("cpu"))
+"""The interpreter, which is no device of a plan: it has persistent products in fp32."""
 
 GPU = 'device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }\n'
 
@@ -159,7 +163,7 @@ def noting_launches(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @with_or_without_biases
 def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
-    listed = {kernel.shape for kernel in kernels_of(plan)}
+    listed = {kernel.shape for kernel in kernels_of(plan, HERE)}
     run, launched = noting(monkeypatch), noting_launches(monkeypatch)
     # A rank of two: half the batch, half the experts, rows from both.
     x, logits = torch.randn(1, 4, 8), torch.randn(1, 4, 4)
@@ -176,13 +180,13 @@ def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.Mo
     grad_rows, *_ = triton_backend.expert_mlp_backward(grad, rows, *saved, *given)
     triton_backend.permute_backward(grad_rows, positions)
     assert run == listed
-    assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+    assert launched == {name for kernel in kernels_of(plan, HERE) for name in _names(kernel)}
 
 
 @with_or_without_biases
 def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"').replace("ep = 2", "ep = 1"))
-    listed = {kernel.shape for kernel in kernels_of(plan)}
+    listed = {kernel.shape for kernel in kernels_of(plan, HERE)}
     run, launched = noting(monkeypatch), noting_launches(monkeypatch)
     x, up, down = torch.randn(1, 4, 8), torch.randn(4, 2, 8, 8), torch.randn(4, 8, 8)
     logits = torch.randn(1, 4, 4)
@@ -192,7 +196,7 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     mixed, counts, hidden, *saved = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
     triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, *saved, weights, *of_experts)
     assert run == listed
-    assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+    assert launched == {name for kernel in kernels_of(plan, HERE) for name in _names(kernel)}
 
 
 class Waits(TorchDispatchMode):
@@ -249,8 +253,8 @@ def test_a_plan_lists_the_kernels_of_a_mixture_of_heads(body: str, monkeypatch: 
     tokens = torch.randint(8, (1, 3))
     with moec.launch(moec.compile(text), device="cpu") as job:
         job.step(job.build(seed=1), tokens, tokens)
-    assert run == {kernel.shape for kernel in kernels_of(plan)}
-    assert launched == {name for kernel in kernels_of(plan) for name in _names(kernel)}
+    assert run == {kernel.shape for kernel in kernels_of(plan, HERE)}
+    assert launched == {name for kernel in kernels_of(plan, HERE) for name in _names(kernel)}
 
 
 GATE = """topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 2, keep_groups = 1,
@@ -260,7 +264,7 @@ GATE = """topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 2, ke
 def test_the_whole_gate_of_deepseek_v3_is_one_kernel_that_the_plan_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     text = TINY.replace("topk(2, normalize = true)", GATE)
     plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
-    listed = {(kernel.shape, kernel.only) for kernel in kernels_of(plan) if isinstance(kernel.shape, RouteShape)}
+    listed = {(kernel.shape, kernel.only) for kernel in kernels_of(plan, HERE) if isinstance(kernel.shape, RouteShape)}
     monkeypatch.setattr(torch_routing, "route", None)
     run, launched = noting(monkeypatch), noting_launches(monkeypatch)
     logits, bias = torch.randn(1, 4, 4), torch.randn(4)

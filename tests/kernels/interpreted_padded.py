@@ -13,6 +13,7 @@ import moec
 from moec.codegen.kernels.of_plan import kernels_of
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton import triton_backend
+from moec.runtime.backends.triton.triton_tiles import target_at
 from moec.runtime.ops import permute_weights
 
 
@@ -186,7 +187,7 @@ def test_verify_proves_the_kernels_of_a_capacity(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("capacity", CAPACITIES.values(), ids=CAPACITIES)
 def test_a_plan_lists_the_kernels_that_a_capacity_runs(capacity: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = moec.compile(GPU + tiny(capacity).replace("device = cpu", 'device = "toy"'))
-    listed = [kernel.shape for kernel in kernels_of(plan)]
+    listed = [kernel.shape for kernel in kernels_of(plan, target_at(torch.device("cpu")))]
     run = noting(monkeypatch)
     # A rank of two: half the batch, half the experts, as many places from both.
     x = torch.randn(1, 4, 8)

@@ -171,7 +171,8 @@ def _shapes(layer: ExpertsLayer, ways: Ways) -> tuple[UpShape, DownShape, Around
     """What a layer's kernels are rendered for: those of both projections, and those around a library's products."""
     known = (layer.experts, layer.dim, layer.hidden, layer.activation, layer.dtype, layer.sources > 1, layer.k)
     numbers: dict[str, Any] = dict(zip(PARAMETERS, layer.parameters, strict=True))
-    numbers["bulk"] = in_bulk(layer.dtype, (layer.dim, layer.hidden), target_at(layer.device).family)
+    on = target_at(layer.device)
+    numbers["bulk"] = in_bulk(layer.dtype, (layer.dim, layer.hidden), on.family, on.name)
     up = UpShape.of(*known, layer.bias, ways, **numbers)
     down = DownShape.of(*known, layer.bias, ways, weighted=layer.weighted, **numbers)
     return up, down, AroundShape.of(down)

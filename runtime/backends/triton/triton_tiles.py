@@ -14,6 +14,7 @@ import torch
 from moec.codegen.kernels.fitting import fitted
 from moec.codegen.kernels.plan_ways import Target, ways_text
 from moec.codegen.kernels.stored_tiles import choose
+from moec.codegen.kernels.tile_rule import INTERPRETER
 from moec.codegen.kernels.tiles import Ways
 from moec.codegen.plan import Plan
 from moec.passes.ir import Block, Op
@@ -24,9 +25,6 @@ from moec.runtime.backends.triton.library_choice import runnable
 
 LIBRARY = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
 """Devices of moec's library that kernels run on."""
-
-INTERPRETER = "interpreter"
-"""What stands for the device of CPU tensors."""
 
 
 def ways_at(
