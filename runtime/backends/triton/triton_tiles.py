@@ -144,9 +144,13 @@ def short_name(name: str) -> str:
 
 @cache
 def family_of(device: torch.device) -> str:
-    """The family of a device, by which the rule chooses tiles; any family will do for the interpreter."""
+    """The family of a device, by which the rule chooses tiles; any family will do for the interpreter.
+
+    From compute capability 12 on, NVIDIA's devices have an Ampere's instructions and shared memory: no wgmma, and 99 KB
+    for a block, which the tiles for Hopper exceed.
+    """
     if device.type != "cuda":
         return "hopper"
     if torch.version.hip is not None:
         return "cdna"
-    return "hopper" if torch.cuda.get_device_capability(device) >= (9, 0) else "ampere"
+    return "hopper" if (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0) else "ampere"
