@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
 from moec.codegen.kernels.shapes import DownShape, KernelShape, accumulator, power_of_two
+from moec.codegen.kernels.tiles import GATHERING_KERNELS
 from moec.passes.ir.activations import kind_of
 
 
@@ -59,9 +60,8 @@ class AroundShape(KernelShape):
     def launched(self, by_library: Set[str]) -> tuple[str, ...]:
         """The kernels that run if a library computes the products of these names (`KERNELS`)."""
         moved = self.gathered or self.k > 0
-        readers = {"up", "down_backward", "down_weights", "up_weights"}
         names = {
-            "gather": moved and bool(by_library & readers),
+            "gather": moved and not by_library.isdisjoint(GATHERING_KERNELS),
             "activate": "up" in by_library,
             "place": "down" in by_library and (self.gathered or self.bias or self.weighted),
             "through": "down_backward" in by_library,

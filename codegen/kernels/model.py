@@ -25,7 +25,7 @@ from moec.codegen.kernels.model_tiles import (
     step_of,
 )
 from moec.codegen.kernels.tile_rule import extents
-from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Tile, Way
+from moec.codegen.kernels.tiles import GATHERING_KERNELS, ROW_KERNELS, Kernel, Tile, Way
 
 EMPTY_CLOCKS = 500
 """Assumed: a program that finds no tile in the table and returns."""
@@ -179,7 +179,7 @@ def _on_sms(
     each = grid.tiles / device.sms
     beside = min(blocks, ceil(each))
     step = step_of(schedule, layer, device, min(device.sms, grid.tiles), beside)
-    gathers = layer.k > 0 and kernel in ("up", "down_backward", "down_weights", "up_weights") and not schedule.library
+    gathers = layer.k > 0 and kernel in GATHERING_KERNELS and not schedule.library
     before = prologue(schedule, gathers, device) / beside
     after = epilogue(kernel, schedule, layer, device) / beside
     mean = grid.steps / grid.tiles * step.clocks + before + after

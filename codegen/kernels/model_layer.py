@@ -8,6 +8,7 @@ from typing import Literal
 
 from moec.codegen.kernels.model import Prediction, predict, predict_schedule
 from moec.codegen.kernels.model_device import DeviceModel
+from moec.codegen.kernels.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
@@ -85,8 +86,7 @@ def predict_schedules(
 
 
 def _product(kernel: Kernel, ways: Ways, layer: ExpertLayer, load: Load, device: DeviceModel, bulk: bool) -> Prediction:
-    # Both products with the gradient read its gathered rows: those that the first leaves serve the second.
-    at_hand = kernel == "down_weights" and isinstance(ways.down_backward, str)
+    at_hand = finds_rows_at_hand(kernel, ways)
     return predict(kernel, ways.of(kernel), layer, load, device, bulk=bulk, rows_at_hand=at_hand)
 
 

@@ -6,7 +6,7 @@ from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_memory import gathered
 from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
-from moec.codegen.kernels.tiles import Kernel
+from moec.codegen.kernels.tiles import GATHERING_KERNELS, Kernel, Ways
 
 LARGE = Schedule(
     rows=128,
@@ -55,14 +55,18 @@ def schedule_of_library(kernel: Kernel, layer: ExpertLayer, load: Load) -> Sched
     return SMALL if rows <= 64 else MEDIUM if rows <= 128 else LARGE
 
 
+def finds_rows_at_hand(kernel: Kernel, ways: Ways) -> bool:
+    """Whether an earlier product left the gathered rows: both products that read the gradient read one copy."""
+    return kernel == "down_weights" and isinstance(ways.down_backward, str)
+
+
 def passes_around(
     kernel: Kernel, layer: ExpertLayer, load: Load, device: DeviceModel, rows_at_hand: bool
 ) -> tuple[float, float, int]:
     """Seconds, bytes and launches of our passes around a library's product: gathers, and the activation both ways."""
     one = load.rows * layer.width
     passes: list[float] = []
-    gathers = layer.k > 0 and kernel in ("up", "down_backward", "down_weights", "up_weights")
-    if gathers and not rows_at_hand:
+    if layer.k > 0 and kernel in GATHERING_KERNELS and not rows_at_hand:
         passes.append(gathered(layer, load, device) + one * layer.dim)
     if kernel == "up":
         passes.append(one * layer.hidden * (layer.parts + 1))

@@ -17,6 +17,9 @@ KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 ROW_KERNELS: tuple[Kernel, ...] = ("up", "down", "down_backward", "up_backward")
 """Products with one row of output per row. They share one table of tiles, so their tiles have equal rows."""
 
+GATHERING_KERNELS: tuple[Kernel, ...] = ("up", "down_backward", "down_weights", "up_weights")
+"""Products that read tokens, rows as they arrived, or the gradients of these: rows in another order are gathered."""
+
 Library = Literal["grouped_mm", "quack"]
 """A library that computes a product: `torch.nn.functional.grouped_mm`, or quack's grouped products."""
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import GatedShape, KernelShape, ProductShape, RouteShape
+from moec.codegen.kernels.tiles import GATHERING_KERNELS
 from moec.passes.cost.cost import Direction, Work
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.passes.ir.value import DTYPE_BYTES
@@ -105,6 +106,6 @@ def _of_products(shape: ProductShape, kernel: str, work: Work) -> KernelWork:
     if kernel.endswith("_bias"):
         return KernelWork(0, (hidden if kernel == "up_bias" else given) * width)
     beside = {"up": rows * shape.hidden, "down_backward": 2 * hidden}.get(kernel, 0)
-    if kernel in ("up", "up_weights", "down_backward", "down_weights"):
+    if kernel in GATHERING_KERNELS:
         beside -= rows * shape.dim - given
     return KernelWork(products[kernel].flops, products[kernel].moved + beside * width)

@@ -12,6 +12,7 @@ from moec.codegen.kernels.model import Prediction, predict
 from moec.codegen.kernels.model_calibration import device_model
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_layer import moving
+from moec.codegen.kernels.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
 from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
@@ -152,19 +153,33 @@ class Listing:
             way=way,
             made=made,
             work=work,
-            prediction=self._predicted(kernel, product, way, made.blocks, work),
+            prediction=self._predicted(kernel, product, choice, made.blocks, work),
             serves=kernel.span,
         )
 
     def _predicted(
-        self, kernel: PlanKernel, product: Kernel | None, way: Way | None, blocks: int | None, work: KernelWork | None
+        self,
+        kernel: PlanKernel,
+        product: Kernel | None,
+        choice: Choice | None,
+        blocks: int | None,
+        work: KernelWork | None,
     ) -> Prediction | None:
         if self.model is None or isinstance(kernel.shape, AroundShape):
             return None
-        if product is None or way is None:
+        if product is None or choice is None:
             return moving(work.moved if work else 0, self.model)
         bulk = isinstance(kernel.shape, ProductShape) and kernel.shape.persistent(product)
-        return predict(product, way, _layer(kernel), self._load(kernel), self.model, bulk=bulk, blocks=blocks)
+        return predict(
+            product,
+            choice.ways.of(product),
+            _layer(kernel),
+            self._load(kernel),
+            self.model,
+            bulk=bulk,
+            blocks=blocks,
+            rows_at_hand=finds_rows_at_hand(product, choice.ways),
+        )
 
     def _load(self, kernel: PlanKernel) -> Load:
         """All choices equally likely, over the experts of all ranks."""
@@ -185,7 +200,7 @@ class Listing:
                     way=way,
                     made=None,
                     work=work_of(kernel.shape, product, of_op, self.tokens, rows),
-                    prediction=self._predicted(kernel, product, way, None, None),
+                    prediction=self._predicted(kernel, product, choice, None, None),
                     serves=kernel.span,
                 )
 

@@ -13,6 +13,9 @@ from models import moe_plan
 from typer.testing import CliRunner
 
 from moec.cli import app
+from moec.codegen.kernels.model_device import DEVICES
+from moec.codegen.kernels.model_layer import predict_layer
+from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.of_plan import products_of
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import DownShape, UpShape
@@ -20,6 +23,7 @@ from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import Tile, Ways
 from moec.codegen.kernels.work import work_of
 from moec.commands.inspect_kernels import inspect_kernels
+from moec.commands.kernel_listing import Listing
 from moec.driver import compile as compile_source
 from moec.passes.cost.formulas import experts_work
 from moec.passes.cost.workload import Workload
@@ -170,6 +174,21 @@ def test_a_library_s_products_are_listed_and_not_compiled(tmp_path: Path) -> Non
     assert float(cells["up"][9].removesuffix(" µs")) > float(cells["up"][8].removesuffix(" µs"))
     assert cells["gather"][7:12] == cells["activate"][7:12] == ["-"] * 5
     assert cells["down"][1] == "16x64x64w4s2"
+
+
+def test_two_products_of_a_library_that_read_one_copy_of_the_gradient_gather_it_once() -> None:
+    plan = compile_source(SMALL[SMALL.index("model") :].replace('"toy"', '"h200"').replace("fp32", "bf16"))
+    ways = Ways(*["grouped_mm"] * 6)
+    entries = tuple(Entry.of(product.key, ways, None) for product in products_of(plan))
+    listing = Listing(replace(plan, tiles=StoredTiles(device="h200", triton="3.6.0", entries=entries)))
+    (block,) = (block for block in listing.blocks if block.layer is not None)
+    assert block.layer is not None
+    load = Load.uniform(listing.tokens, block.layer.experts, block.layer.k)
+    layer = predict_layer(ways, block.layer, load, DEVICES["h200"])
+    found = {each.kernel: each.prediction for each in block.kernels}
+    assert {each.name: found[each.name] for each in layer.kernels} == {
+        each.name: each.prediction for each in layer.kernels
+    }
 
 
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
