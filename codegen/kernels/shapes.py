@@ -28,6 +28,10 @@ MOST_ELEMENTS = 2**31
 """Offsets inside one expert's matrix are 32 bits wide; offsets of experts and rows are 64 bits wide, once per tile."""
 
 
+GROUP = 8
+"""Tiles of rows that go over all columns together, so that L2 keeps what they read."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelShape:
     """The numbers that a family of kernels is rendered for."""
@@ -47,6 +51,14 @@ class KernelShape:
 
     def pointers(self) -> dict[str, str]:
         """The dtypes of tensors that differ from the shape's dtype, by argument name."""
+        return {}
+
+    def blocks(self, kernel: str) -> dict[str, tuple[int, ...]]:
+        """The blocks that a kernel reads by TMA descriptors, by argument name; empty if it reads by pointers only."""
+        return {}
+
+    def options(self, kernel: str, family: str) -> dict[str, int]:
+        """Triton's num_warps and num_stages for a kernel on a family of devices; empty for Triton's own."""
         return {}
 
 
@@ -191,7 +203,7 @@ class ProductShape(KernelShape):
             "G": activation.parts,
             "function": activation.function,
             "second": activation.second,
-            "GROUP": 8,
+            "GROUP": GROUP,
             "wide": activation.parts * self.hidden * self.dim >= MOST_ELEMENTS,
             "weighs": False,
         }
@@ -207,7 +219,7 @@ class ProductShape(KernelShape):
         return max(1, min(4, 200 * 1024 // buffer_bytes(tile, self.dtype)))
 
     def blocks(self, kernel: str) -> dict[str, tuple[int, ...]]:
-        """The blocks that a kernel reads by TMA descriptors, by argument name; empty if it reads by pointers only.
+        """As in `KernelShape`.
 
         Weights are read in three dimensions, so that a block does not reach into the next expert: of a gated `up`
         [E · 2, F, D], two matrices at once, else [E, rows, columns]. Rows in the experts' order are [R, columns].

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ import torch
 from matrices import diagonals, some
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime.jit import KernelInterface
 
 import moec
-from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
+from moec.codegen.kernels.of_plan import kernels_of
 from moec.codegen.kernels.shapes import KernelShape, RouteShape
 from moec.runtime.backends import BackendError
 from moec.runtime.backends.torch import torch_routing
@@ -34,7 +32,7 @@ from moec.runtime.backends.triton import (
 )
 from moec.runtime.backends.triton.triton_launch import Kernels
 from moec.runtime.backends.triton.triton_launch import kernels_of as kernels_of_shape
-from moec.runtime.backends.triton.triton_modules import module_of
+from moec.runtime.backends.triton.triton_modules import kernels_in
 from moec.runtime.backends.triton.triton_tiles import target_at
 from moec.runtime.job import unscored
 from moec.runtime.ops import permute_weights
@@ -180,7 +178,7 @@ def test_a_plan_lists_the_kernels_that_are_run(text: str, monkeypatch: pytest.Mo
     grad_rows, *_ = triton_backend.expert_mlp_backward(grad, rows, *saved, *given)
     triton_backend.permute_backward(grad_rows, positions)
     assert run == listed
-    assert launched == {name for kernel in kernels_of(plan, HERE) for name in _names(kernel)}
+    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
 
 
 @with_or_without_biases
@@ -196,7 +194,7 @@ def test_a_plan_lists_the_kernels_of_a_mixture_whose_rows_stay(text: str, monkey
     mixed, counts, hidden, *saved = triton_backend.mixture_mlp(x, experts, weights, *of_experts)
     triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, *saved, weights, *of_experts)
     assert run == listed
-    assert launched == {name for kernel in kernels_of(plan, HERE) for name in _names(kernel)}
+    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
 
 
 class Waits(TorchDispatchMode):
@@ -254,7 +252,7 @@ def test_a_plan_lists_the_kernels_of_a_mixture_of_heads(body: str, monkeypatch: 
     with moec.launch(moec.compile(text), device="cpu") as job:
         job.step(job.build(seed=1), tokens, tokens)
     assert run == {kernel.shape for kernel in kernels_of(plan, HERE)}
-    assert launched == {name for kernel in kernels_of(plan, HERE) for name in _names(kernel)}
+    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
 
 
 GATE = """topk(2, score = sigmoid, normalize = true, scale = 2.5, groups = 2, keep_groups = 1,
@@ -281,10 +279,3 @@ def test_verify_proves_the_kernels_of_gates_with_groups_and_biases(order: str) -
     report = moec.verify(moec.compile(TINY.replace("topk(2, normalize = true)", gate)))
     assert report.ok, report
     assert report.max_gradient_error > 0  # kernels and definition round differently, so that both have run
-
-
-def _names(kernel: PlanKernel) -> Iterator[str]:
-    """The kernels that the plan lists."""
-    for name, value in vars(module_of(kernel.shape)).items():
-        if isinstance(value, KernelInterface) and not name.startswith("_") and (not kernel.only or name in kernel.only):
-            yield name

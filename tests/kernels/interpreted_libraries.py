@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
-from triton.runtime.jit import KernelInterface
 
 import moec
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.of_plan import PlanKernel, kernels_of, products_of
+from moec.codegen.kernels.of_plan import kernels_of, products_of
 from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
@@ -20,7 +18,7 @@ from moec.codegen.plan import Plan
 from moec.runtime.backends import BackendError
 from moec.runtime.backends.triton import library_grouped_mm, triton_backend
 from moec.runtime.backends.triton.triton_launch import Kernels
-from moec.runtime.backends.triton.triton_modules import module_of
+from moec.runtime.backends.triton.triton_modules import kernels_in
 
 TEXT = """
 device "toy" { kind = cuda; memory = 80GB; bandwidth = 1TB/s; peak { fp32 = 1TFLOPS; bf16 = 1TFLOPS } }
@@ -71,12 +69,6 @@ def plan_of(ep: int, bias: bool, ways: Ways) -> Plan:
     return replace(plan, tiles=stored)
 
 
-def names_of(kernel: PlanKernel) -> Iterator[str]:
-    for name, value in vars(module_of(kernel.shape)).items():
-        if isinstance(value, KernelInterface) and not name.startswith("_") and (not kernel.only or name in kernel.only):
-            yield name
-
-
 def run_experts(ep: int, bias: bool, ways: Ways) -> list[Tensor]:
     """Experts of the plan, forward and backward."""
     experts, settings = 4 // ep, (None, None, str(ways))
@@ -106,7 +98,7 @@ def test_a_plan_lists_what_runs_around_products_by_a_library(mix: str, ep: int, 
         if isinstance(kernel.shape, ProductShape | AroundShape)
     ]
     run_experts(ep, bias, MIXES[mix])
-    assert launched == {name for kernel in listed for name in names_of(kernel)}
+    assert launched == {name for kernel in listed for name, _ in kernels_in(kernel.shape, kernel.only)}
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["plain", "biases"])

@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moec.codegen.kernels.resources import Resources
-from moec.codegen.kernels.shapes import KernelShape, ProductShape
+from moec.codegen.kernels.shapes import KernelShape
 from moec.runtime.backends.triton.triton_listings import bulk_copies, loops_of, serialized
-from moec.runtime.backends.triton.triton_modules import module_of
+from moec.runtime.backends.triton.triton_modules import kernels_in
 
 TARGETS: Mapping[str, GPUTarget] = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -37,12 +37,8 @@ def compile_kernels(
 
     All of them where `only` names none. `disassemble`: reads machine code too, for 0.4 s a kernel.
     """
-    for name, function in vars(module_of(shape)).items():
-        if isinstance(function, triton.JITFunction) and not name.startswith("_") and (not only or name in only):
-            options = {}
-            if isinstance(shape, ProductShape):
-                options = shape.options(name, FAMILIES[target])
-            yield _compile(shape, function, target, options, disassemble)
+    for name, function in kernels_in(shape, only):
+        yield _compile(shape, function, target, shape.options(name, FAMILIES[target]), disassemble)
 
 
 def _compile(
@@ -50,7 +46,7 @@ def _compile(
 ) -> Resources:
     # Upper-case arguments are switches; the branches they leave out take no registers.
     switches = {name: True for name in function.arg_names if name.isupper()}
-    blocks = shape.blocks(function.__name__) if isinstance(shape, ProductShape) else {}
+    blocks = shape.blocks(function.__name__)
     signature = {
         name: "constexpr"
         if name in switches

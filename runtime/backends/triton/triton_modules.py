@@ -9,9 +9,11 @@ from __future__ import annotations
 import importlib.util
 import linecache
 import sys
+from collections.abc import Collection, Iterator
 from functools import cache
 from importlib.abc import InspectLoader
 from types import CodeType, ModuleType
+from typing import Any
 
 from moec.codegen.kernels.shapes import KernelShape, render
 
@@ -44,3 +46,14 @@ def module_of(shape: KernelShape) -> ModuleType:
     sys.modules[name] = module
     loader.exec_module(module)
     return module
+
+
+def kernels_in(shape: KernelShape, only: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """The names of a shape's kernels and their functions; of those named in `only`, if it names any."""
+    # Imported here: this module is imported where Triton may be missing.
+    from triton.runtime.jit import KernelInterface
+
+    for name, function in vars(module_of(shape)).items():
+        is_kernel = isinstance(function, KernelInterface) and not name.startswith("_")
+        if is_kernel and (not only or name in only):
+            yield name, function

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import triton
 from triton.runtime.jit import MockTensor
 
 from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
-from moec.codegen.kernels.shapes import KernelShape, ProductShape
+from moec.codegen.kernels.shapes import KernelShape
 from moec.codegen.plan import Plan
 from moec.passes.ir import ops as o
 from moec.runtime.backends.triton.triton_blocks import described_as
 from moec.runtime.backends.triton.triton_launch import TORCH_DTYPES, kernels_of_shape
+from moec.runtime.backends.triton.triton_modules import kernels_in
 from moec.runtime.backends.triton.triton_tiles import target_at
 
 SILENT = 1.0
@@ -36,7 +36,7 @@ def compile_ahead(plan: Plan, device: torch.device, report: Report) -> int:
     variants = [
         (kernel, name, switches)
         for kernel in kernels_of(plan, target_at(device))
-        for name in launched(kernel, device)
+        for name, _ in kernels_in(kernel.shape, kernel.only)
         for switches in _switches(plan, kernel, name)
     ]
     for number, (kernel, name, switches) in enumerate(variants, 1):
@@ -45,20 +45,11 @@ def compile_ahead(plan: Plan, device: torch.device, report: Report) -> int:
     return len(variants)
 
 
-def launched(kernel: PlanKernel, device: torch.device) -> Iterator[str]:
-    """The names of a shape's kernels that the plan launches."""
-    module = kernels_of_shape(kernel.shape, device).module
-    for name, function in vars(module).items():
-        is_kernel = isinstance(function, triton.JITFunction) and not name.startswith("_")
-        if is_kernel and (not kernel.only or name in kernel.only):
-            yield name
-
-
 def compile_one(shape: KernelShape, name: str, device: torch.device, switches: dict[str, bool]) -> None:
     """Compiles one kernel as its launches will ask for it."""
     kernels = kernels_of_shape(shape, device)
     dtypes = shape.pointers()
-    blocks = shape.blocks(name) if isinstance(shape, ProductShape) else {}
+    blocks = shape.blocks(name)
     arguments: list[Any] = [
         described_as(MockTensor(TORCH_DTYPES[getattr(shape, "dtype", "i32")]), blocks[argument])
         if argument in blocks
@@ -68,8 +59,7 @@ def compile_one(shape: KernelShape, name: str, device: torch.device, switches: d
         for argument in getattr(kernels.module, name).arg_names
         if argument not in switches
     ]
-    options = shape.options(name, target_at(device).family) if isinstance(shape, ProductShape) else {}
-    kernels.compile(name, *arguments, **switches, **options)
+    kernels.compile(name, *arguments, **switches, **shape.options(name, target_at(device).family))
 
 
 def _switches(plan: Plan, kernel: PlanKernel, name: str) -> Iterable[dict[str, bool]]:

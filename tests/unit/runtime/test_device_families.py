@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from moec.codegen.kernels.fitting import buffer_bytes
 from moec.codegen.kernels.tile_rule import FULL, HALF
 from moec.codegen.kernels.tiles import KERNELS
 from moec.runtime.backends.triton.triton_tiles import family_of
@@ -44,8 +45,8 @@ def test_devices_without_wgmma_and_with_small_blocks_get_the_tiles_of_ampere(
 
 def test_the_tiles_of_ampere_fit_the_smallest_blocks_of_shared_memory() -> None:
     """99 KB on capabilities 8.6, 8.9 and 12 (CUDA programming guide)."""
-    for ways, width in [*((ways, 2) for ways in HALF["ampere"].values()), (FULL["fp32"], 4), (FULL["fp64"], 8)]:
+    for dtype, ways in (*(("bf16", ways) for ways in HALF["ampere"].values()), *FULL.items()):
         for kernel in KERNELS:
             tile = ways.tile(kernel)
             assert tile is not None
-            assert tile.stages * tile.depth * (tile.rows + tile.columns) * width <= 99 * 1024, f"{kernel} {tile}"
+            assert buffer_bytes(tile, dtype) <= 99 * 1024, f"{kernel} {tile}"
