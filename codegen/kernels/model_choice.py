@@ -5,24 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from moec.codegen.kernels.model import Prediction, predict
+from moec.codegen.kernels.model import predict
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
 from moec.codegen.kernels.tiles import Kernel, Way
 
-MARGIN = 1.1
-"""A way replaces the usual one only if it is predicted to be so many times as fast: nothing here was calibrated."""
-
 
 @dataclass(frozen=True, slots=True)
 class BestWay:
-    """A way, its prediction, that of the usual way, and the reason in a few words."""
+    """A way, and how many times as fast as the usual way it is predicted to be."""
 
     way: Way
-    prediction: Prediction
-    usual: Prediction
-    why: str
+    gain: float
 
 
 def best_way(
@@ -34,18 +29,13 @@ def best_way(
     device: DeviceModel,
     *,
     bulk: bool = False,
-    margin: float = MARGIN,
+    margin: float,
 ) -> BestWay:
     """The fastest of `others` if it is predicted `margin` times as fast as the usual way, else the usual way.
 
     Ties go to the earlier one. Ways that do not fit the device are never chosen, unless the usual one is such.
     """
-    at_first = predict(kernel, usual, layer, load, device, bulk=bulk)
-    found = [(way, predict(kernel, way, layer, load, device, bulk=bulk)) for way in others]
-    best, prediction = min([(usual, at_first), *found], key=lambda pair: pair[1].seconds)
-    gain = at_first.seconds / prediction.seconds
-    if best == usual or gain < margin:
-        return BestWay(usual, at_first, at_first, f"bound by {at_first.bound}; no other way is {margin:.2g} × as fast")
-    return BestWay(
-        best, prediction, at_first, f"predicted {gain:.2f} × as fast as {usual}, which {at_first.bound} bounds"
-    )
+    seconds = {way: predict(kernel, way, layer, load, device, bulk=bulk).seconds for way in (usual, *others)}
+    best = min(seconds, key=seconds.__getitem__)
+    gain = seconds[usual] / seconds[best]
+    return BestWay(best, gain) if gain >= margin else BestWay(usual, 1.0)

@@ -8,10 +8,8 @@ from math import ceil
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
+from moec.codegen.kernels.shapes import GROUP
 from moec.codegen.kernels.tiles import Kernel
-
-GROUP = 8
-"""Tiles of rows that go over all columns together: `GROUP` of the templates."""
 
 KEPT = 0.5
 """Assumed: the part of L2 that keeps what is read again, while the rest streams through it."""

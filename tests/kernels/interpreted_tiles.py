@@ -13,10 +13,8 @@ import pytest
 from canonical import DEVICES, LAYERS, TOKENS, ways_on
 from given_experts import choices_with, of_rows, of_tokens
 
+from moec.codegen.kernels.shapes import GROUP
 from moec.codegen.kernels.tiles import KERNELS, Ways
-
-GROUP = 8
-"""Tiles of rows that go over all columns together, as the templates have it."""
 
 
 @cache

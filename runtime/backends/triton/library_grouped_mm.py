@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
+from moec.codegen.kernels.library_rule import MOST_EXPERTS
 from moec.passes.ir.value import DTYPE_BYTES
-
-MOST_EXPERTS = 1023
-"""CUTLASS prepares one argument per thread of a block."""
 
 CAPABILITIES = (9, 10)
 """Major compute capabilities with a kernel of its own: Hopper, and Blackwell's data-centre devices."""
