@@ -1,8 +1,8 @@
 """`layer.capture(x)`: forward and backward of `moec.layer` as CUDA graphs, for small inputs that launches hold up.
 
 `torch.cuda.make_graphed_callables` captures; this file adds what makes a replay safe. A graph writes to the same memory
-each time, so results are copied out, a gradient that a parameter would keep is copied, and a forward pass whose
-predecessor still waits for its backward runs without the graph.
+each time, so results and gradients are copied out, and a forward pass whose predecessor still waits for its backward
+runs without the graph.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Captured:
         named = dict(layer.named_parameters())
         self._names = list(named)
         self._kinds = [_kind_of(parameter) for parameter in named.values()]
+        self._places = [parameter.data_ptr() for parameter in named.values()]
         self._sample, self._training = _kind_of(sample), layer.training
         self._last: ref[_Replay] | None = None
         body = _Body(layer)
@@ -67,13 +68,12 @@ class Captured:
     def replay(self, layer: nn.Module, x: Tensor) -> Results | None:
         """The layer's results by its graphs; None if they are for other inputs, or still needed by a backward pass."""
         named = dict(layer.named_parameters())
-        if not self._fits(layer, x, named):
+        last = self._last() if self._last is not None else None
+        if not self._fits(layer, x, named) or (last is not None and not last.done):
             return None
         if not torch.is_grad_enabled() or not any(t.requires_grad for t in (x, *named.values())):
+            self._last = None  # this run overwrites what a second backward of the last one would read
             return _as_results([result.clone() for result in self._run(x, *named.values())])
-        last = self._last() if self._last is not None else None
-        if last is not None and not last.done:
-            return None
         own = [_own_gradient(tensor) for tensor in (x, *named.values())]
         outputs = self._run(*own)
         replay = _Replay()
@@ -83,8 +83,10 @@ class Captured:
     def _fits(self, layer: nn.Module, x: Tensor, named: dict[str, nn.Parameter]) -> bool:
         alike = list(named) == self._names and [_kind_of(p) for p in named.values()] == self._kinds
         mode = layer.training == self._training and not torch.is_inference_mode_enabled()
+        # A graphed callable copies a tensor that lies elsewhere into the one of its capture: the layer's own weights.
+        alike = alike and [p.data_ptr() for p in named.values()] == self._places
         inside_another = x.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        return alike and mode and _kind_of(x) == self._sample and not inside_another
+        return alike and mode and _kind_of(x) == self._sample and not inside_another and not _saving_elsewhere()
 
     def require_last(self, replay: _Replay) -> None:
         """Raises `JobError` if the graph has run again since: backward would read the other run's activations."""
@@ -135,23 +137,31 @@ class _Outputs(torch.autograd.Function):
 
 
 class _OwnGradient(torch.autograd.Function):
-    """A tensor; backward copies its gradient if it would be kept: the graph overwrites it at the next replay."""
+    """A tensor; backward copies its gradient, which the graph overwrites at the next replay.
+
+    Whoever asked for it may keep it: `.grad`, a hook, or `torch.autograd.grad`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, leaf: ref[Tensor] | None, tensor: Tensor) -> Tensor:
-        ctx.leaf = leaf
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        leaf = ctx.leaf() if ctx.leaf is not None else None
-        adds = leaf is not None and leaf.grad is not None  # autograd adds to a gradient that is there
-        return None, gradient if adds else gradient.clone()
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clone()
 
 
 def _own_gradient(tensor: Tensor) -> Tensor:
     if not tensor.requires_grad:
         return tensor
-    own: Tensor = _OwnGradient.apply(ref(tensor) if tensor.is_leaf else None, tensor)  # type: ignore[no-untyped-call]
+    own: Tensor = _OwnGradient.apply(tensor)  # type: ignore[no-untyped-call]
     return own
+
+
+def _saving_elsewhere() -> bool:
+    """Whether hooks take what autograd saves, as inside of `torch.utils.checkpoint`: a graph saves nothing there.
+
+    Checkpoint matches what a pass saves with what it saves when computed again, where the graph may be in use.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None

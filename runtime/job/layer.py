@@ -102,7 +102,9 @@ class MoeLayer(nn.Module):
         Worth it for small inputs (about 1,024 tokens), which launches hold up. "Like" means shape, dtype, device,
         requires_grad and training mode; other calls run as before. A new capture replaces the last. Results and
         gradients are those of a call without a graph, but router logits are not checked for NaN. Of two forward passes
-        without a backward between them, the second runs without the graph. The graphs keep the memory of one pass.
+        without a backward between them, the second runs without the graph; so do calls inside of
+        `torch.utils.checkpoint` and with parameters that lie elsewhere (`functional_call`). The graphs keep the memory
+        of one pass.
 
         Raises `JobError` (MOE0744) without a CUDA device, over several ranks, and for a mixture that is not computed by
         one operator, `mixture_mlp`: others may wait for the host.

@@ -14,6 +14,9 @@ import pytest
 import torch
 from models import layer_text
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import moec
 from moec.grammar.diagnostics import DiagnosticError
@@ -34,7 +37,7 @@ class StaticGraph:
         for own, other in zip(self.inputs, given, strict=True):
             if own.data_ptr() != other.data_ptr():
                 own.copy_(other)
-        with torch.enable_grad():
+        with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             self.live = self.run(*self.inputs)
         for place, output in zip(self.outputs, self.live, strict=True):
             place.copy_(output.detach())
@@ -77,9 +80,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[StaticGraph]:
 def captured(monkeypatch: pytest.MonkeyPatch, x: Tensor, text: str = BALANCED) -> tuple[MoeLayer, MoeLayer]:
     """A captured layer and an equal one without a graph."""
     monkeypatch.setattr(MoeLayer, "_require_capturable", lambda *_: None)
-    layer = moec.layer(text, seed=2)
-    layer.capture(x)
-    return layer, moec.layer(text, seed=2)
+    layers = [moec.layer(text, seed=2) for _ in range(2)]
+    for parameter in (p for each in layers for p in each.parameters()):
+        parameter.data *= 10  # else results and gradients are too small for `assert_close` to tell them apart
+    layers[0].capture(x)
+    return layers[0], layers[1]
 
 
 def x_of(*shape: int, seed: int = 1) -> Tensor:
@@ -147,14 +152,79 @@ def test_a_pass_that_is_dropped_without_a_backward_does_not_end_the_replays(
     assert graphs[0].replays == 3
 
 
-def test_a_second_backward_after_another_forward_pass_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_a_second_backward_after_another_forward_pass_is_refused(
+    with_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     layer, _ = captured(monkeypatch, x_of(2, 5, 16))
     y = layer(x_of(2, 5, 16))
     y.sum().backward(retain_graph=True)
-    layer(x_of(2, 5, 16, seed=5))
+    with torch.set_grad_enabled(with_gradient):
+        layer(x_of(2, 5, 16, seed=5))
     with pytest.raises(DiagnosticError, match="overwritten its activations") as refused:
         y.sum().backward()
     assert refused.value.diagnostics[0].code == "MOE0744"
+
+
+def test_a_pass_without_a_gradient_leaves_the_activations_that_wait_for_a_backward(
+    monkeypatch: pytest.MonkeyPatch, graphs: list[StaticGraph]
+) -> None:
+    gradients = []
+    for each in captured(monkeypatch, x_of(2, 5, 16)):
+        y = each(x_of(2, 5, 16))
+        with torch.no_grad():
+            each(x_of(2, 5, 16, seed=2))
+        y.square().sum().backward()
+        gradients.append([p.grad for p in each.parameters()])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert graphs[0].replays == 1
+
+
+def test_gradients_that_a_script_asked_for_outlive_the_next_replay(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, _ = captured(monkeypatch, x_of(2, 5, 16))
+    parameters, hooked = list(layer.parameters()), list[Tensor]()
+    train(layer, x_of(2, 5, 16))  # each parameter has a `.grad` from here on
+    parameters[0].register_hook(hooked.append)
+    asked = torch.autograd.grad(layer(x_of(2, 5, 16, seed=3)).square().sum(), parameters)
+    train(layer, x_of(2, 5, 16, seed=4))
+    kept = [*asked, *hooked]
+    values = [gradient.clone() for gradient in kept]
+    train(layer, x_of(2, 5, 16, seed=5))
+    for gradient, value in zip(kept, values, strict=False):
+        assert torch.equal(gradient, value)
+
+
+@pytest.mark.parametrize("how", ["functional_call", "data"])
+def test_a_call_with_other_weights_does_not_write_to_the_layers_own(
+    how: str, monkeypatch: pytest.MonkeyPatch, graphs: list[StaticGraph]
+) -> None:
+    layer, _ = captured(monkeypatch, x_of(2, 5, 16))
+    own = {name: p.data for name, p in layer.named_parameters()}
+    before = {name: p.clone() for name, p in own.items()}
+    other = {name: (2 * p).requires_grad_() for name, p in own.items()}
+    if how == "functional_call":
+        functional_call(layer, other, (x_of(2, 5, 16),))
+    else:  # as averages of weights are tried
+        for name, parameter in layer.named_parameters():
+            parameter.data = other[name].data
+        layer(x_of(2, 5, 16))
+    for name, value in before.items():
+        assert torch.equal(own[name], value)
+    assert graphs[0].replays == 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_captured_layer_gives_the_same_gradients(
+    reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gradients = []
+    for each in captured(monkeypatch, x_of(2, 5, 16), layer_text(ranks=None)):
+        x = x_of(2, 5, 16)
+        checkpoint(lambda x, layer=each: layer(3 * x.sin()).square(), x, use_reentrant=reentrant).sum().backward()
+        gradients.append([x.grad, *(p.grad for p in each.parameters())])
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize(
