@@ -1,6 +1,6 @@
 """Tiles stored by device and shape: those that moec ships, and a plan's own, measured by `moec tune`.
 
-The shipped ones (`tuned/*.json`) are for well-known layers; each says whether it was measured. A plan's own
+The shipped ones (`tuned/*.json`) are for well-known layers; nothing is shipped yet. A plan's own
 (`tiles.json` in its folder) take precedence. For shapes that neither contains, the rule of `tile_rule.py` decides.
 """
 

@@ -14,6 +14,7 @@ from itertools import islice
 
 import torch
 
+from moec.codegen.kernels.fitting import buffer_bytes
 from moec.codegen.kernels.of_plan import PlanProducts
 from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.tile_candidates import around, heights
@@ -116,9 +117,12 @@ def libraries_of(products: PlanProducts, device: torch.device) -> list[Library]:
 
 
 def fits(shape: ProductShape, kernel: Kernel, default: Tile, tile: Tile, bench: Bench) -> bool:
-    """Whether a kernel of `tile` compiles for the device, fits it, and spills no more than with the default tile."""
+    """Whether a kernel of `tile` compiles for the device, fits it, and spills no more than with the default tile.
+
+    Without a compile target only the buffers are compared: a tile whose buffers do not fit would run as a smaller one.
+    """
     if bench.target is None:
-        return True
+        return buffer_bytes(tile, shape.dtype) <= bench.shared
     usage, allowed = (
         _spilled_and_shared(shape.with_tile(kernel, one), kernel, bench.target) for one in (tile, default)
     )

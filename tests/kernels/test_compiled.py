@@ -192,8 +192,9 @@ def test_tuning_leaves_out_tiles_that_spill_or_do_not_fit_or_do_not_compile() ->
     assert not fits(shape, "down_backward", default, replace(wide, warps=4), h100)
     assert not fits(shape, "down_backward", default, deep, h100)
     assert not fits(shape, "down_backward", default, Tile(128, 48, 64, 8, 4), h100)
-    # The limits of a device without a compile target are unknown: a launch checks them.
+    # Without a compile target only the buffers are known: 3 · 64 · (128 + 256) · 2 bytes are 144 KiB.
     assert fits(shape, "down_backward", default, wide, replace(h100, target=None))
+    assert not fits(shape, "down_backward", default, wide, replace(h100, target=None, shared=99 * 1024))
 
 
 @pytest.mark.slow
