@@ -280,3 +280,12 @@ def test_a_layer_without_a_cuda_device_or_that_moves_rows_by_other_operators_is_
         with pytest.raises(DiagnosticError, match=said) as refused:
             moec.layer(text).capture(x_of(2, 5, 16))
         assert refused.value.diagnostics[0].code == "MOE0744"
+
+
+def test_a_layer_over_several_ranks_is_refused_before_anything_runs() -> None:
+    layer = moec.layer(BALANCED)
+    layer._home.ranks = (0, 1)
+    with pytest.raises(DiagnosticError, match="a layer over 2 ranks cannot be captured") as refused:
+        layer.capture(x_of(2, 5, 16))
+    assert refused.value.diagnostics[0].code == "MOE0744"
+    assert layer.expert_counts is None
