@@ -84,8 +84,8 @@ def kernels_of(plan: Plan, on: Target | None = None) -> tuple[PlanKernel, ...]:
 
 
 def _of_mixture(plan: Plan, block: Block, on: Target | None) -> Iterator[PlanKernel]:
-    if choices_of(block) is None and not any(isinstance(op, Heads) for op in block.ops):
-        return
+    if choices_of(block) is None and not any(isinstance(op, Heads | Experts) for op in block.ops):
+        return  # experts of slots, as `soft` has them, serve no choices
     k = choices_per_token(block)
 
     def kernel(shape: KernelShape, op: Op, *only: str) -> PlanKernel:

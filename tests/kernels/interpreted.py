@@ -243,6 +243,17 @@ train { batch = 1; sequence = 3 }
 """
 
 
+def test_a_plan_lists_the_kernels_of_experts_of_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = TINY.replace("topk(2, normalize = true)", "soft()").replace("= 2 }", "= 1 }")
+    plan = moec.compile(GPU + text.replace("device = cpu", 'device = "toy"'))
+    run, launched = noting(monkeypatch), noting_launches(monkeypatch)
+    tokens = torch.randint(8, (2, 4))
+    with moec.launch(moec.compile(text), device="cpu") as job:
+        job.step(job.build(seed=1), tokens, tokens)
+    assert run == {kernel.shape for kernel in kernels_of(plan, HERE)}
+    assert launched == {name for kernel in kernels_of(plan, HERE) for name, _ in kernels_in(kernel.shape, kernel.only)}
+
+
 @pytest.mark.parametrize("body", some([MIXTURE, "ffn = gelu(8)"], [MIXTURE]))
 def test_a_plan_lists_the_kernels_of_a_mixture_of_heads(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = HEADS.replace("BODY", body)
