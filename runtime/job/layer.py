@@ -91,6 +91,7 @@ class MoeLayer(nn.Module):
         Computes in the layer's dtype, also inside of `torch.autocast`; returns x's dtype. Raises `JobError` on every
         rank for another width and for router logits that are NaN or infinite.
         """
+        self._refuse_reentrant_checkpoint()
         self.aux_loss = None  # the last pass's: its graph might be all that keeps that pass's activations in use
         replayed = self._captured.replay(self, x) if self._captured is not None else None
         y, self.expert_counts, self.aux_loss = replayed or self.compute(x)
@@ -131,7 +132,6 @@ class MoeLayer(nn.Module):
             results = self._run(given)
             self._require_scores(noted, look)
             aux_loss = self._aux_loss(results["balance"], given) if "balance" in results else None
-            self._refuse_reentrant_checkpoint(aux_loss)
         y = results["residual"]
         # `fully_shard` warns if a module returns a view.
         return (y if y.shape == x.shape else y.reshape(x.shape)).to(x.dtype), results["counts"][0], aux_loss
@@ -145,9 +145,9 @@ class MoeLayer(nn.Module):
         """The indices of this rank's experts among all."""
         return self._home.local_experts
 
-    def _refuse_reentrant_checkpoint(self, aux_loss: Tensor | None) -> None:
+    def _refuse_reentrant_checkpoint(self) -> None:
         """Raises `JobError` if a reentrant checkpoint recomputes this: it made `aux_loss` without a gradient."""
-        lost = aux_loss is not None and not aux_loss.requires_grad
+        lost = self.aux_loss is not None and not self.aux_loss.requires_grad
         lost = lost and any(self._weights.needed())
         if lost and torch.is_grad_enabled() and in_backward():
             raise JobError(
