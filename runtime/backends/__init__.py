@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from types import ModuleType
@@ -22,7 +22,9 @@ NAMES = ("torch", "triton", *LIBRARIES)
 """A library's name stands for the kernels with experts' products by that library."""
 
 
-_plain: ContextVar[bool] = ContextVar("plain_torch", default=False)
+_UNSET = ""
+_inside: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
+"""What `using` forces in this thread (None: nothing); `_UNSET` outside of its blocks."""
 
 
 class BackendError(JobError):
@@ -44,25 +46,34 @@ def select(device: str) -> Backend:
     (`TRITON_INTERPRET=1`). Where the kernels cannot run on this machine's device, plain torch does the work, and one
     warning says so. Raises `BackendError` where what is forced cannot be had.
     """
-    return _select("torch" if _plain.get() else forced_backend(), device)
+    return _select(forced_backend(), device)
 
 
 def forced_backend() -> str | None:
-    """What `MOEC_BACKEND` forces; None if nothing."""
-    return os.environ.get(VARIABLE) or None
+    """What `using` or else `MOEC_BACKEND` forces; None if nothing."""
+    inside = _inside.get()
+    return os.environ.get(VARIABLE) or None if inside == _UNSET else inside
 
 
 @contextmanager
-def plain_torch() -> Iterator[None]:
+def using(forced: str | None) -> Iterator[None]:
+    """Inside the block, this thread's operators run as if `MOEC_BACKEND` were `forced`; with None, as if it were unset.
+
+    Backward runs with what forward was forced to (`ops/registry.py`): it reads what forward's backend saved.
+    """
+    token = _inside.set(forced)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def plain_torch() -> AbstractContextManager[None]:
     """Inside the block, this thread's operators run in plain torch, even if `MOEC_BACKEND` forces another backend.
 
     The reference of `moec verify` runs inside it; otherwise a wrong kernel would be compared with itself.
     """
-    token = _plain.set(True)
-    try:
-        yield
-    finally:
-        _plain.reset(token)
+    return using("torch")
 
 
 @lru_cache

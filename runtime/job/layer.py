@@ -93,6 +93,7 @@ class MoeLayer(nn.Module):
         """
         self._refuse_reentrant_checkpoint()
         self.aux_loss = None  # the last pass's: its graph might be all that keeps that pass's activations in use
+        self._home.require_running()
         replayed = self._captured.replay(self, x) if self._captured is not None else None
         y, self.expert_counts, self.aux_loss = replayed or self.compute(x)
         return y
@@ -125,7 +126,6 @@ class MoeLayer(nn.Module):
 
     def compute(self, x: Tensor) -> Results:
         """`forward` without a CUDA graph: y, the rows per expert, and aux_loss."""
-        self._home.require_running()
         look = self._require_input(x)
         with torch.autocast(x.device.type, enabled=False), unscored.noting() as noted:
             given = _as_sequences(x).to(self._weights.specs[0].dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moec.runtime.backends import select
+from moec.runtime.backends import forced_backend, select, using
 
 DEVICES = ("CPU", "CUDA")
 
@@ -41,8 +41,23 @@ def define(schema: str, *, fake: Callable[..., Any], check: Check, kernel: Calla
 
 
 def differentiate(operator: Any, *, setup: Callable[..., None], backward: Callable[..., Any]) -> None:
-    """Give `operator` the rule `backward(ctx, *gradients)`, with what `setup(ctx, inputs, output)` saved."""
-    torch.library.register_autograd(operator.name(), backward, setup_context=setup, lib=_library)
+    """Give `operator` the rule `backward(ctx, *gradients)`, with what `setup(ctx, inputs, output)` saved.
+
+    Backward is computed by forward's backend: the two share rows in an order of their own, and a table of them. On a
+    device, backward runs in a thread of autograd's, which does not inherit what `using` forces.
+    """
+
+    def note(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.forced_backend = forced_backend()
+        setup(ctx, inputs, output)
+
+    def by_the_same(ctx: Any, *gradients: Any) -> Any:
+        if ctx.forced_backend == forced_backend():
+            return backward(ctx, *gradients)
+        with using(ctx.forced_backend):
+            return backward(ctx, *gradients)
+
+    torch.library.register_autograd(operator.name(), by_the_same, setup_context=note, lib=_library)
 
 
 def check(condition: Any, message: Callable[[], str]) -> None:

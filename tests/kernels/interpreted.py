@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import moec
 from moec.codegen.kernels.of_plan import kernels_of
 from moec.codegen.kernels.shapes import KernelShape, RouteShape
-from moec.runtime.backends import BackendError
+from moec.runtime import ops
+from moec.runtime.backends import BackendError, plain_torch
 from moec.runtime.backends.torch import torch_routing
 from moec.runtime.backends.triton import (
     triton_backend,
@@ -230,6 +231,41 @@ def test_a_local_mixture_never_waits_for_the_device_so_that_a_graph_can_capture_
     with Waits() as waits:
         int(counts.sum())
     assert waits.seen == ["aten._local_scalar_dense.default"]
+
+
+@pytest.mark.parametrize("sources", [0, 1, 2], ids=["mixture", "rows", "rows of two ranks"])
+@pytest.mark.parametrize("forward", ["torch", "triton", "grouped_mm"])
+def test_backward_runs_with_the_backend_of_its_forward_whatever_is_forced_by_then(
+    forward: str, sources: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(s, requires_grad=True) for s in ((1, 40, 8), (1, 40, 2), (3, 2, 16, 8), (3, 8, 16))]
+    choices = torch.randint(3, (1, 40, 2))
+
+    def out() -> Tensor:
+        x, weights, up, down = leaves
+        if not sources:
+            return ops.mixture_mlp(x, choices, weights, up, down, None, None, "swiglu")[0]
+        counts = torch.tensor([[30, 0, 50]] if sources == 1 else [[10, 0, 30], [20, 5, 15]])
+        rows = x.expand(2, 40, 8).reshape(80, 8)
+        return ops.expert_mlp(rows, counts, up, down, None, None, weights.flatten(), "swiglu")[0]
+
+    with plain_torch():
+        exact = torch.autograd.grad(out().square().sum(), leaves)
+    monkeypatch.setenv("MOEC_BACKEND", forward)
+    loss = out().square().sum()
+    for later in ("torch", "triton", "grouped_mm"):
+        monkeypatch.setenv("MOEC_BACKEND", later)
+        found = torch.autograd.grad(loss, leaves, retain_graph=True)
+        for ours, theirs in zip(found, exact, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_ways_that_are_no_ways_are_refused_like_other_arguments() -> None:
+    x, weights, up, down = (torch.randn(s) for s in ((1, 4, 8), (1, 4, 2), (3, 2, 16, 8), (3, 8, 16)))
+    choices = torch.randint(3, (1, 4, 2))
+    with pytest.raises(RuntimeError, match="moec: ways: `up=no` does not name each product once"):
+        ops.mixture_mlp(x, choices, weights, up, down, None, None, "swiglu", None, None, "up=no")
 
 
 MIXTURE = "moe { experts = 4 * swiglu(8); gate = topk(2) }"

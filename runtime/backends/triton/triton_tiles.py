@@ -52,7 +52,11 @@ def ways_at(
 
 @cache
 def _parsed(text: str) -> Ways:
-    return Ways.parse(text)
+    """Raises `RuntimeError`, as operators do for other wrong arguments."""
+    try:
+        return Ways.parse(text)
+    except ValueError as error:
+        raise RuntimeError(f"moec: ways: {error}") from error
 
 
 @cache
