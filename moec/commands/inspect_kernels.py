@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,12 @@ def _block_json(listing: Listing, block: ListedBlock) -> dict[str, Any]:
 
 
 def _total_json(block: ListedBlock, direction: Direction) -> dict[str, float | None]:
-    return {"seconds": block.predicted(direction), "flops": block.flops(direction)}
+    return {"seconds": _finite(block.predicted(direction)), "flops": block.flops(direction)}
+
+
+def _finite(seconds: float | None) -> float | None:
+    """None for the infinite time of a tile that does not fit: JSON has no infinity."""
+    return seconds if seconds is not None and isfinite(seconds) else None
 
 
 def _kernel_json(each: ListedKernel) -> dict[str, Any]:
@@ -162,7 +168,7 @@ def _kernel_json(each: ListedKernel) -> dict[str, Any]:
         said |= {"least_flops": each.work.flops, "least_bytes": each.work.moved}
     if prediction is not None:
         said |= {
-            "seconds": prediction.seconds,
+            "seconds": _finite(prediction.seconds),
             "bound": prediction.bound,
             "parts": dict(prediction.parts),
             "flops": prediction.flops,

@@ -55,6 +55,13 @@ def forced_backend() -> str | None:
     return os.environ.get(VARIABLE) or None if inside == _UNSET else inside
 
 
+def require_known(forced: str | None) -> None:
+    """Raises `BackendError` unless `forced` is None or names a backend."""
+    if forced not in (None, *NAMES):
+        message = f"{VARIABLE} must be one of {', '.join(NAMES)}, not {forced!r}"
+        raise BackendError(message, "unset it: moec then takes what suits the device")
+
+
 @contextmanager
 def using(forced: str | None) -> Iterator[None]:
     """Inside the block, this thread's operators run as if `MOEC_BACKEND` were `forced`; with None, as if it were unset.
@@ -80,9 +87,7 @@ def plain_torch() -> AbstractContextManager[None]:
 def _select(forced: str | None, device: str) -> Backend:
     from moec.runtime.backends.torch import torch_backend
 
-    if forced not in (None, *NAMES):
-        message = f"{VARIABLE} must be one of {', '.join(NAMES)}, not {forced!r}"
-        raise BackendError(message, "unset it: moec then takes what suits the device")
+    require_known(forced)
     if forced == "torch" or (forced is None and device == "cpu"):
         return torch_backend
 

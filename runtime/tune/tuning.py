@@ -16,7 +16,7 @@ from moec.codegen.kernels.tile_rule import INTERPRETER
 from moec.codegen.kernels.tiles import LIBRARIES
 from moec.codegen.plan import Plan
 from moec.grammar.spec import Device
-from moec.runtime.backends import forced_backend
+from moec.runtime.backends import forced_backend, require_known
 from moec.runtime.backends.triton import triton_support
 from moec.runtime.backends.triton.triton_tiles import LIBRARY, short_name
 from moec.runtime.errors import JobError
@@ -57,8 +57,12 @@ def tune(plan: Plan, *, most: int = MOST, report: Say = lambda line: None) -> Tu
 
 
 def bench_for(plan: Plan) -> Bench:
-    """This machine's device; Triton's interpreter, if on, stands for any device. Raises `JobError` if none fits."""
+    """This machine's device; Triton's interpreter, if on, stands for any device. Raises `JobError` if none fits.
+
+    Raises `BackendError` if `MOEC_BACKEND` names no backend.
+    """
     device = plan.spec.cluster.device
+    require_known(forced_backend())
     interpreted = triton_support.interpreting()
     complaint = triton_support.complaint("cpu" if interpreted else "cuda")
     if interpreted and complaint is None and any(one.key.dtype == "bf16" for one in products_of(plan)):

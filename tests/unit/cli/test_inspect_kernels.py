@@ -191,6 +191,19 @@ def test_two_products_of_a_library_that_read_one_copy_of_the_gradient_gather_it_
     }
 
 
+def test_the_time_of_a_tile_that_does_not_fit_is_null_as_json_has_no_infinity(tmp_path: Path) -> None:
+    text = SMALL[SMALL.index("model") :].replace('"toy"', '"h200"').replace("fp32", "bf16").replace("64", "4096")
+    plan = compile_source(text)
+    tile, large = Tile(64, 64, 64, 4, 2), Tile(64, 64, 256, 4, 8)
+    entries = tuple(Entry.of(product.key, Ways(large, *[tile] * 5), None) for product in products_of(plan))
+    folder = replace(plan, tiles=StoredTiles(device="h200", triton=None, entries=entries)).save(tmp_path / "small.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels", "--json"])
+    assert "Infinity" not in done.stdout
+    (layer,) = json.loads(done.stdout)["layers"]
+    (up,) = [each for each in layer["kernels"] if each["kernel"] == "up"]
+    assert (up["seconds"], up["bound"], layer["forward"]["seconds"]) == (None, "does not fit", None)
+
+
 def test_on_processors_there_are_none(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(moe_plan().save(tmp_path / "tiny.plan")), "--kernels"])
     assert done.exit_code == 0

@@ -33,6 +33,13 @@ def test_without_a_device_it_says_where_to_go() -> None:
         tune(compile_source(MIXTRAL))
 
 
+def test_a_backend_that_does_not_exist_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("MOEC_BACKEND", "grouped-mm")
+    with pytest.raises(DiagnosticError, match=r"MOE0707.*must be one of torch, triton, .*, not 'grouped-mm'"):
+        tune(compile_source(MIXTRAL))
+
+
 def test_the_device_must_be_of_the_plans_kind_and_not_another_of_the_library() -> None:
     h100 = compile_source(MIXTRAL).spec.cluster.device
     require_fit(h100, "cuda", "NVIDIA H100 80GB HBM3")
