@@ -13,20 +13,26 @@ import sys
 from pathlib import Path
 
 from moec.codegen.kernels.model_calibration import calibrate, model_file, read_measurements, report, stored
-from moec.codegen.kernels.model_device import DEVICES
+from moec.codegen.kernels.model_device import DEVICES, FREE
+
+LEAST_ROWS = 2 * len(FREE)
 
 
 def main(arguments: list[str]) -> int:
-    """1 where there is nothing to fit."""
+    """1 where there is too little to fit."""
     parser = argparse.ArgumentParser(description="Fits the model of the kernels to measured ones.")
     parser.add_argument("results", type=Path, help="JSON lines of `gpu.py`")
     parser.add_argument("--device", default="h200", choices=sorted(DEVICES))
     parser.add_argument("--write", action="store_true", help="store the constants")
     given = parser.parse_args(arguments)
 
+    if not given.results.is_file():
+        print(f"there is no file {given.results}", file=sys.stderr)
+        return 1
     rows = read_measurements(given.results.read_text(encoding="utf-8"), given.device)
-    if not rows:
-        print(f"{given.results} has no timed kernels of {given.device}", file=sys.stderr)
+    if len(rows) < LEAST_ROWS:
+        said = f"{len(rows)} timed kernels of {given.device}; {len(FREE)} constants are fitted to at least {LEAST_ROWS}"
+        print(f"{given.results} has {said}", file=sys.stderr)
         return 1
     assumed = DEVICES[given.device]
     fitted = calibrate(assumed, rows)

@@ -94,11 +94,24 @@ def main() -> int:
             report = importlib.import_module("gpu_report")
             report.main(chosen.report or [], chosen.write_tuned or [], chosen.folder)
             return 0
+        unfit = "" if chosen.list else no_device(chosen.device)
+        if unfit:
+            print(f"nothing was measured: {unfit}", file=sys.stderr)
+            return 2
         left = 0
         for part in [chosen.part] if chosen.part else PARTS:
             left += run_part(part, chosen, started)
             started = time.monotonic()
     return 3 if left else 0
+
+
+def no_device(device: str) -> str:
+    """Why nothing can be measured on this kind of device here; empty where it can."""
+    import torch
+
+    if device == "cpu" or torch.cuda.is_available():
+        return ""
+    return "torch finds no CUDA device here (`--device cpu` tries the same code in Triton's interpreter)"
 
 
 def run_part(part: str, chosen: argparse.Namespace, started: float) -> int:
@@ -111,9 +124,13 @@ def run_part(part: str, chosen: argparse.Namespace, started: float) -> int:
     if chosen.list:
         print("\n".join(one.key for one in wanted))
         return 0
-    run = Run(RowFile(chosen.out), chosen.device, started + chosen.budget, PARTS[part], say)
+    rows = RowFile(chosen.out)
+    run = Run(rows, chosen.device, started + chosen.budget, PARTS[part], say)
     left = run.run(wanted, again=chosen.again)
-    say(f"part {part}: {len(wanted) - len(left)} of {len(wanted)} in {chosen.out}, {time.monotonic() - started:.0f} s")
+    keys = {one.key for one in wanted} - {one.key for one in left}
+    failed = sum("failed" in row for row in rows.rows() if row["key"] in keys and row["on"] == chosen.device)
+    measured, seconds = len(keys) - failed, time.monotonic() - started
+    say(f"part {part}: {measured} of {len(wanted)} measured, {failed} failed, in {chosen.out}, {seconds:.0f} s")
     if left:
         say(f"left out: {', '.join(one.key for one in left)}; the same command goes on with these")
     return len(left)

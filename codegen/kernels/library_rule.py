@@ -7,13 +7,15 @@ CUTLASS's product is faster than ours where it is large, and the passes around i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from moec.codegen.kernels.model_calibration import device_model
 from moec.codegen.kernels.model_choice import best_way
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
-from moec.codegen.kernels.tiles import KERNELS, Ways
+from moec.codegen.kernels.tile_rule import tiles_for
+from moec.codegen.kernels.tiles import KERNELS, ROW_KERNELS, Kernel, Tile, Ways
 
 DEVICES = ("h100", "h200")
 """Earlier devices run `grouped_mm` as a loop that waits for the host. On later ones its only tile is 64 x 128 x 128 for
@@ -65,3 +67,23 @@ def _with_libraries(
             tiles = tiles.with_way(kernel, best.way)
     said = ", ".join(f"{kernel} {gain:.2f}" for kernel, gain in gains.items())
     return tiles, f"predicted gains of grouped_mm: {said}" if gains else ""
+
+
+def without_unfit_libraries(
+    ways: Ways, dtype: str, rows: int, experts: int, widths: tuple[int, int], gated: bool, family: str
+) -> Ways:
+    """The ways, with the rule's tile for a library's product that no device of this family computes in one kernel."""
+    one_kernel = dtype == "bf16" and family == "hopper" and experts <= MOST_EXPERTS
+    if one_kernel and not any(width % WIDTH_MULTIPLE for width in widths):
+        return ways
+    rule = tiles_for(dtype, rows, experts, widths, gated, family)
+    unfit = [kernel for kernel in KERNELS if ways.tile(kernel) is None]
+    return replace(ways, **{kernel: tile_instead(rule, ways, kernel) for kernel in unfit})
+
+
+def tile_instead(rule: Ways, chosen: Ways, kernel: Kernel) -> Tile:
+    """The rule's tile in a library's place, as high as the chosen tiles of products of rows: they share a table."""
+    tile = rule.tile(kernel)
+    assert tile is not None
+    beside = any(chosen.tile(other) for other in ROW_KERNELS)
+    return replace(tile, rows=chosen.rows) if beside and kernel in ROW_KERNELS else tile

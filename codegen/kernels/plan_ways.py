@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+from moec.codegen.kernels.library_rule import without_unfit_libraries
 from moec.codegen.kernels.stored_tiles import Choice, choose
 from moec.codegen.kernels.tiles import Ways
 from moec.codegen.plan import Plan
@@ -17,6 +18,9 @@ from moec.passes.ir.mixture_values import choices_per_token
 FAMILIES: Mapping[str, str] = {"hip": "cdna", "a100": "ampere"}
 """The family of a device, by its kind or name, for the choice of tiles; any other device is "hopper"."""
 
+KNOWN = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
+"""Devices of moec's library that kernels run on."""
+
 Experts = o.ExpertMlp | o.ExpertMlpPadded | o.MixtureMlp
 
 
@@ -25,7 +29,7 @@ class Target:
     """A device that kernels run on: its name, and its family ("hopper" and later, "ampere" or "cdna").
 
     `runnable` makes of chosen ways, of a dtype, rows, experts, widths and gatedness, those that run there; None for a
-    device that is not here, where each library is taken to run.
+    device that is not here, where a library is taken to run if its kind of device can.
     """
 
     name: str
@@ -42,17 +46,31 @@ def target_of(plan: Plan) -> Target:
 def ways_of(plan: Plan, block: Block, op: Experts, on: Target | None = None) -> Choice:
     """The ways of an op of experts over its even share of the batch, on the plan's device or on another one.
 
-    On another device, tiles that were not tuned there are not taken. (A file may give its device any name.)
+    Tiles that were not tuned there are not taken, nor a library that no such device runs.
     """
-    fits = plan.tiles is not None and (on is None or plan.tiles.device == on.name)
+    takes = takes_tuned(plan, on)
     on = on or target_of(plan)
     up = op.named(op.operands)["up"]
     experts, _, hidden, dim = shape_on_rank(plan.program, block, up)
     rows = rows_per_rank(plan, choices_per_token(block))
-    tuned = plan.tiles.by_key() if plan.tiles is not None and fits else {}
+    tuned = plan.tiles.by_key() if plan.tiles is not None and takes else {}
     how = (block.scope[up].dtype, rows, experts, (dim, hidden), ACTIVATIONS[op.activation].gated)
     choice = choose(*how, device=on.name, family=on.family, tuned=tuned)
-    return choice if on.runnable is None else replace(choice, ways=on.runnable(choice.ways, *how))
+    if on.runnable is not None:
+        return replace(choice, ways=on.runnable(choice.ways, *how))
+    return replace(choice, ways=without_unfit_libraries(choice.ways, *how, on.family))
+
+
+def takes_tuned(plan: Plan, on: Target | None = None) -> bool:
+    """Whether the plan's own tiles are those of the device: its own one, or another one.
+
+    A file may give its device any name; then the plan's tiles are taken to be for it, unless they name a known device.
+    """
+    if plan.tiles is None:
+        return False
+    name = (on or target_of(plan)).name
+    unknown = on is None and name not in KNOWN and plan.tiles.device not in KNOWN
+    return unknown or plan.tiles.device == name
 
 
 def ways_text(plan: Plan, block: Block, op: Op, on: Target) -> str:

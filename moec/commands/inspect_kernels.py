@@ -9,6 +9,7 @@ from typing import Any
 
 from moec.codegen.kernels.model_device import complaint
 from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
+from moec.codegen.kernels.plan_ways import takes_tuned
 from moec.codegen.plan import Plan
 from moec.commands.kernel_listing import Direction, ListedBlock, ListedKernel, Listing
 from moec.commands.table import table
@@ -84,7 +85,8 @@ def _lines(listing: Listing) -> Iterator[str]:
     plan, device = listing.plan, listing.device
     yield f"{plan.name}: kernels of a rank, for {listing.tokens:,} tokens, on {device.name} ({listing.target})"
     if plan.tiles is not None:
-        yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}"
+        taken = "" if takes_tuned(plan) else f": not taken on {device.name}"
+        yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}{taken}"
     yield f"predicted times are {listing.model.origin}" if listing.model else str(complaint(device.name))
     for block in listing.blocks:
         yield ""

@@ -121,6 +121,10 @@ class MoeLayer(nn.Module):
             raise refused(f"a layer over {number} ranks cannot be captured: its exchange waits for sizes")
         if self._waiting_op is not None:
             raise refused(f"this layer cannot be captured: its {self._waiting_op} is not `mixture_mlp`")
+        if not isinstance(x, Tensor):
+            raise refused(
+                f"`capture` wants a tensor as a sample, not {type(x).__name__}", "give it an input of the layer"
+            )
         if x.device.type != "cuda":
             raise refused(f"CUDA graphs are captured on a CUDA device, and x is on {x.device}")
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.plan_ways import KNOWN
 from moec.codegen.kernels.stored_tiles import StoredTiles
 from moec.codegen.kernels.tile_rule import INTERPRETER
 from moec.codegen.kernels.tiles import LIBRARIES
@@ -18,7 +19,7 @@ from moec.codegen.plan import Plan
 from moec.grammar.spec import Device
 from moec.runtime.backends import forced_backend, require_known
 from moec.runtime.backends.triton import triton_support
-from moec.runtime.backends.triton.triton_tiles import LIBRARY, short_name
+from moec.runtime.backends.triton.triton_tiles import short_name
 from moec.runtime.errors import JobError
 from moec.runtime.tune.tune_search import Say, Tuned, search
 from moec.runtime.tune.tune_trial import Bench
@@ -92,7 +93,7 @@ def bench_for(plan: Plan) -> Bench:
 def require_fit(device: Device, kind: str, name: str) -> None:
     """Raises `JobError` unless the device that torch calls `name` can be the plan's."""
     short = short_name(name)
-    other = device.name != short and device.name in LIBRARY and short in LIBRARY
+    other = device.name != short and device.name in KNOWN and short in KNOWN
     if device.kind != kind or other:
         raise _unfit(device, f"this machine has {name}")
 

@@ -52,7 +52,7 @@ def require_resumed(part: Sequence[str], file: Path) -> dict[str, dict[str, obje
     before = rows(file)
     assert 0 < len(before) < len(wanted)
     said = finished(*part, "--out", file)
-    assert f"{len(wanted)} of {len(wanted)} in {file}" in said
+    assert f"{len(wanted)} of {len(wanted)} measured, 0 failed, in {file}" in said
     after = rows(file)
     assert list(after) == wanted
     assert {key: after[key] for key in before} == before

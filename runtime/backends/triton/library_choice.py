@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache, lru_cache
 from types import ModuleType
 
 import torch
 
+from moec.codegen.kernels.library_rule import tile_instead
 from moec.codegen.kernels.tile_rule import tiles_for
-from moec.codegen.kernels.tiles import KERNELS, LIBRARIES, ROW_KERNELS, Kernel, Library, Tile, Way, Ways
+from moec.codegen.kernels.tiles import KERNELS, LIBRARIES, Kernel, Library, Tile, Way, Ways
 from moec.runtime.backends import VARIABLE, BackendError, forced_backend, warn_first
 from moec.runtime.backends.triton import library_grouped_mm, library_quack
 
@@ -69,17 +69,9 @@ def _runnable(
         if isinstance(wanted, Tile):
             return wanted
         found = None if forced == "triton" else _best(wanted, *known)
-        return found or _fallback(rule, chosen, kernel)
+        return found or tile_instead(rule, chosen, kernel)
 
     return Ways(*(way(kernel) for kernel in KERNELS))
-
-
-def _fallback(rule: Ways, chosen: Ways, kernel: Kernel) -> Tile:
-    """The rule's tile, as high as those of the products of rows that are chosen: they share a table."""
-    tile = rule.tile(kernel)
-    assert tile is not None
-    beside = any(chosen.tile(other) for other in ROW_KERNELS)
-    return replace(tile, rows=chosen.rows) if beside and kernel in ROW_KERNELS else tile
 
 
 def _best(wanted: Library, *known: object) -> Library | None:

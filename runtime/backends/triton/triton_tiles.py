@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from moec.codegen.kernels.fitting import fitted
-from moec.codegen.kernels.plan_ways import Target, ways_text
+from moec.codegen.kernels.plan_ways import KNOWN, Target, takes_tuned, ways_text
 from moec.codegen.kernels.stored_tiles import choose
 from moec.codegen.kernels.tile_rule import INTERPRETER
 from moec.codegen.kernels.tiles import Ways
@@ -22,9 +22,6 @@ from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends import select, warn_first
 from moec.runtime.backends.torch import torch_backend
 from moec.runtime.backends.triton.library_choice import runnable
-
-LIBRARY = ("a100", "h100", "h200", "b200", "gb200", "gb300", "mi300x")
-"""Devices of moec's library that kernels run on."""
 
 
 def ways_at(
@@ -120,7 +117,7 @@ def ways_on(plan: Plan, block: Block, op: Op, device: torch.device) -> str | Non
     if select(device.type) is torch_backend:
         return None
     on = target_at(device)
-    if plan.tiles is not None and plan.tiles.device != on.name:
+    if plan.tiles is not None and not takes_tuned(plan, on):
         _warn_of_other_device(plan.tiles.device, on.name)
     return ways_text(plan, block, op, on)
 
@@ -143,7 +140,7 @@ def device_name(device: torch.device) -> str:
 def short_name(name: str) -> str:
     """`h100` of "NVIDIA H100 80GB HBM3"; `nvidia_l40s` of "NVIDIA L40S", which the library does not have."""
     words = re.findall("[a-z0-9]+", name.lower())
-    return next((word for word in words if word in LIBRARY), "_".join(words)[:100])
+    return next((word for word in words if word in KNOWN), "_".join(words)[:100])
 
 
 @cache

@@ -20,7 +20,7 @@ from moec.codegen.kernels.of_plan import products_of
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.shapes import DownShape, UpShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
-from moec.codegen.kernels.tiles import Tile, Ways
+from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.kernels.work import work_of
 from moec.commands.inspect_kernels import inspect_kernels
 from moec.commands.kernel_listing import Listing
@@ -130,6 +130,26 @@ def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
     cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
     assert cells["up"][1:3] == cells["down_weights"][1:3] == ["16x16x16w4s2", "tuned"]
     assert cells["combine"][1:3] == ["-", "-"]
+
+
+@pytest.mark.parametrize(("device", "library"), [("a100", "h200"), ("interpreter", "h200"), ("h200", "h200")])
+def test_tiles_of_another_device_and_libraries_that_cannot_run_are_not_listed(
+    device: str, library: str, tmp_path: Path
+) -> None:
+    """grouped_mm is one kernel in bf16 only; this plan is in fp32."""
+    plan = compile_source(SMALL[SMALL.index("model") :].replace('"toy"', f'"{library}"'))
+    ways = replace(WAYS, up="grouped_mm", down_weights="grouped_mm")
+    entries = tuple(Entry.of(product.key, ways, None) for product in products_of(plan))
+    tiles = StoredTiles(device=device, triton="3.6.0", entries=entries)
+    folder = replace(plan, tiles=tiles).save(tmp_path / "small.plan")
+    done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
+    assert done.exit_code == 0, done.output
+    taken = device == library
+    assert ("not taken on h200" in done.stdout) == (not taken)
+    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
+    assert {cells[kernel][2] for kernel in KERNELS} == {"tuned" if taken else "rule"}
+    assert "grouped_mm" not in {cells[kernel][1] for kernel in KERNELS}
+    assert (cells["down"][1] == "16x16x16w4s2") == taken
 
 
 def test_times_are_predicted_on_a_device_with_a_model(tmp_path: Path) -> None:

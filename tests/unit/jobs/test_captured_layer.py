@@ -288,6 +288,12 @@ def test_a_layer_without_a_cuda_device_or_that_moves_rows_by_other_operators_is_
         assert refused.value.diagnostics[0].code == "MOE0744"
 
 
+@pytest.mark.parametrize("sample", ["x", None])
+def test_a_sample_that_is_no_tensor_is_refused(sample: Any) -> None:
+    with pytest.raises(DiagnosticError, match="`capture` wants a tensor as a sample, not"):
+        moec.layer(BALANCED).capture(sample)
+
+
 def test_a_layer_over_several_ranks_is_refused_before_anything_runs() -> None:
     layer = moec.layer(BALANCED)
     layer._home.ranks = (0, 1)
