@@ -1,4 +1,4 @@
-"""The products of the canonical layers, as a device runs them without a plan's own tiles."""
+"""The products of the canonical layers, by the tiles of the rule: those that run where no library is taken."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from kernel_tables import LAYERS, TOKENS
 
 from moec.codegen.kernels.model_tiles import ExpertLayer
 from moec.codegen.kernels.shapes import DownShape, ProductShape, UpShape
-from moec.codegen.kernels.stored_tiles import choose
-from moec.codegen.kernels.tile_rule import in_bulk
+from moec.codegen.kernels.tile_rule import in_bulk, tiles_for
 from moec.codegen.kernels.tiles import Ways
 
 __all__ = ["DEVICES", "LAYERS", "TOKENS", "products_of", "ways_on"]
@@ -21,10 +20,10 @@ BIASED = ("gpt-oss-120b",)
 
 
 def ways_on(device: str, layer: ExpertLayer, tokens: int) -> Ways:
-    """What `choose` gives for a device."""
+    """The rule's tiles for a device."""
     _, family = DEVICES[device]
     rows, widths = tokens * layer.k, (layer.dim, layer.hidden)
-    return choose("bf16", rows, layer.experts, widths, True, device=device, family=family, tuned={}).ways
+    return tiles_for("bf16", rows, layer.experts, widths, True, family)
 
 
 def products_of(name: str, ways: Ways, gathered: bool = False, device: str = "h100") -> Iterator[ProductShape]:
