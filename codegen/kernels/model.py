@@ -179,7 +179,7 @@ def _on_sms(
     each = grid.tiles / device.sms
     beside = min(blocks, ceil(each))
     step = step_of(schedule, layer, device, min(device.sms, grid.tiles), beside)
-    gathers = layer.k > 0 and kernel in GATHERING_KERNELS and not schedule.library
+    gathers = layer.k > 0 and kernel in GATHERING_KERNELS and not schedule.by_library
     before = prologue(schedule, gathers, device) / beside
     after = epilogue(kernel, schedule, layer, device) / beside
     mean = grid.steps / grid.tiles * step.clocks + before + after

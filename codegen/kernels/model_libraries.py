@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_memory import gathered
@@ -16,7 +18,7 @@ LARGE = Schedule(
     buffers=4,
     shared_columns=2,
     persistent=True,
-    library=True,
+    by_library=True,
 )
 """CUTLASS's cooperative schedule in a cluster of two blocks: `torch.nn.functional.grouped_mm` on sm_90."""
 
@@ -28,18 +30,9 @@ MEDIUM = Schedule(
     buffers=6,
     persistent=True,
     hides_epilogue=True,
-    library=True,
+    by_library=True,
 )
-SMALL = Schedule(
-    rows=64,
-    columns=128,
-    depth=128,
-    warps=8,
-    buffers=4,
-    persistent=True,
-    hides_epilogue=True,
-    library=True,
-)
+SMALL = replace(MEDIUM, rows=64, depth=128, buffers=4)
 """The ping-pong schedules: two tiles take turns, and one's epilogue runs during the other's products."""
 
 

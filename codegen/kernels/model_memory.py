@@ -47,7 +47,7 @@ def of_rows(
 ) -> Traffic:
     """Of a product of rows with each expert's matrix. A library's reads one tensor of rows and writes another."""
     hidden, activated, rows = _row_bytes(layer, load)
-    if schedule.library:
+    if schedule.by_library:
         reads = {"up": rows, "down": activated, "down_backward": rows, "up_backward": hidden}[kernel]
         writes = {"up": hidden, "down": rows, "down_backward": activated, "up_backward": rows}[kernel]
     else:
@@ -70,7 +70,7 @@ def of_weights(
 ) -> Traffic:
     """Of a gradient of weights: a tile of the gradient reads all rows of its expert, in two strips."""
     hidden, activated, rows = _row_bytes(layer, load)
-    through = rows if schedule.library else gathered(layer, load, device)
+    through = rows if schedule.by_library else gathered(layer, load, device)
     of_up = kernel == "up_weights"
     m, n = (layer.parts * layer.hidden, layer.dim) if of_up else (layer.dim, layer.hidden)
     once = (hidden if of_up else activated) + through

@@ -53,7 +53,7 @@ class Schedule:
     shared_columns: int = 1
     persistent: bool = False
     hides_epilogue: bool = False
-    library: bool = False
+    by_library: bool = False
 
     @classmethod
     def of(cls, tile: Tile, bulk: bool = False) -> Schedule:
@@ -94,7 +94,7 @@ def registers(kernel: Kernel, schedule: Schedule, layer: ExpertLayer) -> int:
 
 def estimated_blocks(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> int:
     """Blocks that fit one multiprocessor at a time, by estimated registers and memory; 0 if not even one does."""
-    if schedule.library:
+    if schedule.by_library:
         return 1
     return blocks_per_sm(
         device.target, registers(kernel, schedule, layer), shared_memory(schedule, layer), schedule.warps
@@ -143,7 +143,7 @@ def _by_warpgroups(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) 
 
 def _matrix_rate(schedule: Schedule, layer: ExpertLayer, device: DeviceModel) -> float:
     """Floating-point operations per clock of one multiprocessor."""
-    efficiency = device.library_efficiency if schedule.library else device.matrix_efficiency
+    efficiency = device.library_efficiency if schedule.by_library else device.matrix_efficiency
     if layer.dtype in HALF and not _by_warpgroups(schedule, layer, device):
         efficiency *= device.small_tile_efficiency
     return device.matrix_flops[layer.dtype] * efficiency
@@ -178,7 +178,7 @@ LIBRARY_CLOCKS = 1000
 def prologue(schedule: Schedule, gathers: bool, device: DeviceModel) -> float:
     """Clocks before a tile's first product: start, addresses, and the first loads' latency."""
     if schedule.persistent:
-        return PERSISTENT_CLOCKS + (LIBRARY_CLOCKS if schedule.library else 0)
+        return PERSISTENT_CLOCKS + (LIBRARY_CLOCKS if schedule.by_library else 0)
     return device.tile_clocks + device.load_latency + (GATHER_CLOCKS if gathers else 0)
 
 
@@ -206,8 +206,8 @@ def epilogue(kernel: Kernel, schedule: Schedule, layer: ExpertLayer, device: Dev
     """Clocks after a tile's last product: the epilogue's arithmetic, then its reads and writes through L2."""
     if schedule.hides_epilogue:
         return 0.0
-    each = Epilogue(4, 0, 1) if schedule.library else epilogue_of(kernel, layer)
-    numbers = schedule.rows * schedule.columns / (layer.parts if kernel == "up" and not schedule.library else 1)
+    each = Epilogue(4, 0, 1) if schedule.by_library else epilogue_of(kernel, layer)
+    numbers = schedule.rows * schedule.columns / (layer.parts if kernel == "up" and not schedule.by_library else 1)
     arithmetic = numbers * each.operations / (device.lanes * device.lane_efficiency)
     traffic = numbers * (each.read + each.written) * layer.width / device.l2_port
     return arithmetic + traffic + (device.load_latency if each.read else 0)
