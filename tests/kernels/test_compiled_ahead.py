@@ -5,6 +5,7 @@ Triton's own launcher chooses the variants, for an sm_90 that is not there: it c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +21,7 @@ from moec.codegen.plan import Plan
 from moec.passes.ir.ops import ExpertMlp, MixtureMlp
 from moec.runtime.backends.triton import triton_backend, triton_warm
 from moec.runtime.backends.triton.triton_compile import TARGETS
-from moec.runtime.backends.triton.triton_launch import Kernels
+from moec.runtime.backends.triton.triton_launch import Kernels, aligned
 from moec.runtime.backends.triton.triton_modules import module_of
 from moec.runtime.backends.triton.triton_tiles import target_at
 from moec.runtime.backends.triton.triton_warm import Progress, compile_ahead
@@ -59,7 +60,9 @@ class Sm90:
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_only(kernels: Kernels, kernel: str, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
         if all(grid):
-            getattr(kernels.module, kernel).warmup(*arguments, grid=grid, enable_fp_fusion=True, **options)
+            getattr(kernels.module, kernel).warmup(
+                *map(aligned, arguments), grid=grid, enable_fp_fusion=True, **options
+            )
 
     monkeypatch.setattr(Kernels, "launch", compile_only)
     monkeypatch.setattr("moec.runtime.backends.triton.triton_routing.note_or_refuse", lambda *_: None)
@@ -142,6 +145,20 @@ def test_a_step_with_rows_from_other_ranks_launches_what_was_compiled_for_any_nu
         grad_rows, *_ = triton_backend.expert_mlp_backward(grad, rows, *saved, *given)
         triton_backend.permute_backward(grad_rows, positions)
         assert compiled(plan) == number, tokens
+
+
+def test_a_tensor_inside_of_a_flat_buffer_launches_what_was_compiled() -> None:
+    plan = plan_of(TEXT.replace("RANKS", "1").replace("BALANCE", ""))
+    number = compile_ahead(plan, CPU, lambda *_: None)
+    x, weights, up, down = (
+        torch.zeros(1 + math.prod(shape))[1:].view(shape)  # 4 bytes behind the beginning
+        for shape in ((1, 16, 64), (1, 16, 2), (4, 2, 32, 64), (4, 64, 32))
+    )
+    assert x.data_ptr() % 16
+    experts, how = torch.zeros(1, 16, 2, dtype=torch.int64), ("swiglu", None, None, ways(plan, MixtureMlp))
+    mixed, counts, hidden, *saved = triton_backend.mixture_mlp(x, experts, weights, up, down, None, None, *how)
+    triton_backend.mixture_mlp_backward(mixed, x, hidden, counts, *saved, weights, up, down, None, None, *how)
+    assert compiled(plan) == number
 
 
 def test_progress_is_shown_where_compiling_takes_long(

@@ -58,7 +58,7 @@ class Kernels:
         """Run `kernel` on the current stream; a grid without programs runs nothing."""
         if all(grid):
             with _on(self.device):
-                getattr(self.module, kernel)[grid](*map(_aligned, arguments), enable_fp_fusion=True, **options)
+                getattr(self.module, kernel)[grid](*map(aligned, arguments), enable_fp_fusion=True, **options)
 
     def compile(self, kernel: str, *arguments: Any, **options: Any) -> None:
         """Compile `kernel` as `launch` would with arguments of these dtypes."""
@@ -86,12 +86,12 @@ def kernels_of(shape: KernelShape, x: Tensor) -> Kernels:
     return kernels_of_shape(shape, x.device)
 
 
-def _aligned(argument: Any) -> Any:
+def aligned(argument: Any) -> Any:
     """A tensor, copied if it begins inside of 16 bytes, as a slice of a flat buffer may.
 
     Kernels write only to tensors that operators allocate, which are aligned.
     """
-    if isinstance(argument, Tensor) and argument.data_ptr() % ALIGNED and argument.device.type == "cuda":
+    if isinstance(argument, Tensor) and argument.data_ptr() % ALIGNED:
         return argument.clone()
     return argument
 
