@@ -1,0 +1,89 @@
+"""Names of Hugging Face, Megatron, DeepSpeed, Tutel, FastMoE and torchtitan, and what they are called here.
+
+Imported only where something is wrong or is asked for: a good file is checked without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from moec.grammar.alias_table import ROWS, SYSTEMS, WORDS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alias:
+    """A name of other systems. `path` leads to the word here, `("model", "dim")`, and is empty if there is none.
+
+    `form` is how it is written, with `{}` for the value; `convert` says that the form means the same as the name
+    wherever it may stand. `systems` are the names of those that use the word.
+    """
+
+    word: str
+    systems: tuple[str, ...]
+    path: tuple[str, ...]
+    form: str
+    example: str
+    note: str
+    convert: bool
+
+    @property
+    def name(self) -> str:
+        """The word here, or nothing."""
+        return self.path[-1] if self.path else ""
+
+    @property
+    def head(self) -> str:
+        """The name that an assignment of `form` gives: `attention` of `attention = mha(heads = {})`."""
+        head, equals, _ = self.form.partition(" = ")
+        return head if equals and head.isidentifier() else ""
+
+    @property
+    def block(self) -> str:
+        """The blocks in which `form` stands: `model { layers { moe } }` as "`moe`, in `layers`, in `model`"."""
+        blocks = self.path[: self.path.index(self.head)] if self.head in self.path else self.path[:-1]
+        return " of ".join(f"`{word}`" for word in reversed(blocks))
+
+    def written(self, value: str = "") -> str:
+        """The form with `value`, or with an example of one."""
+        return self.form.replace("{}", value or self.example)
+
+    def said(self, value: str = "", *, here: bool = False) -> str:
+        """A sentence for help and pages; `here`: it is read in the block to which the form belongs."""
+        if not self.path:
+            return self.note
+        place = "" if here or not self.block else f" in {self.block}"
+        text = f"here it is called `{self.name}`{place}: `{self.written(value)}`"
+        return f"{text}; {self.note}" if self.note else text
+
+
+@cache
+def aliases() -> dict[str, Alias]:
+    """Every alias by its word."""
+    found = {}
+    for row in ROWS:
+        for name in row.names.split():
+            word, _, systems = name.partition(":")
+            assert word not in found, f"{word} is in the table twice"
+            used = tuple(SYSTEMS[system] for system in systems.split(","))
+            path = tuple(row.path.split(".")) if row.path else ()
+            found[word] = Alias(
+                word=word,
+                systems=used,
+                path=path,
+                form=row.form,
+                example=row.example,
+                note=row.note,
+                convert=row.convert,
+            )
+    return found
+
+
+def alias(word: str) -> Alias | None:
+    """What other systems' `word` is here; a flag's dashes and capitals count for nothing."""
+    return aliases().get(word.lstrip("-").replace("-", "_").lower())
+
+
+def synonym(word: str) -> str | None:
+    """The word here for a value of other systems: `bf16` for `bfloat16`."""
+    return WORDS.get(word) or WORDS.get(word.lower().replace("-", "_"))

@@ -1,0 +1,113 @@
+"""Names of other systems: each leads to a word that there is, is written as the schema wants, and hides no word."""
+
+from __future__ import annotations
+
+import pytest
+
+from moec.grammar.alias_table import WORDS
+from moec.grammar.aliases import Alias, alias, aliases, synonym
+from moec.grammar.schema import BlockKind, CallKind, Field, ListKind, ProductKind, WordKind, fields
+from moec.grammar.source import Source
+from moec.grammar.spec import Adapt, ClusterText, Device, LayerModule, Model, Parallel, Train
+from moec.grammar.spec.base import Node
+from moec.grammar.syntax.parser import parse
+from moec.grammar.syntax.tree import Assignment, Block
+
+BLOCKS: dict[str, type[Node]] = {
+    cls.word: cls for cls in (Model, LayerModule, ClusterText, Device, Train, Parallel, Adapt)
+}
+ALIASES = sorted(aliases().values(), key=lambda found: found.word)
+
+
+def inside(known: Field) -> dict[str, type[Node]]:
+    """The calls that may stand in a field, by their words; a block and a product under the empty word."""
+    found: dict[str, type[Node]] = {}
+    kinds = list(known.kinds)
+    for kind in kinds:
+        match kind:
+            case CallKind():
+                found |= kind.classes
+            case BlockKind():
+                found[""] = kind.cls
+            case ProductKind():
+                found[""] = kind.cls
+                kinds += fields(kind.cls)["body"].kinds
+            case ListKind():
+                kinds += kind.items
+    return found
+
+
+def leads_to(path: tuple[str, ...]) -> bool:
+    """Whether the words of `path` lead from a block of a file to a field."""
+    cls, calls = BLOCKS.get(path[0]), dict[str, type[Node]]()
+    for word in path[1:]:
+        if cls is not None and word in fields(cls):
+            calls = inside(fields(cls)[word])
+            cls = calls.get("")
+        elif word in calls:
+            cls, calls = calls[word], {}
+        else:
+            return False
+    return True
+
+
+def real_words() -> set[str]:
+    """Every word of the language: of blocks, names, calls and values."""
+    found, queue, seen = set(BLOCKS), list(BLOCKS.values()), set()
+    while queue:
+        cls = queue.pop()
+        if cls in seen:
+            continue
+        seen.add(cls)
+        for word, known in fields(cls).items():
+            inner = inside(known)
+            queue += inner.values()
+            found |= {word, *inner} - {""}
+            found |= {value for kind in known.kinds if isinstance(kind, WordKind) for value in kind.values}
+    return found
+
+
+def test_there_are_a_hundred_names_of_six_systems() -> None:
+    assert len(ALIASES) > 100
+    assert len({system for found in ALIASES for system in found.systems}) == 6
+
+
+@pytest.mark.parametrize("found", ALIASES, ids=lambda found: found.word)
+def test_every_alias_leads_to_a_word_that_there_is(found: Alias) -> None:
+    if not found.path:
+        assert found.note
+        return
+    assert leads_to(found.path)
+    assert found.name in found.said()
+
+
+@pytest.mark.parametrize("found", [each for each in ALIASES if each.path], ids=lambda found: found.word)
+def test_every_form_is_written_as_the_language_is(found: Alias) -> None:
+    text = found.written().replace("{ … }", "{ }")
+    assert "{}" not in text
+    tree, diagnostics = parse(Source("form", text))
+    assert not diagnostics
+    assert tree
+    for statement in tree.body:
+        match statement:
+            case Assignment(name=name):
+                assert name.text == found.head
+                assert name.text in found.path
+            case Block(kind=kind):
+                assert kind.text in found.path
+
+
+def test_no_alias_hides_a_word_of_the_language() -> None:
+    assert not real_words() & set(aliases())
+    assert not real_words() & set(WORDS)
+
+
+def test_every_synonym_leads_to_a_word_that_there_is() -> None:
+    assert set(WORDS.values()) <= real_words()
+
+
+def test_flags_and_capitals_name_the_same_alias() -> None:
+    assert alias("--num-experts") is alias("num_experts") is not None
+    assert synonym("BFloat16") == "bf16"
+    assert alias("nonsense") is None
+    assert synonym("nonsense") is None
