@@ -6,30 +6,20 @@ from collections.abc import Set
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
-from moec.codegen.kernels.shapes import DownShape, KernelShape, accumulator, power_of_two
+from moec.codegen.kernels.kernel_shape import accumulator, power_of_two
+from moec.codegen.kernels.product_shapes import DownShape, ExpertsShape
 from moec.codegen.kernels.tiles import GATHERING_KERNELS
-from moec.passes.ir.activations import kind_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AroundShape(KernelShape):
+class AroundShape(ExpertsShape):
     """Rows gathered, placed and sent through the activation, for products that a library computes.
 
-    The fields are those of `ProductShape`, without a tile: the kernels work on rows, and need no table of tiles.
+    Without a tile: the kernels work on rows, and need no table of tiles. `weighted`: there is one weight per row.
     """
 
     template: ClassVar[str] = "around"
-    experts: int
-    dim: int
-    hidden: int
-    activation: str
-    dtype: str
-    gathered: bool
-    k: int
-    bias: bool
     weighted: bool = False
-    clamp: float | None = None
-    alpha: float | None = None
 
     @classmethod
     def of(cls, down: DownShape) -> Self:
@@ -41,11 +31,10 @@ class AroundShape(KernelShape):
 
         Each element then belongs to one thread, so that a kernel may write where it reads.
         """
-        kind = kind_of(self.activation, self.clamp, self.alpha)
         return {
-            "G": kind.parts,
-            "function": kind.function,
-            "second": kind.second,
+            "G": self.kind.parts,
+            "function": self.kind.function,
+            "second": self.kind.second,
             "weighs": self.weighted or self.k > 0,
             "BLOCK_D": max(128, min(512, power_of_two(self.dim))),
             "BLOCK_F": max(128, min(512, power_of_two(self.hidden))),

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from moec.codegen.kernels.kernel_shape import KernelShape
 from moec.codegen.kernels.model import Prediction, predict, predict_schedule
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_libraries import finds_rows_at_hand
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
-from moec.codegen.kernels.shapes import KernelShape, RouteShape
+from moec.codegen.kernels.shapes import RouteShape
 from moec.codegen.kernels.tiles import KERNELS, Kernel, Ways
 from moec.codegen.kernels.work import work_of_rows
 

@@ -8,7 +8,7 @@ from math import ceil
 from moec.codegen.kernels.model_device import DeviceModel
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer, Schedule
-from moec.codegen.kernels.shapes import GROUP
+from moec.codegen.kernels.product_shapes import GROUP
 from moec.codegen.kernels.tiles import Kernel
 
 KEPT = 0.5

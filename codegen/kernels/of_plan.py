@@ -10,18 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moec.codegen.kernels.around_shape import AroundShape
+from moec.codegen.kernels.kernel_shape import KernelShape, complaint, render
 from moec.codegen.kernels.plan_ways import Experts, Target, rows_per_rank, shape_on_rank, target_of, ways_of
+from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
-from moec.codegen.kernels.shapes import (
-    DownShape,
-    GatedShape,
-    KernelShape,
-    RouteShape,
-    TilesShape,
-    UpShape,
-    complaint,
-    render,
-)
+from moec.codegen.kernels.shapes import GatedShape, RouteShape, TilesShape
 from moec.codegen.kernels.stored_tiles import TileKey, key_of
 from moec.codegen.kernels.tile_rule import in_bulk
 from moec.codegen.kernels.tiles import KERNELS, Kernel

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from moec.codegen.kernels.shapes import KernelShape, accumulator, power_of_two
+from moec.codegen.kernels.kernel_shape import KernelShape, accumulator, power_of_two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

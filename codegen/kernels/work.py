@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moec.codegen.kernels.kernel_shape import KernelShape
+from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
-from moec.codegen.kernels.shapes import GatedShape, KernelShape, ProductShape, RouteShape
+from moec.codegen.kernels.shapes import GatedShape, RouteShape
 from moec.codegen.kernels.tiles import GATHERING_KERNELS
 from moec.passes.cost.cost import Direction, Work
 from moec.passes.ir.activations import ACTIVATIONS

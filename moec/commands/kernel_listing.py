@@ -17,8 +17,8 @@ from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.model_tiles import ExpertLayer
 from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
 from moec.codegen.kernels.plan_ways import Experts, rows_per_rank, tokens_per_rank, ways_of
+from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.resources import Resources
-from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.stored_tiles import Choice
 from moec.codegen.kernels.tiles import KERNELS, Kernel, Way
 from moec.codegen.kernels.work import KernelWork, work_of

@@ -16,7 +16,7 @@ import torch
 
 from moec.codegen.kernels.fitting import buffer_bytes
 from moec.codegen.kernels.of_plan import PlanProducts
-from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.tile_candidates import around, heights
 from moec.codegen.kernels.tiles import ROW_KERNELS, Kernel, Library, Tile, Way, Ways
 from moec.runtime.backends import BackendError, forced_backend

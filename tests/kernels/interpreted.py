@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import moec
+from moec.codegen.kernels.kernel_shape import KernelShape
 from moec.codegen.kernels.of_plan import kernels_of
-from moec.codegen.kernels.shapes import KernelShape, RouteShape
+from moec.codegen.kernels.shapes import RouteShape
 from moec.runtime import ops
 from moec.runtime.backends import BackendError, plain_torch
 from moec.runtime.backends.torch import torch_routing

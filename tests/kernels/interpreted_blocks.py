@@ -13,7 +13,7 @@ import torch
 from given_experts import Given, choices_with, memory_full_of_nan, of_rows, of_tokens
 
 from moec.codegen.kernels import fitting
-from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.tiles import Tile, Ways
 from moec.runtime.backends.triton import triton_experts, triton_projection, triton_tiles
 from moec.runtime.backends.triton.triton_launch import Kernels

@@ -17,8 +17,10 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from moec.codegen.kernels.around_shape import AroundShape
+from moec.codegen.kernels.kernel_shape import KernelShape
+from moec.codegen.kernels.product_shapes import DownShape, ProductShape, UpShape
 from moec.codegen.kernels.row_shapes import PlacesShape
-from moec.codegen.kernels.shapes import DownShape, GatedShape, KernelShape, ProductShape, RouteShape, UpShape
+from moec.codegen.kernels.shapes import GatedShape, RouteShape
 from moec.codegen.kernels.tiles import Tile, Ways
 from moec.runtime.backends.triton.triton_blocks import described
 from moec.runtime.backends.triton.triton_launch import Kernels

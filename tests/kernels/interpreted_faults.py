@@ -18,7 +18,7 @@ from given_experts import choices_with, memory_full_of_nan, of_rows, of_tokens
 from torch import Tensor
 from triton.runtime import interpreter
 
-from moec.codegen.kernels.shapes import render
+from moec.codegen.kernels.kernel_shape import render
 from moec.runtime import ops
 from moec.runtime.backends.triton import library_grouped_mm, triton_launch, triton_modules
 from moec.runtime.backends.triton.triton_launch import Kernels

@@ -13,7 +13,7 @@ import pytest
 from canonical import DEVICES, LAYERS, TOKENS, ways_on
 from given_experts import choices_with, of_rows, of_tokens
 
-from moec.codegen.kernels.shapes import GROUP
+from moec.codegen.kernels.product_shapes import GROUP
 from moec.codegen.kernels.tiles import KERNELS, Ways
 
 

@@ -9,15 +9,10 @@ import pytest
 import torch
 
 from moec.codegen.kernels.around_shape import AroundShape
+from moec.codegen.kernels.kernel_shape import KernelShape
+from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
-from moec.codegen.kernels.shapes import (
-    DownShape,
-    GatedShape,
-    KernelShape,
-    RouteShape,
-    TilesShape,
-    UpShape,
-)
+from moec.codegen.kernels.shapes import GatedShape, RouteShape, TilesShape
 from moec.codegen.kernels.stored_tiles import TileKey, choose
 from moec.codegen.kernels.tile_candidates import around
 from moec.codegen.kernels.tile_rule import in_bulk, tiles_for

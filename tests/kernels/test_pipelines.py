@@ -13,8 +13,8 @@ from canonical import DEVICES, LAYERS, TOKENS, products_of, ways_on
 
 from moec.codegen.kernels.model_device import DEVICES as MODELS
 from moec.codegen.kernels.model_tiles import Schedule, estimated_blocks
+from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.resources import complaints
-from moec.codegen.kernels.shapes import ProductShape
 from moec.codegen.kernels.tiles import KERNELS, Tile
 from moec.runtime.backends.triton.triton_compile import compile_kernels
 

@@ -13,8 +13,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moec.codegen.kernels.kernel_shape import KernelShape
 from moec.codegen.kernels.resources import Resources
-from moec.codegen.kernels.shapes import KernelShape
 from moec.runtime.backends.triton.triton_listings import bulk_copies, loops_of, serialized
 from moec.runtime.backends.triton.triton_modules import kernels_in
 

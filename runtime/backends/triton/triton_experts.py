@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moec.codegen.kernels.around_shape import AroundShape
-from moec.codegen.kernels.shapes import DownShape, UpShape
+from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.tile_rule import in_bulk
 from moec.codegen.kernels.tiles import Ways
 from moec.passes.ir.activations import PARAMETERS

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moec.codegen.kernels.shapes import MOST_EXPERTS, KernelShape
+from moec.codegen.kernels.kernel_shape import MOST_EXPERTS, KernelShape
 from moec.runtime.backends import BackendError, warn_first
 from moec.runtime.backends.triton.triton_modules import module_of
 

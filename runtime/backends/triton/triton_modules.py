@@ -15,7 +15,7 @@ from importlib.abc import InspectLoader
 from types import CodeType, ModuleType
 from typing import Any
 
-from moec.codegen.kernels.shapes import KernelShape, render
+from moec.codegen.kernels.kernel_shape import KernelShape, render
 
 PACKAGE = "moec.runtime.backends.rendered"
 """What the modules are called in tracebacks and profiles: this and the shape's name."""

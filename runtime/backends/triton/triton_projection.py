@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from moec.codegen.kernels.shapes import ProductShape
+from moec.codegen.kernels.product_shapes import ProductShape
 from moec.codegen.kernels.tiles import Tile
 from moec.passes.ir.activations import ACTIVATIONS
 from moec.runtime.backends.triton.product_clock import run_product

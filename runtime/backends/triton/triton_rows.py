@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moec.codegen.kernels.kernel_shape import accumulator
 from moec.codegen.kernels.row_shapes import PlacesShape
-from moec.codegen.kernels.shapes import accumulator
 from moec.runtime.backends.torch import torch_rows
 from moec.runtime.backends.torch.torch_rows import refuse_other_number, refuse_out_of_range
 from moec.runtime.backends.triton.triton_launch import Kernels, dtype_name, kernels_of, too_many

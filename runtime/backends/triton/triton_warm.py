@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from triton.runtime.jit import MockTensor
 
+from moec.codegen.kernels.kernel_shape import KernelShape
 from moec.codegen.kernels.of_plan import PlanKernel, kernels_of
-from moec.codegen.kernels.shapes import KernelShape
 from moec.codegen.plan import Plan
 from moec.passes.ir import ops as o
 from moec.runtime.backends.triton.triton_blocks import described_as

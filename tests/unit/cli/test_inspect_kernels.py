@@ -17,8 +17,8 @@ from moec.codegen.kernels.model_device import DEVICES
 from moec.codegen.kernels.model_layer import predict_layer
 from moec.codegen.kernels.model_loads import Load
 from moec.codegen.kernels.of_plan import products_of
+from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
-from moec.codegen.kernels.shapes import DownShape, UpShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.kernels.work import work_of

@@ -7,7 +7,7 @@ import pytest
 import moec
 from moec.codegen.kernels.around_shape import AroundShape
 from moec.codegen.kernels.of_plan import kernels_of
-from moec.codegen.kernels.shapes import DownShape, UpShape
+from moec.codegen.kernels.product_shapes import DownShape, UpShape
 from moec.codegen.kernels.stored_tiles import Choice, choose
 from moec.codegen.kernels.tiles import KERNELS, Tile
 

@@ -12,8 +12,9 @@ from models import moe_text
 
 from moec.codegen.folder import plan_files
 from moec.codegen.kernels import shapes as kernels
+from moec.codegen.kernels.kernel_shape import MOST_EXPERTS, complaint, render
 from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
-from moec.codegen.kernels.shapes import MOST_EXPERTS, GatedShape, RouteShape, complaint, render
+from moec.codegen.kernels.shapes import GatedShape, RouteShape
 from moec.codegen.plan import Plan
 from moec.driver import compile as compile_source
 

@@ -1,0 +1,111 @@
+"""Layer shapes → Triton source: one template per family of kernels, every number of the layer a constant in it.
+
+Pure text: nothing here imports torch or triton. A shape's text is a function of the shape alone, and only text that
+this moec rendered is ever run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from functools import cache, lru_cache
+from typing import Any, ClassVar
+
+from moec.passes.ir.activations import ACTIVATIONS
+
+DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+"""Triton's names of the dtypes that kernels compute in."""
+
+SCORES = ("softmax", "sigmoid")
+
+MOST_EXPERTS = 2048
+"""One program loads a whole row of logits, or of a histogram."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelShape:
+    """The numbers that a family of kernels is rendered for."""
+
+    template: ClassVar[str]
+
+    @property
+    def name(self) -> str:
+        """An identifier that contains every field of the shape that is not None: `route_experts8_k2_scoresoftmax_…`."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        said = (f"{name}{_short(value)}" for name, value in given.items() if value is not None)
+        return "_".join((self.template, *said))
+
+    def constants(self) -> dict[str, Any]:
+        """The template's constants that are not fields."""
+        return {}
+
+    def pointers(self) -> dict[str, str]:
+        """The dtypes of tensors that differ from the shape's dtype, by argument name."""
+        return {}
+
+    def blocks(self, kernel: str) -> dict[str, tuple[int, ...]]:
+        """The blocks that a kernel reads by TMA descriptors, by argument name; empty if it reads by pointers only."""
+        return {}
+
+    def options(self, kernel: str, family: str) -> dict[str, int]:
+        """Triton's num_warps and num_stages for a kernel on a family of devices; empty for Triton's own."""
+        return {}
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def accumulator(dtype: str) -> str:
+    """The dtype of sums: float64 for float64, else float32."""
+    return "fp64" if dtype == "fp64" else "fp32"
+
+
+@cache
+def render(shape: KernelShape) -> str:
+    """The source of a shape's kernels: a Python module that imports triton and defines jitted functions.
+
+    Raises `ValueError` for a shape that kernels do not support.
+    """
+    unfit = complaint(shape)
+    if unfit is not None:
+        raise ValueError(unfit)
+    own = {field.name: getattr(shape, field.name) for field in fields(shape)}
+    dtype = getattr(shape, "dtype", "fp32")
+    own |= {"acc": DTYPES[accumulator(dtype)], "type": DTYPES[dtype]}
+    text = _environment().get_template(f"{shape.template}.py.j2").render(**own, **shape.constants())
+    return re.sub(r"\n+(@triton\.jit.*)\n", r"\n\n\n\1\n", text).strip() + "\n"
+
+
+def complaint(shape: KernelShape) -> str | None:
+    """Why no kernels are rendered for a shape; None if they are. Without kernels plain torch computes, or refuses."""
+    experts, score = getattr(shape, "experts", 1), getattr(shape, "score", SCORES[0])
+    activation = getattr(shape, "activation", None)
+    if experts > MOST_EXPERTS:
+        return f"kernels are for at most {MOST_EXPERTS} experts, not {experts}"
+    if score not in SCORES or activation not in (None, *ACTIVATIONS):
+        return f"there are no kernels for {score} scores and {activation}"
+    if any(isinstance(size, int) and size < 0 for size in astuple(shape)):
+        return "there are no kernels for a negative size"
+    return None
+
+
+def _short(value: object) -> str:
+    return re.sub(r"[^a-z0-9_]", lambda found: {".": "p", "-": "m"}.get(found[0], ""), str(value).lower())
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Any:
+    # Imported here: a plan is read by commands that print no kernel.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    return Environment(
+        loader=PackageLoader("moec.codegen.kernels", "templates"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        line_statement_prefix=None,
+        autoescape=False,
+    )

@@ -1,0 +1,208 @@
+"""The shapes of the experts' two grouped products, with their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from moec.codegen.kernels.fitting import buffer_bytes
+from moec.codegen.kernels.kernel_shape import KernelShape, accumulator
+from moec.codegen.kernels.shapes import TABLES
+from moec.codegen.kernels.tiles import Kernel, Tile, Ways, num_stages
+from moec.passes.ir.activations import ActivationKind, kind_of
+
+MOST_ELEMENTS = 2**31
+"""Offsets inside one expert's matrix are 32 bits wide; offsets of experts and rows are 64 bits wide, once per tile."""
+
+
+GROUP = 8
+"""Tiles of rows that go over all columns together, so that L2 keeps what they read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape(KernelShape):
+    """Experts of two products, and how their rows come. `gathered`: rows are not in the experts' order.
+
+    With `k` > 0 the input is tokens, and each row is gathered from its token, k per token; with 0 the input is rows.
+    With `bias`, each expert adds one number to each output.
+    """
+
+    experts: int
+    dim: int
+    hidden: int
+    activation: str
+    dtype: str
+    gathered: bool
+    k: int
+    bias: bool
+    clamp: float | None = None
+    alpha: float | None = None
+
+    @property
+    def kind(self) -> ActivationKind:
+        """The activation, with its clamp and alpha."""
+        return kind_of(self.activation, self.clamp, self.alpha)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProductShape(ExpertsShape):
+    """A projection's grouped products.
+
+    The product, its backward and the gradient of its weights have a tile each; None for one that a library computes,
+    which is not rendered then. `rows`: of a tile in the table. `bulk`: weights are read by TMA, in a persistent loop
+    (sm_90 and later).
+    """
+
+    product: ClassVar[Kernel]
+    of_backward: ClassVar[Kernel]
+    of_weights: ClassVar[Kernel]
+    rows: int
+    tile: Tile | None
+    backward: Tile | None
+    weights: Tile | None
+    bulk: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        experts: int,
+        dim: int,
+        hidden: int,
+        activation: str,
+        dtype: str,
+        gathered: bool,
+        k: int,
+        bias: bool,
+        ways: Ways,
+        **more: Any,
+    ) -> Self:
+        """Makes the shape from positional arguments, with its three tiles of `ways`."""
+        return cls(
+            experts=experts,
+            dim=dim,
+            hidden=hidden,
+            activation=activation,
+            dtype=dtype,
+            gathered=gathered,
+            k=k,
+            bias=bias,
+            rows=ways.rows,
+            tile=ways.tile(cls.product),
+            backward=ways.tile(cls.of_backward),
+            weights=ways.tile(cls.of_weights),
+            **more,
+        )
+
+    def constants(self) -> dict[str, Any]:
+        """Whether an offset inside one expert's matrices needs 64 bits."""
+        return {
+            "G": self.kind.parts,
+            "function": self.kind.function,
+            "second": self.kind.second,
+            "GROUP": GROUP,
+            "wide": self.kind.parts * self.hidden * self.dim >= MOST_ELEMENTS,
+            "weighs": False,
+        }
+
+    def persistent(self, kernel: str) -> bool:
+        """Whether a kernel reads weights by TMA in a persistent loop; gradients of weights and biases never do."""
+        return self.bulk and kernel in (self.product, self.of_backward)
+
+    def resident(self, kernel: str) -> int:
+        """How many programs of a persistent kernel a multiprocessor of Hopper can hold, by their buffers."""
+        tile = self.tile_of(kernel)
+        assert tile is not None
+        return max(1, min(4, 200 * 1024 // buffer_bytes(tile, self.dtype)))
+
+    def blocks(self, kernel: str) -> dict[str, tuple[int, ...]]:
+        """As in `KernelShape`.
+
+        Weights are read in three dimensions, so that a block does not reach into the next expert: of a gated `up`
+        [E · 2, F, D], two matrices at once, else [E, rows, columns]. Rows in the experts' order are [R, columns].
+        """
+        tile = self.tile_of(kernel)
+        if tile is None or not self.persistent(kernel):
+            return {}
+        parts = self.kind.parts
+        rows = (tile.rows, tile.depth)
+        match kernel:
+            case "up":
+                return {"up_blocks": (parts, tile.columns // parts, tile.depth)}
+            case "down":
+                return {"activated_blocks": rows, "down_blocks": (1, tile.columns, tile.depth)}
+            case "down_backward":
+                return {"down_blocks": (1, tile.depth, tile.columns)}
+            case "up_backward":
+                return {"grad_hidden_blocks": rows, "up_blocks": (1, tile.depth, tile.columns)}
+        return {}
+
+    def tile_of(self, kernel: str) -> Tile | None:
+        """The tile of a rendered kernel; None for gradients of biases, which are sums, and for what is not rendered."""
+        tiles = {self.product: self.tile, self.of_backward: self.backward, self.of_weights: self.weights}
+        return tiles.get(kernel)  # type: ignore[call-overload, no-any-return]
+
+    def with_tile(self, kernel: Kernel, tile: Tile) -> Self:
+        """This shape with another tile for one kernel; the table's rows follow the tile of a product of rows."""
+        names = {self.product: "tile", self.of_backward: "backward", self.of_weights: "weights"}
+        rows = self.rows if kernel == self.of_weights else tile.rows
+        changes: dict[str, Any] = {"rows": rows, names[kernel]: tile}
+        return replace(self, **changes)
+
+    def options(self, kernel: str, family: str) -> dict[str, int]:
+        """Triton's num_warps and num_stages for a kernel on a family of devices ("hopper", "ampere" or "cdna")."""
+        tile = self.tile_of(kernel)
+        if tile is None:
+            return {"num_warps": 4, "num_stages": 2}
+        # Products of rows read a row's index once, before the loop; a gradient of weights reads new ones in each step.
+        indirect = kernel == self.of_weights and (self.gathered or self.k > 0)
+        return {"num_warps": tile.warps, "num_stages": num_stages(tile, family, indirect)}
+
+    def pointers(self) -> dict[str, str]:
+        """The table of tiles; weights of choices or rows, and the partial sums of their gradients."""
+        return {
+            **dict.fromkeys(TABLES, "i32"),
+            **dict.fromkeys(("weights_ptr", "parts_ptr"), accumulator(self.dtype)),
+        }
+
+
+class UpShape(ProductShape):
+    """The up projection, and its gradients."""
+
+    template: ClassVar[str] = "up"
+    product: ClassVar[Kernel] = "up"
+    of_backward: ClassVar[Kernel] = "up_backward"
+    of_weights: ClassVar[Kernel] = "up_weights"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownShape(ProductShape):
+    """The down projection, and its gradients. `weighted`: there is one weight per row."""
+
+    template: ClassVar[str] = "down"
+    product: ClassVar[Kernel] = "down"
+    of_backward: ClassVar[Kernel] = "down_backward"
+    of_weights: ClassVar[Kernel] = "down_weights"
+    weighted: bool = False
+
+    def constants(self) -> dict[str, Any]:
+        """Whether backward multiplies rows by weights, one per row or choice; the halvings of its tile's epilogue."""
+        weighs = self.weighted or self.k > 0
+        more = {"weighs": weighs, "halvings": self._halvings(), "bulk_backward": self.persistent("down_backward")}
+        return {**ProductShape.constants(self), **more}
+
+    def persistent(self, kernel: str) -> bool:
+        """Down's backward is not where it would spill: with weights beside biases or beside an order of rows."""
+        spills = kernel == "down_backward" and (self.gathered or (self.bias and (self.weighted or self.k > 0)))
+        return ProductShape.persistent(self, kernel) and not spills
+
+    def _halvings(self) -> int:
+        """How often down's backward halves its columns before it reads `hidden` beside the sums.
+
+        Found by compiling for sm_90: a thread with 128 sums spills with fewer, and two more in a persistent loop, which
+        keeps the next tile's addresses.
+        """
+        tile = self.backward
+        if tile is None or tile.columns < 32:
+            return 0
+        many = tile.rows * tile.columns // (32 * tile.warps) >= 128
+        return min((4 if self.persistent("down_backward") else 2) if many else 1, (tile.columns // 16).bit_length() - 1)
