@@ -1,0 +1,167 @@
+"""docs/training.md: every Python snippet runs on four ranks as it stands, and gives the numbers of plain PyTorch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import guide_jobs
+import pytest
+import torch
+from gloo_pool import GlooPool
+
+import moec
+
+ROOT = Path(__file__).parents[2]
+ROUNDING = 1e-4
+"""Of fp32 over a few steps, as a fraction of the largest weight or gradient."""
+OTHER_PLAN = "tp = 2; ep = 2"
+"""In place of the page's `ep = 2`: two ranks have the same tokens, and a part of the logits each."""
+
+OnRanks = Callable[..., list[Any]]
+"""`on_ranks(function)`: what it returned on each of the four ranks, which work in the folder of the plan."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the page's plan."""
+    path = tmp_path_factory.mktemp("guide")
+    moec.compile(guide_jobs.moe_file()).save(path / "guide.plan")
+    return path
+
+
+@pytest.fixture
+def on_ranks(gloo: GlooPool, folder: Path) -> OnRanks:
+    return partial(gloo.run, 4, _inside, str(folder))
+
+
+@pytest.fixture(params=["the page's plan", "with tp"])
+def under_both(request: pytest.FixtureRequest, gloo: GlooPool, folder: Path, tmp_path: Path) -> OnRanks:
+    """`on_ranks` under the page's plan, and under one that cuts attention and the vocabulary too."""
+    if request.param == "with tp":
+        folder = tmp_path
+        moec.compile(guide_jobs.moe_file().replace("ep = 2", OTHER_PLAN)).save(folder / "guide.plan")
+    return partial(gloo.run, 4, _inside, str(folder))
+
+
+def _inside(folder: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    return function(*arguments)
+
+
+def test_the_script_trains_as_plain_pytorch_does(on_ranks: OnRanks) -> None:
+    (said, _), *others = found = on_ranks(guide_jobs.script)
+    losses = [float(number) for line in said for number in re.findall(r"loss (\S+)", line)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0] - 1
+    assert not any(lines for lines, _ in others)
+    assert max(off for _, off in found) < ROUNDING
+
+
+def test_the_sampler_gives_every_sequence_to_one_data_rank(under_both: OnRanks) -> None:
+    found = under_both(guide_jobs.data)
+    parts = {data_rank: seen for seen, _, data_rank in found}
+    for seen, _, data_rank in found:
+        assert all(torch.equal(a, b) for a, b in zip(seen, parts[data_rank], strict=True))
+    for epoch in range(2):
+        given = torch.cat([seen[epoch] for seen in parts.values()]).tolist()
+        assert sorted(given) == sorted(found[0][1].tolist())
+
+
+def test_the_loss_is_over_global_labels_and_no_mean_of_means(under_both: OnRanks) -> None:
+    for (of_model, of_sums, of_means), plain in under_both(guide_jobs.the_loss):
+        assert of_model == pytest.approx(plain, rel=1e-5)
+        assert of_sums == pytest.approx(plain, rel=1e-5)
+        assert abs(of_means - plain) > 1e-4
+
+
+@pytest.mark.parametrize("function", [guide_jobs.smoothed, guide_jobs.reinforced])
+def test_a_loss_of_ones_own_is_that_of_plain_pytorch(under_both: OnRanks, function: Any) -> None:
+    for loss, plain, off in under_both(function):
+        assert loss == pytest.approx(plain, rel=1e-5)
+        assert off < ROUNDING
+
+
+def test_a_loss_outside_of_a_step_has_the_gradient_of_plain_pytorch(under_both: OnRanks) -> None:
+    assert max(under_both(guide_jobs.by_hand)) < ROUNDING
+
+
+def test_accumulated_gradients_are_those_of_one_step(under_both: OnRanks) -> None:
+    assert max(under_both(guide_jobs.accumulated)) < ROUNDING
+
+
+def test_the_norm_counts_every_parameter_once(under_both: OnRanks) -> None:
+    for norm, plain, off, off_without_clipping in under_both(guide_jobs.clipped):
+        assert norm == pytest.approx(plain, rel=1e-4)
+        assert off < ROUNDING < off_without_clipping
+
+
+def test_the_schedule_gives_the_rates_of_its_formula(on_ranks: OnRanks) -> None:
+    for rates, off in on_ranks(guide_jobs.scheduled):
+        assert rates[:4] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01])
+        assert rates[-1] == pytest.approx(0.01 * (0.1 + 0.9 * (1 + torch.cos(torch.tensor(torch.pi * 8 / 9))) / 2))
+        assert off < ROUNDING
+
+
+def test_evaluation_weighs_batches_by_their_labels(on_ranks: OnRanks) -> None:
+    for loss, plain, off, training in on_ranks(guide_jobs.evaluated):
+        assert loss == pytest.approx(plain, rel=1e-4)
+        assert off < ROUNDING
+        assert training
+
+
+def test_only_what_is_not_frozen_changes(on_ranks: OnRanks) -> None:
+    for off, only_mixtures in on_ranks(guide_jobs.frozen):
+        assert off < ROUNDING
+        assert only_mixtures
+
+
+def test_averaged_weights_equal_an_average_made_by_hand(on_ranks: OnRanks, folder: Path) -> None:
+    for of_average, of_weights, loss, plain in on_ranks(guide_jobs.averaged):
+        assert max(of_average, of_weights) < ROUNDING
+        assert loss == pytest.approx(plain, rel=1e-4)
+
+
+def test_rank_0_writes_the_figures_of_every_second_step(on_ranks: OnRanks, folder: Path) -> None:
+    assert max(on_ranks(guide_jobs.logged)) < ROUNDING
+    lines = [json.loads(line) for line in (folder / "run.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6]
+    assert all({"loss", "grad_norm", "lr", "perplexity", "load"} <= line.keys() for line in lines)
+
+
+def test_a_resumed_run_ends_with_the_bits_of_one_that_nobody_stopped(
+    on_ranks: OnRanks, folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "guide.plan").symlink_to(folder / "guide.plan")
+    for equal, checkpoints, off in on_ranks(guide_jobs.resumed, str(tmp_path)):
+        assert equal
+        assert checkpoints == ["4", "6"]
+        assert off < ROUNDING
+
+
+def test_every_snippet_has_its_test() -> None:
+    assert {section: len(code) for section, code in guide_jobs.sections().items()} == {
+        "A script in three parts": 3,
+        "Data": 1,
+        "The loss": 1,
+        "A loss of your own": 3,
+        "Accumulation": 1,
+        "Gradient clipping": 1,
+        "Learning-rate schedules": 1,
+        "Evaluation": 1,
+        "Freezing": 1,
+        "A moving average of the weights": 1,
+        "Logging": 1,
+        "Saving and resuming": 1,
+    }
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)", guide_jobs.PAGE))))
+def test_its_links_lead_to_files(link: str) -> None:
+    assert (ROOT / "docs" / link).exists()
