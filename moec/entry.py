@@ -2,8 +2,8 @@
 
 Exit 0: done; 1: diagnostics; 2: usage; 3: a bug in moec. Artifacts go to stdout, diagnostics to stderr.
 
-The command line is typer's (cli.py), whose import takes longer than checking a file. `moec check FILE…`, which editors
-run at every keystroke, therefore skips it.
+The command line is click's (moec.cli), whose import takes half as long as checking a file. `moec check FILE…`, which
+editors run at every keystroke, therefore skips it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ def main() -> NoReturn:
     """The entry point."""
     arguments = sys.argv[1:]
     try:
-        sys.exit(check(arguments[1:]) if is_plain_check(arguments) else _other())
+        if is_plain_check(arguments):
+            sys.exit(check(arguments[1:]))
+        _other()
     except BrokenPipeError:
         # The reader of stdout has exited (`moec compile --emit=ir … | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -42,22 +44,33 @@ def check(files: list[str]) -> int:
     return run([Path(file) for file in files], {})
 
 
-def _other() -> int:
+def _other() -> NoReturn:
     from moec.cli import app
 
-    app(standalone_mode=True)
-    return 0
+    app.main(prog_name="moec")
+
+
+def style_of(arguments: list[str]) -> str:
+    """The format that the command line asks for, read without a parser: it may be what could not be parsed."""
+    from moec.grammar.diagnostics import STYLES
+
+    style = "full"
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if argument == "--json":
+            style = "json"
+        elif argument == "--format":
+            style = following
+        elif argument.startswith("--format="):
+            style = argument.partition("=")[2]
+    return style if style in STYLES else "full"
 
 
 def _failed(error: Exception, arguments: list[str]) -> int:
     from moec.commands.check import show
-    from moec.grammar.diagnostics import STYLES, DiagnosticError
+    from moec.grammar.diagnostics import DiagnosticError
 
     if isinstance(error, DiagnosticError):
-        style = next((a.split("=", 1)[1] for a in arguments if a.startswith("--format=")), "full")
-        if "--format" in arguments[:-1]:
-            style = arguments[arguments.index("--format") + 1]
-        show(error.diagnostics, style if style in STYLES else "full")
+        show(error.diagnostics, style_of(arguments))
         return 1
     import platform
     import traceback

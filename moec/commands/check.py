@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from moec.commands.terminal import colored
 from moec.grammar.diagnostics import Diagnostic, Edit, Severity, render
 
 ROUNDS = 10
@@ -67,10 +67,10 @@ def write(file: Path, text: str) -> None:
 
 
 def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
-    """Prints diagnostics to stderr, with colours in a terminal unless `NO_COLOR` is set."""
+    """Prints diagnostics to stderr, with colours where stderr has them."""
     shown = list(diagnostics)
     if shown:
-        color = style == "full" and sys.stderr.isatty() and "NO_COLOR" not in os.environ
+        color = style == "full" and colored(sys.stderr)
         print(render(shown, style, color=color).rstrip("\n"), file=sys.stderr)
 
 

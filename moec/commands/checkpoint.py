@@ -2,94 +2,58 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from moec import __version__
 from moec.commands import checkpoint_list
+from moec.commands.output import emit
 from moec.commands.summary import amount_of_bytes, count
 from moec.commands.table import table
 from moec.runtime.checkpoint.index import Entry
 from moec.runtime.checkpoint.reading import Checkpoint, damages
 
-app = typer.Typer(
-    help="Look into checkpoints, check their digests, convert them. Never imports torch.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
-Folder = Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a checkpoint.")]
 COLUMNS = "tensor", "dtype", "shape", "pieces", "bytes"
 NUMBERS = 3, 4
 """Columns of numbers."""
 
 
-@app.command()
-def inspect(
-    checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="The folder of a checkpoint, or a folder of such folders.")
-    ],
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-) -> None:
-    """Show the tensors of a checkpoint, its step, optimizer, extras and ranks; or list a folder of checkpoints."""
+def inspect(checkpoint: Path, style: str) -> None:
+    """Prints what is in a checkpoint, or in a folder of checkpoints. Raises `DiagnosticError`."""
     found = checkpoint_list.checkpoints_of(checkpoint)
     if found:
-        if as_json:
-            print(json.dumps(checkpoint_list.as_json(found)))
-        else:
-            print("\n".join(checkpoint_list.lines(checkpoint, found)))
-        return
-    opened = Checkpoint(checkpoint)
-    if as_json:
-        print(json.dumps(_as_json(opened)))
+        emit(style, lambda: checkpoint_list.lines(checkpoint, found), lambda: checkpoint_list.as_json(found))
     else:
-        print("\n".join(_lines(opened)))
+        opened = Checkpoint(checkpoint)
+        emit(style, lambda: _lines(opened), lambda: _as_json(opened))
 
 
-@app.command()
-def verify(
-    checkpoint: Folder,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
-) -> None:
-    """Read all of a checkpoint, compare every digest, and name every damaged tensor."""
+def verify(checkpoint: Path, style: str) -> int:
+    """Compares every digest and prints what is damaged; returns the exit status. Raises `DiagnosticError`."""
     opened = Checkpoint(checkpoint)
     with progress_of_bytes(sum(opened.head.shard_bytes)) as advance:
         found = list(damages(opened, advance))
-    tensors = count(len(opened.index.tensors), "tensor")
-    if as_json:
-        print(json.dumps({"ok": not found, "tensors": len(opened.index.tensors), "damages": found}))
-    elif found:
-        print("\n".join([*found, f"{checkpoint}: damaged"]))
-    else:
-        print(f"{checkpoint}: {tensors}, {amount_of_bytes(sum(opened.head.shard_bytes))}, every digest matches")
-    if found:
-        raise typer.Exit(1)
+    tensors, num_bytes = len(opened.index.tensors), sum(opened.head.shard_bytes)
+    good = f"{checkpoint}: {count(tensors, 'tensor')}, {amount_of_bytes(num_bytes)}, every digest matches"
+    emit(
+        style,
+        lambda: [*found, f"{checkpoint}: damaged"] if found else [good],
+        lambda: {"ok": not found, "tensors": tensors, "damages": found},
+    )
+    return 1 if found else 0
 
 
-@app.command()
-def convert(
-    source: Annotated[Path, typer.Argument(help="The folder of a checkpoint, or a safetensors file.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="The new file, or the new folder; must not exist.")],
-    plan: Annotated[
-        Path | None, typer.Option(help="Of a file: a plan of its model. The checkpoint loads under any other as well.")
-    ] = None,
-) -> None:
-    """Write a checkpoint's parameters and states to one safetensors file, or such a file to a checkpoint."""
+def convert(source: Path, output: Path, plan: Path | None) -> None:
+    """Writes the checkpoint `source` as a safetensors file, or the file `source` of `plan`'s model as a checkpoint."""
     from moec.runtime.checkpoint.convert import from_safetensors, to_safetensors
 
     opened = None
-    if not source.is_file():
+    if plan is None:
         opened = Checkpoint(source)
-        if plan is not None:
-            raise typer.BadParameter("--plan is for a safetensors file; a checkpoint needs none")
         num_bytes = to_safetensors(opened, output)
-    elif plan is None:
-        raise typer.BadParameter("a safetensors file needs --plan, which names the tensors of its model")
     else:
         from moec.driver import load
 

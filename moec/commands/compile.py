@@ -14,12 +14,7 @@ from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.passes.ir import Program
 from moec.passes.ir.text import print_program
-from moec.passes.pipeline import PASS_NAMES, Record
-
-STAGES = ("ast", "spec", "ir", "placed", "fx", "kernels")
-"""The forms that `--emit` prints."""
-
-PASS_CHOICES = (*PASS_NAMES, "all", "changed")
+from moec.passes.pipeline import Record
 
 
 def run(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
+import click
 
 from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.inspect_work import work_table
@@ -44,7 +44,7 @@ def inspect_plan(path: Path, rank: int | None, picture: str | None) -> str:
     """The text for a whole plan, for one rank of it, or its ops as `mermaid` or `dot`."""
     plan = load(path)
     if rank is not None and not 0 <= rank < plan.world_size:
-        raise typer.BadParameter(f"--rank is from 0 to {plan.world_size - 1}, not {rank}")
+        raise click.BadParameter(f"--rank is from 0 to {plan.world_size - 1}, not {rank}")
     if picture is not None:
         return "\n".join(_picture(plan, picture))
     if rank is not None:

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from interpreted import TINY
 from matrices import some
 from torch import Tensor
-from typer.testing import CliRunner
 
 import moec
 from moec.cli import app

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from models import moe_plan
-from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.codegen.kernels.model_device import DEVICES

@@ -9,8 +9,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner
 from models import moe_text
-from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.codegen.plan import Plan

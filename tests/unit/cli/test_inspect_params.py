@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from models import moe_text
-from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.driver import compile as compile_source

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import click
 import pytest
-import typer
 from models import moe_plan
 
 from moec.commands.inspect_plan import inspect_plan
@@ -77,7 +77,7 @@ def test_a_rank_knows_its_place_its_peers_and_its_experts(plan: Path):
 
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_a_rank_there_is_not_is_a_wrong_usage(plan: Path, rank: int):
-    with pytest.raises(typer.BadParameter, match="from 0 to 3"):
+    with pytest.raises(click.BadParameter, match="from 0 to 3"):
         inspect_plan(plan, rank, None)
 
 

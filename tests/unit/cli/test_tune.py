@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from models import moe_plan
-from typer.testing import CliRunner
 
 from moec.cli import app
 from moec.driver import compile as compile_source

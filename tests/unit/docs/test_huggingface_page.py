@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from torch import Tensor
 from transformers import AutoModelForCausalLM, OlmoeConfig
-from typer.testing import CliRunner
 
 import moec
 from moec.cli import app

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from click.testing import CliRunner
 
 from moec.cli import app
 from moec.commands.library import starter_from, title

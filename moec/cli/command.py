@@ -1,0 +1,91 @@
+"""What all commands have in common: explained arguments, `--help`, and options that several commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from moec.grammar.diagnostics import STYLES
+
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Argument(click.Argument):
+    """A positional argument with a help text, which click has only since 8.5."""
+
+    def __init__(self, param_decls: list[str], *, about: str = "", **attributes: Any) -> None:
+        super().__init__(param_decls, **attributes)
+        self.about = about
+
+
+class Command(click.Command):
+    """A command whose help lists its arguments before its options."""
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        attributes["context_settings"] = {**SETTINGS, **(attributes.get("context_settings") or {})}
+        super().__init__(*arguments, **attributes)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the sections Arguments and Options."""
+        explained = [p for p in self.get_params(ctx) if isinstance(p, Argument)]
+        if explained:
+            with formatter.section("Arguments"):
+                formatter.write_dl([(p.make_metavar(ctx), p.about) for p in explained])
+        super().format_options(ctx, formatter)
+
+
+class Group(click.Group):
+    """A group whose commands are `Command`s."""
+
+    command_class = Command
+
+    def __init__(self, *arguments: Any, **attributes: Any) -> None:
+        attributes["context_settings"] = {**SETTINGS, **(attributes.get("context_settings") or {})}
+        super().__init__(*arguments, **attributes)
+
+
+def argument(name: str, about: str, **attributes: Any) -> Callable[[Function], Function]:
+    """A positional argument, explained by `about`."""
+    return click.argument(name, cls=Argument, about=about, **attributes)
+
+
+def path(**attributes: Any) -> click.Path:
+    """The type of an argument or option that is a path; whether it exists is the body's to say."""
+    return click.Path(path_type=Path, **attributes)
+
+
+def output_format(function: Function) -> Function:
+    """Adds `--format` and its short form `--json`, as the argument `style`."""
+    styles = click.Choice(STYLES)
+    formats = click.option(
+        "--format",
+        "style",
+        type=styles,
+        metavar="FORMAT",
+        default="full",
+        help="full, for people; json, for tools; concise or github, for the diagnostics in logs.",
+    )
+    short = click.option("--json", "style", flag_value="json", help="The same as --format json.")
+    return formats(short(function))
+
+
+def lets(function: Function) -> Function:
+    """Adds `--let NAME=VALUE`, as the argument `lets`, a dict."""
+    option = click.option(
+        "--let", "lets", multiple=True, metavar="NAME=VALUE", callback=_pairs, help="Override a `let` of the file."
+    )
+    return option(function)
+
+
+def _pairs(context: click.Context, parameter: click.Parameter, texts: Iterable[str]) -> dict[str, str]:
+    pairs = {}
+    for text in texts or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise click.BadParameter(f"--let wants NAME=VALUE, not {text!r}")
+        pairs[name.strip()] = value.strip()
+    return pairs

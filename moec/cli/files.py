@@ -1,0 +1,82 @@
+"""Commands on `.moe` files: `check`, `fmt`, `explain`, `init`, `import hf`. None of them imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from moec.cli.command import Command, Group, argument, lets, output_format, path
+
+
+@click.command(cls=Command)
+@argument("files", "`.moe` files.", nargs=-1, required=True, type=path(), metavar="FILES...")
+@lets
+@output_format
+@click.option("--fix", is_flag=True, help="First apply unambiguous fixes to the files.")
+def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool) -> None:
+    """Report every error in files. Never imports torch."""
+    from moec.commands.check import run
+
+    raise SystemExit(run(files, lets, style, fix))
+
+
+@click.command(cls=Command)
+@argument(
+    "files",
+    "`.moe` files; `-` reads stdin and writes stdout.",
+    nargs=-1,
+    required=True,
+    type=path(),
+    metavar="FILES...",
+)
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if a file would change.")
+@click.option("--diff", is_flag=True, help="Write nothing; print what would change.")
+def fmt(files: tuple[Path, ...], check: bool, diff: bool) -> None:
+    """Format files in the standard layout. Keeps comments and meaning."""
+    from moec.commands.fmt import run
+
+    raise SystemExit(run(files, check, diff))
+
+
+@click.command(cls=Command)
+@argument("subject", "MOE0311, topk, kv_heads, …", metavar="CODE|WORD")
+def explain(subject: str) -> None:
+    """Explain a diagnostic and its fix, or a word of the language and its arguments."""
+    from moec.commands.explain import explain as run
+
+    print(run(subject), end="")
+
+
+@click.command(cls=Command)
+@argument("file", "The file to write; it must not exist. Default: model.moe, or NAME.moe.", required=False, type=path())
+@click.option("--from", "model", metavar="NAME", help="Start from this model of the library.")
+@click.option("--list", "show_list", is_flag=True, help="Write nothing; list the library's models.")
+def init(file: Path | None, model: str | None, show_list: bool) -> None:
+    """Write a commented starter file, or a file that starts from a model of the library."""
+    if show_list:
+        from moec.commands.library import listing
+
+        if file or model:
+            raise click.UsageError("--list writes nothing: leave out FILE and --from")
+        print("\n".join(listing()))
+        return
+    from moec.commands.init import run
+
+    run(file, model)
+
+
+@click.group("import", cls=Group, no_args_is_help=True)
+def imports() -> None:
+    """Make a `.moe` file of a model described elsewhere."""
+
+
+@imports.command("hf")
+@argument("source", "A model's folder, or its config.json.", metavar="DIR|config.json", type=path())
+@click.option("-o", "--output", type=path(), help="The file to write; default: stdout.")
+@output_format
+def import_hf(source: Path, output: Path | None, style: str) -> None:
+    """A model of Hugging Face as a `.moe` file. Executes nothing of the folder, and needs no torch."""
+    from moec.commands.import_hf import run
+
+    run(source, output, style)

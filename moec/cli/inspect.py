@@ -1,0 +1,103 @@
+"""`moec inspect`: views of a file or a plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import click
+
+from moec.cli.command import Command, argument, lets, output_format, path
+
+
+@click.command(cls=Command)
+@argument("path", "A `.moe` file, or a plan folder.", type=path())
+@lets
+@output_format
+@click.option("--params", is_flag=True, help="Count parameters: total, active per token, per layer, per rank.")
+@click.option("--rank", type=int, help="Of a plan: this rank's parts and groups.")
+@click.option("--graph", type=click.Choice(("mermaid", "dot")), help="Of a plan: its ops as `mermaid` or `dot`.")
+@click.option("--kernels", is_flag=True, help="Of a plan: its compiled kernels and the limit of each.")
+@click.option("--source", is_flag=True, help="With --kernels: print their source only.")
+@click.option("--fx", is_flag=True, help="Of a plan: its torch.fx graphs as readable Python.")
+@click.option("--memory", is_flag=True, help="Of a plan: a rank's memory over a training step, and its peak.")
+@click.option("--svg", "plot", metavar="FILE", type=path(), help="With --memory: write it as a plot.")
+def inspect(
+    path: Path,
+    lets: dict[str, str],
+    style: str,
+    params: bool,
+    rank: int | None,
+    graph: str | None,
+    kernels: bool,
+    source: bool,
+    fx: bool,
+    memory: bool,
+    plot: Path | None,
+) -> None:
+    """Show every value of a file with its source line, or a plan's groups and shards, or count parameters."""
+    from moec.commands.check import show
+
+    as_json = style == "json"
+    if source and not kernels:
+        raise click.UsageError("--source needs --kernels")
+    if plot and not memory:
+        raise click.UsageError("--svg needs --memory")
+    if as_json and (source or not (kernels or memory or params)):
+        raise click.UsageError("--json needs --kernels (without --source), --memory or --params")
+    views = {"--rank": rank is not None, "--graph": graph is not None}
+    views |= {"--kernels": kernels, "--fx": fx, "--memory": memory, "--params": params}
+    _require_one_view(path, views)
+    if lets and path.is_dir():
+        raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
+    if params:
+        from moec.commands.inspect_params import run as run_params
+
+        show(run_params(path, lets, as_json), style)
+    elif kernels:
+        _show_kernels(path, source, as_json)
+    elif fx:
+        from moec.commands.inspect_fx import inspect_fx
+
+        print(inspect_fx(path), end="")
+    elif memory:
+        _show_memory(path, plot, as_json)
+    elif path.is_dir():
+        from moec.commands.inspect_plan import inspect_plan
+
+        print(inspect_plan(path, rank, graph))
+    else:
+        from moec.commands.inspect import run
+
+        show(run(path, lets), style)
+
+
+def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
+    """Raises `UsageError` for two views of a plan, or a view of a file; `views` says which options are given."""
+    asked = [option for option, is_asked in views.items() if is_asked]
+    if asked == ["--rank", "--memory"]:
+        raise click.UsageError("--memory is of the rank with the most rows: leave out --rank, or --memory")
+    if len(asked) > 1:
+        raise click.UsageError(f"{' and '.join(asked)}: one view at a time")
+    if asked and asked != ["--params"] and not path.is_dir():
+        raise click.UsageError(f"{asked[0]} needs a plan, not a file")
+
+
+def _show_kernels(path: Path, source: bool, as_json: bool) -> None:
+    from moec.commands.inspect_kernels import inspect_kernels, inspect_sources, kernels_json
+
+    if as_json:
+        print(json.dumps(kernels_json(path)))
+    else:
+        print(inspect_sources(path) if source else inspect_kernels(path))
+
+
+def _show_memory(path: Path, plot: Path | None, as_json: bool) -> None:
+    from moec.commands.inspect_memory import inspect_memory, memory_json, write_plot
+
+    if plot:
+        write_plot(path, plot)
+        click.echo(f"wrote {plot}", err=as_json)  # stdout is the JSON
+    if as_json or not plot:
+        print(json.dumps(memory_json(path)) if as_json else inspect_memory(path))

@@ -1,0 +1,114 @@
+"""Commands that make and use plans: `compile`, `verify`, `load`, `tune`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from moec.cli.command import Command, argument, lets, output_format, path
+
+STAGES = ("ast", "spec", "ir", "placed", "fx", "kernels")
+"""The forms that `compile --emit` prints."""
+
+
+class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4 only
+    """The name of a pass. `more`: further words that are allowed."""
+
+    name = "pass"
+
+    def __init__(self, *more: str) -> None:
+        self.more = more
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The name itself. Raises `BadParameter` for a pass that there is not."""
+        from moec.passes.pipeline import PASS_NAMES
+
+        allowed = (*PASS_NAMES, *self.more)
+        if value not in allowed:
+            self.fail(f"{value!r} is not one of {', '.join(allowed)}", param, ctx)
+        return value
+
+
+@click.command("compile", cls=Command)
+@argument("file", "A `.moe` file.", type=path())
+@click.option("-o", "--output", type=path(), help="Folder of the plan; default: FILE's name.plan.")
+@lets
+@output_format
+@click.option(
+    "--emit",
+    type=click.Choice(STAGES),
+    metavar="STAGE",
+    help="Print ast, spec, ir, placed, fx or kernels, and write no plan.",
+)
+@click.option("--stop-after", type=PassName(), metavar="PASS", help="Stop after this pass (with --emit=ir).")
+@click.option(
+    "--print-ir-after",
+    type=PassName("all", "changed"),
+    metavar="PASS",
+    help="Print the Program after a pass: its name, `all`, or `changed`.",
+)
+@click.option("--time-passes", is_flag=True, help="Print the time of each pass.")
+def compile_(
+    file: Path,
+    output: Path | None,
+    lets: dict[str, str],
+    style: str,
+    emit: str | None,
+    stop_after: str | None,
+    print_ir_after: str | None,
+    time_passes: bool,
+) -> None:
+    """Turn a `.moe` file into a plan. Imports torch only for `--emit=fx`."""
+    from moec.commands.check import show
+    from moec.commands.compile import run
+
+    if stop_after and emit not in ("ir", "placed"):
+        raise click.UsageError("--stop-after needs --emit=ir: it makes no plan")
+    show(run(file, output, lets, emit, stop_after, print_ir_after, time_passes), style)
+
+
+@click.command(cls=Command)
+@argument("plan", "A plan folder.", type=path())
+@output_format
+@click.option("--trust-nothing", is_flag=True, help="First compile the plan's Spec again and compare.")
+@click.option("--scale", is_flag=True, help="Use toy widths; default: only for plans too large for this machine.")
+def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
+    """Prove a plan equal to the unsharded model or layer: all ranks in one process, forward, gradients, one step."""
+    from moec.commands.verify import print_report
+    from moec.driver import load
+    from moec.driver import verify as run
+
+    report = run(load(plan, trust_nothing=trust_nothing), scale=scale or None)
+    if style == "json":
+        print(json.dumps(report.to_json()))
+    else:
+        print_report(plan, report)
+    if not report.ok:
+        raise SystemExit(1)
+
+
+@click.command(cls=Command)
+@argument("plan", "A plan folder.", type=path())
+@click.option("--trust-nothing", is_flag=True, help="Compile the plan's Spec again and compare.")
+def load(plan: Path, trust_nothing: bool) -> None:
+    """Check that a plan is complete and valid. Never imports torch."""
+    from moec.driver import load as run
+
+    loaded = run(plan, trust_nothing=trust_nothing)
+    ranks = "1 rank" if loaded.world_size == 1 else f"{loaded.world_size} ranks"
+    print(f"{plan}: {loaded.name}, {ranks}, {len(loaded.parameters)} parameters, valid")
+
+
+@click.command(cls=Command)
+@argument("plan", "A plan folder.", type=path())
+@click.option("-o", "--out", "output", type=path(), help="Folder of the tuned plan; default: PLAN itself.")
+@click.option(
+    "--most", type=click.IntRange(min=1), help="Tiles to try for each product and height of tiles; default: 12."
+)
+def tune(plan: Path, output: Path | None, most: int | None) -> None:
+    """Measure the fastest tiles of a plan's kernels on this machine's device, and store them in the plan."""
+    from moec.commands.tune import run
+
+    run(plan, output, most)

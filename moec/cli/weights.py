@@ -1,0 +1,67 @@
+"""`moec weights import|export|upcycle`: weights of Hugging Face to a checkpoint, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from moec.cli.command import Function, Group, argument, path
+
+
+@click.group(cls=Group, no_args_is_help=True)
+def weights() -> None:
+    """Weights of Hugging Face to a checkpoint, and back."""
+
+
+def _plan(function: Function) -> Function:
+    return click.option("--plan", type=path(), help="A plan of the model.")(function)
+
+
+@weights.command("import")
+@argument("folder", "A folder with config.json and safetensors files.", metavar="DIR", type=path())
+@argument("checkpoint", "The new folder; it must not exist.", type=path())
+@_plan
+def import_(folder: Path, checkpoint: Path, plan: Path | None) -> None:
+    """Write the weights of a folder as a checkpoint, which any plan of the model loads. No pickle is opened."""
+    from moec.commands.weights import import_ as run
+
+    run(folder, checkpoint, plan)
+
+
+@weights.command()
+@argument("checkpoint", "A checkpoint, imported or trained.", type=path())
+@argument("folder", "The new folder; it must not exist.", metavar="DIR", type=path())
+@click.option(
+    "--like", metavar="DIR", type=path(), help="A folder whose config, tokenizer, dtypes and files are to be as in it."
+)
+@_plan
+@click.option("--architecture", metavar="MODEL_TYPE", help="With --plan: the architecture, such as mixtral.")
+def export(checkpoint: Path, folder: Path, like: Path | None, plan: Path | None, architecture: str | None) -> None:
+    """Write a checkpoint's model as a folder that transformers loads."""
+    from moec.commands.weights import export as run
+
+    if architecture and (plan is None or like is not None):
+        raise click.UsageError("--architecture needs --plan, and no --like, whose config says it")
+    run(checkpoint, folder, like, plan, architecture)
+
+
+@weights.command()
+@argument("dense", "A folder of a dense model, or a checkpoint of one.", type=path())
+@argument("model", "The same model with `moe` in place of `ffn`.", metavar="MODEL.moe", type=path())
+@click.option("-o", "--output", required=True, type=path(), help="The new checkpoint; it must not exist.")
+@click.option(
+    "--noise", type=float, default=0.0, show_default=True, help="Standard deviation of noise on the experts' weights."
+)
+@click.option("--split", is_flag=True, help="Experts narrower than the feed-forward take a slice of it each.")
+@click.option(
+    "--drop", type=float, default=0.0, show_default=True, help="Part of each expert's hidden units that begins anew."
+)
+@click.option(
+    "--seed", type=int, default=0, show_default=True, help="Of noise, of dropped units, and of the new routers."
+)
+def upcycle(dense: Path, model: Path, output: Path, noise: float, split: bool, drop: float, seed: int) -> None:
+    """Write a dense model's weights as a checkpoint of a mixture: every expert begins as the dense feed-forward."""
+    from moec.commands.weights import upcycle as run
+
+    run(dense, model, output, noise, split, drop, seed)
