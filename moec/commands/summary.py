@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from moec.codegen.launch_command import shell_text, torchrun_command
 from moec.codegen.plan import Plan
 from moec.grammar.rules import numbered
 from moec.grammar.spec import Spec
@@ -53,7 +54,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     if path and not spec.has_model:
         lines += ["", f"next: `moec verify {path}`, then `moec.layer({str(path)!r})` in your own model"]
     elif path:
-        launch = f"torchrun --nproc-per-node {degrees.ranks} train.py"
+        launch = shell_text(torchrun_command(plan))
         lines += ["", f"next: `moec verify {path}`, then `{launch}` with `moec.load({str(path)!r})` in it"]
     return "\n".join(lines)
 

@@ -417,4 +417,4 @@ def test_under_torchrun_each_mistake_is_said_once(
     assert wrong.returncode == 1
     assert wrong.stderr.count(said) == 1
     assert "Traceback" not in wrong.stderr.split(said)[0]
-    assert said != "MOE0701" or "torchrun --nproc-per-node 2" in wrong.stderr
+    assert said != "MOE0701" or "torchrun --standalone --nproc-per-node 2" in wrong.stderr

@@ -138,7 +138,7 @@ def test_a_world_of_another_size_is_refused_with_the_command_to_use():
         moec.launch(moe_plan(ranks=4), device="cpu"),
     ):
         pytest.fail("the job started")
-    assert "torchrun --nproc-per-node 4" in refused.value.diagnostics[0].help
+    assert "torchrun --standalone --nproc-per-node 4 train.py" in refused.value.diagnostics[0].help
 
 
 @pytest.mark.parametrize("backend", ["nonsense", "triton"])
