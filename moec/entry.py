@@ -19,7 +19,7 @@ def main() -> NoReturn:
     arguments = sys.argv[1:]
     try:
         if is_plain_check(arguments):
-            sys.exit(check(arguments[1:]))
+            sys.exit(check(arguments))
         _other()
     except BrokenPipeError:
         # The reader of stdout has exited (`moec compile --emit=ir … | head`).
@@ -30,18 +30,20 @@ def main() -> NoReturn:
 
 
 def is_plain_check(arguments: list[str]) -> bool:
-    """Whether this is `moec check` with files and no options."""
-    return len(arguments) > 1 and arguments[0] == "check" and not any(a.startswith("-") for a in arguments[1:])
+    """Whether this is `moec check` with files, and no option but `--json`."""
+    files = [argument for argument in arguments[1:] if argument != "--json"]
+    return bool(files) and arguments[0] == "check" and not any(a.startswith("-") for a in files)
 
 
-def check(files: list[str]) -> int:
+def check(arguments: list[str]) -> int:
     """`moec check FILE…`; returns the exit status."""
     import gc
 
     from moec.commands.check import run
 
     gc.disable()  # trees and Specs have no cycles, and the process ends soon
-    return run([Path(file) for file in files], {})
+    files = [Path(argument) for argument in arguments[1:] if argument != "--json"]
+    return run(files, {}, style_of(arguments))
 
 
 def _other() -> NoReturn:

@@ -33,6 +33,7 @@ def as_json(diagnostics: Sequence[Diagnostic]) -> str:
             "title": d.title,
             "message": d.message,
             "help": d.help,
+            "page": f"moec explain {d.code}",
             "span": _position(d.span),
             "fix": [{"text": edit.text, "span": _position(edit.span)} for edit in d.fix],
             "labels": [{"message": label.message, "span": _position(label.span)} for label in d.labels],

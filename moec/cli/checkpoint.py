@@ -40,7 +40,8 @@ def verify(folder: Path, style: str) -> None:
 @click.option(
     "--plan", type=path(), help="Of a file: a plan of its model. The checkpoint loads under any other as well."
 )
-def convert(source: Path, output: Path, plan: Path | None) -> None:
+@output_format
+def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:
     """Write a checkpoint's parameters and states to one safetensors file, or such a file to a checkpoint."""
     from moec.commands.checkpoint import convert as run
 
@@ -48,4 +49,4 @@ def convert(source: Path, output: Path, plan: Path | None) -> None:
         raise click.UsageError("--plan is for a safetensors file; a checkpoint needs none")
     if plan is None and source.is_file():
         raise click.UsageError("a safetensors file needs --plan, which names the tensors of its model")
-    run(source, output, plan)
+    run(source, output, plan, style)

@@ -32,11 +32,12 @@ def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool) 
 )
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if a file would change.")
 @click.option("--diff", is_flag=True, help="Write nothing; print what would change.")
-def fmt(files: tuple[Path, ...], check: bool, diff: bool) -> None:
+@output_format
+def fmt(files: tuple[Path, ...], check: bool, diff: bool, style: str) -> None:
     """Format files in the standard layout. Keeps comments and meaning."""
     from moec.commands.fmt import run
 
-    raise SystemExit(run(files, check, diff))
+    raise SystemExit(run(files, check, diff, style))
 
 
 @click.command(cls=Command)
@@ -52,18 +53,21 @@ def explain(subject: str) -> None:
 @argument("file", "The file to write; it must not exist. Default: model.moe, or NAME.moe.", required=False, type=path())
 @click.option("--from", "model", metavar="NAME", help="Start from this model of the library.")
 @click.option("--list", "show_list", is_flag=True, help="Write nothing; list the library's models.")
-def init(file: Path | None, model: str | None, show_list: bool) -> None:
+@output_format
+def init(file: Path | None, model: str | None, show_list: bool, style: str) -> None:
     """Write a commented starter file, or a file that starts from a model of the library."""
     if show_list:
-        from moec.commands.library import listing
+        from moec.commands.library import listing, models
+        from moec.commands.output import emit
 
         if file or model:
             raise click.UsageError("--list writes nothing: leave out FILE and --from")
-        print("\n".join(listing()))
+        listed = models()
+        emit(style, lambda: listing(listed), lambda: listed)
         return
     from moec.commands.init import run
 
-    run(file, model)
+    run(file, model, style)
 
 
 @click.group("import", cls=Group, no_args_is_help=True)

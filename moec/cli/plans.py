@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from moec.cli.command import Command, argument, lets, output_format, path
+
+if TYPE_CHECKING:
+    from moec.commands.compile_document import Stage
 
 STAGES = ("ast", "spec", "ir", "placed", "fx", "kernels")
 """The forms that `compile --emit` prints."""
@@ -55,7 +59,7 @@ def compile_(
     output: Path | None,
     lets: dict[str, str],
     style: str,
-    emit: str | None,
+    emit: Stage | None,
     stop_after: str | None,
     print_ir_after: str | None,
     time_passes: bool,
@@ -66,7 +70,7 @@ def compile_(
 
     if stop_after and emit not in ("ir", "placed"):
         raise click.UsageError("--stop-after needs --emit=ir: it makes no plan")
-    show(run(file, output, lets, emit, stop_after, print_ir_after, time_passes), style)
+    show(run(file, output, lets, emit, stop_after, print_ir_after, time_passes, style), style)
 
 
 @click.command(cls=Command)
@@ -91,14 +95,13 @@ def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
 
 @click.command(cls=Command)
 @argument("plan", "A plan folder.", type=path())
+@output_format
 @click.option("--trust-nothing", is_flag=True, help="Compile the plan's Spec again and compare.")
-def load(plan: Path, trust_nothing: bool) -> None:
+def load(plan: Path, style: str, trust_nothing: bool) -> None:
     """Check that a plan is complete and valid. Never imports torch."""
-    from moec.driver import load as run
+    from moec.commands.load import run
 
-    loaded = run(plan, trust_nothing=trust_nothing)
-    ranks = "1 rank" if loaded.world_size == 1 else f"{loaded.world_size} ranks"
-    print(f"{plan}: {loaded.name}, {ranks}, {len(loaded.parameters)} parameters, valid")
+    run(plan, trust_nothing, style)
 
 
 @click.command(cls=Command)
@@ -107,8 +110,9 @@ def load(plan: Path, trust_nothing: bool) -> None:
 @click.option(
     "--most", type=click.IntRange(min=1), help="Tiles to try for each product and height of tiles; default: 12."
 )
-def tune(plan: Path, output: Path | None, most: int | None) -> None:
+@output_format
+def tune(plan: Path, output: Path | None, most: int | None, style: str) -> None:
     """Measure the fastest tiles of a plan's kernels on this machine's device, and store them in the plan."""
     from moec.commands.tune import run
 
-    run(plan, output, most)
+    run(plan, output, most, style)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from moec.cli.command import Function, Group, argument, path
+from moec.cli.command import Function, Group, argument, output_format, path
 
 
 @click.group(cls=Group, no_args_is_help=True)
@@ -22,11 +22,12 @@ def _plan(function: Function) -> Function:
 @argument("folder", "A folder with config.json and safetensors files.", metavar="DIR", type=path())
 @argument("checkpoint", "The new folder; it must not exist.", type=path())
 @_plan
-def import_(folder: Path, checkpoint: Path, plan: Path | None) -> None:
+@output_format
+def import_(folder: Path, checkpoint: Path, plan: Path | None, style: str) -> None:
     """Write the weights of a folder as a checkpoint, which any plan of the model loads. No pickle is opened."""
     from moec.commands.weights import import_ as run
 
-    run(folder, checkpoint, plan)
+    run(folder, checkpoint, plan, style)
 
 
 @weights.command()
@@ -37,13 +38,16 @@ def import_(folder: Path, checkpoint: Path, plan: Path | None) -> None:
 )
 @_plan
 @click.option("--architecture", metavar="MODEL_TYPE", help="With --plan: the architecture, such as mixtral.")
-def export(checkpoint: Path, folder: Path, like: Path | None, plan: Path | None, architecture: str | None) -> None:
+@output_format
+def export(
+    checkpoint: Path, folder: Path, like: Path | None, plan: Path | None, architecture: str | None, style: str
+) -> None:
     """Write a checkpoint's model as a folder that transformers loads."""
     from moec.commands.weights import export as run
 
     if architecture and (plan is None or like is not None):
         raise click.UsageError("--architecture needs --plan, and no --like, whose config says it")
-    run(checkpoint, folder, like, plan, architecture)
+    run(checkpoint, folder, like, plan, architecture, style)
 
 
 @weights.command()
@@ -60,8 +64,11 @@ def export(checkpoint: Path, folder: Path, like: Path | None, plan: Path | None,
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of noise, of dropped units, and of the new routers."
 )
-def upcycle(dense: Path, model: Path, output: Path, noise: float, split: bool, drop: float, seed: int) -> None:
+@output_format
+def upcycle(
+    dense: Path, model: Path, output: Path, noise: float, split: bool, drop: float, seed: int, style: str
+) -> None:
     """Write a dense model's weights as a checkpoint of a mixture: every expert begins as the dense feed-forward."""
     from moec.commands.weights import upcycle as run
 
-    run(dense, model, output, noise, split, drop, seed)
+    run(dense, model, output, noise, split, drop, seed, style)

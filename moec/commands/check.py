@@ -14,7 +14,11 @@ ROUNDS = 10
 
 
 def run(files: Sequence[Path], lets: Mapping[str, str], style: str = "full", fix: bool = False) -> int:
-    """Reports every error in `files`, with `fix` after applying fixes; returns the exit status."""
+    """Reports every error in `files`, with `fix` after applying fixes; returns the exit status.
+
+    The diagnostics are what the command is for: as JSON they go to stdout, `[]` where there are none. Those that stop
+    another command go to stderr in every style.
+    """
     from moec.driver import check
 
     all_diagnostics: list[Diagnostic] = []
@@ -28,7 +32,10 @@ def run(files: Sequence[Path], lets: Mapping[str, str], style: str = "full", fix
             print(f"{file}: {fixed} fixed", file=sys.stderr)
             diagnostics = again
         all_diagnostics += diagnostics
-    show(all_diagnostics, style)
+    if style == "json":
+        print(render(all_diagnostics, style), end="")
+    else:
+        show(all_diagnostics, style)
     return 1 if any(d.severity is Severity.ERROR for d in all_diagnostics) else 0
 
 

@@ -6,10 +6,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from moec import __version__
 from moec.commands import checkpoint_list
+from moec.commands.checkpoint_document import (
+    CheckpointDocument,
+    CheckpointsDocument,
+    DigestsDocument,
+    ExtraDocument,
+    TensorDocument,
+)
+from moec.commands.documents import WrittenWeights
 from moec.commands.output import emit
 from moec.commands.summary import amount_of_bytes, count
 from moec.commands.table import table
@@ -25,7 +32,7 @@ def inspect(checkpoint: Path, style: str) -> None:
     """Prints what is in a checkpoint, or in a folder of checkpoints. Raises `DiagnosticError`."""
     found = checkpoint_list.checkpoints_of(checkpoint)
     if found:
-        emit(style, lambda: checkpoint_list.lines(checkpoint, found), lambda: checkpoint_list.as_json(found))
+        emit(style, lambda: checkpoint_list.lines(checkpoint, found), lambda: CheckpointsDocument(checkpoints=found))
     else:
         opened = Checkpoint(checkpoint)
         emit(style, lambda: _lines(opened), lambda: _as_json(opened))
@@ -41,12 +48,12 @@ def verify(checkpoint: Path, style: str) -> int:
     emit(
         style,
         lambda: [*found, f"{checkpoint}: damaged"] if found else [good],
-        lambda: {"ok": not found, "tensors": tensors, "damages": found},
+        lambda: DigestsDocument(ok=not found, tensors=tensors, damages=found),
     )
     return 1 if found else 0
 
 
-def convert(source: Path, output: Path, plan: Path | None) -> None:
+def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:
     """Writes the checkpoint `source` as a safetensors file, or the file `source` of `plan`'s model as a checkpoint."""
     from moec.runtime.checkpoint.convert import from_safetensors, to_safetensors
 
@@ -58,9 +65,15 @@ def convert(source: Path, output: Path, plan: Path | None) -> None:
         from moec.driver import load
 
         num_bytes = from_safetensors(source, output, load(plan), __version__)
-    print(f"wrote {output}, {amount_of_bytes(num_bytes)}")
-    if opened is not None:
-        print(f"left out: {', '.join(_left_out(opened))}")
+    left_out = list(_left_out(opened)) if opened else []
+    emit(
+        style,
+        lambda: [
+            f"wrote {output}, {amount_of_bytes(num_bytes)}",
+            *([f"left out: {', '.join(left_out)}"] if opened else []),
+        ],
+        lambda: WrittenWeights(output=str(output), tensors=None, bytes=num_bytes, left_out=left_out),
+    )
 
 
 def _left_out(checkpoint: Checkpoint) -> Iterator[str]:
@@ -111,16 +124,24 @@ def _extras(checkpoint: Checkpoint) -> Iterator[str]:
         yield name + (f" ({', '.join(notes)})" if notes else "")
 
 
-def _as_json(checkpoint: Checkpoint) -> dict[str, Any]:
+def _as_json(checkpoint: Checkpoint) -> CheckpointDocument:
     head, index = checkpoint.head, checkpoint.index
-    tensors = {
-        name: {"dtype": e.dtype, "shape": e.shape, "pieces": len(e.files), "bytes": e.num_bytes}
-        for name, e in index.tensors.items()
-    }
-    kept = ("format", "moec", "model", "step", "world_size", "data_size", "degrees", "optimizer")
-    extras = {name: {"state": extra.loads, "copies": len(extra.copies)} for name, extra in index.extras.items()}
-    about = head.model_dump(include=set(kept))
-    return about | {"bytes": sum(head.shard_bytes), "extras": extras, "tensors": tensors}
+    return CheckpointDocument(
+        format=head.format,
+        moec=head.moec,
+        model=head.model,
+        step=head.step,
+        world_size=head.world_size,
+        data_size=head.data_size,
+        degrees={mesh: dict(axes) for mesh, axes in head.degrees.items()},
+        optimizer=head.optimizer,
+        bytes=sum(head.shard_bytes),
+        extras={name: ExtraDocument(state=bool(e.loads), copies=len(e.copies)) for name, e in index.extras.items()},
+        tensors={
+            name: TensorDocument(dtype=e.dtype, shape=list(e.shape), pieces=len(e.files), bytes=e.num_bytes)
+            for name, e in index.tensors.items()
+        },
+    )
 
 
 @contextmanager

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
+from moec.commands.checkpoint_document import ListedCheckpoint
 from moec.commands.summary import amount_of_bytes, count
 from moec.commands.table import table
 from moec.runtime.checkpoint.folders import fault_of, heads_in
@@ -20,24 +19,11 @@ NUMBERS = 2, 4
 """Columns of numbers."""
 
 
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """A checkpoint of a folder. `saved`: local time; `fault`: why it is not complete; `model` and `step` if known."""
-
-    name: str
-    model: str | None
-    step: int | None
-    saved: str | None
-    bytes: int
-    fault: str | None
-    latest: bool
-
-
-def checkpoints_of(folder: Path) -> list[Listed]:
+def checkpoints_of(folder: Path) -> list[ListedCheckpoint]:
     """The checkpoints in `folder`, newest first; none if `folder` is a checkpoint itself. Compares no digests."""
     if os.path.lexists(folder / HEAD):
         return []
-    found: list[Listed] = []
+    found: list[ListedCheckpoint] = []
     for path, head in heads_in(folder):
         fault, saved = fault_of(path, head), None
         model, step = (head.model, head.step) if head else (None, None)
@@ -45,7 +31,17 @@ def checkpoints_of(folder: Path) -> list[Listed]:
             saved = datetime.fromtimestamp((path / HEAD).stat().st_mtime).isoformat(" ", "seconds")
         latest = fault is None and not any(other.latest for other in found)
         words = None if fault is None else f"{fault.diagnostics[0].code}: {fault.diagnostics[0].message}"
-        found.append(Listed(path.name, model, step, saved, _bytes_in(path), words, latest))
+        found.append(
+            ListedCheckpoint(
+                name=path.name,
+                model=model,
+                step=step,
+                saved=saved,
+                bytes=_bytes_in(path),
+                fault=words,
+                latest=latest,
+            )
+        )
     return found
 
 
@@ -56,19 +52,14 @@ def _bytes_in(folder: Path) -> int:
         return 0
 
 
-def as_json(found: Sequence[Listed]) -> dict[str, Any]:
-    """The list as JSON."""
-    return {"checkpoints": [asdict(each) for each in found]}
-
-
-def lines(folder: Path, found: Sequence[Listed]) -> Iterator[str]:
+def lines(folder: Path, found: Sequence[ListedCheckpoint]) -> Iterator[str]:
     """The list as a table."""
     yield f"{folder}: {count(len(found), 'checkpoint')}"
     yield ""
     yield from table([COLUMNS, *map(_row, found)], NUMBERS)
 
 
-def _row(each: Listed) -> tuple[str, ...]:
+def _row(each: ListedCheckpoint) -> tuple[str, ...]:
     state = each.fault or ("complete, latest" if each.latest else "complete")
     step = "?" if each.step is None else f"{each.step:,}"
     return each.name, each.model or "?", step, each.saved or "?", amount_of_bytes(each.bytes), state

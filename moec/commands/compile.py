@@ -7,12 +7,14 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from moec.codegen.plan import Plan, make_plan
+from moec.codegen.plan import make_plan
+from moec.commands.compile_document import EmittedStage, Stage, compiled
+from moec.commands.output import emit as show_result
+from moec.commands.output import print_json
 from moec.commands.summary import summary
 from moec.driver import read, run_passes
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
-from moec.passes.ir import Program
 from moec.passes.ir.text import print_program
 from moec.passes.pipeline import Record
 
@@ -21,10 +23,11 @@ def run(
     file: Path,
     output: Path | None,
     lets: Mapping[str, str],
-    emit: str | None,
+    emit: Stage | None,
     stop_after: str | None,
     print_ir_after: str | None,
     time_passes: bool,
+    style: str = "full",
 ) -> tuple[Diagnostic, ...]:
     """Compiles `file` and writes the plan, or prints the form that `emit` names; returns the warnings."""
     from moec import __version__
@@ -32,12 +35,12 @@ def run(
     started = time.perf_counter()
     loaded = read(file, **lets)
     if emit == "ast" and loaded.tree is not None:
-        print(loaded.tree)
+        _emit_stage(emit, f"{loaded.tree}\n", style)
         return loaded.diagnostics
     if loaded.spec is None:
         raise DiagnosticError(loaded.diagnostics)
     if emit == "spec":
-        print(to_text(loaded.spec), end="")
+        _emit_stage(emit, to_text(loaded.spec), style)
         return loaded.diagnostics
     if emit == "ir" and stop_after is None:
         stop_after = "lower"
@@ -47,27 +50,38 @@ def run(
             print(f"// after {record.name}{_op_change(record)}\n{print_program(record.after)}", file=sys.stderr)
     if time_passes:
         _print_times(compilation.records)
-    if emit in ("ir", "placed"):
-        print(print_program(compilation.program), end="")
+    if emit == "ir" or emit == "placed":
+        _emit_stage(emit, print_program(compilation.program), style)
         return loaded.diagnostics
     plan = make_plan(loaded.spec, compilation.program, __version__)
     if emit == "fx":
         from moec.commands.inspect_fx import fx_of
 
-        print(fx_of(plan), end="")
+        _emit_stage(emit, fx_of(plan), style)
         return loaded.diagnostics
     if emit == "kernels":
         from moec.commands.inspect_kernels import sources_of_kernels
 
-        print(sources_of_kernels(plan))
+        _emit_stage(emit, f"{sources_of_kernels(plan)}\n", style)
         return loaded.diagnostics
-    _write(plan, compilation.program, output or Path(f"{file.stem}.plan"), started)
+    folder = output or Path(f"{file.stem}.plan")
+    plan.save(folder)
+    seconds = time.perf_counter() - started
+    program = compilation.program
+    show_result(
+        style,
+        lambda: [summary(plan, program, folder, seconds)],
+        lambda: compiled(plan, program, folder, seconds),
+    )
     return loaded.diagnostics
 
 
-def _write(plan: Plan, program: Program, output: Path, started: float) -> None:
-    plan.save(output)
-    print(summary(plan, program, output, time.perf_counter() - started))
+def _emit_stage(stage: Stage, text: str, style: str) -> None:
+    """Prints what `--emit` asks for; `text` ends a line."""
+    if style == "json":
+        print_json(EmittedStage(stage=stage, text=text))
+    else:
+        print(text, end="")
 
 
 def _changed(record: Record) -> bool:

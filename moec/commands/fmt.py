@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moec.commands.check import show, write
+from moec.commands.documents import FormattedFile
+from moec.commands.output import print_json
 from moec.grammar.diagnostics import Diagnostic, Severity
 from moec.grammar.format import formatted
 from moec.grammar.resolve.files import read_source, source_of
@@ -17,27 +19,39 @@ from moec.grammar.syntax.parser import parse
 def run(files: Sequence[Path], check: bool, diff: bool, style: str = "full") -> int:
     """Formats files in place, `-` from stdin to stdout. `check` and `diff` write nothing. Returns the exit status."""
     status = 0
+    documents: list[FormattedFile] = []
+    all_errors: list[Diagnostic] = []
     for file in files:
         before, source, diagnostics = _read(file)
         errors = [found for found in diagnostics if found.severity is Severity.ERROR]
         if errors or source is None:
-            show(errors, style)
+            all_errors += errors
             status = 1
             continue
         after = formatted(source)
-        if str(file) == "-" and not (check or diff):
-            sys.stdout.write(after)
-        if before == after:
-            continue
-        if diff:
-            sys.stdout.writelines(_difference(file, before, after))
-        if check or diff:
-            print(f"{file}: would be formatted", file=sys.stderr)
-            status = 1
-        elif str(file) != "-":
+        stdin, changed = str(file) == "-", before != after
+        written = changed and not (stdin or check or diff)
+        difference = "".join(_difference(file, before, after)) if diff and changed else None
+        if written:
             write(file, after)
-            print(f"{file}: formatted", file=sys.stderr)
+        if changed and (check or diff):
+            status = 1
+        text = after if stdin and not (check or diff) else None
+        documents.append(FormattedFile(file=str(file), changed=changed, written=written, diff=difference, text=text))
+    if style == "json":
+        print_json(documents)
+    else:
+        for one in documents:
+            _say(one)
+    show(all_errors, style)
     return status
+
+
+def _say(done: FormattedFile) -> None:
+    """One file for people: text and differences on stdout, what happened on stderr."""
+    sys.stdout.write(done.text or done.diff or "")
+    if done.changed and done.text is None:
+        print(f"{done.file}: {'formatted' if done.written else 'would be formatted'}", file=sys.stderr)
 
 
 def _read(file: Path) -> tuple[str, Source | None, list[Diagnostic]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from moec.commands.check import show
+from moec.commands.documents import WrittenFile
 from moec.commands.new_file import write_new
+from moec.commands.output import print_json
 from moec.grammar.huggingface.read import CONFIG, Imported, read_config
 from moec.grammar.printer import model_text
 
@@ -32,11 +34,15 @@ def run(source: Path, output: Path | None, style: str) -> None:
     imported = read_config(source)
     show(imported.notes, style)
     text = moe_text(imported, source)
-    if output is None:
+    if output is not None:
+        write_new(output, text)
+    after = [f"moec check {output}", f"moec compile {output}"] if output else []
+    if style == "json":
+        print_json(WrittenFile(file=str(output) if output else None, text=text, next=after))
+    elif output is None:
         print(text, end="")
-        return
-    write_new(output, text)
-    print(f"wrote {output}; next: `moec check {output}`, name your cluster in it, then `moec compile {output}`")
+    else:
+        print(f"wrote {output}; next: `{after[0]}`, name your cluster in it, then `{after[1]}`")
 
 
 def moe_text(imported: Imported, source: Path) -> str:

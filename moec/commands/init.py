@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moec.commands.documents import WrittenFile
 from moec.commands.new_file import write_new
+from moec.commands.output import emit
 
 STARTER = """\
 # A Mixture-of-Experts language model and its cluster. Check it with `moec check`, compile it with `moec compile`.
@@ -53,7 +55,7 @@ parallel {
 """
 
 
-def run(file: Path | None, model: str | None = None) -> None:
+def run(file: Path | None, model: str | None = None, style: str = "full") -> None:
     """Writes a commented starter file, or one that starts from the library's `model`; never overwrites a file.
 
     The file's default name is `model.moe`, or the library model's.
@@ -66,4 +68,9 @@ def run(file: Path | None, model: str | None = None) -> None:
     if file is None:
         file = Path(f"{model.rpartition('/')[2]}.moe" if model else "model.moe")
     write_new(file, text)
-    print(f"wrote {file}; next: `moec check {file}`, then `moec compile {file}`")
+    after = [f"moec check {file}", f"moec compile {file}"]
+    emit(
+        style,
+        lambda: [f"wrote {file}; next: `{after[0]}`, then `{after[1]}`"],
+        lambda: WrittenFile(file=str(file), text=text, next=after),
+    )

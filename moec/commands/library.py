@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from moec.commands.documents import ListedModel
 from moec.commands.table import table
 from moec.driver import run_passes, to_spec
 from moec.grammar.diagnostics import DiagnosticError, diagnose
@@ -24,14 +25,23 @@ MOST_RANKS_OF_EXPERTS = 64
 CLUSTER, RANKS_OF_NODE = "dgx_h100", 8
 
 
-def listing() -> Iterator[str]:
-    """The lines of `moec init --list`: name, total and active parameters, experts, and title of each model."""
+def models() -> list[ListedModel]:
+    """The library's models with their counts, for `moec init --list`."""
+    return [_listed(name) for name in library_names("models")]
+
+
+def _listed(name: str) -> ListedModel:
+    spec = to_spec(text_that_uses(name))
+    counts = count_parameters(run_passes(spec, "partition").program, spec)
+    experts = "-".join(counts.notation.split("-")[2:])
+    total, active = round(counts.whole.total), round(counts.whole.active)
+    return ListedModel(name=name, title=title(name), total=total, active=active, experts=experts)
+
+
+def listing(listed: Iterable[ListedModel]) -> Iterator[str]:
+    """The lines of `moec init --list`."""
     rows = [("name", "total", "active", "experts", "model")]
-    for name in library_names("models"):
-        spec = to_spec(text_that_uses(name))
-        counts = count_parameters(run_passes(spec, "partition").program, spec)
-        experts = "-".join(counts.notation.split("-")[2:])
-        rows.append((name, short(counts.whole.total), short(counts.whole.active), experts, title(name)))
+    rows += [(each.name, short(each.total), short(each.active), each.experts, each.title) for each in listed]
     yield from table(rows, numbers=(1, 2))
 
 

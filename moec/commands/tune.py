@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from moec.codegen.kernels.tiles import KERNELS
+from moec.commands.output import document, emit
 from moec.driver import load
 from moec.runtime.tune.tune_search import Tuned
 from moec.runtime.tune.tuning import MOST, Tuning, tune
@@ -14,19 +15,63 @@ from moec.runtime.tune.tuning import MOST, Tuning, tune
 HEAD = ("product", "tried", "default", "ms", "tuned", "ms")
 
 
-def run(path: Path, output: Path | None, most: int | None) -> None:
+@document
+class TunedShape:
+    """The measured ways of one shape of experts. Times are milliseconds."""
+
+    shape: str
+    rows: int
+    """Rows of the layer that was measured."""
+    default_ms: float
+    """Forward and backward of the whole layer with the default tiles."""
+    tuned_ms: float
+    """The same with the fastest tiles; equal to `default_ms` where the default stays."""
+    tiles: dict[str, str]
+    """The fastest tiles of each product."""
+    wrong: int
+    """How many ways gave other numbers, and are left out."""
+
+
+@document
+class TunedPlan:
+    """What `moec tune` measured and wrote."""
+
+    plan: str | None
+    """The folder of the tuned plan; null where there is nothing to tune."""
+    device: str
+    shapes: list[TunedShape]
+
+
+def run(path: Path, output: Path | None, most: int | None, style: str = "full") -> None:
     """Measures the plan in `path` and writes it to `output` (default: `path`). Raises `DiagnosticError`."""
     plan = load(path)
     device = plan.spec.cluster.device
     if device.kind == "cpu":
-        print(f"{plan.name}: on {device.name} plain torch runs everything; there is nothing to tune")
+        why = f"{plan.name}: on {device.name} plain torch runs everything; there is nothing to tune"
+        emit(style, lambda: [why], lambda: TunedPlan(plan=None, device=device.name, shapes=[]))
         return
     tuning = tune(plan, most=most or MOST, report=lambda line: print(line, file=sys.stderr, flush=True))
     if not tuning.results:
-        print(f"{plan.name}: no kernel runs its experts; there is nothing to tune")
+        why = f"{plan.name}: no kernel runs its experts; there is nothing to tune"
+        emit(style, lambda: [why], lambda: TunedPlan(plan=None, device=tuning.device, shapes=[]))
         return
     written = tuning.plan.save(output or path)
-    print("\n".join(_lines(tuning, written)))
+    emit(style, lambda: _lines(tuning, written), lambda: _document(tuning, written))
+
+
+def _document(tuning: Tuning, written: Path) -> TunedPlan:
+    shapes = [
+        TunedShape(
+            shape=str(tuned.products.key),
+            rows=tuned.rows,
+            default_ms=tuned.default_ms,
+            tuned_ms=tuned.best_ms,
+            tiles={kernel: str(tuned.best.of(kernel)) for kernel in KERNELS},
+            wrong=tuned.wrong,
+        )
+        for tuned in tuning.results
+    ]
+    return TunedPlan(plan=str(written), device=tuning.device, shapes=shapes)
 
 
 def _lines(tuning: Tuning, written: Path) -> Iterator[str]:

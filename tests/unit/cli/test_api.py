@@ -11,7 +11,7 @@ import moec
 
 
 def test_importing_moec_imports_neither_torch_nor_pydantic():
-    code = "import moec, sys; print([m for m in ('torch', 'pydantic', 'lark', 'typer') if m in sys.modules])"
+    code = "import moec, sys; print([m for m in ('torch', 'pydantic', 'lark', 'click') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", code], text=True) == "[]\n"
 
 

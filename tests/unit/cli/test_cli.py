@@ -57,9 +57,9 @@ def test_check_finds_what_only_the_degrees_reveal(run):
 
 def test_check_as_json(run):
     Path("bad.moe").write_text(moe_text(dp=3))
-    code, _, err = run("check", "bad.moe", "--format=json")
-    assert code == 1
-    assert "MOE0310" in json.dumps(json.loads(err))
+    code, out, err = run("check", "bad.moe", "--format=json")
+    assert (code, err) == (1, "")
+    assert "MOE0310" in json.dumps(json.loads(out))
 
 
 @pytest.mark.parametrize("name", ["nothing.moe", "."])

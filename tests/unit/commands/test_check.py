@@ -26,15 +26,15 @@ def test_a_good_file_says_nothing(moec: Run, starter: Path) -> None:
     assert (ran.status, ran.out, ran.err) == (0, "", "")
 
 
-def test_the_plain_form_and_typers_say_the_same(moec: Run, starter: Path) -> None:
+def test_the_plain_form_and_the_parsed_one_say_the_same(moec: Run, starter: Path) -> None:
     starter.write_text(starter.read_text().replace("topk", "topq"))
-    plain, typers = moec("check", "model.moe"), moec("check", "--format", "full", "model.moe")
-    assert plain == typers
+    plain, parsed = moec("check", "model.moe"), moec("check", "--format", "full", "model.moe")
+    assert plain == parsed
     assert plain.status == 1
     assert "did you mean `topk`" in plain.err
 
 
-def test_check_imports_neither_typer_nor_pydantic_nor_torch(starter: Path) -> None:
+def test_check_imports_neither_click_nor_pydantic_nor_torch(starter: Path) -> None:
     import subprocess
 
     code = (
@@ -42,7 +42,7 @@ def test_check_imports_neither_typer_nor_pydantic_nor_torch(starter: Path) -> No
         "from moec.entry import main\n"
         "try: main()\n"
         "except SystemExit as exit: assert not exit.code\n"
-        "heavy = {'torch', 'pydantic', 'typer', 'rich', 'lark', 'numpy'} & set(sys.modules)\n"
+        "heavy = {'torch', 'pydantic', 'click', 'rich', 'lark', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], cwd=starter.parent, check=True)
@@ -83,7 +83,7 @@ def test_fix_takes_away_marks_tabs_and_carriage_returns(moec: Run, starter: Path
 
 def test_the_json_style_carries_the_fix(moec: Run, starter: Path) -> None:
     starter.write_text(starter.read_text().replace("topk", "topq"))
-    found = json.loads(moec("check", "--format=json", "model.moe").err)
+    found = json.loads(moec("check", "--format=json", "model.moe").out)
     assert found[0]["fix"][0]["text"] == "topk"
 
 

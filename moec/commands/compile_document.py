@@ -1,0 +1,173 @@
+"""The JSON documents of `moec compile`: its summary as numbers, and what `--emit` prints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from moec.codegen.plan import Plan
+from moec.commands.output import document
+from moec.passes.cost.memory import largest_skew, memory_of
+from moec.passes.cost.totals import tally
+from moec.passes.ir import Program
+from moec.passes.ir.interface import layer_calls
+from moec.passes.place.degrees import choose_degrees
+from moec.passes.place.stated_degrees import zero_of
+
+Stage = Literal["ast", "spec", "ir", "placed", "fx", "kernels"]
+"""The forms that `--emit` prints."""
+
+
+@document
+class ExpertDegrees:
+    """How the experts of some layers are spread over ranks."""
+
+    layers: list[int]
+    ep: int
+    ep_stated: bool
+    """Whether the file says it."""
+    edp: int
+
+
+@document
+class DegreesDocument:
+    """The degrees of parallelism."""
+
+    dp: int
+    dp_stated: bool
+    tp: int
+    experts: list[ExpertDegrees]
+
+
+@document
+class PerRank:
+    """What the busiest rank has."""
+
+    parameters: int
+    state_bytes: int
+    """Weights, gradients and optimizer states."""
+    activation_bytes: int
+    """Activations kept for backward, of a micro-batch, without recomputation."""
+    peak_bytes: int
+    """The memory at the peak of a training step."""
+    peak_event: str
+    """When that is."""
+    device_bytes: int
+    """The memory of a device."""
+    largest_load: float | None
+    """A step fits while the busiest rank of experts has at most this many times the mean of rows; null: always."""
+
+
+@document
+class Send:
+    """What a rank sends in a step."""
+
+    bytes: int
+    group: str
+    ranks: int
+    """How many ranks the group has."""
+    purpose: str
+
+
+@document
+class CompiledPlan:
+    """The summary of a compiled plan."""
+
+    plan: str
+    """The plan's folder."""
+    name: str
+    kind: Literal["model", "layer"]
+    layers: int
+    mixtures: int
+    """How many of the layers are mixtures of experts."""
+    dim: int
+    dtype: str
+    parameters: int
+    active_parameters: int
+    """Parameters that a token uses."""
+    ranks: int
+    device: str
+    cluster: str
+    degrees: DegreesDocument
+    zero: int
+    """0 to 3: what ZeRO cuts."""
+    recompute: dict[str, list[int]]
+    """The layers that recompute a part in backward, by part."""
+    microbatches: int
+    sequences: int
+    """Sequences, or images, of a step over all ranks."""
+    tokens: int
+    """Tokens of a step over all ranks."""
+    flops_per_token: float
+    imbalance: float
+    """Rows of the busiest rank of experts over the mean, by the file's `train.routing`."""
+    per_rank: PerRank
+    sends: list[Send]
+    seconds: float
+    """How long compiling took."""
+    next: list[str]
+    """What to run next."""
+
+
+@document
+class EmittedStage:
+    """What `--emit` prints."""
+
+    stage: Stage
+    text: str
+
+
+def compiled(plan: Plan, program: Program, path: Path, seconds: float) -> CompiledPlan:
+    """The document of `plan`, which is in `path`."""
+    spec = plan.spec
+    counts, degrees, memory = tally(program, spec), choose_degrees(spec), memory_of(program, spec)
+    recompute: dict[str, list[int]] = {}
+    for call in layer_calls(program):
+        recompute.setdefault(program.block(call.block).recompute, []).append(call.layer)
+    recompute.pop("none", None)
+    mixtures = [moe for moe in spec.subject.mixtures if moe is not None]
+    return CompiledPlan(
+        plan=str(path),
+        name=plan.name,
+        kind="model" if spec.has_model else "layer",
+        layers=spec.model.depth if spec.has_model else 1,
+        mixtures=len(mixtures),
+        dim=spec.subject.dim,
+        dtype=str(spec.subject.dtype),
+        parameters=round(counts.parameters),
+        active_parameters=round(counts.active_parameters),
+        ranks=degrees.ranks,
+        device=spec.cluster.device.name,
+        cluster=spec.cluster.name,
+        degrees=DegreesDocument(
+            dp=degrees.dp,
+            dp_stated=degrees.dp_stated,
+            tp=degrees.tp,
+            experts=[
+                ExpertDegrees(layers=list(each.layers), ep=each.ep, ep_stated=each.stated, edp=each.edp)
+                for each in degrees.experts
+            ],
+        ),
+        zero=zero_of(spec),
+        recompute=recompute,
+        microbatches=program.microbatches,
+        sequences=round(counts.sequences),
+        tokens=round(counts.tokens),
+        flops_per_token=float(counts.flops_per_token),
+        imbalance=float(counts.imbalance),
+        per_rank=PerRank(
+            parameters=round(counts.local_parameters),
+            state_bytes=round(counts.state_bytes),
+            activation_bytes=round(counts.most_activation_bytes / program.microbatches),
+            peak_bytes=round(memory.peak.bytes.total),
+            peak_event=memory.peak.event,
+            device_bytes=round(spec.cluster.device.memory),
+            largest_load=largest_skew(program, spec),
+        ),
+        sends=[
+            Send(bytes=round(flow.bytes), group=str(flow.group), ranks=flow.ranks, purpose=flow.purpose)
+            for flow in counts.traffic
+        ],
+        seconds=seconds,
+        next=[f"moec verify {path}"],
+    )

@@ -1,0 +1,21 @@
+"""`moec load`: whether a plan is complete and valid. Needs no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moec.commands.documents import LoadedPlan
+from moec.commands.output import emit
+from moec.commands.summary import count
+from moec.driver import load
+
+
+def run(path: Path, trust_nothing: bool, style: str) -> None:
+    """Loads the plan in the folder `path` and says what it is. Raises `DiagnosticError` for one that is not valid."""
+    plan = load(path, trust_nothing=trust_nothing)
+    parameters = len(plan.parameters)
+    emit(
+        style,
+        lambda: [f"{path}: {plan.name}, {count(plan.world_size, 'rank')}, {count(parameters, 'parameter')}, valid"],
+        lambda: LoadedPlan(plan=str(path), name=plan.name, ranks=plan.world_size, parameters=parameters),
+    )

@@ -1,0 +1,143 @@
+"""`--json`: stdout holds one document of the documented schema, and errors are a list of diagnostics on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from checkpoint_draft import Draft
+from models import moe_text
+from pydantic import TypeAdapter
+from running import Ran, Run
+
+from moec.cli import app
+from moec.commands.schemas import type_of
+
+
+def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Command]]:
+    """Every command with its path."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        if isinstance(command, click.Group):
+            yield from commands(command, f"{path}{name} ")
+        else:
+            yield path + name, command
+
+
+ALL = dict(commands(app))
+
+
+@pytest.mark.parametrize("name", sorted(ALL.keys() - {"explain"}))
+def test_every_command_has_the_two_spellings(name: str) -> None:
+    spellings = {spelling for parameter in ALL[name].params for spelling in parameter.opts}
+    assert {"--format", "--json"} <= spellings
+
+
+def document(ran: Ran, name: str, status: int = 0) -> Any:
+    """The JSON on stdout, which is one of the documents `name`."""
+    assert (ran.status, ran.err) == (status, "")
+    TypeAdapter(type_of(name)).validate_json(ran.out)
+    return json.loads(ran.out)
+
+
+def test_a_good_file_has_an_empty_list(moec: Run, starter: Path) -> None:
+    assert document(moec("check", "--json", "model.moe"), "diagnostics") == []
+
+
+def test_the_mistakes_of_check_are_on_stdout(moec: Run, starter: Path) -> None:
+    starter.write_text(starter.read_text().replace("topk", "topq").replace("ep = 4", "ep = 3"))
+    found = document(moec("check", "--json", "model.moe"), "diagnostics", status=1)
+    assert found[0]["fix"][0]["text"] == "topk"
+    assert found[0]["page"] == "moec explain MOE0201"
+
+
+@pytest.mark.parametrize("command", ["compile", "fmt"])
+def test_the_mistakes_that_stop_a_command_are_on_stderr(moec: Run, starter: Path, command: str) -> None:
+    starter.write_text("model {{")
+    ran = moec(command, "--json", "model.moe")
+    assert (ran.status, ran.out.strip() in ("", "[]")) == (1, True)
+    TypeAdapter(type_of("diagnostics")).validate_json(ran.err)
+
+
+def test_fmt_says_what_it_did(moec: Run, starter: Path) -> None:
+    starter.write_text(starter.read_text().replace("  depth", "     depth"))
+    (found,) = document(moec("fmt", "--json", "--diff", "model.moe"), "fmt", status=1)
+    assert (found["changed"], found["written"]) == (True, False)
+    assert found["diff"].startswith("--- model.moe\n+++ ")
+    (found,) = document(moec("fmt", "--json", "model.moe"), "fmt")
+    assert (found["changed"], found["written"], found["diff"]) == (True, True, None)
+
+
+def test_fmt_of_stdin_has_the_text(moec: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a=1;b=2")))
+    (found,) = document(moec("fmt", "--json", "-"), "fmt")
+    assert (found["text"], found["written"]) == ("a = 1\nb = 2\n", False)
+
+
+def test_init_says_what_it_wrote(moec: Run) -> None:
+    found = document(moec("init", "--json", "mine.moe"), "init")
+    assert found["text"] == Path("mine.moe").read_text()
+    assert found["next"] == ["moec check mine.moe", "moec compile mine.moe"]
+
+
+def test_the_library_is_a_list(moec: Run) -> None:
+    found = document(moec("init", "--list", "--json"), "init-list")
+    mixtral = next(each for each in found if each["name"] == "mixtral_8x7b")
+    assert (mixtral["total"], mixtral["experts"]) == (46_702_792_704, "8E-2K-0S")
+
+
+def test_an_imported_model_is_a_document(moec: Run) -> None:
+    config = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    config |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "vocab_size": 256}
+    config |= {"max_position_embeddings": 128, "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    Path("config.json").write_text(json.dumps(config))
+    ran = moec("import", "hf", "config.json", "--json", "-o", "mine.moe")
+    TypeAdapter(type_of("import-hf")).validate_json(ran.out)
+    assert json.loads(ran.out)["text"] == Path("mine.moe").read_text()
+    if ran.err:
+        TypeAdapter(type_of("diagnostics")).validate_json(ran.err)
+
+
+def test_compile_has_the_summary_as_numbers(moec: Run) -> None:
+    Path("tiny.moe").write_text(moe_text(ranks=8, ep=8, mixtures=((8, 2), (16, None), (32, 4), (8, 2))))
+    found = document(moec("compile", "--json", "tiny.moe"), "compile")
+    assert (found["plan"], found["ranks"], found["degrees"]["dp"]) == ("tiny.plan", 8, 8)
+    spread = [(each["layers"], each["ep"], each["edp"]) for each in found["degrees"]["experts"]]
+    assert spread == [([1, 4], 2, 4), ([2], 8, 1), ([3], 4, 2)]
+    assert 0 < found["per_rank"]["state_bytes"] < found["per_rank"]["peak_bytes"] < found["per_rank"]["device_bytes"]
+    assert found["per_rank"]["parameters"] < found["parameters"]
+    assert Path(found["plan"], "plan.json").is_file()
+    loaded = document(moec("load", "--json", "tiny.plan"), "load")
+    assert (loaded["name"], loaded["ranks"]) == (found["name"], 8)
+    tuned = document(moec("tune", "--json", "tiny.plan"), "tune")
+    assert (tuned["plan"], tuned["shapes"]) == (None, [])
+
+
+@pytest.mark.parametrize("stage", ["ast", "spec", "ir", "placed", "fx", "kernels"])
+def test_an_emitted_stage_is_the_same_text(moec: Run, starter: Path, stage: str) -> None:
+    found = document(moec("compile", "--json", "model.moe", "--emit", stage), "compile-emit")
+    assert (found["stage"], found["text"]) == (stage, moec("compile", "model.moe", "--emit", stage).out)
+
+
+def test_checkpoints_are_documents(moec: Run) -> None:
+    Path("all").mkdir()
+    Draft(Path("all", "100")).write()
+    found = document(moec("checkpoint", "inspect", "--json", "all/100"), "checkpoint-inspect")
+    assert found["tensors"]["model/weight"]["shape"] == [4, 6]
+    (listed,) = document(moec("checkpoint", "inspect", "--json", "all"), "checkpoint-list")["checkpoints"]
+    assert (listed["name"], listed["latest"]) == ("100", True)
+    assert document(moec("checkpoint", "verify", "--json", "all/100"), "checkpoint-verify")["ok"]
+    written = document(
+        moec("checkpoint", "convert", "--json", "all/100", "-o", "one.safetensors"), "checkpoint-convert"
+    )
+    assert (written["output"], written["tensors"]) == ("one.safetensors", None)
+    assert "step 1" in written["left_out"]
