@@ -39,6 +39,11 @@ class Alias:
         return head if equals and head.isidentifier() else ""
 
     @property
+    def plain(self) -> bool:
+        """Whether the word takes the same value, so that nothing but the name changes."""
+        return self.form == f"{self.name} = {{}}"
+
+    @property
     def block(self) -> str:
         """The blocks in which `form` stands: `model { layers { moe } }` as "`moe`, in `layers`, in `model`"."""
         blocks = self.path[: self.path.index(self.head)] if self.head in self.path else self.path[:-1]
@@ -53,7 +58,8 @@ class Alias:
         if not self.path:
             return self.note
         place = "" if here or not self.block else f" in {self.block}"
-        text = f"here it is called `{self.name}`{place}: `{self.written(value)}`"
+        name = f"it is called `{self.name}`{place}:" if self.plain else "this is"
+        text = f"here {name} `{self.written(value)}`{'' if self.plain else place}"
         return f"{text}; {self.note}" if self.note else text
 
 

@@ -38,6 +38,7 @@ CODES: dict[str, str] = {
     "MOE0106": "nested too deeply",
     "MOE0107": "the number is out of range",
     "MOE0108": "a number begins with 0",
+    "MOE0109": "written as in another language",
     "MOE0201": "unknown name",
     "MOE0202": "not supported yet",
     "MOE0203": "a required name is missing",

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from dataclasses import replace
 
-from moec.grammar.diagnostics.diagnostic import Label
+from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.parts import Given, Part, report_twice
 from moec.grammar.resolve.scope import BROKEN, Scope
-from moec.grammar.resolve.values import resolve, unknown
+from moec.grammar.resolve.values import resolve
 from moec.grammar.rules import one_slot
 from moec.grammar.schema import fields
+from moec.grammar.source import Span
+from moec.grammar.spec import Layer
 from moec.grammar.spec.base import Node
-from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Use
+from moec.grammar.syntax.tree import Assignment, Bad, Block, Let, Name, Number, Use
 
 
 def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
     """Reads the fields of `cls` from `block`; None where a required label is missing."""
     if not _head_is_right(scope, cls, block):
         return None
-    reader = _Reader(scope, cls)
+    reader = _Reader(scope, cls, block)
     for statement in block.body:
         match statement:
             case Assignment():
@@ -36,6 +38,7 @@ def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
     return part
 
 
+_DEPTH = "depth"
 _MODELS = "library:models/"
 """Begins the names of the library's files with models."""
 
@@ -55,21 +58,33 @@ def report_blocks_twice(scope: Scope, word: str, again: Block, first: Part) -> N
 
 def _head_is_right(scope: Scope, cls: type[Node], block: Block) -> bool:
     word = block.kind.text
+    if cls.labelled and not block.label and isinstance(block.selector, Name):
+        label = f'"{block.selector.text}"'
+        fix = [Edit(block.selector.span, label)]
+        scope.error("MOE0212", block.selector.span, "a label stands in quotes", help=f"write `{label}`", fix=fix)
+        return False
     if block.selector and not cls.selects:
         scope.error("MOE0212", block.selector.span, f"a `{word}` block takes no selector")
     if block.label and not cls.labelled:
         scope.error("MOE0212", block.label.span, f"a `{word}` block takes no label")
     if cls.labelled and not block.label:
-        scope.error("MOE0212", block.kind.span, "a label is missing", help=f'write `{word} "name" {{ … }}`')
+        help = f'write `{word} "name" {{ … }}`, with a name of your choice'
+        scope.error("MOE0212", block.kind.span, "a label is missing", help=help)
         return False
     return True
+
+
+def _named(statement: Assignment | Block) -> tuple[str, Span]:
+    name = statement.name if isinstance(statement, Assignment) else statement.kind
+    return name.text, name.span
 
 
 class _Reader:
     """Collects the values of one block."""
 
-    def __init__(self, scope: Scope, cls: type[Node]) -> None:
+    def __init__(self, scope: Scope, cls: type[Node], block: Block) -> None:
         self.scope = scope
+        self.beside = dict(_named(statement) for statement in block.body if isinstance(statement, Assignment | Block))
         self.cls = cls
         self.known = fields(cls)
         self.given: dict[str, Given] = {}
@@ -94,7 +109,7 @@ class _Reader:
     def assignment(self, statement: Assignment) -> None:
         word = statement.name.text
         if word not in self.known:
-            self._unknown(statement, self.known)
+            self._unknown(statement)
             return
         if word in self.given:
             report_twice(self.scope, word, statement.name.span, self.given[word].name)
@@ -102,16 +117,27 @@ class _Reader:
         known = self.known[word]
         if known.block:
             self.incomplete = True
-            help = f"write `{word} {{ … }}`"
-            self.scope.error("MOE0211", statement.name.span, f"`{word}` is a block", help=help)
+            self._block_assigned(statement)
             return
-        value = resolve(self.scope, known.kinds, statement.value)
+        value = resolve(self.scope, known.kinds, statement.value, known)
         self.given[word] = Given(value, statement.value.span, statement.name.span)
+
+    def _block_assigned(self, statement: Assignment) -> None:
+        """Reports `layers = 4`, which is the model's depth, or a value where a block stands."""
+        word, number = statement.name.text, statement.value
+        help, fix = f"write `{word} {{ … }}`", []
+        if word == Layer.word and _DEPTH in self.known and isinstance(number, Number):
+            help = f"their number is `{_DEPTH} = {number.text}`; {help} for what they are"
+            if _DEPTH in self.beside:
+                help = f"their number is `{_DEPTH}`, which is given already; {help} for what they are"
+            else:
+                fix = [Edit(statement.name.span, _DEPTH)]
+        self.scope.error("MOE0211", statement.name.span, f"`{word}` is a block", help=help, fix=fix)
 
     def block(self, block: Block) -> None:
         word = block.kind.text
         if word not in self.known:
-            self._unknown(block, self.known)
+            self._unknown(block)
             return
         kind = self.known[word].block
         if kind is None:
@@ -130,8 +156,19 @@ class _Reader:
                 return
         earlier.append(part)
 
-    def _unknown(self, statement: Assignment | Block, allowed: Iterable[str]) -> None:
+    def _unknown(self, statement: Assignment | Block) -> None:
+        from moec.grammar.resolve.unknown import unknown_name  # good files do without it
+
+        assigned = isinstance(statement, Assignment)
         name = statement.name if isinstance(statement, Assignment) else statement.kind
-        meant = unknown(self.scope, name, name.text, allowed, self.cls)
-        if meant:
-            self.meant[meant] = Given(BROKEN, name.span, name.span)
+        value = statement.value if isinstance(statement, Assignment) else None
+        meant = unknown_name(self.scope, self.cls, name, value, self.beside, self.meant)
+        if meant is None:
+            return
+        word, worth = meant
+        known = self.known[word]
+        if isinstance(statement, Block) and known.block:  # what is in it is checked too
+            self.block(replace(statement, kind=Name(word, name.span)))
+        else:
+            self.incomplete = self.incomplete or bool(known.block)
+            self.meant.setdefault(word, Given(worth if assigned else BROKEN, name.span, name.span))

@@ -13,7 +13,7 @@ from moec.grammar import mixture_rules, rules
 from moec.grammar.resolve.numbers import number
 from moec.grammar.resolve.parts import Given, Part, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
-from moec.grammar.schema import NumberKind
+from moec.grammar.schema import NumberKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, Layer
 from moec.grammar.spec.base import Bound, Node
@@ -86,7 +86,7 @@ def _layer(scope: Scope, part: Part, indices: list[int], model: Span, dim: Given
     given = part.given.get("attention")
     if given and isinstance(given.value, Attention):
         scope.diagnostics += rules.attention(given.value, width, dim.span if dim else None)
-    if not part.incomplete:
+    if not part.incomplete and not scope.moved & set(fields(Layer)):
         incomplete = list(rules.complete(part, indices, model))
         scope.diagnostics += incomplete
         if incomplete:

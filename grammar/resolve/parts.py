@@ -81,8 +81,9 @@ def build(scope: Scope, part: Part, missing: Callable[[Scope, Part, list[Field]]
             spans[known.name] = part.blocks[word][0].span
         elif known.required:
             absent.append(known)
-    if absent and not part.incomplete:
-        (missing or report_missing)(scope, part, absent)
+    lacking = [known for known in absent if known.word not in scope.moved]
+    if lacking and not part.incomplete:
+        (missing or report_missing)(scope, part, lacking)
     if absent or part.incomplete or any(isinstance(value, Broken) for value in values.values()):
         return BROKEN
     return part.cls.checked(values, spans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from fractions import Fraction
@@ -59,12 +60,17 @@ class Written:
 class Scope:
     """The constants of all files read, the diagnostics found, the number of layers selected so far, and the spans of
     values that depend on the command line.
+
+    `trial`: only whether there is an error counts, so no time goes into advice. `moved` are the words that the file
+    says in another place or under another system's name: they are diagnosed there, and not reported missing.
     """
 
     lets: dict[str, Constant] = field(default_factory=dict)
     diagnostics: list[Diagnostic] = field(default_factory=list)
     selected: int = 0
     overridden: list[tuple[Span, str]] = field(default_factory=list)
+    trial: bool = False
+    moved: set[str] = field(default_factory=set)
 
     def follow(self, expression: Expression) -> Written:
         """The value of `expression` with `let` names replaced. Terminates: a `let` only uses those above it."""
@@ -86,12 +92,14 @@ class Scope:
         *labels: Label,
         help: str = "",
         instead: str | None = None,
+        fix: Iterable[Edit] = (),
     ) -> Broken:
         """Diagnose something about a value; the `let`s it came through are shown as well.
 
-        `instead` is what should stand there, where that is known and the value was not given by a `let`.
+        `instead` is what should stand there, where that is known and the value was not given by a `let`; `fix` are
+        the edits where there are others.
         """
         span, lets = (written, ()) if isinstance(written, Span) else (written.span, written.lets)
-        fix = [Edit(span, instead)] if instead is not None and not lets else []
+        fix = [Edit(span, instead)] if instead is not None and not lets else fix
         self.diagnostics.append(diagnose(code, span, message, labels=(*labels, *lets), help=help, fix=fix))
         return BROKEN

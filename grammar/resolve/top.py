@@ -17,7 +17,6 @@ from moec.grammar.resolve.layers import resolve_layers, select_layers
 from moec.grammar.resolve.lets import declare_lets
 from moec.grammar.resolve.parts import Given, Part, build
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
-from moec.grammar.resolve.values import unknown
 from moec.grammar.schema import fields
 from moec.grammar.source import Span
 from moec.grammar.spec import (
@@ -81,13 +80,19 @@ class _Top:
         match statement:
             case Block():
                 self._block(statement)
-            case Assignment(name=name):
-                words = [*_singles(), LayerModule.word, ClusterText.word, Device.word]
-                owner = next((word for word, cls in _singles().items() if name.text in fields(cls)), None)
-                help = f"it belongs into `{owner}`" if owner else f"blocks: {', '.join(sorted(words))}"
-                self.scope.error("MOE0211", name.span, "names are given in a block", help=help)
+            case Assignment():
+                self._outside(statement)
             case Bad():
                 self.incomplete = True
+
+    def _outside(self, statement: Assignment) -> None:
+        """Reports a name outside of all blocks."""
+        from moec.grammar.resolve.unknown import outside  # good files do without it
+
+        words = [*_singles(), LayerModule.word, ClusterText.word, Device.word]
+        help = outside(self.scope, statement, words)
+        self.incomplete = self.incomplete or not self.singles  # a file without blocks needs to hear it once
+        self.scope.error("MOE0211", statement.name.span, "names are given in a block", help=help)
 
     def _block(self, block: Block) -> None:
         word = block.kind.text
@@ -97,13 +102,13 @@ class _Top:
             Device.word: (Device, self.machines.devices),
         }
         if word not in many and word not in _singles():
-            owner = next((owner for owner, cls in _singles().items() if word in fields(cls)), None)
-            if owner:
-                self.scope.error("MOE0211", block.kind.span, f"`{word}` belongs into `{owner}`")
+            from moec.grammar.resolve.unknown import unknown_block  # good files do without it
+
+            meant = unknown_block(self.scope, block, _singles(), [*many, *_singles()], self.singles)
+            if meant is None:
+                self.incomplete = self.incomplete or not self.singles
                 return
-            meant = unknown(self.scope, block.kind, word, [*many, *_singles()])
-            self.incomplete = self.incomplete or meant in (Model.word, LayerModule.word)
-            return
+            word = meant
         cls, parts = many.get(word) or (_singles()[word], self.singles)
         part = read_block(self.scope, cls, block)
         if part is None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 
-from moec.grammar.resolve.numbers import compute, is_arithmetic, number
+from moec.grammar.resolve.numbers import is_arithmetic, number
 from moec.grammar.resolve.parts import Given, Part, build, report_twice
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
 from moec.grammar.schema import (
@@ -21,15 +21,12 @@ from moec.grammar.schema import (
     positional,
 )
 from moec.grammar.spec.base import Node
-from moec.grammar.spec.experts import Activated
-from moec.grammar.suggest import advice, nearest
-from moec.grammar.syntax.tree import Argument, Call, Expression, Name, Negative, Number, Operation, Range, String
+from moec.grammar.syntax.tree import Argument, Call, Expression, Name, Operation, String
 from moec.grammar.syntax.tree import Sequence as ListValue
-from moec.grammar.units import EXAMPLES
 
 
-def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression) -> object:
-    """The value of `expression` as any of `kinds`; BROKEN after a diagnostic."""
+def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression, known: Field | None = None) -> object:
+    """The value of `expression` as any of `kinds`, in the field `known`; BROKEN after a diagnostic."""
     written = scope.follow(expression)
     value = written.value
     if isinstance(value, Broken):
@@ -53,35 +50,9 @@ def resolve(scope: Scope, kinds: Sequence[Kind], expression: Expression) -> obje
             case ListKind() if isinstance(value, ListValue):
                 items = [resolve(scope, kind.items, item) for item in value.items]
                 return BROKEN if any(isinstance(item, Broken) for item in items) else tuple(items)
-    return _misfit(scope, kinds, written, value)
+    from moec.grammar.resolve.misfit import misfit  # good files do without it
 
-
-def unknown(
-    scope: Scope, name: Name | Written, word: str, allowed: Iterable[str], block: type[Node] | None = None
-) -> str | None:
-    """Diagnose a word that is not allowed here; returns the word that was probably meant.
-
-    A word of a call inside of `block`, where it stands, has that call as its help.
-    """
-    allowed = sorted(allowed)
-    target = name.span if isinstance(name, Name) else name
-    meant = nearest(word, allowed)
-    instead = meant if isinstance(name, Name) else None
-    owner = None if meant or block is None else _owner(block, word)
-    help = f"it belongs into {owner}" if owner else advice(word, allowed)
-    scope.error("MOE0201", target, f"`{word}` is not known here", help=help, instead=instead)
-    return meant
-
-
-def _owner(block: type[Node], word: str) -> str | None:
-    """The calls that have `word`, as in `` `attention`: `mha(…)` ``, of this block or of the blocks in it."""
-    for known in fields(block).values():
-        classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
-        if owners := [f"`{cls.word}(…)`" for cls in classes if word in fields(cls)]:
-            return f"`{known.word}`: {' or '.join(owners)}"
-        if known.block and (found := _owner(known.block.cls, word)):
-            return found
-    return None
+    return misfit(scope, known or Field("", "", tuple(kinds), True, None, ""), written, value)
 
 
 def _word(value: Name | Call) -> str:
@@ -104,13 +75,16 @@ def _arguments(scope: Scope, cls: type[Node], call: Call, written: Written) -> P
     for index, argument in enumerate(call.arguments):
         known = _parameter(scope, cls, call, index, argument, by_position)
         if known is None:
-            incomplete = True
+            if argument.name is None or not (meant := _unknown(scope, cls, argument.name, argument.value, call, given)):
+                incomplete = True
+            else:
+                given.setdefault(meant[0], Given(meant[1], argument.value.span, argument.name.span))
             continue
         place = argument.name.span if argument.name else argument.value.span
         if known.word in given:
             report_twice(scope, known.word, place, given[known.word].name)
             continue
-        value = resolve(scope, known.kinds, argument.value)
+        value = resolve(scope, known.kinds, argument.value, known)
         given[known.word] = Given(value, argument.value.span, place)
     return Part(cls, written.span, given=given, incomplete=incomplete)
 
@@ -118,7 +92,7 @@ def _arguments(scope: Scope, cls: type[Node], call: Call, written: Written) -> P
 def _parameter(
     scope: Scope, cls: type[Node], call: Call, index: int, argument: Argument, by_position: list[Field]
 ) -> Field | None:
-    """The field that an argument is for, or None after a diagnostic."""
+    """The field that an argument is for; None after a diagnostic, or for a name that there is not."""
     known = fields(cls)
     if argument.name is None:
         if any(earlier.name for earlier in call.arguments[:index]):
@@ -130,10 +104,20 @@ def _parameter(
         names = ", ".join(f"`{word} = …`" for word in known)
         scope.error("MOE0210", argument.span, takes, help=f"by name it takes {names}" if names else "")
         return None
-    if argument.name.text not in known:
-        unknown(scope, argument.name, argument.name.text, known)
+    return known.get(argument.name.text)
+
+
+def _unknown(
+    scope: Scope, cls: type[Node], name: Name, value: Expression, call: Call, given: Mapping[str, Given]
+) -> tuple[str, object] | None:
+    """Diagnose a name that `cls` does not have; what was probably meant."""
+    from moec.grammar.resolve.unknown import betas, unknown_name  # good files do without it
+
+    if betas(scope, name, value, fields(cls)):
         return None
-    return known[argument.name.text]
+    beside = {each.name.text: each.name.span for each in call.arguments if each.name}
+    beside |= {word: each.name for word, each in given.items()}
+    return unknown_name(scope, cls, name, value, beside)
 
 
 def _product(scope: Scope, cls: type[Node], written: Written, product: Operation) -> Node | Broken:
@@ -146,98 +130,10 @@ def _product(scope: Scope, cls: type[Node], written: Written, product: Operation
     if len(factors) > 1:
         inner = first.span.to(factors[-1].span)
         first = Operation(first, product.rest[:-1], inner)  # `2 * n * swiglu(64)`
-    counted = resolve(scope, count.kinds, first)
-    described = resolve(scope, body.kinds, last)
+    counted = resolve(scope, count.kinds, first, count)
+    described = resolve(scope, body.kinds, last, body)
     given = {
         count.word: Given(counted, first.span, first.span),
         body.word: Given(described, last.span, last.span),
     }
     return build(scope, Part(cls, written.span, given=given))
-
-
-def _misfit(scope: Scope, kinds: Sequence[Kind], written: Written, value: Expression) -> Broken:
-    """Diagnose a value that no kind takes."""
-    words = _words(kinds)
-    if isinstance(value, Name | Call) and words:
-        word = _word(value)
-        if isinstance(value, Call) and word in _plain_words(kinds):
-            return scope.error("MOE0206", written, f"`{word}` takes no arguments", help=f"write `{word}`")
-        at = written if written.lets else (value.name if isinstance(value, Call) else value)
-        unknown(scope, at, word, words | (set(scope.lets) if isinstance(value, Name) else set()))
-        return BROKEN
-    if isinstance(value, Name) and any(isinstance(kind, NumberKind) for kind in kinds):
-        help, instead = advice(value.text, scope.lets), nearest(value.text, scope.lets)
-        return scope.error("MOE0201", written, "no `let` of this name", help=help, instead=instead)
-    if isinstance(value, Operation) and any(isinstance(kind, NumberKind) for kind in kinds):
-        compute(scope, value)  # which reports why it is no number
-        return BROKEN
-    expected = " or ".join(_described(kind) for kind in kinds)
-    help, instead = "", None
-    if isinstance(value, String) and value.value in words:
-        help, instead = f"without quotes: `{value.value}`", value.value
-    elif any(isinstance(kind, ListKind) for kind in kinds):
-        help = "a list stands in brackets, also if it has one element: `[…]`"
-    found = _found(value)
-    if isinstance(value, Operation) and not is_arithmetic(scope, value):
-        found, help = "a product", help or _one_wide(kinds, value)
-    return scope.error("MOE0206", written, f"expected {expected}, found {found}", help=help, instead=instead)
-
-
-def _one_wide(kinds: Sequence[Kind], product: Operation) -> str:
-    """Help for `2 * swiglu(4)` where one feed-forward stands: their sum is one of their total width."""
-    count, last = product.first, product.rest[-1][1]
-    classes = {word: cls for kind in kinds if isinstance(kind, CallKind) for word, cls in kind.classes.items()}
-    if not isinstance(last, Call) or not issubclass(classes.get(last.name.text, Node), Activated):
-        return ""
-    words = "the sum of several is one of their total width"
-    match (count, *(argument.value for argument in last.arguments[:1])):
-        case (Number() | Name() as number, Number() | Name() as width) if len(product.rest) == 1:
-            return f"{words}: `{last.name.text}({number.text} * {width.text})`"
-        case _:
-            return words
-
-
-def _words(kinds: Iterable[Kind]) -> set[str]:
-    calls = {word for kind in kinds if isinstance(kind, CallKind) for word in kind.classes}
-    return calls | _plain_words(kinds)
-
-
-def _plain_words(kinds: Iterable[Kind]) -> set[str]:
-    return {word for kind in kinds if isinstance(kind, WordKind) for word in kind.values}
-
-
-def _described(kind: Kind) -> str:
-    match kind:
-        case NumberKind():
-            name = "a whole number" if kind.whole else "a number"
-            return f"{name} such as `{EXAMPLES[kind.unit]}`" if kind.unit else name
-        case TextKind():
-            return 'a "text"'
-        case WordKind():
-            return " or ".join(f"`{word}`" for word in kind.values)
-        case CallKind():
-            return " or ".join(f"`{word}`" for word in kind.classes)
-        case ProductKind():
-            return " * ".join(f"`{word}`" for word in fields(kind.cls))
-        case ListKind():
-            return f"a list of {' or '.join(_described(item) for item in kind.items)}"
-        case ReferenceKind():
-            return f"the name of a {kind.block}"
-        case _:
-            return "a block"
-
-
-def _found(value: Expression) -> str:
-    match value:
-        case Number() | Negative() | Operation():
-            return "a number"
-        case String():
-            return "a text"
-        case ListValue():
-            return "a list"
-        case Range():
-            return "a range"
-        case Call():
-            return f"`{value.name.text}(…)`"
-        case Name():
-            return f"`{value.text}`"

@@ -30,9 +30,9 @@ class Arranged:
     too_deep: bool = False
 
 
-def arrange(source: Source) -> Arranged:
-    """The tokens of `source` as the grammar wants them, ending in `$END`."""
-    tokens = lex(source.text)
+def arrange(source: Source, tokens: list[Token] | None = None) -> Arranged:
+    """The tokens of `source`, or those given, as the grammar wants them, ending in `$END`."""
+    tokens = lex(source.text) if tokens is None else tokens
     brackets = _Brackets(source, tokens)
     brackets.match()
     if brackets.unbalanced and not brackets.too_deep:

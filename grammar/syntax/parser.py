@@ -13,7 +13,7 @@ from moec.grammar.suggest import nearest
 from moec.grammar.syntax.brackets import arrange
 from moec.grammar.syntax.builder import Builder
 from moec.grammar.syntax.tables import END, KEYWORDS, RULES, START, STATES
-from moec.grammar.syntax.tokens import Token
+from moec.grammar.syntax.tokens import Token, lex
 from moec.grammar.syntax.tree import Assignment, Expression, File, Number
 from moec.grammar.units import UNITS
 
@@ -33,11 +33,31 @@ _TEXTS |= {
 
 def parse(source: Source) -> tuple[File | None, list[Diagnostic]]:
     """The tree of `source` and its syntax errors. There is no tree only where nesting is too deep to make one."""
-    arranged = arrange(source)
+    tree, diagnostics = _parsed(source, None)
+    if tree is None or not diagnostics:
+        return tree, diagnostics
+    from moec.grammar.syntax.foreign import translated  # good files do without it
+
+    tokens, habits = translated(source, lex(source.text))
+    if tokens is None:
+        return File((), Span(source, 0, len(source.text))), habits
+    if habits:
+        meant, others = _parsed(source, tokens)
+        if meant is not None and len(others) < len(diagnostics):
+            return meant, _in_order([*habits, *others])
+    return tree, diagnostics
+
+
+def _parsed(source: Source, tokens: list[Token] | None) -> tuple[File | None, list[Diagnostic]]:
+    arranged = arrange(source, tokens)
     if arranged.too_deep:
         return None, arranged.diagnostics
     tree, diagnostics = _Parser(source, arranged.tokens, arranged.suspects).run()
-    return tree, sorted([*arranged.diagnostics, *diagnostics], key=lambda d: d.span.start if d.span else 0)
+    return tree, _in_order([*arranged.diagnostics, *diagnostics])
+
+
+def _in_order(diagnostics: list[Diagnostic]) -> list[Diagnostic]:
+    return sorted(diagnostics, key=lambda d: d.span.start if d.span else 0)
 
 
 def parse_value(name: str, text: str) -> tuple[Expression | None, list[Diagnostic]]:

@@ -78,7 +78,8 @@ def test_every_alias_leads_to_a_word_that_there_is(found: Alias) -> None:
         assert found.note
         return
     assert leads_to(found.path)
-    assert found.name in found.said()
+    assert f"`{found.written()}`" in found.said()
+    assert not found.plain or f"it is called `{found.name}`" in found.said()
 
 
 @pytest.mark.parametrize("found", [each for each in ALIASES if each.path], ids=lambda found: found.word)

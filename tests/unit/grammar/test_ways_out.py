@@ -72,14 +72,13 @@ def test_causality_is_an_option_of_attention(tmp_path: Path) -> None:
     (warning,) = found(tmp_path, **causal)
     assert (warning.code, "`mha(…, causal = false)`" in warning.help) == ("MOE0352", True)
     misplaced = next(d for d in found(tmp_path, model="; causal = false", **causal) if d.code == "MOE0201")
-    assert "`attention`: " in misplaced.help
-    assert "`mha(…)`" in misplaced.help
+    assert "`attention = mha(causal = false)`" in misplaced.help
     assert found(tmp_path, gate="soft(2)") == ()
 
 
 def test_an_option_of_the_embedding_is_said_to_be_one(tmp_path: Path) -> None:
     (misplaced,) = found(tmp_path, model="; padding = 0")
-    assert misplaced.help == "it belongs into `embedding`: `tokens(…)`"
+    assert misplaced.help == "it belongs into `embedding = tokens(padding = 0)`"
 
 
 @pytest.mark.parametrize(

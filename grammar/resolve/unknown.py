@@ -1,0 +1,198 @@
+"""A name that its block or call does not have: what it is called here, where it belongs, or the nearest name.
+
+Imported where there is an error. No name is suggested that is given already, and a fix is tried before it is offered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from moec.grammar.aliases import Alias, alias
+from moec.grammar.diagnostics.diagnostic import Edit, Label
+from moec.grammar.resolve.misfit import corrected, fits, mended
+from moec.grammar.resolve.scope import BROKEN, Broken, Scope
+from moec.grammar.schema import CallKind, fields
+from moec.grammar.source import Span
+from moec.grammar.spec import Adapt, ClusterText, Device, Layer, Level, Model, Moe, Parallel, Spec, Train
+from moec.grammar.spec.base import Node
+from moec.grammar.suggest import advice, nearest
+from moec.grammar.syntax.parser import parse_value
+from moec.grammar.syntax.tree import Assignment, Block, Expression, Name, Negative, Number, Operation, Sequence
+
+Meant = tuple[str, object]
+"""The word that was probably meant, and its value, which may be BROKEN."""
+
+
+def unknown_name(
+    scope: Scope,
+    cls: type[Node],
+    name: Name,
+    value: Expression | None,
+    given: Mapping[str, Span],
+    meant_before: Collection[str] = (),
+) -> Meant | None:
+    """Diagnose `name = value`, or a block `name`, which `cls` does not have.
+
+    `given` are the names beside it, and `meant_before` those that other unknown names were taken for.
+    """
+    message = f"`{name.text}` is not known here"
+    if scope.trial:
+        scope.error("MOE0201", name.span, message)
+        return None
+    known = fields(cls)
+    if found := alias(name.text):
+        return _other_system(scope, cls, name, value, given, found, meant_before)
+    taken = {*given, *meant_before}
+    taken |= {word for slot in cls.exclusive if any(other in given for other in slot) for word in slot}
+    free = {word for word, field in known.items() if word not in taken or (field.block and field.block.many)}
+    meant = nearest(name.text, free)
+    if meant is not None:
+        field = known[meant]
+        worth, sure = mended(scope, field, value) if value is not None and not field.block else (BROKEN, False)
+        sure = sure or (value is None and field.block is not None)
+        scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=meant if sure else None)
+        return meant, worth
+    repeated = nearest(name.text, set(given) & set(known))
+    if repeated is not None:
+        label = Label(span=given[repeated], message="given here")
+        scope.error("MOE0201", name.span, message, label, help=f"`{repeated}` is given already: keep one of them")
+        return None
+    owner = belongs(cls, name.text, _plain(value))
+    scope.error("MOE0201", name.span, message, help=f"it belongs into {owner}" if owner else advice(name.text, free))
+    return None
+
+
+def _other_system(
+    scope: Scope,
+    cls: type[Node],
+    name: Name,
+    value: Expression | None,
+    given: Mapping[str, Span],
+    found: Alias,
+    meant_before: Collection[str],
+) -> Meant | None:
+    """Diagnose a name of another system."""
+    known, message = fields(cls), f"`{name.text}` is not known here"
+    word = _here(cls, found)
+    text = _plain(value)
+    scope.moved |= {found.head or found.name} if found.path else set()
+    if not word:
+        scope.error("MOE0201", name.span, message, help=found.said(text))
+        return None
+    renamed = word == found.name and (found.plain or cls.form == "call")
+    if word in given and (renamed or word in known):
+        label = Label(span=given[word], message="given here")
+        help = f"here it is called `{word}`, which is given already: keep one of them"
+        if not renamed:
+            help = f"{found.said(text, here=True)}; `{word}` is given already: say it there"
+        scope.error("MOE0201", name.span, message, label, help=help)
+        return None
+    worth: object = BROKEN
+    fix: list[Edit] = []
+    help = found.said(text, here=True)
+    if value is not None and renamed:
+        worth = fits(scope, known[word], value)
+        right = None if not isinstance(worth, Broken) else corrected(scope, known[word], value)
+        if word not in meant_before and (not isinstance(worth, Broken) or right):
+            fix = [Edit(name.span, word), *([Edit(value.span, right[0])] if right else [])]
+        if right or not found.plain:
+            help = f"here it is called `{word}`: `{word} = {right[0] if right else text or found.example}`"
+    elif value is not None and found.convert and text and word not in meant_before:
+        written = found.written(text)
+        expression, diagnostics = parse_value(word, written.partition(" = ")[2])
+        if expression is not None and not diagnostics and not isinstance(fits(scope, known[word], expression), Broken):
+            fix = [Edit(name.span.to(value.span), written)]
+    mark = known[word].not_yet
+    if mark and not mark.words:
+        help += "; moec cannot compile it yet: leave it out"
+    scope.error("MOE0201", name.span, message, help=help, fix=fix)
+    return word, worth
+
+
+def _here(cls: type[Node], found: Alias) -> str:
+    """The name of `cls` that says it: the same under another name, or the one that its form gives."""
+    known = fields(cls)
+    if not found.path:
+        return ""
+    direct = found.form.startswith(f"{found.name} = ")
+    if found.name in known and (direct if cls.form == "block" else not _of_block(found)):
+        return found.name
+    return found.head if found.head in known else ""
+
+
+def _of_block(found: Alias) -> bool:
+    """Whether the word is a name of a block, not of a call."""
+    return found.head == found.name
+
+
+def _plain(value: Expression | None) -> str:
+    """The text of a number or word, which an example can show."""
+    if not isinstance(value, Number | Name | Negative | Operation):
+        return ""
+    text = value.span.source.text[value.span.start : value.span.end]
+    return {"True": "true", "False": "false"}.get(text, text)
+
+
+def outside(scope: Scope, statement: Assignment, blocks: list[str]) -> str:
+    """Help for a name that stands outside of all blocks."""
+    word = statement.name.text
+    if found := alias(word):
+        scope.moved |= {found.head or found.name} if found.path else set()
+        return found.said(_plain(statement.value))
+    owner = belongs(Spec, word)
+    return f"it belongs into {owner}" if owner else f"blocks: {', '.join(sorted(blocks))}; a constant: `let {word} = …`"
+
+
+def unknown_block(
+    scope: Scope, block: Block, singles: Mapping[str, type[Node]], allowed: list[str], given: Collection[str]
+) -> str | None:
+    """Diagnose a block outside of all others that there is not; the word that was probably meant."""
+    word = block.kind.text
+    owner = next((owner for owner, cls in singles.items() if word in fields(cls)), None)
+    if owner:
+        scope.error("MOE0211", block.kind.span, f"`{word}` belongs into `{owner}`")
+        return None
+    free = sorted(set(allowed) - set(given))
+    found = alias(word)
+    meant = nearest(word, free)
+    help = found.said() if found else advice(word, free)
+    scope.error("MOE0201", block.kind.span, f"`{word}` is not known here", help=help, instead=meant)
+    return meant
+
+
+def betas(scope: Scope, name: Name, value: Expression, known: Collection[str]) -> bool:
+    """Diagnose `betas = [0.9, 0.95]` where each has a name of its own; whether it was that."""
+    if name.text != "betas" or "beta1" not in known or not isinstance(value, Sequence) or len(value.items) != 2:
+        return False
+    source = value.span.source.text
+    first, second = (source[item.span.start : item.span.end] for item in value.items)
+    written = f"beta1 = {first}, beta2 = {second}"
+    fix = [Edit(name.span.to(value.span), written)]
+    scope.error("MOE0201", name.span, "`betas` is not known here", help=f"each has a name: `{written}`", fix=fix)
+    return True
+
+
+def belongs(cls: type[Node], word: str, value: str = "") -> str:
+    """Where `word` belongs: a block in this one, a block elsewhere, or a call of this block or of the blocks in it."""
+    blocks = _blocks()
+    inside = [known.block.cls for known in fields(cls).values() if known.block]
+    owners = [each for each in inside if word in fields(each)] or [each for each in blocks if word in fields(each)]
+    if owners and cls.form == "block":
+        return " or ".join(dict.fromkeys(f"`{each.word} {{ … }}`" for each in owners))
+    return _owner(cls, word, value or "…") or ""
+
+
+def _owner(block: type[Node], word: str, value: str) -> str | None:
+    """The calls that have `word`, as in `` `attention = mha(heads = …)` ``, of this block or of the blocks in it."""
+    for known in fields(block).values():
+        classes = [cls for kind in known.kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
+        if owners := [f"`{known.word} = {cls.word}({word} = {value})`" for cls in classes if word in fields(cls)]:
+            return " or ".join(owners[:3])
+        if known.block and (found := _owner(known.block.cls, word, value)):
+            return found
+    return None
+
+
+def _blocks() -> list[type[Node]]:
+    """The blocks of a file, and those in them."""
+    return [Model, Layer, Moe, Train, Parallel, ClusterText, Level, Device, Adapt]

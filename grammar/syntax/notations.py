@@ -1,0 +1,313 @@
+"""Notations of other languages, read as what they mean here: `//` comments, other quotes, `key: value`.
+
+Runs only over files that do not parse. Each notation is diagnosed once, with the edits of all its places, and its
+tokens are replaced by ours: one habit gives one error, and the rest of the file is checked as if it were written well.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit
+from moec.grammar.source import Source, Span
+from moec.grammar.syntax.tokens import Token
+from moec.grammar.units import UNITS
+
+CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": ".."}
+"""Characters of text processors, and the `.moe` characters to write instead."""
+
+_KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
+_QUOTES = "'\"`´‘’‚“”„«»"
+_INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
+_JSON = "`moec import-hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
+_YAML = 'a block stands in braces, and its names have `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
+
+
+@dataclass(slots=True)
+class Notation:
+    """One habit: where it was found first, how often, and the edits of all places."""
+
+    code: str
+    span: Span
+    message: str
+    help: str
+    edits: list[Edit] = field(default_factory=list)
+    count: int = 0
+
+    def diagnostic(self) -> Diagnostic:
+        again = f" ({self.count} times in this file, here first)" if self.count > 1 else ""
+        return diagnose(self.code, self.span, self.message + again, help=self.help, fix=self.edits)
+
+
+@dataclass(slots=True)
+class Notations:
+    """The notations found in one file, in the order of their first places."""
+
+    source: Source
+    found: dict[str, Notation] = field(default_factory=dict)
+
+    def add(
+        self, code: str, start: int, end: int, message: str, help: str, *edits: tuple[int, int, str], habit: str = ""
+    ) -> None:
+        """One place of the habit that `help` is about; `edits` have starts, ends and texts."""
+        span = Span(self.source, start, end)
+        notation = self.found.setdefault(habit or help, Notation(code, span, message, help))
+        notation.edits += [Edit(Span(self.source, first, last), text) for first, last, text in edits]
+        notation.count += 1
+
+    @property
+    def diagnostics(self) -> list[Diagnostic]:
+        return [notation.diagnostic() for notation in self.found.values()]
+
+
+def whole_file(source: Source, tokens: list[Token]) -> Diagnostic | None:
+    """The one diagnostic of a file that is JSON or YAML all over."""
+    kinds = [token.kind for token in tokens if token.kind != "SEPARATOR"][:3]
+    if kinds[:2] == ["LBRACE", "STRING"] and len(kinds) == 3:
+        span = Span(source, tokens[0].start, tokens[0].end)
+        return diagnose("MOE0109", span, "this is JSON, and no statement begins so", help=_JSON)
+    for at in range(len(tokens) - 2):
+        name, colon, end = tokens[at : at + 3]
+        begins = at == 0 or tokens[at - 1].kind == "SEPARATOR"
+        if begins and (name.kind, colon.text, end.text) == ("NAME", ":", "\n"):
+            behind = next((token for token in tokens[at + 3 :] if token.kind != "SEPARATOR"), None)
+            if behind is None or behind.kind != "LBRACE":
+                span = Span(source, name.start, colon.end)
+                return diagnose("MOE0109", span, "this is YAML: indentation makes no block here", help=_YAML)
+    return None
+
+
+def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Takes `// …` and `/* … */` out."""
+    text = notations.source.text
+    starts = [token.start for token in tokens]
+    kept: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        pair = text[token.start : token.start + 2] if token.kind == "SLASH" else ""
+        if pair == "//":
+            end = _line_end(text, token.start)
+            help = "a comment begins with `#`"
+            notations.add(
+                "MOE0109",
+                token.start,
+                token.start + 2,
+                "`//` begins no comment here",
+                help,
+                (token.start, token.start + 2, "#"),
+            )
+        elif pair == "/*":
+            closed = text.find("*/", token.start + 2)
+            end = closed + 2 if closed >= 0 else len(text)
+            inner = text[token.start + 2 : closed if closed >= 0 else len(text)]
+            help = "a comment begins with `#`, and ends with its line"
+            edit = (token.start, end, _as_comment(text, token.start, end, inner))
+            notations.add("MOE0109", token.start, token.start + 2, "`/*` begins no comment here", help, edit)
+        else:
+            kept.append(token)
+            at += 1
+            continue
+        at = bisect_left(starts, end)
+    return kept
+
+
+def _line_end(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    end = end if end >= 0 else len(text)
+    return end - 1 if text[end - 1 : end] == "\r" else end
+
+
+def _as_comment(text: str, start: int, end: int, inner: str) -> str:
+    """The lines of a comment, each with a `#`, indented as its first one is."""
+    begin = text.rfind("\n", 0, start) + 1
+    indent = " " * (start - begin)
+    lines = [line.strip().lstrip("*").strip() for line in inner.splitlines()]
+    said = f"\n{indent}".join(f"# {line}".rstrip() for line in lines if line) or "#"
+    return said if not text[end : _line_end(text, end)].strip() else f"{said}\n{indent}"
+
+
+def plain_characters(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Replaces the characters of text processors, and takes invisible ones out."""
+    kept = []
+    for token in tokens:
+        if token.kind == "UNKNOWN" and token.text in _INVISIBLE:
+            help = "write a blank, or nothing"
+            message = f"U+{ord(token.text):04X} cannot be seen, and has no meaning in a .moe file"
+            notations.add("MOE0102", token.start, token.end, message, help, (token.start, token.end, " "))
+            continue
+        if token.kind == "UNKNOWN" and token.text in CHARACTERS:
+            plain = CHARACTERS[token.text]
+            message = f"U+{ord(token.text):04X} has no meaning in a .moe file"
+            notations.add(
+                "MOE0102", token.start, token.end, message, f"write `{plain}`", (token.start, token.end, plain)
+            )
+            token = token._replace(kind=_KINDS[plain], text=plain)
+        kept.append(token)
+    return kept
+
+
+def quoted(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Replaces other quotes around a text in one line, and quotes around the name of a statement."""
+    text = notations.source.text
+    kept: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        closing = _closing_quote(tokens, at)
+        if closing is not None:
+            end = tokens[closing]
+            inner = text[token.end : end.start]
+            message = f"U+{ord(token.text):04X} has no meaning in a .moe file"
+            edits = (token.start, token.end, '"'), (end.start, end.end, '"')
+            notations.add("MOE0102", token.start, token.end, message, 'write `"` around a text', *edits)
+            token, at = Token("STRING", f'"{inner}"', token.start, end.end), closing
+        kept.append(token)
+        at += 1
+    return _bare_names(notations, kept)
+
+
+def _bare_names(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `"key": value` and `"key" = value`."""
+    kept = list(tokens)
+    for at, (token, behind) in enumerate(pairwise(tokens)):
+        name = token.text[1:-1]
+        if token.kind != "STRING" or not (behind.kind == "EQUAL" or behind.text == ":") or not name.isidentifier():
+            continue
+        edits = [(token.start, token.end, name)]
+        if behind.text == ":":
+            edits.append((behind.start, behind.end, " ="))
+            kept[at + 1] = behind._replace(kind="EQUAL", text="=")
+        message = "the name of a value stands without quotes"
+        help = f"write `{name} = …`"
+        notations.add("MOE0109", token.start, behind.end, message, help, *edits, habit="names in quotes")
+        kept[at] = token._replace(kind="NAME", text=name)
+    return kept
+
+
+def paths(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `use clusters/dgx_h100` without its quotes."""
+    kept: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        kept.append(tokens[at])
+        at += 1
+        if kept[-1].kind != "USE":
+            continue
+        end = at
+        while end < len(tokens) and tokens[end].kind in ("NAME", "SLASH", "NUMBER", "UNKNOWN"):
+            end += 1
+        if end > at:
+            start, stop = tokens[at].start, tokens[end - 1].end
+            text = f'"{notations.source.text[start:stop].removesuffix(".moe")}"'
+            notations.add("MOE0109", start, stop, "a path stands in quotes", f"write `{text}`", (start, stop, text))
+            kept.append(Token("STRING", text, start, stop))
+            at = end
+    return kept
+
+
+def _closing_quote(tokens: list[Token], at: int) -> int | None:
+    """The index of the token that closes the quote at `at`, in the same line."""
+    if tokens[at].kind != "UNKNOWN" or tokens[at].text not in _QUOTES:
+        return None
+    for index in range(at + 1, len(tokens)):
+        token = tokens[index]
+        if token.kind in ("STRING", "UNCLOSED") or token.text == "\n" or token.text == "\r\n":
+            return None
+        if token.kind == "UNKNOWN" and token.text in _QUOTES:
+            return index
+    return None
+
+
+def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `key: value`, `key := value`, `key == value` and `block = {`."""
+    kept: list[Token] = []
+    for at, token in enumerate(tokens):
+        behind = tokens[at + 1] if at + 1 < len(tokens) else None
+        place = token.start, token.end
+        if token.text == ":" and token.kind == "UNKNOWN":
+            message = "U+003A has no meaning in a .moe file"
+            if behind is not None and behind.kind in ("LBRACE", "EQUAL"):
+                notations.add("MOE0102", *place, message, "leave the `:` out", (*place, ""))
+                continue
+            blank = " " if notations.source.text[token.start - 1 : token.start] not in (" ", "") else ""
+            notations.add("MOE0102", *place, message, "write `=`", (*place, f"{blank}="))
+            token = token._replace(kind="EQUAL", text="=")
+        elif token.kind == "EQUAL" and kept and kept[-1].kind == "EQUAL" and kept[-1].end == token.start:
+            notations.add(
+                "MOE0109", kept[-1].start, token.end, "`==` compares in other languages", "write `=`", (*place, "")
+            )
+            continue
+        elif token.kind == "EQUAL" and behind is not None and behind.kind == "LBRACE":
+            help = "write the brace right behind the word: `moe { … }`"
+            notations.add("MOE0109", *place, "a block takes no `=`", help, (token.start, behind.start, ""))
+            continue
+        kept.append(token)
+    return kept
+
+
+def units(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Joins a number and the unit behind it: `80 GB`, `10 GB/s`, and reads `8 x` as `8 *`."""
+    text = notations.source.text
+    kept: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        token = tokens[at]
+        number = kept[-1] if kept and kept[-1].kind == "NUMBER" and not kept[-1].text[-1].isalpha() else None
+        behind = tokens[at + 1] if at + 1 < len(tokens) else None
+        if number is None or token.kind != "NAME" or token.start == number.end or (behind and behind.kind == "EQUAL"):
+            kept.append(token)
+        elif token.text in UNITS:
+            rate = text[token.start : token.end + 2]
+            end = token.end + 2 if rate in UNITS and behind and behind.kind == "SLASH" else token.end
+            joined = number.text + text[token.start : end]
+            help = f"a unit stands right behind its number: `{joined}`"
+            notations.add(
+                "MOE0101",
+                token.start,
+                end,
+                "a blank before the unit",
+                help,
+                (number.end, token.start, ""),
+                habit="units",
+            )
+            kept[-1] = Token("NUMBER", joined, number.start, end)
+            at += 2 if end != token.end else 0
+        elif token.text in ("x", "X") and behind and behind.kind == "NAME":
+            notations.add(
+                "MOE0109",
+                token.start,
+                token.end,
+                "`x` multiplies nothing here",
+                "write `*`",
+                (token.start, token.end, "*"),
+            )
+            kept.append(token._replace(kind="STAR", text="*"))
+        else:
+            kept.append(token)
+        at += 1
+    return kept
+
+
+def betas(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `betas = (0.9, 0.95)`, each of which has a name here."""
+    pattern = ["NAME", "EQUAL", "LPAR", "NUMBER", "COMMA", "NUMBER", "RPAR"]
+    kept: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        part = tokens[at : at + len(pattern)]
+        if tokens[at].text != "betas" or [token.kind for token in part] != pattern:
+            kept.append(tokens[at])
+            at += 1
+            continue
+        name, equal, _, first, comma, second, last = part
+        written = f"beta1 = {first.text}, beta2 = {second.text}"
+        edit = (name.start, last.end, written)
+        notations.add("MOE0109", name.start, last.end, "two values in parentheses", f"write `{written}`", edit)
+        kept += [name._replace(text="beta1"), equal, first, comma]
+        kept += [name._replace(text="beta2"), equal, second]
+        at += len(pattern)
+    return kept
