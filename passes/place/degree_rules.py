@@ -6,22 +6,32 @@ import math
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
-from moec.grammar.rules import numbered
+from moec.grammar.mixture_rules import mixture
+from moec.grammar.rules import attention, numbered
 from moec.grammar.source import Span
-from moec.grammar.spec import Conv, Layer, Moe, Soft, Spec
+from moec.grammar.spec import Attention, Experts, Moe, Spec
 from moec.grammar.spec.base import Node
-from moec.passes.place.stated_degrees import Mixtures, Stated, divisors, number_of, stated_eps, zero_of
+from moec.passes.place.fitting_degrees import Changes, dense_changes, divided, fitting_ep, is_divided, written
+from moec.passes.place.sequence_cuts import sequence_pieces
+from moec.passes.place.stated_degrees import Mixtures, Stated, number_of, stated_eps, zero_of
 
 
 def problems_of(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
     """A diagnostic for every rule that the stated degrees break."""
+    changes = dense_changes(spec)
     return [
-        *_mesh_problems(spec),
+        *_mesh_problems(spec, mixtures, changes),
         *_expert_problems(spec, mixtures),
-        *_batch_problems(spec),
-        *_width_problems(spec),
+        *_batch_problems(spec, changes),
+        *_width_problems(spec, changes),
+        *_sequence_problems(spec, changes),
         *_zero_problems(spec),
     ]
+
+
+def _advice(changes: Changes, *names: str) -> str:
+    """All changes if `tp` is one, as the others follow from it; otherwise those of `names`."""
+    return written(changes if "tp" in changes else {name: changes[name] for name in names})
 
 
 def _cluster_label(spec: Spec) -> tuple[Label, ...]:
@@ -33,87 +43,82 @@ def _label(span: Span | None, message: str) -> tuple[Label, ...]:
     return (Label(span=span, message=message),) if span else ()
 
 
-def _mesh_problems(spec: Spec) -> list[Diagnostic]:
+def _mesh_problems(spec: Spec, mixtures: Mixtures, changes: Changes) -> Iterator[Diagnostic]:
     ranks, parallel = spec.cluster.ranks, spec.parallel
     dp, tp = number_of(parallel.dp), number_of(parallel.tp) or 1
-    problems = []
     if ranks % tp == 0 and dp is not None and dp * tp != ranks:
-        problems.append(
-            diagnose(
-                "MOE0310",
-                parallel.span("dp"),
-                f"dp = {dp}, {f'tp = {tp}' if tp > 1 else 'and every other dense degree is 1'}, "
-                f"but the cluster has {ranks} ranks",
-                labels=_cluster_label(spec) + _label(parallel.span("tp") if tp > 1 else None, f"tp = {tp}"),
-                help=f"set `dp = {ranks // tp}`, or leave `dp` out",
-            )
+        yield diagnose(
+            "MOE0310",
+            parallel.span("dp"),
+            f"dp = {dp}, {f'tp = {tp}' if tp > 1 else 'and every other dense degree is 1'}, "
+            f"but the cluster has {ranks} ranks",
+            labels=_cluster_label(spec) + _label(parallel.span("tp") if tp > 1 else None, f"tp = {tp}"),
+            help=_advice(changes, "dp") + ("" if "tp" in changes else ", or leave `dp` out"),
         )
-    stated = [("tp", tp, parallel.span("tp")), *(("ep", given.ep, given.span) for _, given in stated_eps(spec))]
-    for name, degree, span in stated:
-        if ranks % degree:
-            below = max(d for d in divisors(ranks) if d <= degree)
-            problems.append(
-                diagnose(
-                    "MOE0312",
-                    span,
-                    f"{ranks} / {degree} is not whole",
-                    labels=_cluster_label(spec),
-                    help=f"set `{name} = {below}`",
-                )
-            )
-    return problems
+    if ranks % tp:
+        yield _not_whole(spec, parallel.span("tp"), tp, written(changes))
+    for _, given in stated_eps(spec):
+        if ranks % given.ep:
+            yield _not_whole(spec, given.span, given.ep, f"set `ep = {fitting_ep(spec, given, mixtures)}`")
+
+
+def _not_whole(spec: Spec, span: Span | None, degree: int, help: str) -> Diagnostic:
+    message = f"{spec.cluster.ranks} / {degree} is not whole"
+    return diagnose("MOE0312", span, message, labels=_cluster_label(spec), help=help)
 
 
 def _expert_problems(spec: Spec, mixtures: Mixtures) -> list[Diagnostic]:
+    """A diagnostic for each mixture, or part of one, whose experts its `ep` does not divide."""
     problems: list[Diagnostic] = []
     for moe, stated, layers in mixtures:
-        count = moe.num_experts
         if stated is None:
             continue
-        ep = stated.ep
+        count, ep = moe.num_experts, stated.ep
         if count % ep == 0:
-            problems += _part_problems(moe, stated)
+            problems += _part_problems(spec, mixtures, moe, stated)
             continue
-        ways = [f"`ep = {d}` ({count // d} per rank)" for d in divisors(spec.cluster.ranks) if count % d == 0][-1:]
-        more = -(-count // ep) * ep
-        ways.append(f"`experts = {more} * …` ({more // ep} per rank)")
-        declared = moe.span("experts")
+        fitting = fitting_ep(spec, stated, mixtures)
+        help = f"set `ep = {fitting}` ({count // fitting} per rank)"
+        if more := _more_experts(spec, mixtures, moe):
+            help += f" or `experts = {more} * …` ({more // ep} per rank)"
         where = f"{count} experts declared here ({numbered(layers)})"
-        problems.append(
-            diagnose(
-                "MOE0311",
-                stated.span,
-                f"{count} / {ep} leaves {count % ep} experts over",
-                labels=_label(declared, where),
-                help=f"set {' or '.join(ways)}",
-            )
-        )
+        message = f"{count} / {ep} leaves {count % ep} experts over"
+        labels = _label(moe.span("experts"), where)
+        problems.append(diagnose("MOE0311", stated.span, message, labels=labels, help=help))
     return problems
 
 
-def _part_problems(moe: Moe, stated: Stated) -> Iterator[Diagnostic]:
+def _more_experts(spec: Spec, mixtures: Mixtures, moe: Moe) -> int | None:
+    """The next number of experts that every `ep` stated for `moe` divides, if ranks and the other rules allow it."""
+    degrees = math.lcm(*(stated.ep for other, stated, _ in mixtures if other is moe and stated is not None))
+    more = -(-moe.num_experts // degrees) * degrees
+    if spec.cluster.ranks % degrees or not isinstance(moe.experts, Experts):
+        return None
+    larger = moe.replace(experts=moe.experts.replace(count=more))
+    before = {problem.code for problem in mixture(moe)}
+    return None if {problem.code for problem in mixture(larger)} - before else more
+
+
+def _part_problems(spec: Spec, mixtures: Mixtures, moe: Moe, stated: Stated) -> Iterator[Diagnostic]:
     """A diagnostic for each part of the experts that `ep` does not divide: a rank has as many of each as any other."""
     for part in moe.parts:
         if part.count % stated.ep:
-            fitting = math.gcd(*moe.counts)
             yield diagnose(
                 "MOE0355",
                 stated.span,
                 f"{part.count} / {stated.ep} leaves {part.count % stated.ep} experts over",
                 labels=_label(part.span(), f"{part.count} experts of this kind"),
-                help=f"set `ep` to a divisor of {fitting}"
-                if fitting > 1
-                else "set `ep = 1`, or other numbers of experts",
+                help=f"set `ep = {fitting_ep(spec, stated, mixtures)}`, or give other numbers of experts",
             )
 
 
-def _batch_problems(spec: Spec) -> list[Diagnostic]:
+def _batch_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
     train, tp = spec.train, number_of(spec.parallel.tp) or 1
     if train is None or spec.cluster.ranks % tp:
         return []
     dp = spec.cluster.ranks // tp
     if train.batch % dp == 0:
-        return _microbatch_problems(spec, train.batch, dp)
+        return _microbatch_problems(spec, train.batch, dp, changes)
     shares = f"{dp} data-parallel ranks" if tp > 1 else f"{dp} ranks"
     return [
         diagnose(
@@ -121,7 +126,7 @@ def _batch_problems(spec: Spec) -> list[Diagnostic]:
             train.span("batch"),
             f"{train.batch} {_of_batch(spec)} over {shares}",
             labels=_cluster_label(spec),
-            help=f"set `batch = {-(-train.batch // dp) * dp}`",
+            help=_advice(changes, "batch"),
         )
     ]
 
@@ -130,67 +135,77 @@ def _of_batch(spec: Spec) -> str:
     return "images" if spec.has_model and spec.model.length is not None else "sequences"
 
 
-def _microbatch_problems(spec: Spec, batch: int, dp: int) -> list[Diagnostic]:
+def _microbatch_problems(spec: Spec, batch: int, dp: int, changes: Changes) -> list[Diagnostic]:
     """A diagnostic if the micro-batches do not divide a rank's sequences: they would differ in size and capacity."""
     parallel, sequences = spec.parallel, batch // dp
     parts = number_of(parallel.microbatches) or 1
     if sequences % parts == 0:
         return []
     assert spec.train is not None
-    below, more = max(d for d in divisors(sequences) if d < parts), -(-sequences // parts) * parts * dp
+    more = -(-sequences // parts) * parts * dp
     return [
         diagnose(
             "MOE0330",
             parallel.span("microbatches"),
             f"{sequences} / {parts} is not whole",
             labels=_label(spec.train.span("batch"), f"{sequences} {_of_batch(spec)} per data-parallel rank, of {dp}"),
-            help=f"set `microbatches = {below}` or `batch = {more}`",
+            help=_advice(changes, "microbatches") + ("" if "tp" in changes else f" or `batch = {more}`"),
         )
     ]
 
 
-def _width_problems(spec: Spec) -> list[Diagnostic]:
-    """Diagnostics for heads, hidden widths and sequences that `tp` does not divide; each declaration once."""
+def _width_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
+    """Diagnostics for heads, hidden widths and slots that `tp` does not divide; each declaration once."""
     tp = number_of(spec.parallel.tp) or 1
-    if tp == 1:
+    if tp == 1 or not spec.has_model:
         return []
-    found: dict[tuple[int, str], Diagnostic] = {}
-    for layer in spec.model.layers:
-        for node, name, size in _divided(layer):
-            if size % tp == 0 or (name == "kv_heads" and tp % size == 0):
-                continue
-            fitting = [f"`tp = {max(d for d in divisors(math.gcd(size, spec.cluster.ranks)))}`"]
-            wider = f"`{name} = {-(-size // tp) * tp}`"
-            fitting.append(f"take {wider}, which is another model" if name == "slots" else wider)
-            what = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
-            found[id(node), name] = diagnose(
-                "MOE0318",
-                spec.parallel.span("tp"),
-                f"{size} / {tp} is not whole",
-                labels=_label(node.span(name) or node.span(), f"{size} {'kv ' if name == 'kv_heads' else ''}{what}"),
-                help=f"set {' or '.join(fitting)}",
-            )
-    problems = list(dict.fromkeys(found.values()))
+    broken: dict[tuple[int, str], tuple[Node, str, int]] = {}
+    for layer in {id(layer): layer for layer in spec.model.layers}.values():
+        for node, name, size in divided(layer):
+            if not is_divided(tp, name, size):
+                broken[id(node), name] = (node, name, size)
+    advice = written(changes) if broken else ""
+    if len({(node.span(name), size) for node, name, size in broken.values()}) == 1 and len(changes) == 1:
+        advice += _wider(spec, *next(iter(broken.values())), tp)
+    found = []
+    for node, name, size in broken.values():
+        what = {"hidden": "wide", "slots": "slots"}.get(name, "heads")
+        labels = _label(node.span(name) or node.span(), f"{size} {'kv ' if name == 'kv_heads' else ''}{what}")
+        message = f"{size} / {tp} is not whole"
+        found.append(diagnose("MOE0318", spec.parallel.span("tp"), message, labels=labels, help=advice))
+    return list(dict.fromkeys(found))
+
+
+def _wider(spec: Spec, node: Node, name: str, size: int, tp: int) -> str:
+    """The other way out for a single size: the next that `tp` divides, if ranks and the other rules allow it."""
+    wider = -(-size // tp) * tp
+    if spec.cluster.ranks % tp:
+        return ""
+    if isinstance(node, Attention):
+        refused = attention(node.replace(**{name: wider}), spec.model.dim, None)
+        return "" if any(refused) else f" or `{name} = {wider}`"
+    return f" or take `{name} = {wider}`, which is another model" if name == "slots" else f" or `{name} = {wider}`"
+
+
+def _sequence_problems(spec: Spec, changes: Changes) -> list[Diagnostic]:
+    """A diagnostic if ranks of a tp group would get pieces of different lengths of a sequence, or of an image."""
+    tp = sequence_pieces(spec)
+    if tp == 1 or not spec.has_model:
+        return []
     train, patches = spec.train, spec.model.length
+    label = _label(spec.parallel.span("tp"), f"tp = {tp}")
     if patches is not None and patches % tp:
-        grid, help = spec.model.embedding.span(), "take a size of patches whose grid has a multiple of `tp` patches"
-        tokens = f"{patches} patches"
+        tokens, help = f"{patches} patches", f"{written(changes)}, or take patches whose number is a multiple of {tp}"
         if spec.model.has_class_token:
-            tokens = f"{patches} tokens, a class token and patches,"
-            help = "a grid of odd sides and `tp = 2` fit, or leave `pool` out"
-        label = _label(spec.parallel.span("tp"), f"tp = {tp}")
-        problems.append(diagnose("MOE0319", grid, f"{tokens} over {tp} ranks", labels=label, help=help))
-    elif train is not None and train.sequence is not None and train.sequence % tp:
-        problems.append(
-            diagnose(
-                "MOE0319",
-                train.span("sequence"),
-                f"{train.sequence} tokens over {tp} ranks",
-                labels=_label(spec.parallel.span("tp"), f"tp = {tp}"),
-                help=f"set `sequence = {-(-train.sequence // tp) * tp}`",
-            )
-        )
-    return problems
+            tokens, help = f"{patches} tokens, a class token and patches,", written(changes)
+            help += ", or leave `pool` out" if (patches - 1) % tp == 0 else ""
+        grid = spec.model.embedding.span()
+        return [diagnose("MOE0319", grid, f"{tokens} over {tp} ranks", labels=label, help=help)]
+    if patches is None and train is not None and train.sequence is not None and train.sequence % tp:
+        message = f"{train.sequence} tokens over {tp} ranks"
+        help = _advice(changes, "sequence")
+        return [diagnose("MOE0319", train.span("sequence"), message, labels=label, help=help)]
+    return []
 
 
 def _zero_problems(spec: Spec) -> list[Diagnostic]:
@@ -207,18 +222,3 @@ def _zero_problems(spec: Spec) -> list[Diagnostic]:
             help="leave `zero` out, and put `fully_shard` or DistributedDataParallel around your model",
         )
     ]
-
-
-def _divided(layer: Layer) -> Iterator[tuple[Node, str, int]]:
-    """The sizes of a layer that `tp` must divide: the declaring node, the field's name, the size."""
-    attention = layer.attention
-    yield attention, "heads", attention.heads
-    if (kv_heads := getattr(attention, "kv_heads", None)) is not None:
-        yield attention, "kv_heads", kv_heads
-    if layer.moe is not None and isinstance(layer.moe.gate, Soft):
-        yield layer.moe.gate, "slots", layer.moe.gate.slots
-    bodies = [layer.ffn] if layer.moe is None else [layer.moe.shared, layer.moe.residual]
-    for body in bodies:
-        hidden = None if isinstance(body, Conv) else getattr(body, "hidden", None)  # whole on every rank
-        if body is not None and isinstance(hidden, int):
-            yield body, "hidden", hidden

@@ -17,14 +17,14 @@ from moec.passes.place.stated_degrees import data_parallel_size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Ids are below `vocab`, sequences at most `context` long; `tensor_parallel` ranks split each sequence.
+    """Ids are below `vocab`, sequences at most `context` long; ranks of a tp group cut each into `pieces`.
 
     A rank's batch splits into `routing_groups` equal parts. Tokens with the id `padding` reach no expert.
     """
 
     vocab: int
     context: int
-    tensor_parallel: int = 1
+    pieces: int = 1
     routing_groups: int = 1
     padding: int | None = None
 
@@ -63,8 +63,8 @@ class Limits:
         if ids.shape[1] > self.context:
             context = f"{self.context} (`context` in the file, else `train.sequence`)"
             return f"{name} are {ids.shape[1]} long, and the model's context is {context}"
-        if ids.shape[1] % self.tensor_parallel:
-            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.tensor_parallel}"
+        if ids.shape[1] % self.pieces:
+            return f"{name} are {ids.shape[1]} long, not a multiple of tp = {self.pieces}"
         if ids.shape[0] % self.routing_groups:
             return (
                 f"{name} have {ids.shape[0]} sequences, not a multiple of this rank's {self.routing_groups} "
@@ -143,8 +143,8 @@ def device_of(tokens: object) -> torch.device:
     return tokens.device if isinstance(tokens, Tensor) else torch.device("cpu")
 
 
-def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limits | ImageLimits:
-    """The limits of a model on `data_size` data-parallel groups of `tensor_parallel` ranks each."""
+def limits_of(spec: Spec, pieces: int = 1, data_size: int = 1) -> Limits | ImageLimits:
+    """The limits of a model on `data_size` data-parallel groups, whose ranks cut each sequence into `pieces`."""
     by_rank = any(layer.moe is not None and layer.moe.by_rank for layer in spec.model.layers)
     groups = data_parallel_size(spec) // data_size if by_rank else 1
     patches = spec.model.embedding
@@ -158,7 +158,7 @@ def limits_of(spec: Spec, tensor_parallel: int = 1, data_size: int = 1) -> Limit
     return Limits(
         vocab=spec.model.outputs,
         context=context_of(spec),
-        tensor_parallel=tensor_parallel,
+        pieces=pieces,
         routing_groups=max(1, groups),
         padding=spec.model.embedding.padding_id,
     )

@@ -202,16 +202,16 @@ def _without_effect(model: PlanModule, ids: Tensor) -> dict[str, Tensor]:
 
 
 def _next(chosen: Tensor, done: Tensor, prompts: Prompts, count: int, *, even: bool) -> NewTokens:
-    """One more token of each sequence, which is padding behind its end, and padding up to a multiple of tp."""
-    tp = prompts.tp
+    """One more token of each sequence, which is padding behind its end, and padding up to `pieces`."""
+    pieces = prompts.pieces
     ids = chosen.where(~done, prompts.fill)[:, None]
     real = (~done).to(torch.int64)[:, None]
     place = (prompts.lengths + (count - 1))[:, None]
-    if tp > 1:
-        ids, real = F.pad(ids, (0, tp - 1), value=prompts.fill), F.pad(real, (0, tp - 1))
-        place = place + torch.arange(tp, device=place.device)
+    if pieces > 1:
+        ids, real = F.pad(ids, (0, pieces - 1), value=prompts.fill), F.pad(real, (0, pieces - 1))
+        place = place + torch.arange(pieces, device=place.device)
     first = prompts.longest + count - 1
-    return NewTokens(ids, place, torch.zeros_like(chosen), real, first if even else -1, first + tp)
+    return NewTokens(ids, place, torch.zeros_like(chosen), real, first if even else -1, first + pieces)
 
 
 def _not_finite(wrong: Tensor) -> Complaint | None:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from moec.codegen.plan import Plan
 from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Shard
+from moec.passes.place.sequence_cuts import sequence_pieces
 from moec.runtime.backends import select
 from moec.runtime.checkpoint.loading import load
 from moec.runtime.checkpoint.resuming import resume
@@ -158,7 +159,7 @@ class Job:
         target = torch.device(device or self.device_type)
         compile_kernels_ahead(self.plan, target)
         home = RankHome(self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed)
-        limits = limits_of(self.plan.spec, self.plan.meshes["dense"].size("tp"), self.data_size)
+        limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
             return PlanModule(self.plan.spec, self.plan.program, limits, home)
 

@@ -17,10 +17,10 @@ LISTS = "give int64 [batch, sequence], or a list of int64 [length]"
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """`ids` int64 `[batch, T]` with padding at the end, T a multiple of tp, and `lengths` int64 `[batch]` without it.
+    """`ids` int64 `[batch, T]`, padded at the end to a multiple of `pieces`, and `lengths` int64 `[batch]` without it.
 
     `longest` is the largest length, `new` how many tokens follow, `room` the number of places that a cache needs,
-    `fill` the id of padding. `tp` ranks share each sequence.
+    `fill` the id of padding. Ranks of a tp group cut each sequence into `pieces`.
     """
 
     ids: Tensor
@@ -29,7 +29,7 @@ class Prompts:
     new: int
     room: int
     fill: int
-    tp: int = 1
+    pieces: int = 1
 
     @property
     def even(self) -> bool:
@@ -53,7 +53,7 @@ def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: 
         raise JobError("MOE0740", f"`max_new_tokens` is {max_new_tokens!r}, and must be a whole number from 1")
     fill = limits.padding if limits.padding is not None else 0
     ids, real = _from_list(tokens, fill) if isinstance(tokens, list | tuple) else (tokens, None)
-    if words := replace(limits, tensor_parallel=1).complaint(ids, None, look=True):  # type: ignore[arg-type]
+    if words := replace(limits, pieces=1).complaint(ids, None, look=True):  # type: ignore[arg-type]
         raise JobError("MOE0702", words, LISTS)
     assert isinstance(ids, Tensor)
     if padding is not None:
@@ -76,10 +76,10 @@ def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: 
             if longest < limits.context
             else "give shorter prompts",
         )
-    tp = limits.tensor_parallel
-    width = -(-max(longest, 1) // tp) * tp
+    pieces = limits.pieces
+    width = -(-max(longest, 1) // pieces) * pieces
     ids = torch.nn.functional.pad(ids[:, :longest], (0, width - longest), value=fill)
-    return Prompts(ids, lengths, longest, new, width + new + tp, fill, tp)
+    return Prompts(ids, lengths, longest, new, width + new + pieces, fill, pieces)
 
 
 def _from_list(tokens: list[object] | tuple[object, ...], fill: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from moec.grammar.spec import Patches
 from moec.passes.ir.interface import layer_calls
 from moec.passes.ir.roles import FREE_ROUTE, IGNORED_LABEL, Role
 from moec.passes.lower.lower_model import context_of
+from moec.passes.place.sequence_cuts import sequence_pieces
 from moec.runtime.job.beside import Takes
 from moec.runtime.job.reference import reference_program
 
@@ -91,8 +92,8 @@ def batch_shape(plan: Plan, microbatches: int) -> tuple[int, int]:
         return batch, MAX_SEQUENCE
     if plan.spec.model.length is not None:
         return batch, plan.spec.model.length
-    sharing = plan.meshes["dense"].size("tp") * plan.meshes["dense"].size("cp")
-    return batch, max(min(context_of(plan.spec), MAX_SEQUENCE) // sharing, 1) * sharing
+    pieces = sequence_pieces(plan.spec)
+    return batch, max(min(context_of(plan.spec), MAX_SEQUENCE) // pieces, 1) * pieces
 
 
 def global_batch(plan: Plan, seed: int, microbatches: int = 1) -> Inputs:

@@ -37,7 +37,7 @@ class Width:
         return f"{self.name} {self.before} -> {self.toy}"
 
 
-_ORDER = ("dim", "vocab", "padding", "heads", "kv_heads", "head_dim", "hidden", "experts", "sequence")
+_ORDER = ("dim", "vocab", "padding", "heads", "kv_heads", "head_dim", "hidden", "experts", "context", "sequence")
 
 
 class ToySpec:
@@ -72,7 +72,8 @@ class ToySpec:
         inner = tuple(map(self._inner, self._spec.layers))
         if not isinstance(model.embedding, TokenEmbedding) or model.vocab is None:  # images keep their size
             return self._spec.replace(model=small, layers=inner)
-        tokens = self._shrunk("sequence", context_of(self._spec), self._tokens())
+        name = "sequence" if model.context is None else "context"  # a context that nothing gives is `train.sequence`
+        tokens = self._shrunk(name, context_of(self._spec), self._tokens())
         vocab = self._shrunk("vocab", model.vocab, VOCAB)
         small = small.replace(vocab=vocab, embedding=self._embedding(model.embedding, vocab), context=tokens)
         if train is None or train.sequence is None:

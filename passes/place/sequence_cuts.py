@@ -1,0 +1,24 @@
+"""Which ranks cut a sequence of tokens."""
+
+from __future__ import annotations
+
+from moec.grammar.spec import Layer, Moa, Spec
+from moec.passes.place.stated_degrees import number_of
+
+
+def sequence_pieces(spec: Spec) -> int:
+    """The number of equal pieces that a plan cuts a sequence into somewhere: `tp`, or 1 where it cuts none.
+
+    With `sequence_parallel` ranks of a tp group have a piece each between all parts of a layer. Without it a gate and
+    its experts get a piece from each rank, so that none is sent twice, and an RMS norm over whole projections needs
+    tokens with all their heads.
+    """
+    tp = number_of(spec.parallel.tp) or 1
+    if not spec.has_model or spec.parallel.sequence_parallel:
+        return tp
+    return tp if any(_cuts(layer) for layer in {id(layer): layer for layer in spec.model.layers}.values()) else 1
+
+
+def _cuts(layer: Layer) -> bool:
+    attention = layer.attention
+    return layer.moe is not None or isinstance(attention, Moa) or attention.qk_norm == "projection"
