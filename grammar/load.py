@@ -8,7 +8,7 @@ from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, DiagnosticError, Label, Severity
-from moec.grammar.resolve.files import MAX_USE_DEPTH, Files, checked_source, read_source
+from moec.grammar.resolve.files import MAX_USE_DEPTH, Files, checked_source, read_source, source_of
 from moec.grammar.resolve.top import resolve
 from moec.grammar.source import Source, Span
 from moec.grammar.spec import Spec
@@ -48,6 +48,12 @@ def load_file(path: str | Path, lets: Lets | None = None) -> Loaded:
 def load_text(text: str, name: str = "<text>", lets: Lets | None = None, folder: str | Path | None = None) -> Loaded:
     """Like `load_file`, for a text. `use` looks in `folder`; without a folder only in the library."""
     source, diagnostics = checked_source(text, name)
+    return _load(source, diagnostics, Path(folder) if folder is not None else None, lets or {}, identity=name)
+
+
+def load_bytes(data: bytes, name: str, lets: Lets | None = None, folder: str | Path | None = None) -> Loaded:
+    """Like `load_text`, for the bytes of a file that is elsewhere, such as stdin."""
+    source, diagnostics = source_of(data, name)
     return _load(source, diagnostics, Path(folder) if folder is not None else None, lets or {}, identity=name)
 
 

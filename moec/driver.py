@@ -247,9 +247,13 @@ def read(source: str | Path, **lets: float | str) -> Loaded:
 
 def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
     """Every error in a file, including those of its degrees. Needs no torch."""
+    return check_loaded(read(Path(path), **lets))
+
+
+def check_loaded(loaded: Loaded) -> tuple[Diagnostic, ...]:
+    """Every error in a loaded file, including those of its degrees. Needs no torch."""
     from moec.passes.place.degrees import choose_degrees
 
-    loaded = read(Path(path), **lets)
     if loaded.spec is None:
         return loaded.diagnostics
     refused = unsupported(loaded.spec)

@@ -20,7 +20,9 @@ def main() -> NoReturn:
     try:
         if is_plain_check(arguments):
             sys.exit(check(arguments))
-        _other()
+        sys.exit(_parsed(arguments))
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:
         # The reader of stdout has exited (`moec compile --emit=ir … | head`).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -32,7 +34,7 @@ def main() -> NoReturn:
 def is_plain_check(arguments: list[str]) -> bool:
     """Whether this is `moec check` with files, and no option but `--json`."""
     files = [argument for argument in arguments[1:] if argument != "--json"]
-    return bool(files) and arguments[0] == "check" and not any(a.startswith("-") for a in files)
+    return bool(files) and arguments[0] == "check" and not any(a.startswith("-") and a != "-" for a in files)
 
 
 def check(arguments: list[str]) -> int:
@@ -46,10 +48,20 @@ def check(arguments: list[str]) -> int:
     return run(files, {}, style_of(arguments))
 
 
-def _other() -> NoReturn:
-    from moec.cli import app
+def _parsed(arguments: list[str]) -> int:
+    """Any other command; returns the exit status."""
+    import click
 
-    app.main(prog_name="moec")
+    from moec.cli import app
+    from moec.cli.usage import usage_error
+
+    try:
+        status = app.main(prog_name="moec", standalone_mode=False)
+    except click.Abort:
+        return 130
+    except click.ClickException as error:
+        return usage_error(error, style_of(arguments))
+    return status if isinstance(status, int) else 0
 
 
 def style_of(arguments: list[str]) -> str:

@@ -30,6 +30,7 @@ CODES: dict[str, str] = {
     "MOE0014": "cannot write the file",
     "MOE0015": "no such word or code",
     "MOE0016": "no such model in the library",
+    "MOE0017": "the command line is not understood",
     "MOE0101": "syntax error",
     "MOE0102": "unexpected character",
     "MOE0103": "the text is not closed",

@@ -9,7 +9,7 @@ import click
 from moec.cli.command import Group, argument, output_format, path
 
 
-@click.group(cls=Group, no_args_is_help=True)
+@click.group(cls=Group)
 def checkpoint() -> None:
     """Look into checkpoints, check their digests, convert them. Never imports torch."""
 

@@ -10,7 +10,7 @@ import click
 
 from moec.grammar.diagnostics import STYLES
 
-SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -38,14 +38,43 @@ class Command(click.Command):
         super().format_options(ctx, formatter)
 
 
+class UnknownCommand(click.UsageError):
+    """A group has no command of the name `word`."""
+
+    def __init__(self, word: str, ctx: click.Context) -> None:
+        super().__init__(f"no such command: {word}", ctx)
+        self.word = word
+
+
 class Group(click.Group):
-    """A group whose commands are `Command`s."""
+    """A group whose commands are `Command`s. Alone, it prints its help."""
 
     command_class = Command
 
     def __init__(self, *arguments: Any, **attributes: Any) -> None:
         attributes["context_settings"] = {**SETTINGS, **(attributes.get("context_settings") or {})}
         super().__init__(*arguments, **attributes)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the group's options and finds the command."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command of the first argument. Raises `UnknownCommand`."""
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise UnknownCommand(args[0], ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the section Commands: the first sentence of each, in full."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.get_short_help_str(200)) for name, command in commands if command])
 
 
 def argument(name: str, about: str, **attributes: Any) -> Callable[[Function], Function]:

@@ -10,15 +10,21 @@ from moec.cli.command import Command, Group, argument, lets, output_format, path
 
 
 @click.command(cls=Command)
-@argument("files", "`.moe` files.", nargs=-1, required=True, type=path(), metavar="FILES...")
+@argument("files", "`.moe` files; `-` is stdin.", nargs=-1, required=True, type=path(), metavar="FILES...")
 @lets
 @output_format
 @click.option("--fix", is_flag=True, help="First apply unambiguous fixes to the files.")
-def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool) -> None:
+@click.option("--stdin-name", metavar="FILE", help="With `-`: the file whose text it is, for messages and `use`.")
+def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool, stdin_name: str | None) -> None:
     """Report every error in files. Never imports torch."""
-    from moec.commands.check import run
+    from moec.commands.check import STDIN, run
 
-    raise SystemExit(run(files, lets, style, fix))
+    stdin = any(str(file) == "-" for file in files)
+    if stdin_name is not None and not stdin:
+        raise click.UsageError("--stdin-name needs the file `-`")
+    if fix and stdin:
+        raise click.UsageError("--fix writes files, and `-` is stdin: leave out one of them")
+    raise SystemExit(run(files, lets, style, fix, stdin_name or STDIN))
 
 
 @click.command(cls=Command)
@@ -70,7 +76,7 @@ def init(file: Path | None, model: str | None, show_list: bool, style: str) -> N
     run(file, model, style)
 
 
-@click.group("import", cls=Group, no_args_is_help=True)
+@click.group("import", cls=Group)
 def imports() -> None:
     """Make a `.moe` file of a model described elsewhere."""
 

@@ -61,7 +61,7 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
         context.exit()
 
 
-@click.group("moec", cls=Root, context_settings=SETTINGS, no_args_is_help=True)
+@click.group("moec", cls=Root, context_settings=SETTINGS)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
 )

@@ -9,7 +9,7 @@ import click
 from moec.cli.command import Function, Group, argument, output_format, path
 
 
-@click.group(cls=Group, no_args_is_help=True)
+@click.group(cls=Group)
 def weights() -> None:
     """Weights of Hugging Face to a checkpoint, and back."""
 

@@ -9,20 +9,26 @@ from pathlib import Path
 from moec.commands.terminal import colored
 from moec.grammar.diagnostics import Diagnostic, Edit, Severity, render
 
+STDIN = "<stdin>"
 ROUNDS = 10
 """A fix can reveal another error: files are checked again at most so many times."""
 
 
-def run(files: Sequence[Path], lets: Mapping[str, str], style: str = "full", fix: bool = False) -> int:
+def run(
+    files: Sequence[Path], lets: Mapping[str, str], style: str = "full", fix: bool = False, stdin_name: str = STDIN
+) -> int:
     """Reports every error in `files`, with `fix` after applying fixes; returns the exit status.
 
     The diagnostics are what the command is for: as JSON they go to stdout, `[]` where there are none. Those that stop
-    another command go to stderr in every style.
+    another command go to stderr in every style. The file `-` is stdin, called `stdin_name`; it is not fixed.
     """
     from moec.driver import check
 
     all_diagnostics: list[Diagnostic] = []
     for file in files:
+        if str(file) == "-":
+            all_diagnostics += _check_stdin(stdin_name, lets)
+            continue
         diagnostics = check(file, **lets)
         for _ in range(ROUNDS if fix else 0):
             fixed = apply_fixes(file, diagnostics)
@@ -37,6 +43,15 @@ def run(files: Sequence[Path], lets: Mapping[str, str], style: str = "full", fix
     else:
         show(all_diagnostics, style)
     return 1 if any(d.severity is Severity.ERROR for d in all_diagnostics) else 0
+
+
+def _check_stdin(name: str, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
+    """The diagnostics of the text on stdin. Its `use` statements look beside the file `name`."""
+    from moec.driver import check_loaded
+    from moec.grammar.load import load_bytes
+
+    folder = Path() if name == STDIN else Path(name).parent
+    return check_loaded(load_bytes(sys.stdin.buffer.read(), name, lets, folder))
 
 
 def apply_fixes(file: Path, diagnostics: Iterable[Diagnostic]) -> int:

@@ -388,11 +388,23 @@ def captured_on_cpu() -> Sequence[Diagnostic]:
     return raised(lambda: layer(layer_text(ranks=None)).capture(torch.ones(4, 16)))
 
 
+def misspelt_command() -> Sequence[Diagnostic]:
+    import click
+
+    from moec.cli import app
+    from moec.cli.usage import diagnostic
+
+    with pytest.raises(click.UsageError) as error:
+        app.main(["complie", "first.moe"], prog_name="moec", standalone_mode=False)
+    return [diagnostic(error.value)]
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
     "MOE0015": unknown_subject,
     "MOE0016": starter_from_an_unknown_model,
+    "MOE0017": misspelt_command,
     "MOE0600": no_plan,
     "MOE0601": edited_plan,
     "MOE0602": plan_of_another_format,

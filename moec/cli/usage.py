@@ -1,0 +1,66 @@
+"""Wrong usage of the command line: one line that says what is wrong and what is meant, and exit code 2."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from moec.cli.command import UnknownCommand
+from moec.grammar.diagnostics import Diagnostic, diagnose, render
+from moec.grammar.suggest import nearest
+
+
+def usage_error(error: click.ClickException, style: str) -> int:
+    """Prints what is wrong to stderr, as a list of one diagnostic if `style` is json; returns the exit status."""
+    from moec.commands.terminal import RED, RESET, colored
+
+    found = diagnostic(error)
+    if style == "json":
+        print(render([found], style), end="", file=sys.stderr)
+    else:
+        head = f"error[{found.code}]"
+        if colored(sys.stderr):
+            head = f"{RED}{head}{RESET}"
+        print(f"{head}: {'; '.join(filter(None, (found.message, found.help)))}", file=sys.stderr)
+    return 2
+
+
+def diagnostic(error: click.ClickException) -> Diagnostic:
+    """The diagnostic of an error that click found."""
+    context = getattr(error, "ctx", None)
+    name = context.command_path if context else "moec"
+    message, help = error.format_message().rstrip("."), f"`{name} --help` shows its usage"
+    if isinstance(error, click.NoSuchOption):
+        message = f"`{name}` has no option {error.option_name}"
+        known = [spelling for p in context.command.params for spelling in p.opts] if context else []
+        help = _meant(error.option_name, known, help)
+    elif isinstance(error, UnknownCommand):
+        message, help = f"`{name}` has no command `{error.word}`", _meant_command(name, error)
+    elif isinstance(error, click.MissingParameter) and error.param is not None and context:
+        what = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[-1]
+        message = f"`{name}` needs {what}"
+    elif isinstance(error, click.BadParameter) and error.param is not None and context:
+        what = error.param.make_metavar(context) if isinstance(error.param, click.Argument) else error.param.opts[0]
+        message = f"{what}: {error.message.rstrip('.')}"
+    return diagnose("MOE0017", None, _small(message), help=help)
+
+
+def _meant_command(group: str, error: UnknownCommand) -> str:
+    assert error.ctx is not None
+    assert isinstance(error.ctx.command, click.Group)
+    known = error.ctx.command.list_commands(error.ctx)
+    if error.word.endswith(".moe"):
+        return f"`moec check {error.word}` checks the file, `moec compile {error.word}` makes a plan of it"
+    meant = nearest(error.word, known)
+    return f"did you mean `{group} {meant}`?" if meant else f"the commands are {', '.join(known)}"
+
+
+def _meant(word: str, known: list[str], otherwise: str) -> str:
+    meant = nearest(word, known)
+    return f"did you mean {meant}?" if meant else otherwise
+
+
+def _small(text: str) -> str:
+    """`text` without a capital at its beginning, unless that is a name."""
+    return text[:1].lower() + text[1:] if text[1:2].islower() else text

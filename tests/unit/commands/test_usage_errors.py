@@ -1,0 +1,77 @@
+"""Wrong usage: one line on stderr that names what is meant, and exit code 2. And `check -`."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import Run
+
+WRONG = {
+    ("complie", "a.moe"): "`moec` has no command `complie`; did you mean `moec compile`?",
+    ("first.moe",): "`moec` has no command `first.moe`; `moec check first.moe` checks the file, ",
+    ("checkpoint", "verifi"): "`moec checkpoint` has no command `verifi`; did you mean `moec checkpoint verify`?",
+    ("compile", "a.moe", "--lets", "a=1"): "`moec compile` has no option --lets; did you mean --let?",
+    ("compile",): "`moec compile` needs FILE; `moec compile --help` shows its usage",
+    ("compile", "a.moe", "--let", "x"): "--let: ",
+    ("weights", "export", "a"): "`moec weights export` needs DIR",
+    ("check", "a.moe", "--stdin-name", "b.moe"): "--stdin-name needs the file `-`",
+    ("check", "-", "--fix"): "--fix writes files, and `-` is stdin",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_wrong_usage_is_one_line(moec: Run, arguments: tuple[str, ...]) -> None:
+    ran = moec(*arguments)
+    assert (ran.status, ran.out) == (2, "")
+    assert ran.err.startswith(f"error[MOE0017]: {WRONG[arguments]}")
+    assert ran.err.count("\n") == 1
+
+
+def test_wrong_usage_as_json(moec: Run) -> None:
+    ran = moec("complie", "--json")
+    assert (ran.status, ran.out) == (2, "")
+    (found,) = json.loads(ran.err)
+    assert (found["code"], found["help"]) == ("MOE0017", "did you mean `moec compile`?")
+
+
+@pytest.mark.parametrize("group", [(), ("checkpoint",), ("weights",), ("import",)])
+def test_a_group_alone_prints_its_help(moec: Run, group: tuple[str, ...]) -> None:
+    ran = moec(*group)
+    assert (ran.status, ran.err) == (0, "")
+    assert ran.out == moec(*group, "--help").out
+
+
+def test_the_module_calls_itself_moec() -> None:
+    ran = subprocess.run([sys.executable, "-m", "moec", "checkpoint", "-h"], capture_output=True, text=True, check=True)
+    assert ran.stdout.startswith("Usage: moec checkpoint [OPTIONS] COMMAND [ARGS]...")
+
+
+def test_check_reads_stdin(moec: Run, starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stdin(text: str) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+    stdin(starter.read_text())
+    assert moec("check", "-").status == 0
+    stdin("model")
+    ran = moec("check", "-")
+    assert ran.status == 1
+    assert "--> <stdin>:1" in ran.err
+    stdin("model")
+    (found, *_) = json.loads(moec("check", "-", "--json", "--stdin-name", "sub/mine.moe").out)
+    assert found["span"]["file"] == "sub/mine.moe"
+
+
+def test_stdin_uses_the_files_beside_the_named_one(
+    moec: Run, starter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "sub"
+    folder.mkdir()
+    starter.rename(folder / "base.moe")
+    for name, status in (("sub/mine.moe", 0), ("mine.moe", 1)):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'use "base.moe"\n')))
+        assert moec("check", "-", "--stdin-name", name).status == status
