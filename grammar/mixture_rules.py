@@ -21,10 +21,6 @@ def mixture(moe: Moe) -> Iterator[Diagnostic]:
     yield from choice(moe.gate, moe.num_experts, experts)
     yield from unlearned(moe.gate, moe.num_experts)
     yield from balanced(moe)
-    if moe.by_rank:
-        at, same = (moe.span("group"), "group = sequence") if moe.group == "rank" else (moe.gate.span(), "topk")
-        help = f"`{same}` gives the same result on any number of ranks"
-        yield diagnose("MOE0315", at, help=help, severity=Severity.WARNING)
 
 
 def balanced(moe: Moe | Moa) -> Iterator[Diagnostic]:

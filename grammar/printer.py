@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from moec.grammar.diagnostics.diagnostic import InternalError
 from moec.grammar.format import formatted
-from moec.grammar.rules import ranges
+from moec.grammar.layer_numbers import ranges
 from moec.grammar.schema import Field, Kind, NumberKind, ReferenceKind, TextKind, WordKind, fields
 from moec.grammar.source import Source
 from moec.grammar.spec import Layer, ParallelLayers, Spec, distinct_layers

@@ -15,9 +15,11 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Label
 from moec.grammar.group_gate_rules import group_gates
 from moec.grammar.head_mixture_rules import head_mixture
+from moec.grammar.layer_numbers import numbered
 from moec.grammar.mixture_rules import gated, mixture
 from moec.grammar.model_rules import model_forms
 from moec.grammar.parallel_rules import microbatches_and_recomputation
+from moec.grammar.rank_rules import dense_degrees, dependent_on_ranks
 from moec.grammar.resolve.parts import Part
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, LayerModule, Mixture, Mla, Moa, Moe, Spec, TokenEmbedding
@@ -66,6 +68,8 @@ def over_parts(spec: Spec) -> list[Diagnostic]:
         *near_experts(spec),
         *windows(spec),
         *device_groups(spec),
+        *dependent_on_ranks(spec),
+        *dense_degrees(spec),
         *microbatches_and_recomputation(spec),
         *model_forms(spec),
         *optimizer_options(spec.train),
@@ -257,24 +261,6 @@ def one_slot(part: Part) -> Iterator[Diagnostic]:
                 labels=_labels((first_span, f"`{first}` is given here")),
                 help=f"keep one; to change some layers from `{first}` to `{second}`, add a `layers` block for them",
             )
-
-
-def numbered(layers: Sequence[int]) -> str:
-    """`layer 5`, `layers 0..3, 7`."""
-    texts = ranges(layers)
-    listed = ", ".join(texts[:8]) + (", …" if len(texts) > 8 else "")
-    return f"layer{'s' * (len(layers) > 1)} {listed}"
-
-
-def ranges(numbers: Sequence[int]) -> list[str]:
-    """Ascending `numbers` as a selector lists them: runs as ranges."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return [f"{first}" if first == last else f"{first}..{last}" for first, last in runs]
 
 
 def _labels(*places: tuple[Span | None, str]) -> list[Label]:

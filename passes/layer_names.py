@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from moec.grammar.rules import ranges
+from moec.grammar.layer_numbers import ranges
 
 MAX_LISTED = 8
 """Ranges that a name lists. Every call repeats the name of its block, so listing all would make plans quadratic."""

@@ -121,6 +121,7 @@ CODES: dict[str, str] = {
     "MOE0371": "packed texts are marked in two ways",
     "MOE0373": "a replay drops or reroutes other choices than its rollout",
     "MOE0374": "an option has no effect without another",
+    "MOE0375": "a degree of experts for layers without experts",
     "MOE0401": "too many layers",
     "MOE0402": "too many experts",
     "MOE0403": "too large once its constants are replaced",

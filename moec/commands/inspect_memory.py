@@ -12,7 +12,7 @@ from moec.commands.summary import amount_of_bytes, count, peak_line, skew_lines
 from moec.commands.table import amount_or_dash, table
 from moec.driver import load
 from moec.grammar.diagnostics import DiagnosticError, diagnose
-from moec.grammar.rules import numbered
+from moec.grammar.layer_numbers import numbered
 from moec.passes.cost.buffers import TENANTS
 from moec.passes.cost.memory import ALWAYS, DEVICE_BYTES, Memory, Moment, largest_skew, memory_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moec.codegen.launch_command import shell_text, torchrun_command
 from moec.codegen.plan import Plan
-from moec.grammar.rules import numbered
+from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Spec
 from moec.passes.cost.memory import Memory, largest_skew, memory_of
 from moec.passes.cost.totals import Tally, tally

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from moec.grammar.diagnostics import Diagnostic, Label, diagnose
+from moec.grammar.layer_numbers import numbered
 from moec.grammar.mixture_rules import mixture
-from moec.grammar.rules import attention, numbered
+from moec.grammar.rules import attention
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, Experts, Moe, Spec
 from moec.grammar.spec.base import Node

@@ -26,7 +26,7 @@ from torch import Tensor
 from moec.codegen.plan import Plan
 from moec.grammar.diagnostics import Diagnostic, Severity, diagnose
 from moec.grammar.huggingface.read import LOCAL, read_config
-from moec.grammar.rules import ranges
+from moec.grammar.layer_numbers import ranges
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec, TopK
 from moec.runtime.checkpoint.convert import Whole, shapes_of, write_new
 from moec.runtime.checkpoint.index import HEAD, MODEL

@@ -1,0 +1,98 @@
+"""Warnings about what depends on ranks: results of a mixture, and degrees of layers without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fractions import Fraction
+
+from moec.grammar.diagnostics.codes import diagnose
+from moec.grammar.diagnostics.diagnostic import Diagnostic, Label, Severity
+from moec.grammar.layer_numbers import numbered
+from moec.grammar.source import Span
+from moec.grammar.spec import Base, Dynamic, ExpertChoice, Factor, Moe, SequenceLoss, Spec, Topology, ZLoss
+
+DEFAULT_CLUSTER = "clusters/one_rank"
+"""The library's cluster of a file that states none."""
+
+
+def dependent_on_ranks(spec: Spec) -> Iterator[Diagnostic]:
+    """Warns of a mixture whose results another number of data-parallel ranks would change (MOE0315).
+
+    A file that states a cluster of one data-parallel rank has no warning; one without a cluster has, as it may be
+    compiled for any.
+    """
+    if _states_cluster(spec) and _data_parallel(spec) == 1:
+        return
+    layers = spec.model.layers if spec.has_model else ()
+    mixtures = [layer.moe for layer in layers if layer.moe is not None] + [module.moe for module in spec.layers]
+    for moe in {id(moe): moe for moe in mixtures}.values():
+        if moe.group == "rank" and (found := _of_a_rank(moe)):
+            what, place = found
+            labels = [Label(span=place, message=what)] if place else []
+            help = "`group = sequence` gives the same result on any number of ranks"
+            yield diagnose("MOE0315", moe.span("group"), labels=labels, help=help, severity=Severity.WARNING)
+        elif _prefers_near(moe):
+            help = "`topk` gives the same result on any number of ranks"
+            yield diagnose("MOE0315", moe.gate.span(), help=help, severity=Severity.WARNING)
+
+
+def dense_degrees(spec: Spec) -> Iterator[Diagnostic]:
+    """Warns of an `ep` whose layers all have no experts (MOE0375)."""
+    if not spec.has_model:
+        return
+    parallel, mixtures = spec.parallel, [layer.moe for layer in spec.model.layers]
+    every = range(len(mixtures))
+    for layers, ep, span in (
+        (every, parallel.ep, parallel.span("ep")),
+        *((block.layers or every, block.ep, block.span("ep")) for block in parallel.layers),
+    ):
+        numbers = [number for number in layers if number < len(mixtures)]
+        if ep is None or not numbers or any(mixtures[number] for number in numbers):
+            continue
+        layer = spec.model.layers[numbers[0]]
+        declared = layer.span("ffn") or layer.span()
+        labels = [Label(span=declared, message=f"layer {numbers[0]} has this instead of experts")] if declared else []
+        help = "leave it out, or select layers with a `moe`" if layers is not every else "leave it out"
+        message = f"it concerns no layer: {numbered(numbers)} {'have' if len(numbers) > 1 else 'has'} no experts"
+        yield diagnose("MOE0375", span, message, labels=labels, help=help, severity=Severity.WARNING)
+
+
+def _states_cluster(spec: Spec) -> bool:
+    """Whether its cluster is another than the default one of the library."""
+    span = spec.cluster.span()
+    return span is None or span.source.name != f"library:{DEFAULT_CLUSTER}.moe"
+
+
+def _data_parallel(spec: Spec) -> int:
+    tp = spec.parallel.tp
+    return max(1, spec.cluster.ranks // (tp if isinstance(tp, int) else 1))
+
+
+def _prefers_near(moe: Moe) -> bool:
+    """Whether its gate knows of ranks: by its loss, or by a bound on far choices."""
+    return isinstance(moe.gate, Topology) and (moe.gate.weight > 0 or moe.gate.share is not None)
+
+
+def _of_a_rank(moe: Moe) -> tuple[str, Span | None] | None:
+    """What of this mixture is counted over a group, and its place; None where nothing is."""
+    if isinstance(moe.gate, ExpertChoice | Base):
+        return "experts choose among a rank's tokens", moe.gate.span()
+    if _prefers_near(moe):
+        return "its loss is over a rank's tokens", moe.gate.span()
+    if _can_drop(moe):
+        return "an expert's places are counted over a rank's tokens", moe.span("capacity")
+    if any(term.weight > 0 and not isinstance(term, SequenceLoss | ZLoss) for term in moe.balance):
+        return "balance is counted over a rank's tokens", moe.span("balance")
+    return None
+
+
+def _can_drop(moe: Moe) -> bool:
+    """Whether an expert may have fewer places than a group has tokens, each of which chooses it at most once."""
+    match moe.capacity:
+        case Factor() as capacity:
+            least = min(capacity.factor, capacity.eval or capacity.factor)
+        case Dynamic(max=Fraction() as least):
+            pass
+        case _:
+            return False
+    return least * moe.gate.choices(moe.num_experts) < moe.num_experts
