@@ -74,6 +74,6 @@ def _not_yet(name: str) -> click.Command:
     @click.argument("arguments", nargs=-1)
     def command(arguments: tuple[str, ...]) -> None:
         message = f"`moec {name}`: {NOT_YET[name]}"
-        raise DiagnosticError([diagnose("MOE0202", None, message, help="the README's table says what works today")])
+        raise DiagnosticError([diagnose("MOE0202", None, message, help="docs/status.md says what works today")])
 
     return command

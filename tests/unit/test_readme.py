@@ -1,4 +1,4 @@
-"""The README's model compiles, verifies and trains, and its outputs are the real ones."""
+"""The README's model compiles, verifies and trains, and the outputs in docs/first.md are the real ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FIRST = (ROOT / "docs" / "first.md").read_text(encoding="utf-8")
+STATUS = (ROOT / "docs" / "status.md").read_text(encoding="utf-8")
 
 
 def block(language: str) -> str:
@@ -20,7 +23,7 @@ def block(language: str) -> str:
 
 
 def console(command: str) -> str:
-    found = re.search(rf"```console\n\$ {re.escape(command)}\n(.*?)```", README, re.DOTALL)
+    found = re.search(rf"```console\n\$ {re.escape(command)}\n(.*?)```", FIRST, re.DOTALL)
     assert found is not None, command
     return found[1]
 
@@ -50,7 +53,17 @@ def test_the_model_is_as_short_as_promised():
     assert len(block("moe").splitlines()) <= 15
 
 
-def test_compile_and_verify_print_what_the_readme_shows(folder: Path):
+def test_the_readme_is_a_screen_and_a_half_before_reading_the_code():
+    lines = README.partition("## Reading the code")[0].splitlines()
+    assert len(lines) <= 88
+    assert max(map(len, lines)) <= 140
+
+
+def test_both_pages_have_the_same_model():
+    assert f"```moe\n{block('moe')}```" in FIRST
+
+
+def test_compile_and_verify_print_what_the_page_shows(folder: Path):
     compiled = moec(folder, "compile", "first.moe")
     assert measured(compiled.stdout) == measured(console("moec compile first.moe"))
     verified = moec(folder, "verify", "first.plan")
@@ -78,10 +91,22 @@ def test_the_training_script_learns(folder: Path):
     assert losses[-1] < losses[0] - 2
 
 
-def test_the_table_names_the_commands_there_are():
+@pytest.mark.parametrize("page", ["README.md", "docs/first.md", "docs/status.md", "docs/README.md"])
+def test_links_lead_to_files(page: str):
+    for link in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text(encoding="utf-8")):
+        assert "://" in link or (ROOT / page).parent.joinpath(link).exists(), link
+
+
+def test_the_index_of_pages_is_complete():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert pages <= set(re.findall(r"\]\(([^)#/]+\.md)", index)), "a page of docs/ is not in docs/README.md"
+
+
+def test_the_full_table_names_the_commands_there_are():
     from moec.cli.root import COMMANDS, NOT_YET
 
-    row = next(line for line in README.splitlines() if line.startswith("| commands"))
+    row = next(line for line in STATUS.splitlines() if line.startswith("| commands"))
     _, _, today, later, _ = row.split("|")
     assert set(re.findall(r"`(\w+)`", today)) == set(COMMANDS)
     assert set(re.findall(r"`(\w+)`", later)) == set(NOT_YET)
