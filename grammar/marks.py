@@ -23,7 +23,8 @@ def marked(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
         span = node.span(known.name) or at
         what = _marked(known, value)
         if what:
-            yield refused(span, what, _way_out(known))
+            mark = known.not_yet
+            yield refused(span, what, _way_out(known), numbers=mark is not None and mark.numbers)
             continue
         for inner in value if isinstance(value, tuple) else (value,):
             if not isinstance(inner, Node):
@@ -34,7 +35,7 @@ def marked(node: Node, at: Span | None, seen: set[int]) -> Iterator[Diagnostic]:
             if type(inner).implemented:
                 yield from marked(inner, span, seen)
             else:
-                yield refused(inner.span() or span, f"`{inner.word}`", _listed(known))
+                yield refused(inner.span() or span, f"`{inner.word}`", _listed(known), numbers=False)
 
 
 def _marked(known: Field, value: object) -> str:
@@ -75,6 +76,16 @@ def _words(kinds: tuple[Kind, ...]) -> set[str]:
     return found
 
 
-def refused(span: Span | None, what: str, help: str) -> Diagnostic:
-    """The diagnostic of something that is known, and that nothing compiles yet."""
-    return diagnose("MOE0202", span, f"{what} is known, and moec cannot compile it yet", help=help)
+NUMBERS = "without it the model computes other numbers"
+SPEED = "without it only speed and memory differ, the results are the same"
+
+
+def refused(span: Span | None, what: str, help: str, *, numbers: bool | None = True) -> Diagnostic:
+    """The diagnostic of something that is known, and that nothing compiles yet.
+
+    `numbers`: whether the model computes other numbers without it, or only differs in speed and memory; None where
+    nothing at all changes.
+    """
+    effect = "without it nothing changes" if numbers is None else NUMBERS if numbers else SPEED
+    text = f"{help}; {effect}" if help else f"leave it out: {effect}"
+    return diagnose("MOE0202", span, f"moec cannot compile {what} yet", help=text)

@@ -48,13 +48,18 @@ def _of_devices(spec: Spec) -> Iterator[Diagnostic]:
     parallel, kind = spec.parallel, spec.cluster.device.kind
     if kind != "cpu" and parallel.offload != "none":
         span = parallel.span("offload")
-        yield refused(span, f"`offload = {parallel.offload}` on {kind} devices", "use more ranks, or a higher `zero`")
+        yield refused(
+            span,
+            f"`offload = {parallel.offload}` on {kind} devices",
+            "use more ranks, or a higher `zero`",
+            numbers=False,
+        )
 
 
 def _of_images(spec: Spec) -> Iterator[Diagnostic]:
     """What a model of images may not ask for yet."""
     if spec.has_model and isinstance(spec.model.embedding, Patches) and spec.train is not None and spec.train.replay:
-        yield refused(spec.train.span("replay"), "`replay` in a model of images", "")
+        yield refused(spec.train.span("replay"), "`replay` in a model of images", "", numbers=None)
 
 
 def _of_packed(spec: Spec) -> Iterator[Diagnostic]:
@@ -133,7 +138,7 @@ def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
             yield refused(moa.gate.span("bias"), what, help)
         if spec.train is not None and spec.train.replay:
             help = "a rollout gives no choices of heads: leave `replay` out"
-            yield refused(moa.span(), "`moa` in a model with `replay`", help)
+            yield refused(moa.span(), "`moa` in a model with `replay`", help, numbers=None)
 
 
 def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
@@ -143,12 +148,12 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
     if spec.has_model:
         for layer in spec.layers:
             if layer.name not in used:
-                yield refused(layer.span(), "a `layer` beside a `model` that no expert is", "")
+                yield refused(layer.span(), "a `layer` beside a `model` that no expert is", "", numbers=None)
     elif isinstance(tp := spec.parallel.tp, int) and tp > 1:
-        yield refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "")
+        yield refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "", numbers=False)
     if not spec.has_model and spec.train is not None and spec.train.replay:
         help = "a layer by itself sees one mixture of its host's; use it in a `model`"
-        yield refused(spec.train.span("replay"), "`replay` in the file of one `layer`", help)
+        yield refused(spec.train.span("replay"), "`replay` in the file of one `layer`", help, numbers=None)
     for layer in () if spec.has_model else (spec.layer,):
         gate = layer.moe.gate
         if needed := gate.inputs():
@@ -185,7 +190,7 @@ def nested(spec: Spec) -> Iterator[Diagnostic]:
             if len(moe.parts) > 1:
                 yield refused(part.span(), "`mixture` in a list of experts", "")
             if spec.train is not None and spec.train.replay:
-                yield refused(spec.train.span("replay"), "`replay` of a mixture of mixtures", "")
+                yield refused(spec.train.span("replay"), "`replay` of a mixture of mixtures", "", numbers=None)
             yield from _plain_gate(moe.gate, "a mixture of mixtures")
             yield from _plain_gate(within.gate, "an inner mixture")
             if not isinstance(moe.capacity, Dropless):

@@ -28,7 +28,7 @@ def near_experts(spec: Spec) -> list[Diagnostic]:
 def _of_heads(spec: Spec) -> Iterator[Diagnostic]:
     for layer in spec.model.layers if spec.has_model else ():
         if isinstance(layer.attention, Moa) and isinstance(gate := layer.attention.gate, Topology):
-            message = "`topology` of heads is known, and moec cannot compile it yet"
+            message = "moec cannot compile `topology` of heads yet"
             yield diagnose("MOE0202", gate.span(), message, help="heads are on no ranks of their own: use `topk`")
 
 
@@ -61,7 +61,7 @@ def _bounded(spec: Spec, gate: Topology) -> Iterator[Diagnostic]:
         yield diagnose("MOE0370", gate.span("share"), message, labels=labels, help="leave `share` or `replay` out")
     assert gate.share is not None
     if gate.share.denominator >= _LARGEST_PART:
-        message = "so exact a `share` is known, and moec cannot compile it yet"
+        message = "moec cannot compile so exact a `share` yet"
         yield diagnose("MOE0202", gate.span("share"), message, help="write it with fewer digits")
 
 

@@ -10,7 +10,13 @@ from moec.grammar.diagnostics.diagnostic import Diagnostic, Severity
 from moec.grammar.source import Source, Span
 
 WIDEST = 160
-"""Columns shown of a source line; of a longer line, the columns around the mark."""
+"""Columns shown of a source line where no width is given; of a longer line, the columns around the mark."""
+
+NARROWEST, BROADEST = 40, 200
+"""The least and most columns that a rendering is fitted to."""
+
+_LEAST_BESIDE = 24
+"""A message stands behind its mark where there are so many columns left, else under it."""
 
 _RED, _YELLOW, _BLUE, _CYAN, _BOLD, _PLAIN = (
     "\x1b[1;31m",
@@ -22,6 +28,7 @@ _RED, _YELLOW, _BLUE, _CYAN, _BOLD, _PLAIN = (
 )
 
 
+_HELP = "help: "
 _Painter = Callable[[str, str], str]
 
 
@@ -34,14 +41,18 @@ class _Mark:
     primary: bool
 
 
-def full(diagnostic: Diagnostic, color: bool = False) -> str:
-    """`diagnostic` with the source lines that it points at, ending in a newline."""
+def full(diagnostic: Diagnostic, color: bool = False, width: int | None = None) -> str:
+    """`diagnostic` with the source lines that it points at, ending in a newline.
+
+    With a `width`, from 40 to 200 columns, source lines are cut around their marks, and messages and help are wrapped.
+    """
+    width = None if width is None else min(max(width, NARROWEST), BROADEST)
     paint = _paint if color else _leave
     loud = _RED if diagnostic.severity is Severity.ERROR else _YELLOW
     title = paint(f"{diagnostic.severity}[{diagnostic.code}]", loud) + paint(f": {diagnostic.title}", _BOLD)
     lines = [title]
     if diagnostic.span is None and diagnostic.message:
-        lines.append(f"  {diagnostic.message}")
+        lines += [f"  {part}" for part in _wrapped(diagnostic.message, width and width - 2)]
     marks = [_Mark(label.span, label.message, primary=False) for label in diagnostic.labels]
     if diagnostic.span:
         marks.insert(0, _Mark(diagnostic.span, diagnostic.message, primary=True))
@@ -50,18 +61,28 @@ def full(diagnostic: Diagnostic, color: bool = False) -> str:
         here = [mark for mark in marks if mark.span.source.name == source]
         place = f"{source}:{here[0].span.line}:{here[0].span.column}"
         lines.append(f"{' ' * margin}{paint('-->' if number == 0 else ':::', _BLUE)} {place}")
-        lines += _snippet(here, margin, loud, paint)
+        lines += _snippet(here, margin, loud, paint, width)
     if diagnostic.help:
-        lines.append(f"{paint('help', _CYAN)}: {diagnostic.help}")
+        first, *rest = _wrapped(diagnostic.help, width and width - len(_HELP))
+        lines += [f"{paint('help', _CYAN)}: {first}", *(f"{' ' * len(_HELP)}{part}" for part in rest)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def _snippet(marks: list[_Mark], margin: int, loud: str, paint: _Painter) -> Iterable[str]:
+def _wrapped(text: str, width: int | None) -> list[str]:
+    """`text` in lines of at most `width` columns; as it is without one."""
+    if width is None or _width(text) <= width:
+        return [text]
+    from textwrap import wrap  # good files do without it
+
+    return [line for part in text.splitlines() for line in wrap(part, width, break_on_hyphens=False)] or [text]
+
+
+def _snippet(marks: list[_Mark], margin: int, loud: str, paint: _Painter, width: int | None) -> Iterable[str]:
     """The lines of one file, in order, each followed by its marks."""
     source = marks[0].span.source
     if not source.text:
-        if marks[0].message:
-            yield f"{' ' * margin} {paint('=', _BLUE)} {marks[0].message}"
+        for at, part in enumerate(_wrapped(marks[0].message, width and width - margin - 3) if marks[0].message else ()):
+            yield f"{' ' * margin} {paint(' ' if at else '=', _BLUE)} {part}"
         return
     bar = paint("|", _BLUE)
     yield f"{' ' * margin} {bar}"
@@ -71,26 +92,68 @@ def _snippet(marks: list[_Mark], margin: int, loud: str, paint: _Painter) -> Ite
             yield f"{' ' * margin}{paint('⋮', _BLUE)}"
         previous = line
         here = sorted((mark for mark in marks if mark.span.line == line), key=lambda mark: -mark.span.column)
-        shown = _Line(source, line, min(mark.span.column for mark in here))
+        room = WIDEST if width is None else width - margin - 3
+        loudest = next((mark for mark in here if mark.primary), here[-1])
+        shown = _Line(source, line, loudest.span, room)
         yield f"{paint(str(line).rjust(margin), _BLUE)} {bar} {shown.text}"
         for mark in here:
             start, length = shown.extent(mark.span)
-            sign = paint(("^" if mark.primary else "-") * length + f" {mark.message}", loud if mark.primary else _BLUE)
-            yield f"{' ' * margin} {bar} {' ' * start}{sign}"
+            sign, style = ("^", loud) if mark.primary else ("-", _BLUE)
+            for part in _marked(start, sign * length, mark.message, None if width is None else room):
+                yield f"{' ' * margin} {bar} {part[: len(part) - len(part.lstrip())]}{paint(part.lstrip(), style)}"
     yield f"{' ' * margin} {bar}"
 
 
-class _Line:
-    """One source line for a terminal, without control characters, so that its width is known."""
+def _marked(start: int, sign: str, message: str, room: int | None) -> list[str]:
+    """The mark with its message behind it, or under it where too few columns are left."""
+    beside = f"{' ' * start}{sign} {message}"
+    if room is None or _width(beside) <= room or not message:
+        return [beside]
+    left = room - start - len(sign) - 1
+    if left >= _LEAST_BESIDE:
+        indent = start + len(sign) + 1
+        first, *rest = _wrapped(message, left)
+        return [f"{' ' * start}{sign} {first}", *(f"{' ' * indent}{part}" for part in rest)]
+    indent = min(start, max(0, room - 2 * _LEAST_BESIDE))
+    return [f"{' ' * start}{sign}", *(f"{' ' * indent}{part}" for part in _wrapped(message, room - indent))]
 
-    def __init__(self, source: Source, number: int, column: int) -> None:
+
+class _Line:
+    """One source line for a terminal, without control characters, so that its width is known.
+
+    Of a line wider than `room`, a part that has the start of `span`, with `…` where it was cut.
+    """
+
+    def __init__(self, source: Source, number: int, span: Span, room: int) -> None:
         text = source.line(number)
         self.first = source.line_starts[number - 1]
-        self.skipped = max(0, column - 1 - WIDEST // 2) if len(text) > WIDEST else 0
-        cut = text[self.skipped : self.skipped + WIDEST]
+        at = min(max(span.start - self.first, 0), len(text))
+        self.skipped = 0
+        if len(text) > room or _width("".join(map(_shown, text))) > room:
+            end = min(max(span.end - self.first, at + 1), len(text), at + room // 2)
+            self.skipped = 0 if self._fits(text[:end], room - 1) else self._begin(text, at, room // 2)
         self.before = "…" if self.skipped else ""
-        self.pieces = [_shown(character) for character in cut]
-        self.text = self.before + "".join(self.pieces) + ("…" if len(text) > self.skipped + WIDEST else "")
+        self.pieces: list[str] = []
+        left = room - len(self.before)
+        for index in range(self.skipped, len(text)):
+            piece = _shown(text[index])
+            left -= _width(piece)
+            if left < (1 if index + 1 < len(text) else 0):
+                break
+            self.pieces.append(piece)
+        cut = self.skipped + len(self.pieces) < len(text)
+        self.text = self.before + "".join(self.pieces) + ("…" if cut else "")
+
+    @staticmethod
+    def _fits(text: str, room: int) -> bool:
+        return len(text) <= room and _width("".join(map(_shown, text))) <= room
+
+    @staticmethod
+    def _begin(text: str, at: int, room: int) -> int:
+        """The first character of the last ones before `at` that fill `room` columns."""
+        while at > 0 and (room := room - _width(_shown(text[at - 1]))) >= 0:
+            at -= 1
+        return at
 
     def extent(self, span: Span) -> tuple[int, int]:
         """The first screen column of `span`, and its number of columns in this line (at least one)."""

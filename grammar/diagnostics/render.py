@@ -10,10 +10,15 @@ from moec.grammar.diagnostics.full import full
 from moec.grammar.source import Span
 
 
-def render(diagnostics: Iterable[Diagnostic], style: str = "full", color: bool = False) -> str:
-    """All of `diagnostics` as text; only `full` has colours. Raises `ValueError` for a style that there is not."""
+def render(
+    diagnostics: Iterable[Diagnostic], style: str = "full", color: bool = False, width: int | None = None
+) -> str:
+    """All of `diagnostics` as text; only `full` has colours, and fits a terminal's `width` (40 to 200 columns).
+
+    Raises `ValueError` for a style that there is not.
+    """
     if style == "full":
-        return "\n".join(full(diagnostic, color) for diagnostic in diagnostics)
+        return "\n".join(full(diagnostic, color, width) for diagnostic in diagnostics)
     if style not in _STYLES:
         raise ValueError(f"no style {style!r}: there are {', '.join(STYLES)}")
     return _STYLES[style](list(diagnostics))

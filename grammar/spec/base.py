@@ -31,7 +31,8 @@ class Node:
     """One block or call of a `.moe` file, resolved. Raises pydantic's `ValidationError` for what the schema forbids.
 
     `word` is the name it is written by (`gqa` in `gqa(heads = 32)`); for a block it is the block's kind.
-    `source` says where it was described first. `implemented` is false until something here can compile it.
+    `source` says where it was described first. `implemented` is false until something here can compile it; without
+    such a word, which is one of planning or placement, only speed and memory differ.
     `positional` lists the fields that a call also takes by position, in order.
     `form` is how it is written: `word(…)`, `word { … }`, or `first * second` of its two fields.
     A `labelled` block's field `name` is its label; one that `selects` takes a layer selector.
@@ -198,11 +199,15 @@ class Doc:
 
 @dataclass(frozen=True)
 class NotYet:
-    """Marks a field that moec cannot compile yet, or only its `words` or lists. `help` suggests an alternative."""
+    """Marks a field that moec cannot compile yet, or only its `words` or lists. `help` suggests an alternative.
+
+    `numbers`: without it the model computes other numbers; else only speed and memory differ.
+    """
 
     words: tuple[str, ...] = ()
     lists: bool = False
     help: str = ""
+    numbers: bool = False
 
 
 @dataclass(frozen=True)

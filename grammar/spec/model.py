@@ -24,7 +24,9 @@ class DType(StrEnum):
 
 
 _NO_FP16 = NotYet(
-    ("fp16",), help="use `bf16`: gradients in fp16 vanish unless the loss is scaled, and nothing scales it"
+    ("fp16",),
+    help="use `bf16`: gradients in fp16 vanish unless the loss is scaled, and nothing scales it",
+    numbers=True,
 )
 
 

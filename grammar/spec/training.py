@@ -108,7 +108,7 @@ class Train(Node):
     optimizer: Annotated[Optimizer, Doc("update rule")] = AdamW()
     master: Annotated[
         Literal["fp32", "bf16"],
-        NotYet(("bf16",)),
+        NotYet(("bf16",), numbers=True),
         Doc("dtype of the weights that the optimizer updates"),
     ] = "fp32"
     state: Annotated[Literal["fp32", "bf16"], Doc("dtype of the optimizer's states between steps")] = "fp32"

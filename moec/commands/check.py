@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from moec.commands.terminal import colored
+from moec.commands.terminal import colored, columns
 from moec.grammar.diagnostics import Diagnostic, Edit, Severity, render
 
 STDIN = "<stdin>"
@@ -93,7 +93,7 @@ def show(diagnostics: Iterable[Diagnostic], style: str) -> None:
     shown = list(diagnostics)
     if shown:
         color = style == "full" and colored(sys.stderr)
-        print(render(shown, style, color=color).rstrip("\n"), file=sys.stderr)
+        print(render(shown, style, color=color, width=columns(sys.stderr)).rstrip("\n"), file=sys.stderr)
 
 
 def _overlap(one: Edit, other: Edit) -> bool:

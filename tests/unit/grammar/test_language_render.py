@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 
 import pytest
 
@@ -70,6 +71,43 @@ def test_a_long_line_is_cut_around_the_mark() -> None:
     assert max(map(len, lines)) < 180
     code, mark = lines[3], lines[4]
     assert mark[code.index("oops") :].startswith("^^^^ here")
+
+
+@pytest.mark.parametrize("width", [40, 60, 100, 200])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "name = " + "long_" * 60 + " oops " + "tail " * 40,
+        "漢字 = " + "漢字 " * 60 + " oops " + "語 " * 60,
+        "\t" * 9 + "oops\t" + "x" * 250,
+        "é = " + "e\u0301 " * 80 + "oops 🙂 " + "🙂" * 80,
+    ],
+)
+def test_every_line_fits_the_terminal_and_the_mark_stands_under_its_word(width: int, line: str) -> None:
+    source = Source("m.moe", line)
+    found = diagnostic(
+        at("oops", source), message="why this word is wrong, in a long sentence " * 4, help="do it " * 60
+    )
+    lines = render([found], width=width).splitlines()
+    assert max(map(columns, lines)) <= width
+    code, mark = lines[3], lines[4]
+    assert columns(code[: code.index("oops")]) == columns(mark[: mark.index("^^^^")])
+    assert sum(line.count("sentence") for line in lines) == 4
+
+
+def columns(text: str) -> int:
+    """The columns of `text` in a terminal."""
+    wide = sum(unicodedata.east_asian_width(character) in "WF" for character in text)
+    return len(text) + wide - sum(unicodedata.combining(character) > 0 for character in text)
+
+
+def test_a_mark_far_right_has_its_message_under_it() -> None:
+    source = Source("m.moe", "x = [" + "1, " * 11 + "oops]")
+    lines = render(
+        [diagnostic(at("oops", source), message="a sentence that is too long for the rest")], width=50
+    ).splitlines()
+    assert lines[4].endswith("^^^^")
+    assert lines[5].split("|")[1].strip() == "a sentence that is too long for the rest"
 
 
 def test_a_span_over_several_lines_is_marked_on_its_first() -> None:
