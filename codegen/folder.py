@@ -55,7 +55,7 @@ def write_plan(plan: Plan, target: Path) -> Path:
     Raises `PlanError` where `target` is something other than a plan, or cannot be written.
     """
     if target.exists() and not (target / MANIFEST).is_file() and not (target.is_dir() and not any(target.iterdir())):
-        raise PlanError("MOE0603", target, "exists", "choose another -o")
+        raise PlanError("MOE0603", target, "exists", "choose another folder with -o")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
@@ -78,7 +78,7 @@ def write_plan(plan: Plan, target: Path) -> Path:
 
 
 def _unwritable(target: Path, error: OSError) -> PlanError:
-    return PlanError("MOE0604", target, str(error.strerror), "choose another -o")
+    return PlanError("MOE0604", target, str(error.strerror), "choose another folder with -o")
 
 
 def _swap(fresh: Path, target: Path) -> None:

@@ -134,7 +134,7 @@ def _manifest(path: Path) -> Manifest:
         raise PlanError(
             "MOE0602",
             path,
-            f"format {str(data.get('format'))[:20]}, this moec reads {FORMAT}",
+            f"format {str(data.get('format'))[:20]}, this moec reads format {FORMAT}",
             "compile the .moe file again with this moec, or use the moec that wrote it",
         )
     stated = data.pop("digest", None)

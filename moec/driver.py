@@ -56,7 +56,7 @@ def compile(source: Source, *, world_size: int | None = None, **lets: float | st
     spec = to_spec(source, **lets)
     if world_size is not None:
         if world_size < 1:
-            raise ValueError(f"world_size is a number from 1, not {world_size}")
+            raise ValueError(f"world_size must be a number, at least 1, not {world_size}")
         spec = for_ranks(spec, world_size)
     return make_plan(spec, compile_program(spec).program, __version__)
 
@@ -149,7 +149,7 @@ def layer(
     from moec.runtime.job.layer_home import make_layer, ranks_of, require_layer
 
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is 'mean' or 'sum', not {reduction!r}")
+        raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
     ranks = ranks_of(group)
     plan: Plan
     if isinstance(source, PlanClass):

@@ -73,7 +73,7 @@ SOURCES: Mapping[str, str] = {
     "clock": "assumed: under the load of matrix products, below the boost clock of the data sheet",
     "matrix_flops": "data sheet's dense peak over multiprocessors and boost clock; fp32 and fp64 without matrix units",
     "matrix_efficiency": "assumed: 0.9 of the libraries' rate",
-    "library_efficiency": "H200: 790 TFLOP/s measured (bf16, 8192 cubed, random data); others the same part",
+    "library_efficiency": "H200: 790 TFLOP/s measured (bf16, 8192 cubed, random data); others: same fraction",
     "small_tile_efficiency": "assumed: on Hopper, tiles below 64 rows take `mma.sync`, about 0.6 of `wgmma`",
     "lanes": "data sheet: fp32 lanes of a multiprocessor",
     "lane_efficiency": "assumed: part of the lanes that an epilogue keeps busy",

@@ -50,7 +50,9 @@ class Config:
 
     def count(self, *keys: str, default: Any = MISSING, least: int = 1) -> int:
         """A whole number from `least` on."""
-        return int(self._scalar(keys, default, partial(_is_count, least), f"a whole number from {least}", PLACEHOLDER))
+        return int(
+            self._scalar(keys, default, partial(_is_count, least), f"a whole number, at least {least}", PLACEHOLDER)
+        )
 
     def count_or_none(self, *keys: str) -> int | None:
         """A whole number from 1 on; None where the key is left out or 0."""

@@ -77,10 +77,12 @@ class Spec(Node):
     word = "file"
     form = "block"
     model: Annotated[Model, Doc("the network")] = None  # type: ignore[assignment]
-    layers: Annotated[tuple[LayerModule, ...], Doc("mixtures by name")] = ()
-    cluster: Annotated[Cluster, Doc("what it runs on")]
-    train: Annotated[Train | None, Doc("how it is trained")] = None
-    parallel: Annotated[Parallel, Doc("over which degrees")] = Parallel()
+    layers: Annotated[
+        tuple[LayerModule, ...], Doc("mixtures by themselves: experts of other mixtures, or modules for `moec.layer`")
+    ] = ()
+    cluster: Annotated[Cluster, Doc("the hardware that the model runs on")]
+    train: Annotated[Train | None, Doc("how the model is trained")] = None
+    parallel: Annotated[Parallel, Doc("degrees of parallelism: how the model is cut over ranks")] = Parallel()
     adapt: Annotated[Adapt | None, Doc("what may change between steps")] = None
 
     @property

@@ -49,8 +49,13 @@ class Yarn(Node):
     positional = ("factor",)
     factor: Annotated[float, at_least(1), Doc("how many times longer the context becomes")]
     original: Annotated[PositiveInt, Doc("context that was trained")]
-    beta_fast: Annotated[Positive, Doc("turns above which a wavelength is kept")] = 32.0
-    beta_slow: Annotated[Positive, Doc("turns below which a wavelength is stretched whole")] = 1.0
+    beta_fast: Annotated[
+        Positive, Doc("dimensions with more turns than this in the original context keep their wavelength")
+    ] = 32.0
+    beta_slow: Annotated[
+        Positive,
+        Doc("dimensions with fewer turns than this in the original context are stretched by the whole `factor`"),
+    ] = 1.0
     mscale: Annotated[float, at_least(0), Doc("factor in the sharpening of rotated dimensions; 0 for the paper's")] = (
         0.0
     )
@@ -67,8 +72,8 @@ class Llama3(Node):
     source = "Llama 3.1, Grattafiori et al. 2024, arXiv 2407.21783"
     positional = ("factor",)
     factor: Annotated[float, at_least(1), Doc("how many times longer low frequencies become")]
-    low: Annotated[Positive, Doc("turns in the original context below which a frequency is low")] = 1.0
-    high: Annotated[Positive, Doc("turns above which it is high")] = 4.0
+    low: Annotated[Positive, Doc("a frequency with fewer turns than this in the original context is low")] = 1.0
+    high: Annotated[Positive, Doc("a frequency with more turns than this in the original context is high")] = 4.0
     original: Annotated[PositiveInt, Doc("context that was trained")]
 
 
@@ -78,7 +83,7 @@ class LongRope(Node):
     word = "longrope"
     source = "Ding et al. 2024, arXiv 2402.13753"
     short: Annotated[tuple[Positive, ...], Doc("factors for a `context` up to the original one")]
-    long: Annotated[tuple[Positive, ...], Doc("factors for a longer one")]
+    long: Annotated[tuple[Positive, ...], Doc("factors for a longer `context`")]
     original: Annotated[PositiveInt, Doc("context that was trained")]
 
 
@@ -89,7 +94,9 @@ class Rope(Node):
     source = "Su et al. 2021, arXiv 2104.09864"
     theta: Annotated[Positive, Doc("base of the wavelengths")] = 10_000.0
     scaling: Annotated[Linear | Ntk | Yarn | Llama3 | LongRope | None, Doc("how a longer context is reached")] = None
-    fraction: Annotated[float, more_than(0), at_most(1), Doc("of a head's dimensions that turn, the first ones")] = 1.0
+    fraction: Annotated[
+        float, more_than(0), at_most(1), Doc("fraction of a head's dimensions that turn, counted from the first")
+    ] = 1.0
     interleaved: Annotated[bool, Doc("turn neighbours in pairs, as GPT-J and DeepSeek do")] = False
 
     def turning(self, width: int) -> int:
@@ -106,7 +113,7 @@ class Windows(Node):
     word = "windows"
     source = "Swin, Liu et al. 2021, arXiv 2103.14030, section 3.2"
     positional = ("size",)
-    size: Annotated[PositiveInt, Doc("patches in a row of a window, and rows; divides those of the grid")]
+    size: Annotated[PositiveInt, Doc("patches along one side of a window; divides the patches along the grid's side")]
     shift: Annotated[
         int,
         at_least(0),
@@ -118,7 +125,7 @@ class _Attention(Node):
     """What every kind of attention may have."""
 
     heads: Annotated[PositiveInt, Doc("query heads")]
-    rope: Annotated[Rope | None, Doc("rotary positions; without it, none")] = None
+    rope: Annotated[Rope | None, Doc("rotary positions; default: none")] = None
     qk_norm: Annotated[
         Literal["none", "head", "projection"],
         Doc("RMS norm of queries and keys: per head (Qwen3), or over the whole projection (OLMoE)"),
@@ -130,10 +137,13 @@ class _Attention(Node):
         Literal["none", "qkv", "all"], Doc("which projections have a bias: `qkv` (Qwen2), `all` (gpt-oss)")
     ] = "none"
     window: Annotated[
-        PositiveInt | None, Doc("each token sees this many, itself included; not `causal`, as many after it too")
+        PositiveInt | None,
+        Doc("tokens that each token sees, itself included; with `causal = false`, as many after it too"),
     ] = None
     grid: Annotated[Windows | None, Doc("windows of the grid of patches, for images with `causal = false`")] = None
-    sinks: Annotated[bool, Doc("a learned logit per head that takes attention away (gpt-oss)")] = False
+    sinks: Annotated[
+        bool, Doc("a learned logit per head in the softmax, which takes attention away from tokens (gpt-oss)")
+    ] = False
     clip: Annotated[Positive | None, Doc("queries, keys and values are clamped to ± this, after norms (DBRX)")] = None
     output_gate: Annotated[
         Literal["none", "head", "element"],

@@ -115,9 +115,9 @@ class Factor(Node):
     word = "factor"
     source = "Lepikhin et al. 2020, arXiv 2006.16668; Fedus et al. 2021, arXiv 2101.03961, eq. 3"
     positional = ("factor",)
-    factor: Annotated[Ratio, Doc("places, as a multiple of an equal share")]
-    eval: Annotated[Ratio | None, Doc("the same in evaluation; default: as in training")] = None
-    min: Annotated[PositiveInt, Doc("places that there are at least")] = 1
+    factor: Annotated[Ratio, Doc("places per expert, as a multiple of an equal share")]
+    eval: Annotated[Ratio | None, Doc("`factor` in evaluation; default: as in training")] = None
+    min: Annotated[PositiveInt, Doc("least number of places per expert")] = 1
     order: Order = "sequence"
 
 
@@ -126,7 +126,9 @@ class Dynamic(Node):
 
     word = "dynamic"
     source = "Tutel, Hwang et al. 2023, arXiv 2206.03382, section 3.3"
-    max: Annotated[Ratio | None, Doc("as `factor`, what an expert takes at most; default: all")] = None
+    max: Annotated[Ratio | None, Doc("most places per expert, as a multiple of an equal share; default: no limit")] = (
+        None
+    )
     order: Order = "sequence"
 
 

@@ -36,9 +36,9 @@ class Device(Node):
     form = "block"
     labelled = True
     name: BlockLabel
-    kind: Annotated[Literal["cpu", "cuda", "hip"], Doc("which torch device runs it")]
-    memory: Annotated[Bytes, Doc("capacity")]
-    bandwidth: Annotated[BytesPerSecond, Doc("of its memory")]
+    kind: Annotated[Literal["cpu", "cuda", "hip"], Doc("type of the torch device that runs it")]
+    memory: Annotated[Bytes, Doc("capacity of the device's memory")]
+    bandwidth: Annotated[BytesPerSecond, Doc("bandwidth of the device's memory")]
     peak: Annotated[Peak, Doc("arithmetic peaks")] = Peak()
 
 
@@ -49,9 +49,11 @@ class Level(Node):
     form = "block"
     labelled = True
     name: BlockLabel
-    size: Annotated[PositiveInt, Doc("how many of the level below it joins")]
-    bandwidth: Annotated[BytesPerSecond | None, Doc("per device, one direction")] = None
-    latency: Annotated[Seconds | None, Doc("of one message")] = None
+    size: Annotated[
+        PositiveInt, Doc("how many units of the level below (for the innermost level: ranks) form one unit")
+    ]
+    bandwidth: Annotated[BytesPerSecond | None, Doc("bandwidth per device, in one direction")] = None
+    latency: Annotated[Seconds | None, Doc("latency of one message")] = None
 
 
 class Cluster(Node):
@@ -61,8 +63,8 @@ class Cluster(Node):
     form = "block"
     labelled = True
     name: BlockLabel
-    device: Annotated[Device, Reference("device"), Doc("what every rank is")]
-    levels: Annotated[tuple[Level, ...], Doc("from the innermost out")]
+    device: Annotated[Device, Reference("device"), Doc("the device that every rank is")]
+    levels: Annotated[tuple[Level, ...], Doc("levels of the network, the innermost first")]
 
     @property
     def ranks(self) -> int:
@@ -79,5 +81,5 @@ class ClusterText(Node):
     name: BlockLabel
     base: Annotated[str | None, Reference("cluster"), Word("from"), Doc("the cluster to start from")] = None
     nodes: Annotated[PositiveInt | None, Doc("multiplies the outermost level")] = None
-    device: Annotated[str | None, Reference("device"), Doc("what every rank is")] = None
-    levels: Annotated[tuple[Level, ...], Doc("from the innermost out")] = ()
+    device: Annotated[str | None, Reference("device"), Doc("the device that every rank is")] = None
+    levels: Annotated[tuple[Level, ...], Doc("levels of the network, the innermost first")] = ()

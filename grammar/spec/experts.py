@@ -20,8 +20,10 @@ class _FeedForward(Node):
 
     positional = ("hidden",)
     hidden: Annotated[PositiveInt, Doc("hidden width")]
-    bias: Annotated[bool, Doc("biases on its projections (gpt-oss)")] = False
-    gated: Annotated[bool, Doc("of `shared` only: scaled by a learned sigmoid per token (Qwen2)")] = False
+    bias: Annotated[bool, Doc("whether projections have biases (gpt-oss)")] = False
+    gated: Annotated[
+        bool, Doc("for `shared` only: whether the result is scaled by a learned sigmoid per token (Qwen2)")
+    ] = False
 
 
 class Activated(_FeedForward):
@@ -34,9 +36,9 @@ class SwiGLU(Activated):
     word = "swiglu"
     source = "Shazeer 2020, arXiv 2002.05202"
     clamp: Annotated[Positive | None, Doc("gate at most this, up within ± this (gpt-oss: 7)")] = None
-    alpha: Annotated[Positive | None, Doc("`g * sigmoid(alpha * g) * (up + 1)` in silu's place (gpt-oss: 1.702)")] = (
-        None
-    )
+    alpha: Annotated[
+        Positive | None, Doc("`g * sigmoid(alpha * g) * (up + 1)` in place of `silu(g) * up` (gpt-oss: 1.702)")
+    ] = None
 
 
 class GeGLU(Activated):
@@ -78,9 +80,11 @@ class LinearMap(Node):
     """One matrix, model width to model width."""
 
     word = "linear"
-    source = "the least that an expert can be"
+    source = "a single matrix, the smallest expert"
     bias: Annotated[bool, Doc("whether a bias is added")] = False
-    gated: Annotated[bool, Doc("of `shared` only: scaled by a learned sigmoid per token")] = False
+    gated: Annotated[bool, Doc("for `shared` only: whether the result is scaled by a learned sigmoid per token")] = (
+        False
+    )
 
 
 class Lora(Node):
@@ -128,4 +132,4 @@ class Experts(Node):
     word = "experts"
     form = "product"
     count: Annotated[int, at_least(1), at_most(MAX_EXPERTS, "MOE0402"), Doc("number of experts")]
-    body: Annotated[FeedForward | Mixture, Doc("what one expert is")]
+    body: Annotated[FeedForward | Mixture, Doc("the body of one expert")]

@@ -15,7 +15,7 @@ class Online(Node):
     word = "online"
     source = "Wang et al. 2024, arXiv 2408.15664"
     positional = ("rate",)
-    rate: Annotated[float, more_than(0), Doc("how far it moves in a step")] = 1e-3
+    rate: Annotated[float, more_than(0), Doc("how far a bias moves in a step")] = 1e-3
 
 
 class _Gate(Node):

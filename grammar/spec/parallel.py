@@ -22,7 +22,9 @@ class ParallelLayers(Node):
     word = "layers"
     form = "block"
     selects = True
-    layers: Annotated[tuple[Annotated[int, at_least(0)], ...], Doc("the layers that it concerns, ascending")] = ()
+    layers: Annotated[
+        tuple[Annotated[int, at_least(0)], ...], Doc("the layers that these degrees are for, ascending")
+    ] = ()
     ep: Annotated[
         Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and each such layer's experts")
     ] = None
@@ -39,9 +41,7 @@ class Parallel(Node):
     ep: Annotated[
         Degree, NotYet(("auto",), lists=True), Doc("expert parallel; divides the ranks and every layer's experts")
     ] = None
-    tp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("tensor parallel, of what is not experts; default 1")] = (
-        None
-    )
+    tp: Annotated[Degree, NotYet(("auto",), lists=True), Doc("tensor parallel, of all but experts; default 1")] = None
     pp: Annotated[Degree, NotYet(), Doc("pipeline parallel; default 1")] = None
     etp: Annotated[Degree, NotYet(), Doc("tensor parallel inside an expert; default 1")] = None
     cp: Annotated[Degree, NotYet(), Doc("context parallel; default 1")] = None
@@ -54,17 +54,20 @@ class Parallel(Node):
         ),
     ] = 0
     offload: Annotated[
-        Offload, NotYet(("auto",)), Doc("what lies in the host's memory; changes nothing where devices are CPUs")
+        Offload, NotYet(("auto",)), Doc("what is kept in the host's memory; changes nothing where devices are CPUs")
     ] = "none"
     recompute: Annotated[Recompute, NotYet(("auto",)), Doc("what is computed again in the backward pass")] = "none"
     microbatches: Annotated[
         Microbatches | tuple[Microbatches, ...] | Literal["auto"] | None,
         NotYet(("auto",), lists=True),
-        Doc("parts that a rank's sequences are worked through in; divides them; default 1"),
+        Doc("number of micro-batches of a step; divides a rank's sequences; default 1"),
     ] = None
     schedule: Annotated[Schedule | None, NotYet(), Doc("order of a pipeline's micro-batches")] = None
     sequence_parallel: Annotated[
-        bool, Doc("with `tp`, cut the tokens between the parts that it shards (Korthikanti et al. 2022, section 4.2.2)")
+        bool,
+        Doc(
+            "with `tp`, cut each sequence over its ranks between sharded parts (Korthikanti et al. 2022, section 4.2.2)"
+        ),
     ] = True
     layers: Annotated[tuple[ParallelLayers, ...], Doc("other degrees for some layers")] = ()
 
@@ -78,8 +81,8 @@ class Greedy(Node):
     word = "greedy"
     source = "SmartMoE, Zhai et al. 2023"
     implemented = False
-    every: Annotated[PositiveInt, Doc("steps between two looks at the loads")] = 100
-    threshold: Annotated[float, at_least(1), Doc("largest load over mean load that is left alone")] = 1.1
+    every: Annotated[PositiveInt, Doc("steps between two checks of the loads")] = 100
+    threshold: Annotated[float, at_least(1), Doc("largest load over mean load up to which experts stay")] = 1.1
 
 
 class Replicate(Node):
@@ -89,8 +92,8 @@ class Replicate(Node):
     source = "EPLB, DeepSeek-V3, arXiv 2412.19437, section 3.4"
     implemented = False
     positional = ("slots",)
-    slots: Annotated[PositiveInt, Doc("copies there is room for, on all ranks together")]
-    every: Annotated[PositiveInt, Doc("steps between two looks at the loads")] = 100
+    slots: Annotated[PositiveInt, Doc("number of copies on all ranks together")]
+    every: Annotated[PositiveInt, Doc("steps between two checks of the loads")] = 100
 
 
 class Shadow(Node):
@@ -100,7 +103,7 @@ class Shadow(Node):
     source = "FasterMoE, He et al. 2022, section 4.2"
     implemented = False
     positional = ("most",)
-    most: Annotated[PositiveInt, Doc("experts that are shadowed at a time")] = 4
+    most: Annotated[PositiveInt, Doc("largest number of experts shadowed at a time")] = 4
 
 
 class Adapt(Node):
@@ -114,7 +117,11 @@ class Adapt(Node):
         Doc("Tutel's r: 0 gathers the experts' weights, 1 sends tokens, more splits an expert over r ranks"),
     ] = None
     overlap: Annotated[Degree, Doc("parts of a batch whose exchange and computation overlap")] = None
-    all_to_all: Annotated[Literal["linear", "hierarchical", "auto"] | None, Doc("how rows travel between nodes")] = None
+    all_to_all: Annotated[
+        Literal["linear", "hierarchical", "auto"] | None, Doc("algorithm that exchanges rows between nodes")
+    ] = None
     window: Annotated[PositiveInt, Doc("capacities that share one choice (Tutel's R)")] = 128
     placement: Annotated[Greedy | Replicate | Shadow | None, Doc("how experts move between ranks")] = None
-    horizon: Annotated[float, more_than(0), Doc("steps over which a move has to pay")] = 1000.0
+    horizon: Annotated[float, more_than(0), Doc("steps within which a move has to save more time than it takes")] = (
+        1000.0
+    )

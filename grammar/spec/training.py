@@ -27,7 +27,9 @@ class Sgd(Node):
     lr: Annotated[float, more_than(0), Doc("learning rate")]
     momentum: Annotated[float, at_least(0), less_than(1), Doc("decay of the sum of gradients; 0 keeps no state")] = 0.0
     nesterov: Annotated[bool, Doc("Nesterov's momentum")] = False
-    weight_decay: Annotated[float, at_least(0), Doc("times the weight, in the gradient; norms are not decayed")] = 0.0
+    weight_decay: Annotated[
+        float, at_least(0), Doc("factor on the weight that is added to the gradient; norms are not decayed")
+    ] = 0.0
 
 
 class Adafactor(Node):
@@ -38,7 +40,9 @@ class Adafactor(Node):
     lr: Annotated[float, more_than(0), Doc("largest step, relative to the weights; it is at most 1 / sqrt(t)")] = 1e-2
     decay: Annotated[float, more_than(0), Doc("the second moment decays by 1 - t ** -decay (section 7.2)")] = 0.8
     clip: Annotated[float, at_least(1), Doc("largest root mean square of an update (section 6)")] = 1.0
-    eps: Annotated[float, more_than(0), Doc("least root mean square of weights in the size of a step")] = 1e-3
+    eps: Annotated[float, more_than(0), Doc("least root mean square of weights that a step's size is relative to")] = (
+        1e-3
+    )
     weight_decay: Annotated[float, at_least(0), Doc("decoupled; norms are not decayed")] = 0.0
 
 
@@ -59,7 +63,7 @@ class Muon(Node):
         ),
     ] = "shape"
     weight_decay: Annotated[float, at_least(0), Doc("decoupled")] = 0.1
-    adamw: Annotated[AdamW, Doc("of every other parameter")] = AdamW()
+    adamw: Annotated[AdamW, Doc("optimizer of every other parameter")] = AdamW()
 
 
 Optimizer = AdamW | Sgd | Adafactor | Muon

@@ -59,7 +59,11 @@ def export(
 )
 @click.option("--split", is_flag=True, help="Experts narrower than the feed-forward take a slice of it each.")
 @click.option(
-    "--drop", type=float, default=0.0, show_default=True, help="Part of each expert's hidden units that begins anew."
+    "--drop",
+    type=float,
+    default=0.0,
+    show_default=True,
+    help="Fraction of each expert's hidden units that start from new random values.",
 )
 @click.option(
     "--seed", type=int, default=0, show_default=True, help="Of noise, of dropped units, and of the new routers."

@@ -99,7 +99,7 @@ def _lines(checkpoint: Checkpoint) -> Iterator[str]:
     yield f"  saved on   {count(head.world_size, 'rank')}" + "".join(_degrees(head.degrees))
     yield f"  optimizer  {head.optimizer or 'none'}"
     yield f"  extras     {', '.join(_extras(checkpoint)) or 'none'}"
-    yield f"  in all     {totals}, {amount_of_bytes(sum(head.shard_bytes))} in {count(head.world_size, 'shard')}"
+    yield f"  total      {totals}, {amount_of_bytes(sum(head.shard_bytes))} in {count(head.world_size, 'shard')}"
     yield ""
     rows = [COLUMNS, *(_row(name, entry) for name, entry in sorted(index.tensors.items()))]
     yield from table(rows, NUMBERS)

@@ -42,7 +42,7 @@ def run(source: Path, output: Path | None, style: str) -> None:
     elif output is None:
         print(text, end="")
     else:
-        print(f"wrote {output}; next: `{after[0]}`, name your cluster in it, then `{after[1]}`")
+        print(f"wrote {output}; next: name your cluster in {output}, then `{after[0]}` and `{after[1]}`")
 
 
 def moe_text(imported: Imported, source: Path) -> str:

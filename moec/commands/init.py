@@ -25,7 +25,7 @@ model "starter" {
   layers {
     attention = gqa(heads = 4, kv_heads = 2, rope = rope())
     moe {
-      experts = experts * swiglu(256)      # so many feed-forwards, each 256 wide
+      experts = experts * swiglu(256)      # this many feed-forwards, each 256 wide
       gate    = topk(2, normalize = true)  # each token goes to its two best experts
       balance = [switch_loss(0.01)]        # keeps the experts equally busy
     }

@@ -90,7 +90,7 @@ def _starter(name: str, model: Spec, nodes: int, zero: int) -> str:
     ep = math.gcd(ranks, *(number for moe in mixtures for number in moe.counts))
     while ep > MOST_RANKS_OF_EXPERTS:
         ep //= 2
-    fits = "; the least power of two on which a step fits" if model.has_model else ""
+    fits = "; the smallest power of two on which a step fits" if model.has_model else ""
     parts = [
         f'use "clusters/{CLUSTER}"',
         library_text(f"models/{name}").rstrip("\n"),

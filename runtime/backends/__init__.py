@@ -103,7 +103,7 @@ def _select(forced: str | None, device: str) -> Backend:
 
         return triton_backend
     if forced is not None:
-        raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or say {VARIABLE}=torch")
+        raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or set {VARIABLE}=torch")
     warn_first(f"moec runs its operators in plain torch, which is slow on this device: {unfit}", "LOCAL_RANK")
     return torch_backend
 

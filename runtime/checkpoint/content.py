@@ -100,7 +100,7 @@ def require_optimizer(optimizer: object) -> Optimizer:
         return optimizer
     raise JobError(
         "MOE0807",
-        f"the optimizer is of class {type(optimizer).__name__}, which is no torch.optim.Optimizer",
+        f"the optimizer is of class {type(optimizer).__name__}, not a torch.optim.Optimizer",
         "give the optimizer itself; other objects with `state_dict` are extras: `scheduler=scheduler`",
     )
 
@@ -125,7 +125,7 @@ def _parts(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[st
 
 def _extra(name: str, value: Any) -> ExtraContent:
     if len(name) > NAME_LENGTH:
-        raise JobError("MOE0808", f"the name of an extra has {len(name)} letters; the limit is {NAME_LENGTH}")
+        raise JobError("MOE0808", f"the name of an extra has {len(name)} characters; the limit is {NAME_LENGTH}")
     tensors: list[Tensor] = []
     state_dict: Callable[[], Any] | None = getattr(value, "state_dict", None)
     loads = callable(state_dict) and callable(getattr(value, "load_state_dict", None))

@@ -212,7 +212,7 @@ def _opened(source: Path) -> ShardFile:
             raise JobError(first.code, first.message, "write or copy this file again") from error
         raise JobError(
             "MOE0800",
-            f"{source} is no safetensors file",
+            f"{source} is not a safetensors file",
             "`safetensors.torch.save_file` writes one, from a dict of tensors such as "
             "`torch.load(PATH, weights_only=True)`",
         ) from error

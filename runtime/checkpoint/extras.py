@@ -35,7 +35,7 @@ def read_extras(loading: Loading, asked: Mapping[str, Any], data_rank: int, data
             raise _unfit(
                 f"{name} differs between data ranks: the checkpoint has it for data_size {copies}, and here data_size "
                 f"is {data_size}",
-                "load it with as many data ranks, or leave it out and start it anew",
+                "load it with as many data ranks, or leave it out and let it start over",
             )
         if (name not in asked and extra.loads) or copies not in (1, data_size):
             continue
@@ -45,7 +45,10 @@ def read_extras(loading: Loading, asked: Mapping[str, Any], data_rank: int, data
         except (ValueError, TypeError) as error:
             raise JobError("MOE0801", f"{checkpoint.path}: extra {name}: {error}") from error
         if name in asked and not extra.loads and not isinstance(loading.values[name], Mapping):
-            raise _unfit(f"{name} is no dict in the checkpoint, but one here", "read it from what `job.load` returns")
+            raise _unfit(
+                f"{name} is not a dict in the checkpoint, but job.load was given a dict for it",
+                "read it from what `job.load` returns",
+            )
 
 
 def _receives(receiver: object, *, loads: bool) -> bool:
@@ -75,6 +78,7 @@ def give(loading: Loading, extras: Mapping[str, Any]) -> None:
         except Exception as error:
             call = f"{name}.load_state_dict" if loads else f"{name}.clear or {name}.update"
             raise _unfit(
-                f"{call} raised {type(error).__name__}: {str(error)[:300]}; model and optimizer are loaded already",
-                "give the object that the checkpoint's state is of",
+                f"{call} raised {type(error).__name__}: {str(error)[:300]}; model and optimizer have been loaded "
+                "already",
+                "give an object of the same class as the one that was saved",
             ) from error

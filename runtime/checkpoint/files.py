@@ -73,7 +73,7 @@ def sync_name(target: Path) -> None:
         raise written_but(
             target,
             f"its name may be lost in a power cut: {shown(target.parent)} cannot be synced: {error.strerror}",
-            "it can be used; check the disk before you rely on it",
+            "the checkpoint can be loaded now; check the disk before you rely on it",
         ) from error
 
 

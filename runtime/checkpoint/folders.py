@@ -135,9 +135,9 @@ def remove_old(newest: Path, keep: int) -> None:
     try:
         names, model, found = os.listdir(folder), read_head(newest).model, heads_in(folder)
     except OSError as error:
-        raise _not_removed(newest, f"old ones cannot be removed: {shown(folder)}: {error.strerror}") from error
+        raise _not_removed(newest, f"old checkpoints cannot be removed: {shown(folder)}: {error.strerror}") from error
     except JobError as error:
-        raise _not_removed(newest, f"old ones cannot be removed: {error.diagnostics[0].message}") from error
+        raise _not_removed(newest, f"old checkpoints cannot be removed: {error.diagnostics[0].message}") from error
     for name in names:
         if name.startswith(".") and MARK in name:
             remove_left_over(folder / name)

@@ -243,7 +243,7 @@ def parse_head(path: Path, content: bytes) -> Head:
     if stated != FORMAT:
         raise JobError(
             "MOE0802",
-            f"{path}: format {str(stated)[:20]}, this moec reads {FORMAT}",
+            f"{path}: format {str(stated)[:20]}, this moec reads format {FORMAT}",
             "use the moec that wrote it; `moec checkpoint convert` of that moec makes a file of plain safetensors",
         )
     rest = {key: value for key, value in data.items() if key != "digest"}

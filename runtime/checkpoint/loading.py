@@ -153,9 +153,9 @@ def load(
 def _same_calls(path: str, optimizer: Optimizer | None, extras: Mapping[str, Any]) -> tuple[MustMatch, ...]:
     """What must match on all ranks: the path, whether there is an optimizer, and the names of extras."""
     claims = {
-        "ranks give job.load different paths": of_words(path),
-        "some ranks give job.load an optimizer, and others none": int(optimizer is not None),
-        "ranks give job.load extras of different names": of_words(*sorted(extras)),
+        "ranks called job.load with different paths": of_words(path),
+        "some ranks called job.load with an optimizer, others without one": int(optimizer is not None),
+        "ranks called job.load with extras of different names": of_words(*sorted(extras)),
     }
     return tuple(MustMatch("MOE0811", words, (number,)) for words, number in claims.items())
 
@@ -169,7 +169,7 @@ def _prepared(
     tensors = tensors_of(model, plan)
     _require_same_model(path, index.tensors, tensors, head.model, plan)
     if words := other_biases(index.model, plan.spec):
-        message = f"{path} is of {head.model}, and this model is {plan.name}: {words}"
+        message = f"{path} is a checkpoint of {head.model}, and this model is {plan.name}: {words}"
         raise JobError("MOE0805", message, "give the gate the checkpoint's `bias`")
     for name, tensor in tensors.items():
         loading.want(MODEL + name, tensor)

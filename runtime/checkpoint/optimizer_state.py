@@ -87,7 +87,7 @@ def _name(parameter: Tensor, names: Mapping[int, str]) -> str:
     if name is None:
         raise JobError(
             "MOE0807",
-            f"the optimizer has a parameter {list(parameter.shape)} that is not the model's",
+            f"the optimizer has a parameter of shape {list(parameter.shape)} that is not in the model",
             "give an optimizer over `model.parameters()` alone, and other modules a second one; these are extras: "
             "`job.save(path, model, optimizer, adapter=adapter, second=second)`",
         )
@@ -103,7 +103,8 @@ def _require_no_tensors(key: str, name: str, inside: Sequence[Tensor]) -> None:
     if inside:
         raise JobError(
             "MOE0807",
-            f"the optimizer's {key} of {name} has {len(inside)} tensors inside: nothing says how these lie on ranks",
+            f"the optimizer's {key} of {name} has {len(inside)} tensors inside: moec cannot tell how they are "
+            "split over ranks",
             "use an optimizer whose states are tensors and numbers, such as SGD, Adam or AdamW",
         )
 

@@ -92,7 +92,7 @@ def part_of(tensor: Tensor, rank: int = 0, world_size: int = 1) -> Part:
         elif type(placement) is Replicate:
             replica, replicas = replica * size + place, replicas * size
         else:
-            raise UnevenError(f"it lies as {placement} on a mesh axis")
+            raise UnevenError(f"its placement on a mesh axis is {placement}")
     if any(dim % cut for dim, cut in zip(shape, cuts, strict=True)):
         raise UnevenError(f"{list(shape)} is cut into {cuts} parts of different sizes")
     return Part(shape, tuple(cuts), tuple(cell), replica, replicas, tensor.to_local().detach())

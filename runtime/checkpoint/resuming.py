@@ -117,7 +117,7 @@ class _Search:
                 "MOE0800",
                 f"{shown(self._folder)} has no checkpoint to resume, but {', '.join(others[:3])}: a link, without a "
                 "valid checkpoint.json, or set aside as damaged",
-                "load it with `job.load`, give it a name and content of its own, or move it away to begin anew",
+                "load it with `job.load`, give it a name and content of its own, or move it away to start over",
             )
         if is_of_torch(self._folder):
             raise of_torch(self._folder)

@@ -71,7 +71,7 @@ def save(
 def require_keep(keep: int | None) -> None:
     """Raises `ValueError` unless `keep` is a whole number from 1, or None."""
     if keep is not None and not (isinstance(keep, int) and keep >= 1):
-        raise ValueError(f"keep is a number of checkpoints from 1, not {keep!r}")
+        raise ValueError(f"keep must be a number of checkpoints, at least 1, not {keep!r}")
 
 
 def same_calls(path: str, keep: int | None, content: Content | None) -> tuple[MustMatch, ...]:
@@ -83,7 +83,9 @@ def same_calls(path: str, keep: int | None, content: Content | None) -> tuple[Mu
         "extras of different names": of_words(*extras),
         "different optimizers: some have states that others lack": of_words(*tensors),
     }
-    return tuple(MustMatch("MOE0811", f"ranks give job.save {words}", (number,)) for words, number in claims.items())
+    return tuple(
+        MustMatch("MOE0811", f"ranks called job.save with {words}", (number,)) for words, number in claims.items()
+    )
 
 
 def of_words(*words: str) -> int:

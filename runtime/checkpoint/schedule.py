@@ -33,9 +33,9 @@ def save_if_due(
     if every is None and seconds is None and on_signal is None:
         raise ValueError("say when: every=N steps, seconds=S, on_signal=NUMBER, or several of them")
     if every is not None and not (isinstance(every, int) and every >= 1):
-        raise ValueError(f"every is a number of steps from 1, not {every!r}")
+        raise ValueError(f"every must be a number of steps, at least 1, not {every!r}")
     if seconds is not None and not (isinstance(seconds, int | float) and seconds > 0):
-        raise ValueError(f"seconds is a number above 0, not {seconds!r}")
+        raise ValueError(f"seconds must be a number above 0, not {seconds!r}")
     require_keep(keep)
     saves, step = job.saves, model.settings["step"]
     last_step, last_time = saves.last_in(Path(folder))

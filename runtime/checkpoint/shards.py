@@ -145,7 +145,7 @@ class ShardFile:
             except OSError as error:
                 raise missing(self.path, error) from error
             if not got:
-                raise damaged(self.path, "it ends too soon")
+                raise damaged(self.path, "it ends too early")
             done += got
         return buffer
 

@@ -228,7 +228,7 @@ def _of_decoder(
     )
     dtype = DTYPES[found.most_common(1)[0][0]] if found else torch.float32
     without = {name: content for name, content in beside.items() if name != CONFIG}
-    said = f"the decoder alone is exported, as `{family.model_type}`: not what stands beside it in the original model"
+    said = f"only the decoder is exported, as `{family.model_type}`; the other parts of the original model are left out"
     return Origin(imported.spec, family, config, dtype, without, {}, None, None, (*notes, _warning("MOE0904", said)))
 
 
@@ -236,7 +236,7 @@ def _of_plan(source: Path, plan: Plan | None, model_type: str | None) -> Origin:
     if plan is None:
         raise JobError(
             "MOE0908",
-            f"{source} was not imported from a folder, and does not say its architecture",
+            f"{source} was not imported from a folder, and does not name its architecture",
             "give `--like DIR`, a folder of the architecture with its tokenizer, or `--plan PLAN`",
         )
     config, family = config_for(plan.spec, model_type)
@@ -249,7 +249,7 @@ def _other_mathematics(checkpoint: Checkpoint, spec: Spec) -> list[Diagnostic]:
     if not found:
         return []
     more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-    return [_warning("MOE0805", f"{checkpoint.path} computes otherwise: {'; '.join(found[:5])}{more}")]
+    return [_warning("MOE0805", f"{checkpoint.path} computes something else: {'; '.join(found[:5])}{more}")]
 
 
 def _require_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], origin: Origin) -> None:
@@ -261,7 +261,7 @@ def _require_tensors(checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...
         if here != said:
             raise JobError(
                 "MOE0805",
-                f"{checkpoint.path} is no {origin.family.model_type} of this config: {name} is "
+                f"{checkpoint.path} is not the {origin.family.model_type} of this config: {name} is "
                 f"{'missing' if said is None else list(said)} in the checkpoint, "
                 f"{'missing' if here is None else list(here)} in the config's model",
                 "export with the folder or the plan of the model that was trained",

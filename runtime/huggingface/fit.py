@@ -58,9 +58,9 @@ def require_fit(
     if missing:
         errors.append(diagnose("MOE0906", None, f"{name} has no {_list(missing)}", help=HELP))
     if extra:
-        errors.append(diagnose("MOE0906", None, f"{name} has {_list(extra)}, which the model has not", help=HELP))
+        errors.append(diagnose("MOE0906", None, f"{name} has {_list(extra)}, which the model does not have", help=HELP))
     if wrong:
-        help = "a quantised checkpoint (int8, fp8, mxfp4) is loaded after it was dequantised to bf16"
+        help = "dequantise a quantised checkpoint (int8, fp8, mxfp4) to bf16 first"
         errors.append(diagnose("MOE0907", None, _list(wrong), help=help))
     if errors:
         raise DiagnosticError(errors)
@@ -79,7 +79,7 @@ def _unlike_its_twin(rule: Rule, tensor: Stored, rules: Sequence[Rule], stored: 
     other = stored.get(twin.name)
     if other is None or (other.shape == tensor.shape and torch.equal(other.view(), tensor.view())):
         return ""
-    return f"{rule.name} differs from {twin.name}, and the config says that they are one (`tie_word_embeddings`)"
+    return f"{rule.name} differs from {twin.name}, but the config ties them (`tie_word_embeddings`)"
 
 
 HELP = "load the weights that belong to the config from which the model was made (`moec.from_hf`)"

@@ -79,8 +79,8 @@ def kept_in(checkpoint: Path) -> tuple[dict[str, bytes], Layout] | None:
             name: len(text.encode()).to_bytes(LENGTH_BYTES, "little") + text.encode() for name, text in texts.items()
         }
         if not all(PurePath(name).name == name and name.endswith(".safetensors") for name in headers):
-            raise ValueError("a file's name is no name of a safetensors file")
+            raise ValueError("a file has a name that no safetensors file may have")
         return carried(folder), Layout(headers, None if index is None else str(index).encode())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        message = f"{folder} is not what an import has written: {error}"
+        message = f"{folder} is not what `moec weights import` writes: {error}"
         raise JobError("MOE0801", message, "export with `--like`, a folder of the same architecture") from error

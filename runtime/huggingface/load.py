@@ -100,7 +100,7 @@ def complaint_of(error: Exception) -> Complaint:
     """An error of one rank as the error of all."""
     if isinstance(error, DiagnosticError):
         return Complaint.of(error)
-    return Complaint("MOE0812", f"{type(error).__name__}: {error}", "its own traceback says where")
+    return Complaint("MOE0812", f"{type(error).__name__}: {error}", "that error's own traceback shows where")
 
 
 def require_module(module: object) -> None:
@@ -108,7 +108,7 @@ def require_module(module: object) -> None:
     if not isinstance(module, PlanModule):
         raise JobError(
             "MOE0714",
-            f"an object of class {type(module).__name__} is no model of moec",
+            f"an object of class {type(module).__name__} is not a model of moec",
             "give the module of `moec.reference` or `job.build`, without a wrapper around it",
         )
 
@@ -147,7 +147,9 @@ def _family(
     if folder is None or not (folder / CONFIG).is_file():
         _, family = config_for(module.spec)
         remarks = (
-            [] if folder is None else [f"{folder} has no {CONFIG}: nothing says that its weights are of this model"]
+            []
+            if folder is None
+            else [f"{folder} has no {CONFIG}: moec cannot tell whether its weights are this model's"]
         )
         return family, 0, remarks
     imported = read_config(folder)

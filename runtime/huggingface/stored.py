@@ -56,7 +56,7 @@ def _whole(source: str | Path | Mapping[str, Any]) -> dict[str, Stored]:
         return {name: _of_value(name, value) for name, value in source.items()}
     folder = Path(source)
     if folder.suffix == ".json":
-        raise JobError("MOE0905", f"{folder} is no file of weights", "give the folder that it is in")
+        raise JobError("MOE0905", f"{folder} is a config, not a file of weights", "give the folder that it is in")
     if folder.is_file():
         if folder.suffix in (".bin", ".pt", ".pth", ".ckpt"):
             raise _pickled(folder.parent, folder.name)
@@ -131,7 +131,7 @@ def digest_of(stored: Mapping[str, Stored]) -> int:
 def _pickled(folder: Path, name: str) -> JobError:
     return JobError(
         "MOE0905",
-        f"{folder / name} is a pickle, which runs code when it is opened, and moec opens none",
+        f"{folder / name} is a pickle, which runs code when it is opened, and moec never opens one",
         f"convert it, if you trust it, with {CONVERT.format(folder)}",
     )
 
@@ -141,16 +141,18 @@ def _by_index(folder: Path) -> dict[str, Stored]:
     path = folder / INDEX
     try:
         if path.stat().st_size > MAX_INDEX_BYTES:
-            raise JobError("MOE0905", f"{path} has more than {MAX_INDEX_BYTES >> 20} MiB, and is no index")
+            raise JobError("MOE0905", f"{path} has more than {MAX_INDEX_BYTES >> 20} MiB: too large to be an index")
         table = json.loads(path.read_bytes())["weight_map"]
         named = {str(name): str(file) for name, file in table.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise JobError("MOE0905", f"{path} is no index of safetensors files", "download the folder again") from error
+        raise JobError(
+            "MOE0905", f"{path} is not an index of safetensors files", "download the folder again"
+        ) from error
     files: dict[str, dict[str, Stored]] = {}
     for file in dict.fromkeys(named.values()):
         if PurePath(file).name != file or file in ("", ".", "..") or not file.isprintable():
             raise JobError(
-                "MOE0905", f"{path} names {file!r}, which is no file of the folder", "do not trust this folder"
+                "MOE0905", f"{path} names {file!r}, which is not a file of the folder", "do not trust this folder"
             )
         files[file] = _of_file(folder / file, file)
     for name, file in named.items():
@@ -213,7 +215,7 @@ def _of_value(name: object, value: object) -> Stored:
         kind = type(value).__name__
         raise JobError(
             "MOE0905",
-            f"the state dict's {name!r} is of class {kind}, and no whole tensor",
+            f"the state dict's {name!r} is of class {kind}, not a whole tensor",
             "give `model.state_dict()` of a transformers model on one process, or a folder",
         )
     detached = value.detach()

@@ -116,11 +116,14 @@ def _remarks(model: Model, dense: Dense) -> list[Diagnostic]:
     notes = []
     if scaled:
         help = "set `normalize = true` in `topk`"
-        message = f"weights of layers {', '.join(ranges(scaled))} do not add up to 1: their results begin scaled"
+        named = ", ".join(ranges(scaled))
+        message = f"the weights of a token's experts do not add up to 1 in layers {named}: results begin scaled"
         notes.append(diagnose("MOE0910", None, message, help=help, severity=Severity.WARNING))
     if chosen:
         help = "let a token choose a multiple of the number of slices"
-        message = f"in layers {', '.join(ranges(chosen))} a token chooses no whole copies of the feed-forward"
+        message = (
+            f"in layers {', '.join(ranges(chosen))} a token's experts do not make whole copies of the feed-forward"
+        )
         notes.append(diagnose("MOE0910", None, message, help=help, severity=Severity.WARNING))
     return notes
 
@@ -157,9 +160,9 @@ def _unfit(message: str, help: str = "") -> JobError:
 
 def _require_options(how: Upcycling) -> None:
     if not 0 <= how.drop <= 1:
-        raise _unfit(f"--drop is {how.drop}, and a part of the hidden units is from 0 to 1")
+        raise _unfit(f"--drop is {how.drop}, and must be a fraction of the hidden units, 0 to 1")
     if not 0 <= how.noise <= MOST_NOISE:
-        raise _unfit(f"--noise is {how.noise}, and a standard deviation is from 0 to {MOST_NOISE:g}")
+        raise _unfit(f"--noise is {how.noise}, and must be a standard deviation from 0 to {MOST_NOISE:g}")
 
 
 def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> None:
@@ -174,7 +177,7 @@ def _require_same_but_mixtures(dense: Model, sparse: Model, folder: Path) -> Non
     if different is not None:
         how = different.replace("would be read as", "in the file")
         help = "`moec import hf` writes the dense model's file; put `moe` in place of `ffn` in it"
-        raise _unfit(f"the file is not {folder} with mixtures in place of feed-forwards: there {how}", help)
+        raise _unfit(f"the file is not {folder} with mixtures in place of feed-forwards: in {folder} {how}", help)
 
 
 def _require_same_mathematics(checkpoint: Checkpoint, sparse: Spec, dense: Dense) -> None:
@@ -188,7 +191,7 @@ def _require_same_mathematics(checkpoint: Checkpoint, sparse: Spec, dense: Dense
         layers.append(layer)
     found = differences(checkpoint.index.model, sparse.replace(model=sparse.model.replace(layers=tuple(layers))))
     if found:
-        help = "the file is the dense model's, with `moe` in place of `ffn`"
+        help = "write the dense model's file, with `moe` in place of `ffn`"
         raise _unfit(f"{checkpoint.path} is another model than the file's: {'; '.join(found[:3])}", help)
 
 
@@ -196,14 +199,14 @@ def _require_upcyclable(number: int, moe: Moe, dense: Dense, how: Upcycling) -> 
     """Raises MOE0910 unless the layer's experts can be made of the dense layer's feed-forward."""
     where = f"layer {number}"
     if len(moe.parts) > 1 or not isinstance(moe.parts[0].body, Activated):
-        raise _unfit(f"{where}: experts of several kinds, or without an activation, are no copies of a feed-forward")
+        raise _unfit(f"{where}: experts of several kinds, or without an activation, cannot be copies of a feed-forward")
     if moe.shared is not None or moe.residual is not None:
         part = "shared" if moe.shared is not None else "residual"
-        raise _unfit(f"{where} has `{part}`, and upcycling says only what experts begin as", f"leave `{part}` out")
+        raise _unfit(f"{where} has `{part}`, which upcycling cannot make from a dense model", f"leave `{part}` out")
     prefix = f"layers.{number}."
     for part in ("up", "down"):
         if f"{prefix}{DENSE}{part}.weight" not in dense.shapes:
-            raise _unfit(f"{where} is a mixture, and has no feed-forward in the dense model")
+            raise _unfit(f"{where} is a mixture, but the dense model has no feed-forward in this layer")
     hidden, wanted = dense.shapes[f"{prefix}{DENSE}up.weight"][1], moe.parts[0].body.hidden
     if hidden == wanted:
         return
@@ -232,10 +235,12 @@ def _require_shapes(plan: Plan, dense: Dense) -> None:
             raise _unfit(f"{name} is {list(theirs)} in the dense model, {list(data.shape)} in the file")
         # [experts, parts, hidden, dim] of [parts, hidden, dim]; `hidden` may be a slice.
         if name.endswith("moe.experts.up.weight") and (theirs[0], theirs[2]) != (data.shape[1], data.shape[3]):
-            raise _unfit(f"{source} is {list(theirs)}, and experts of {list(data.shape[1:])} are no copies or slices")
+            raise _unfit(
+                f"{source} is {list(theirs)}, and experts of {list(data.shape[1:])} cannot be copies or slices of it"
+            )
     more = sorted(set(dense.shapes) - used)
     if more:
-        raise _unfit(f"the dense model has {more[0]}, which the file's model has not")
+        raise _unfit(f"the dense model has {more[0]}, which the file's model does not have")
 
 
 def source_of(name: str) -> str | None:

@@ -84,7 +84,7 @@ class Checks:
 
     def __init__(self, mode: str = "all", place: Callable[[], str] = str) -> None:
         if mode not in MODES:
-            raise ValueError(f"checks is one of {', '.join(map(repr, MODES))}, not {mode!r}")
+            raise ValueError(f"checks must be one of {', '.join(map(repr, MODES))}, not {mode!r}")
         self.mode, self.place = mode, place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checks:

@@ -24,7 +24,7 @@ MODES = ("raise", "skip", "ignore")
 
 HELP = (
     "weights and optimizer states are as before: go on from them with a lower learning rate or with clipped gradients; "
-    '`moec.launch(…, on_nonfinite="skip")` leaves such steps out, and "ignore" looks at nothing'
+    '`moec.launch(…, on_nonfinite="skip")` leaves such steps out, and "ignore" turns this check off'
 )
 
 
@@ -63,7 +63,7 @@ class Finite:
 
     def __init__(self, job: Job, mode: str) -> None:
         if mode not in MODES:
-            raise ValueError(f"on_nonfinite is one of {', '.join(map(repr, MODES))}, not {mode!r}")
+            raise ValueError(f"on_nonfinite must be one of {', '.join(map(repr, MODES))}, not {mode!r}")
         self._job, self.mode, self.skipped = job, mode, 0
         self._normed: WeakKeyDictionary[PlanModule, dict[nn.Parameter, GradientStamp]] = WeakKeyDictionary()
         """The gradients whose norm was finite."""

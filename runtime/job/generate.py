@@ -57,7 +57,7 @@ class Ends:
         """The ends that a user gives. Raises `JobError` for what is no id."""
         if any(not isinstance(run, list | tuple) for run in _listed(stop)):
             help = "write `stop=[[32, 2]]` for the run 32, 2, and `eos=[32, 2]` for either of them"
-            raise JobError("MOE0740", f"`stop` is {stop}, and no list of runs", help)
+            raise JobError("MOE0740", f"`stop` is {stop}, and must be a list of lists of ids", help)
         stops = [(each,) for each in _listed(eos)] + [tuple(_listed(run)) for run in _listed(stop)]
         pads = [] if pad is None else [(pad,)]
         if wrong := [run for run in (*stops, *pads) if not run or not all(_is_id(each, vocab) for each in run)]:

@@ -148,7 +148,7 @@ def by_groups(gradients: Iterable[Summed]) -> list[list[Summed]]:
 def require_max_norm(max_norm: float) -> None:
     """Raises `ValueError` for a negative norm, which would turn gradients around, and for NaN."""
     if not max_norm >= 0:
-        raise ValueError(f"max_norm is a number from 0 on, not {max_norm}")
+        raise ValueError(f"max_norm must be a number, at least 0, not {max_norm}")
 
 
 def gradient_norm(

@@ -101,11 +101,11 @@ def require_world_size(plan: Plan, world_size: int) -> None:
 def require_arguments(device: str | None, check_replicas: int, timeout: float) -> None:
     """Raises `ValueError` for what `moec.launch` cannot be told."""
     if check_replicas < 0:
-        raise ValueError(f"check_replicas is a number of steps, or 0 for never, not {check_replicas}")
+        raise ValueError(f"check_replicas must be a number of steps, or 0 for never, not {check_replicas}")
     if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout is a number of seconds above 0, not {timeout}")
+        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout}")
     if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device is 'cpu' or 'cuda' (AMD GPUs too), not {device!r}")
+        raise ValueError(f"device must be 'cpu' or 'cuda' (for AMD GPUs too), not {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device is 'cuda', but torch finds no GPU")
 

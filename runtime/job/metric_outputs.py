@@ -45,7 +45,7 @@ class JsonLines:
         first, self._first = self._first, {}
         line = json.dumps(_finite({**record, **first}), allow_nan=False).encode() + b"\n"
         if self._file.write(line) != len(line):
-            raise OSError(errno.ENOSPC, "a line was written in part", self._file.name)
+            raise OSError(errno.ENOSPC, "only a part of a line was written", self._file.name)
 
     def close(self) -> None:
         self._file.close()

@@ -82,9 +82,9 @@ class Metrics:
         start: int | None = None,
     ) -> None:
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every is a number of steps from 1 on, not {every!r}")
+            raise ValueError(f"every must be a number of steps, at least 1, not {every!r}")
         if start is not None and (not isinstance(start, int) or start < 0):
-            raise ValueError(f"start is the number of steps taken before, from 0 on, not {start!r}")
+            raise ValueError(f"start must be the number of steps taken before, at least 0, not {start!r}")
         self._job, self._every, self._steps = job, every, job.steps if start is None else start
         self._follows_job, self._loaded_steps = start is None, job.steps - job.new_steps
         self._wanted = path is not None or tensorboard is not None or progress
@@ -146,7 +146,7 @@ class Metrics:
         _require_figures(others | {"loss": loss} | ({} if grad_norm is None else {"grad_norm": grad_norm}))
         _require_names(others, has_lr=optimizer is not None)
         if done is not None and not 0 <= done <= 1:
-            raise ValueError(f"done is the fraction of the training, 0 to 1, not {done!r}")
+            raise ValueError(f"done must be the fraction of the training, 0 to 1, not {done!r}")
         self._go_on()
         self._steps += 1
         self._count(tokens)

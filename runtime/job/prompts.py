@@ -11,7 +11,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.batches import Limits
 from moec.runtime.job.sampling import is_whole
 
-RUNS = "mark padding at the beginning or at the end of each prompt, and no token between; a prompt has a token at least"
+RUNS = "mark padding at the beginning or end of each prompt, not between tokens; each prompt needs at least one token"
 LISTS = "give int64 [batch, sequence], or a list of int64 [length]"
 
 
@@ -50,7 +50,7 @@ def prompts_of(tokens: object, padding: object, limits: Limits, max_new_tokens: 
     it.
     """
     if not is_whole(max_new_tokens) or max_new_tokens < 1:
-        raise JobError("MOE0740", f"`max_new_tokens` is {max_new_tokens!r}, and must be a whole number from 1")
+        raise JobError("MOE0740", f"`max_new_tokens` is {max_new_tokens!r}, and must be a whole number, at least 1")
     fill = limits.padding if limits.padding is not None else 0
     ids, real = _from_list(tokens, fill) if isinstance(tokens, list | tuple) else (tokens, None)
     if words := replace(limits, pieces=1).complaint(ids, None, look=True):  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def _from_list(tokens: list[object] | tuple[object, ...], fill: int) -> tuple[Te
     rows = list[Tensor]()
     for index, row in enumerate(tokens):
         if not isinstance(row, Tensor) or row.dtype != torch.int64 or row.dim() != 1:
-            raise JobError("MOE0702", f"prompt {index} is no int64 tensor of one dim", LISTS)
+            raise JobError("MOE0702", f"prompt {index} is not an int64 tensor of one dimension", LISTS)
         rows.append(row)
     if not rows:
         raise JobError("MOE0702", "an empty list of prompts was given", LISTS)

@@ -38,7 +38,9 @@ def complaint_about(changes: Mapping[str, object]) -> Complaint | None:
     """What is wrong with new values of settings, or None."""
     for name, value in changes.items():
         if name == TRAINING.name:
-            return Complaint("MOE0715", "`training` is the module's mode", "call `model.train()` or `model.eval()`")
+            return Complaint(
+                "MOE0715", "`training` is the module's mode, not a setting", "call `model.train()` or `model.eval()`"
+            )
         if name not in CHANGEABLE:
             return Complaint("MOE0715", f"there is no setting `{name}`", f"the settings are {', '.join(CHANGEABLE)}")
         low, high = SETTINGS[name].low, SETTINGS[name].high

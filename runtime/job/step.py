@@ -67,7 +67,7 @@ class Step:
             )
         labels: object = self.labels
         if labels is None:
-            return "job.step wants labels; without them there is `model(tokens)`"
+            return "job.step needs labels; to compute logits alone, call `model(tokens)`"
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -146,13 +146,13 @@ def run_step(job: Job, model: PlanModule, step: Step) -> Tensor:
                 assert output.loss is not None
                 loss, graded = output.loss, True
             if not loss.requires_grad:
-                raise JobError("MOE0713", "no parameter of the model wants a gradient: all are frozen")
+                raise JobError("MOE0713", "no parameter of the model has `requires_grad`: all are frozen")
             loss.backward()  # type: ignore[no-untyped-call]
             sum_of_losses += loss.detach()
         if not graded:
             raise JobError(
                 "MOE0713",
-                "the loss depends on the model's logits on no rank, so that nothing but balance terms would train",
+                "the loss does not depend on the model's logits on any rank: only balance terms would train",
                 "compute it from `logits` or `logprobs` without `detach()`, `item()` or `no_grad`; zero the gradients",
             )
         microbatches.finish()

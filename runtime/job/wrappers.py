@@ -26,7 +26,8 @@ def data_parallel_error(wrapper: str) -> JobError:
     """The error for a wrapper that takes every parameter for a replica of the other ranks'."""
     return JobError(
         "MOE0711",
-        f"{wrapper} takes parameters for replicas: experts would become those of rank 0, gradients be summed twice",
+        f"{wrapper} takes parameters for replicas: experts would be overwritten by rank 0's, and gradients summed "
+        "twice",
         "drop it: `job.step` and `loss.backward()` sum gradients over ranks, and `dp` in the file is data parallelism; "
         "for a mixture in a plain PyTorch model, use `moec.layer`",
     )

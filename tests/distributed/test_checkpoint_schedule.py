@@ -105,11 +105,11 @@ def test_seconds_are_those_of_rank_0(gloo: GlooPool, tmp_path: Path) -> None:
     ("often", "message"),
     [
         ({}, "say when: every=N steps, seconds=S, on_signal=NUMBER"),
-        ({"every": 0}, "every is a number of steps from 1, not 0"),
-        ({"every": "2"}, "every is a number of steps from 1, not '2'"),
-        ({"seconds": 0.0}, "seconds is a number above 0"),
-        ({"every": 1, "keep": 0}, "keep is a number of checkpoints from 1, not 0"),
-        ({"every": 1, "keep": "all"}, "keep is a number of checkpoints from 1, not 'all'"),
+        ({"every": 0}, "every must be a number of steps, at least 1, not 0"),
+        ({"every": "2"}, "every must be a number of steps, at least 1, not '2'"),
+        ({"seconds": 0.0}, "seconds must be a number above 0"),
+        ({"every": 1, "keep": 0}, "keep must be a number of checkpoints, at least 1, not 0"),
+        ({"every": 1, "keep": "all"}, "keep must be a number of checkpoints, at least 1, not 'all'"),
     ],
 )
 def test_schedules_that_make_no_sense_are_refused(often: dict[str, Any], message: str, tmp_path: Path) -> None:

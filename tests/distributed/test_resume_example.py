@@ -69,6 +69,6 @@ def test_a_script_without_a_plan_for_its_ranks_ends_with_a_diagnostic_and_no_tra
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1
-    assert done.stderr.startswith("error[MOE0810]: no plan is for this number of ranks\n  no plan is for 3 ranks")
+    assert done.stderr.startswith("error[MOE0810]: no plan fits this number of ranks\n  no plan is for 3 ranks")
     assert "\nhelp: compile one for a cluster of 3" in done.stderr
     assert "Traceback" not in done.stderr

@@ -103,13 +103,13 @@ def test_ranks_agree_on_what_is_refused(gloo: GlooPool, tmp_path: Path) -> None:
     exists, paths, kind, names, keep, memory, broken, states, state, foreign = first
     assert "MOE0803" in exists
     assert "MOE0811" in paths
-    assert "ranks give job.save different paths" in paths
+    assert "ranks called job.save with different paths" in paths
     assert "MOE0808" in kind
     assert "rank 1" in kind
     for said, words in (
         (names, "extras of different names"), (keep, "different values of `keep`"), (states, "different optimizers"),
     ):  # fmt: skip
-        assert re.search(f"MOE0811.*ranks give job.save {words}", said)
+        assert re.search(f"MOE0811.*ranks called job.save with {words}", said)
     assert "MOE0812" in memory
     assert re.search("rank 1.*OutOfMemoryError: a copy of the state needs 1 TB", memory)
     assert re.search("MOE0812.*rank 1.*KeyError: 'cursor'", broken)
@@ -210,9 +210,9 @@ def test_ranks_that_load_other_things_say_so(gloo: GlooPool, tmp_path: Path) -> 
     for said, words in zip(
         first,
         (
-            "ranks give job.load different paths",
-            "some ranks give job.load an optimizer, and others none",
-            "ranks give job.load extras of different names",
+            "ranks called job.load with different paths",
+            "some ranks called job.load with an optimizer, others without one",
+            "ranks called job.load with extras of different names",
         ),
         strict=True,
     ):

@@ -119,7 +119,7 @@ def test_an_export_is_its_decoder_by_itself(model_type: str, like: bool, tmp_pat
         tmp_path / "checkpoint", tmp_path / "decoder", version="0", like=tmp_path / "whole" if like else None
     )
     assert moved.left_out == ()
-    assert ["the decoder alone is exported" in (note.message or "") for note in moved.notes] == [True]
+    assert ["only the decoder is exported" in (note.message or "") for note in moved.notes] == [True]
     assert (tmp_path / "decoder" / "tokenizer.json").read_text() == "{}"
     again, wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "decoder").eval(), logits_of(theirs)
     torch.testing.assert_close(logits_of(again), wanted, rtol=0, atol=1e-5 * max(1.0, float(wanted.abs().max())))

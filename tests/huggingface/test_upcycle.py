@@ -113,7 +113,7 @@ def test_what_does_not_begin_as_the_dense_model_is_a_warning(tmp_path: Path) -> 
     done = upcycle(tmp_path / "dense", spec, tmp_path / "0", VERSION, Upcycling(split=True))
     assert [note.code for note in done.notes] == ["MOE0910"] * 2
     assert "do not add up to 1" in done.notes[0].message
-    assert "no whole copies" in done.notes[1].message
+    assert "do not make whole copies" in done.notes[1].message
 
 
 def test_noise_makes_experts_differ_by_its_deviation(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_mixture_is_no_dense_model(tmp_path: Path) -> None:
     both(tmp_path / "mixture", "mixtral", **config_of("mixtral"))
     spec = moec.from_hf(tmp_path / "mixture")
-    with pytest.raises(DiagnosticError, match=r"MOE0910.*layer 0 .*no feed-forward in the dense model"):
+    with pytest.raises(DiagnosticError, match=r"MOE0910.*layer 0 .*dense model has no feed-forward"):
         upcycle(tmp_path / "mixture", spec, tmp_path / "0", VERSION, Upcycling())
 
 

@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "a header that is a list": (no_header, "MOE0905", "model.safetensors is damaged"),
     "empty": (lambda path: path.write_bytes(b""), "MOE0905", "model.safetensors is damaged"),
     "missing tensor": (changed(lambda t: t.pop(NAME)), "MOE0906", f"has no {NAME}"),
-    "extra tensor": (changed(lambda t: t.update(more=torch.ones(1))), "MOE0906", "has more, which the model has not"),
+    "extra tensor": (changed(lambda t: t.update(more=torch.ones(1))), "MOE0906", "which the model does not have"),
     "wrong shape": (
         changed(lambda t: t.update({NAME: torch.ones(20, 16)})), "MOE0907", "[20, 16] in model.safetensors, [20, 32]",
     ),
@@ -239,14 +239,14 @@ def test_no_export_is_like_a_folder_of_other_tensors(kind: str, tmp_path: Path) 
 INDEXES: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "outside of the folder": (
         lambda i: i["weight_map"].update({NAME: "../model.safetensors"}),
-        "no file of the folder",
+        "not a file of the folder",
     ),
-    "an absolute path": (lambda i: i["weight_map"].update({NAME: "/etc/passwd"}), "no file of the folder"),
+    "an absolute path": (lambda i: i["weight_map"].update({NAME: "/etc/passwd"}), "not a file of the folder"),
     "a file that is not there": (lambda i: i["weight_map"].update({NAME: "x.safetensors"}), "No such file"),
     "another file": (lambda i: i["weight_map"].update(dict.fromkeys([NAME], other_file(i))), "has no tensor"),
     "a tensor left out": (lambda i: i["weight_map"].pop(NAME), "does not have"),
-    "no map": (lambda i: i.pop("weight_map"), "is no index"),
-    "a list": (lambda i: i.update(weight_map=[1]), "is no index"),
+    "no map": (lambda i: i.pop("weight_map"), "is not an index"),
+    "a list": (lambda i: i.update(weight_map=[1]), "is not an index"),
 }
 
 

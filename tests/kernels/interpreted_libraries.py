@@ -136,5 +136,5 @@ def test_a_library_by_name_refuses_what_it_cannot_compute(monkeypatch: pytest.Mo
     with pytest.raises(BackendError, match=r"MOE0707.*grouped_mm needs widths that are multiples of 4 in fp32, not 6"):
         triton_backend.mixture_mlp(x, choices, weights, *matrices, None, None, "swiglu")
     doubles = [given.double() for given in (x, weights, *matrices)]
-    with pytest.raises(BackendError, match=r"MOE0707.*grouped_mm takes no fp64"):
+    with pytest.raises(BackendError, match=r"MOE0707.*grouped_mm does not support fp64"):
         triton_backend.mixture_mlp(doubles[0], choices, *doubles[1:], None, None, "swiglu")

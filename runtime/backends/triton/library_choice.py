@@ -59,7 +59,7 @@ def _runnable(
     if forced in LIBRARIES:
         unfit = _complaint(forced, *known)
         if unfit is not None:
-            raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or say {VARIABLE}=triton")
+            raise BackendError(f"{VARIABLE}={forced}: {unfit}", f"unset it, or set {VARIABLE}=triton")
         return Ways(*(forced for _ in KERNELS))
 
     rule = tiles_for(dtype, rows, experts, widths, gated, family)

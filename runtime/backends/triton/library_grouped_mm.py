@@ -24,7 +24,7 @@ CAPABILITIES = (9, 10)
 def complaint(device: torch.device, dtype: str, experts: int, widths: tuple[int, ...]) -> str | None:
     """Why the products of matrices of these widths cannot be computed, in one line; None where they can."""
     if dtype == "fp64":
-        return "torch's grouped_mm takes no fp64"
+        return "torch's grouped_mm does not support fp64"
     unfit = _device_complaint(device, dtype) if device.type == "cuda" else None
     if unfit is not None:
         return f"torch's grouped_mm is a loop that waits for the host {unfit}"

@@ -37,7 +37,7 @@ def complaint(device: torch.device, dtype: str, experts: int, widths: tuple[int,
     if torch.cuda.get_device_capability(device)[0] < OLDEST_CAPABILITY:
         return f"quack's grouped products need compute capability {OLDEST_CAPABILITY}.0"
     if dtype not in ("bf16", "fp16"):
-        return f"quack multiplies no {dtype}"
+        return f"quack does not support {dtype}"
     return odd_width(dtype, widths, "quack")
 
 
@@ -49,7 +49,7 @@ def installation_complaint() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return "quack is not installed: pip install 'moec[quack]'"
     if tuple(int(part) for part in re.findall(r"[0-9]+", version)[:3]) < OLDEST:
-        return f"quack must be at least {'.'.join(map(str, OLDEST))}, this is {version}"
+        return f"quack must be at least {'.'.join(map(str, OLDEST))}, but {version} is installed"
     try:
         _gemm()
     except (ImportError, OSError, RuntimeError) as error:  # a driver or compiler that its own imports miss

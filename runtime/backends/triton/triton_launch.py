@@ -41,9 +41,9 @@ def dtype_name(x: Tensor) -> str:
     The interpreter's bf16 matrix product is wrong, and it truncates where devices round (Triton 3.6 to 3.9).
     """
     if x.dtype == torch.bfloat16 and x.device.type == "cpu":
-        raise BackendError("Triton's interpreter computes bf16 wrongly", "use fp32 or fp64, or say MOEC_BACKEND=torch")
+        raise BackendError("Triton's interpreter computes bf16 wrongly", "use fp32 or fp64, or set MOEC_BACKEND=torch")
     if x.dtype not in _NAMES:
-        raise BackendError(f"there are no kernels for {x.dtype}", "say MOEC_BACKEND=torch")
+        raise BackendError(f"moec has no kernels for {x.dtype}", "set MOEC_BACKEND=torch")
     return _NAMES[x.dtype]
 
 
@@ -106,7 +106,9 @@ def too_many(num_experts: int) -> bool:
     """Whether there are too many experts for the kernels, so that plain torch must run; warns once."""
     if num_experts <= MOST_EXPERTS:
         return False
-    warn_first(f"moec's kernels are for at most {MOST_EXPERTS} experts; {num_experts} run in plain torch", "RANK")
+    warn_first(
+        f"moec's kernels take at most {MOST_EXPERTS} experts; a layer of {num_experts} runs in plain torch", "RANK"
+    )
     return True
 
 
@@ -115,7 +117,7 @@ def no_fp64(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether plain torch must multiply float64 matrices: Triton 3.6 compiles no such product for AMD. Warns once."""
     if dtype != torch.float64 or device.type != "cuda" or torch.version.hip is None:
         return False
-    warn_first("moec has no float64 products for AMD devices; they run in plain torch", "LOCAL_RANK")
+    warn_first("moec has no float64 kernels for AMD devices; float64 products run in plain torch", "LOCAL_RANK")
     return True
 
 

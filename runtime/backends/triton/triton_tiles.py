@@ -82,7 +82,7 @@ def _fitted(ways: Ways, dtype: str, shared: int, name: str) -> Ways:
 def _warn_of_shared_memory(name: str, shared: int) -> None:
     warn_first(
         f"a block on {name} has {shared // 1024} KiB of shared memory, less than the chosen tiles need: "
-        "smaller ones run; "
+        "moec uses smaller tiles; "
         "`moec tune` on this device finds the fastest",
         "LOCAL_RANK",
     )

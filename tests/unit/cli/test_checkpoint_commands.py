@@ -216,7 +216,7 @@ def test_a_file_of_another_format_is_not_called_damaged(run: Callable[..., Outco
     code, _, err = run("convert", "m", "-o", "1", "--plan", "tiny.plan")
     assert code == 1
     assert "MOE0800" in err
-    assert "m is no safetensors file" in err
+    assert "m is not a safetensors file" in err
     assert "safetensors.torch.save_file" in err
 
 

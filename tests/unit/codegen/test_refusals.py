@@ -273,7 +273,7 @@ def test_a_manifest_that_is_something_else_is_refused(folder, content: bytes):
 
 def test_a_newer_format_is_refused_by_its_name(folder):
     forge(folder, manifest(format=FORMAT + 1))
-    with pytest.raises(PlanError, match=r"MOE0602.*format 5, this moec reads 4"):
+    with pytest.raises(PlanError, match=r"MOE0602.*format 5, this moec reads format 4"):
         read_plan(folder)
 
 

@@ -55,5 +55,5 @@ def test_wrong_values_are_shown_as_json_writes_them(value: object, shown: str) -
     with pytest.raises(DiagnosticError) as raised:
         read_config({**CONFIG, "vocab_size": value})
     assert [each.message for each in raised.value.diagnostics] == [
-        f"`vocab_size` is {shown}, and must be a whole number from 1"
+        f"`vocab_size` is {shown}, and must be a whole number, at least 1"
     ]

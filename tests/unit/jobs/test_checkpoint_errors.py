@@ -87,7 +87,7 @@ def test_a_checkpoint_that_is_written_is_not_said_to_lack_space(
     monkeypatch.setattr(os, "scandir", failing(OSError(errno.EIO, os.strerror(errno.EIO))))
     saving = job.save(tmp_path / "1", model, keep=1)
     with pytest.raises(
-        JobError, match=r"MOE0804.*1 is written, but old ones cannot be removed.*Input/output"
+        JobError, match=r"MOE0804.*1 is written, but old checkpoints cannot be removed.*Input/output"
     ) as raised:
         saving.wait()
     monkeypatch.undo()

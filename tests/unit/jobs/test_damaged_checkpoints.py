@@ -102,7 +102,7 @@ def test_if_all_are_damaged_the_newest_ones_error_is_raised_and_nothing_changes(
         before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         with pytest.raises(JobError, match=r"MOE0801.*/3/rank-00000.*rng/cpu") as error:
             job.resume(folder, model, job.optimizer(model))
-        assert "move them away to begin anew" in error.value.diagnostics[0].help
+        assert "move them away to start over" in error.value.diagnostics[0].help
         assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert sorted(os.listdir(folder)) == ["1", "2", "3"]
 

@@ -195,7 +195,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a seed that is none": ({"seed": -1}, "MOE0740.*seed"),
     "an end beyond the vocabulary": ({"eos": 32}, "MOE0740.*32"),
     "an end that is no id": ({"eos": "."}, "MOE0740"),
-    "a run that is no list": ({"stop": [3, 2]}, "MOE0740.*no list of runs"),
+    "a run that is no list": ({"stop": [3, 2]}, "MOE0740.*must be a list of lists of ids"),
     "an empty run": ({"stop": [[]]}, "MOE0740"),
     "a run of words": ({"stop": [["a"]]}, "MOE0740"),
     "a pad beyond the vocabulary": ({"pad": -1}, "MOE0740"),

@@ -249,7 +249,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"step": 1.0}, "`step` is 1.0, and must be a whole number"),
     ({"step": True}, "`step` is True, and must be a whole number"),
     ({"steps": 1}, "there is no setting `steps`"),
-    ({"training": 0}, "`training` is the module's mode"),
+    ({"training": 0}, "`training` is the module's mode, not a setting"),
 ]
 
 

@@ -202,7 +202,7 @@ def test_a_model_is_no_layer_and_a_layer_is_not_launched():
         moec.layer(moe_plan(ranks=1, ep=1))
     with pytest.raises(moec.DiagnosticError, match="MOE0721"):
         moec.launch(layer_plan())
-    with pytest.raises(ValueError, match="reduction is 'mean' or 'sum', not 'avg'"):
+    with pytest.raises(ValueError, match="reduction must be 'mean' or 'sum', not 'avg'"):
         moec.layer(ALONE, reduction="avg")
 
 

@@ -287,8 +287,8 @@ def test_without_a_terminal_the_last_record_is_printed_at_the_end_once(capsys: p
         ({"grad_norm": "1"}, TypeError, "the figure grad_norm is '1'"),
         ({"load": 1}, ValueError, "the job writes a figure load itself: give yours another name"),
         ({"step": 1}, ValueError, "the job writes a figure step itself"),
-        ({"done": 7}, ValueError, "done is the fraction of the training, 0 to 1, not 7"),
-        ({"done": math.nan}, ValueError, "done is the fraction"),
+        ({"done": 7}, ValueError, "done must be the fraction of the training, 0 to 1, not 7"),
+        ({"done": math.nan}, ValueError, "done must be the fraction"),
     ],
     ids=str,
 )
@@ -317,7 +317,7 @@ def test_a_record_has_no_name_that_a_script_could_give(tmp_path: Path):
 def test_a_start_that_is_no_number_of_steps_is_refused(start: object):
     with (
         moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job,
-        pytest.raises(ValueError, match=f"start is the number of steps taken before, from 0 on, not {start!r}"),
+        pytest.raises(ValueError, match=f"start must be the number of steps taken before, at least 0, not {start!r}"),
     ):
         job.metrics("/dev/null", start=start)
 

@@ -155,9 +155,9 @@ def test_a_backend_that_cannot_be_had_is_refused_before_the_job_starts(monkeypat
 @pytest.mark.parametrize(
     ("argument", "complaint"),
     [
-        ({"timeout": 0}, "timeout is a number of seconds above 0, not 0"),
-        ({"check_replicas": -1}, "check_replicas is a number of steps, or 0 for never, not -1"),
-        ({"device": "tpu"}, "device is 'cpu' or 'cuda' .*, not 'tpu'"),
+        ({"timeout": 0}, "timeout must be a number of seconds above 0, not 0"),
+        ({"check_replicas": -1}, "check_replicas must be a number of steps, or 0 for never, not -1"),
+        ({"device": "tpu"}, "device must be 'cpu' or 'cuda' .*, not 'tpu'"),
     ],
 )
 def test_a_job_refuses_what_it_cannot_be_told(argument: dict[str, Any], complaint: str) -> None:

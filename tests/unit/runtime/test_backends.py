@@ -98,7 +98,7 @@ def test_a_fit_device_has_no_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "2.3.1", "4.0.0+git1234"])
 def test_a_version_of_triton_that_is_not_tried_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", version)
-    assert complaint("cuda") == f"the kernels are for Triton 3.6 to 3.9, this is {version}"
+    assert complaint("cuda") == f"the kernels are for Triton 3.6 to 3.9, but {version} is installed"
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.0+git1234"])

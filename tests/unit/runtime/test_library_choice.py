@@ -56,7 +56,7 @@ def test_what_is_chosen_runs_where_it_can(monkeypatch: pytest.MonkeyPatch) -> No
         ((9, 4), "6.4", "bf16", (64, 32), "is a loop that waits for the host on AMD devices"),
         ((9, 0), None, "fp16", (64, 32), "is a loop that waits for the host in fp16"),
         ((9, 0), None, "fp32", (64, 32), "is a loop that waits for the host in fp32"),
-        ((9, 0), None, "fp64", (64, 32), "takes no fp64"),
+        ((9, 0), None, "fp64", (64, 32), "does not support fp64"),
         ((9, 0), None, "bf16", (64, 36), "needs widths that are multiples of 8 in bf16, not 36"),
     ],
 )
