@@ -109,8 +109,8 @@ class _Search:
             raise JobError(
                 first.code,
                 first.message,
-                f"no checkpoint in {shown(self._folder)} is without damage: restore one, or move them away to begin "
-                "anew",
+                f"no checkpoint in {shown(self._folder)} is without damage: restore one, or move them away to start "
+                "over",
             )
         if others := unlisted(self._folder):
             raise JobError(

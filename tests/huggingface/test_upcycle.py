@@ -199,7 +199,7 @@ REFUSED = {
     "shared": ("experts = 4 * swiglu(24); gate = topk(1); shared = swiglu(24)", Upcycling(), "`shared`"),
     "residual": ("experts = 4 * swiglu(24); gate = topk(1); residual = swiglu(24)", Upcycling(), "`residual`"),
     "no activation": ("experts = 4 * linear; gate = topk(1)", Upcycling(), "without an activation"),
-    "another activation": ("experts = 4 * gelu(24); gate = topk(1)", Upcycling(), "no copies"),
+    "another activation": ("experts = 4 * gelu(24); gate = topk(1)", Upcycling(), "cannot be copies"),
     "biases": ("experts = 4 * swiglu(24, bias = true); gate = topk(1)", Upcycling(), "has no layers.0.ffn.up.bias"),
     "drop": ("", Upcycling(drop=1.5), "--drop"),
     "noise": ("", Upcycling(noise=-1.0), "--noise"),

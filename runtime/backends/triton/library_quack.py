@@ -49,7 +49,7 @@ def installation_complaint() -> str | None:
     except importlib.metadata.PackageNotFoundError:
         return "quack is not installed: pip install 'moec[quack]'"
     if tuple(int(part) for part in re.findall(r"[0-9]+", version)[:3]) < OLDEST:
-        return f"quack must be at least {'.'.join(map(str, OLDEST))}, but {version} is installed"
+        return f"quack must be at least {'.'.join(map(str, OLDEST))}, and {version} is installed"
     try:
         _gemm()
     except (ImportError, OSError, RuntimeError) as error:  # a driver or compiler that its own imports miss

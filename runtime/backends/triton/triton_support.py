@@ -32,7 +32,7 @@ def triton_complaint() -> str | None:
     except ImportError as error:
         return f"Triton cannot be imported: {error}"
     if not OLDEST <= _version(triton.__version__) <= NEWEST:
-        return f"the kernels need {TRITONS}, but {triton.__version__} is installed"
+        return f"the kernels need {TRITONS}, and {triton.__version__} is installed"
     return None
 
 

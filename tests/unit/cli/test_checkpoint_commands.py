@@ -50,7 +50,7 @@ def test_inspect_shows_tensors_and_who_saved(run: Callable[..., Outcome]) -> Non
   saved on   2 ranks; dense: tp 2
   optimizer  none
   extras     none
-  in all     2 tensors, 3 pieces, 344 B in 2 shards
+  total      2 tensors, 3 pieces, 344 B in 2 shards
 
   tensor        dtype  shape  pieces  bytes
   model/count   I64    3           1     24

@@ -60,7 +60,7 @@ COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": F
 
 @pytest.mark.parametrize(
     ("has", "why"),
-    [("", "Triton is not installed"), ("3.5.1", "the kernels are for Triton 3.6 to 3.9, this is 3.5.1")],
+    [("", "Triton is not installed"), ("3.5.1", "the kernels need Triton 3.6 to 3.9, and 3.5.1 is installed")],
 )
 def test_a_triton_that_cannot_compile_them_is_a_diagnostic(
     tmp_path: Path, has: str, why: str, monkeypatch: pytest.MonkeyPatch

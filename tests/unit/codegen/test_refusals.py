@@ -284,7 +284,7 @@ def test_a_plan_of_a_former_format_says_to_compile_again(folder):
     with pytest.raises(PlanError) as refused:
         read_plan(folder)
     (diagnostic,) = refused.value.diagnostics
-    assert (diagnostic.code, "format 1, this moec reads 4" in diagnostic.message) == ("MOE0602", True)
+    assert (diagnostic.code, "format 1, this moec reads format 4" in diagnostic.message) == ("MOE0602", True)
     assert "compile the .moe file again" in str(diagnostic.help)
 
 

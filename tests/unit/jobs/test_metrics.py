@@ -325,7 +325,7 @@ def test_a_start_that_is_no_number_of_steps_is_refused(start: object):
 def test_every_below_one_is_refused():
     with (
         moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job,
-        pytest.raises(ValueError, match="a number of steps from 1 on, not 0"),
+        pytest.raises(ValueError, match="a number of steps, at least 1, not 0"),
     ):
         job.metrics(every=0)
 

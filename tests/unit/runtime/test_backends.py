@@ -36,11 +36,11 @@ def test_a_device_that_the_kernels_cannot_run_on_is_served_by_torch_with_one_war
     monkeypatch.delenv("MOEC_BACKEND", raising=False)
     monkeypatch.setattr("triton.__version__", "3.5.1")
     _select.cache_clear()
-    with pytest.warns(UserWarning, match=r"plain torch.*the kernels are for Triton 3.6 to 3.9, this is 3.5.1"):
+    with pytest.warns(UserWarning, match=r"plain torch.*the kernels need Triton 3.6 to 3.9, and 3.5.1 is installed"):
         assert select("cuda") is torch_backend
     assert select("cuda") is torch_backend  # a second warning would be an error
     monkeypatch.setenv("MOEC_BACKEND", "triton")
-    with pytest.raises(BackendError, match=r"MOEC_BACKEND=triton: the kernels are for Triton 3.6 to 3.9"):
+    with pytest.raises(BackendError, match=r"MOEC_BACKEND=triton: the kernels need Triton 3.6 to 3.9"):
         select("cuda")
     _select.cache_clear()
 
@@ -98,7 +98,7 @@ def test_a_fit_device_has_no_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "2.3.1", "4.0.0+git1234"])
 def test_a_version_of_triton_that_is_not_tried_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", version)
-    assert complaint("cuda") == f"the kernels are for Triton 3.6 to 3.9, but {version} is installed"
+    assert complaint("cuda") == f"the kernels need Triton 3.6 to 3.9, and {version} is installed"
 
 
 @pytest.mark.parametrize("version", ["3.6.0", "3.9.1", "3.7.0+git1234"])
