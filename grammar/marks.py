@@ -76,8 +76,8 @@ def _words(kinds: tuple[Kind, ...]) -> set[str]:
     return found
 
 
-NUMBERS = "without it the model computes other numbers"
-SPEED = "without it only speed and memory differ, the results are the same"
+NUMBERS = "that changes the numbers that the model computes"
+SPEED = "that changes only speed and memory, not the results"
 
 
 def refused(span: Span | None, what: str, help: str, *, numbers: bool | None = True) -> Diagnostic:
@@ -86,6 +86,6 @@ def refused(span: Span | None, what: str, help: str, *, numbers: bool | None = T
     `numbers`: whether the model computes other numbers without it, or only differs in speed and memory; None where
     nothing at all changes.
     """
-    effect = "without it nothing changes" if numbers is None else NUMBERS if numbers else SPEED
+    effect = "that changes nothing else" if numbers is None else NUMBERS if numbers else SPEED
     text = f"{help}; {effect}" if help else f"leave it out: {effect}"
     return diagnose("MOE0202", span, f"moec cannot compile {what} yet", help=text)
