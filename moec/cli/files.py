@@ -7,10 +7,11 @@ from pathlib import Path
 import click
 
 from moec.cli.command import Command, Group, argument, lets, output_format, path
+from moec.cli.completing import FileOrPlan, LibraryModel, Subject
 
 
 @click.command(cls=Command)
-@argument("files", "`.moe` files; `-` is stdin.", nargs=-1, required=True, type=path(), metavar="FILES...")
+@argument("files", "Files; `-` is stdin.", nargs=-1, required=True, type=FileOrPlan(files=True), metavar="FILES…")
 @lets
 @output_format
 @click.option("--fix", is_flag=True, help="First apply unambiguous fixes to the files.")
@@ -33,8 +34,8 @@ def check(files: tuple[Path, ...], lets: dict[str, str], style: str, fix: bool, 
     "`.moe` files; `-` reads stdin and writes stdout.",
     nargs=-1,
     required=True,
-    type=path(),
-    metavar="FILES...",
+    type=FileOrPlan(files=True),
+    metavar="FILES…",
 )
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 if a file would change.")
 @click.option("--diff", is_flag=True, help="Write nothing; print what would change.")
@@ -47,7 +48,7 @@ def fmt(files: tuple[Path, ...], check: bool, diff: bool, style: str) -> None:
 
 
 @click.command(cls=Command)
-@argument("subject", "MOE0311, topk, kv_heads, …", metavar="CODE|WORD")
+@argument("subject", "MOE0311, topk, kv_heads, …", metavar="CODE|WORD", type=Subject())
 def explain(subject: str) -> None:
     """Explain a diagnostic and its fix, or a word of the language and its arguments."""
     from moec.commands.explain import explain as run
@@ -57,7 +58,7 @@ def explain(subject: str) -> None:
 
 @click.command(cls=Command)
 @argument("file", "The file to write; it must not exist. Default: model.moe, or NAME.moe.", required=False, type=path())
-@click.option("--from", "model", metavar="NAME", help="Start from this model of the library.")
+@click.option("--from", "model", metavar="NAME", type=LibraryModel(), help="Start from this model of the library.")
 @click.option("--list", "show_list", is_flag=True, help="Write nothing; list the library's models.")
 @output_format
 def init(file: Path | None, model: str | None, show_list: bool, style: str) -> None:
@@ -86,7 +87,7 @@ def imports() -> None:
 @click.option("-o", "--output", type=path(), help="The file to write; default: stdout.")
 @output_format
 def import_hf(source: Path, output: Path | None, style: str) -> None:
-    """A model of Hugging Face as a `.moe` file. Executes nothing of the folder, and needs no torch."""
+    """Write a model of Hugging Face as a `.moe` file. Executes nothing of the folder, and needs no torch."""
     from moec.commands.import_hf import run
 
     run(source, output, style)

@@ -9,10 +9,11 @@ from pathlib import Path
 import click
 
 from moec.cli.command import Command, argument, lets, output_format, path
+from moec.cli.completing import FileOrPlan
 
 
 @click.command(cls=Command)
-@argument("path", "A `.moe` file, or a plan folder.", type=path())
+@argument("path", "A `.moe` file, or a plan folder.", type=FileOrPlan(files=True, plans=True))
 @lets
 @output_format
 @click.option("--params", is_flag=True, help="Count parameters: total, active per token, per layer, per rank.")

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import CompletionItem
 
 from moec.cli.command import Command, argument, lets, output_format, path
+from moec.cli.completing import FileOrPlan
 
 if TYPE_CHECKING:
     from moec.commands.compile_document import Stage
@@ -34,9 +36,15 @@ class PassName(click.ParamType):  # type: ignore[type-arg]  # generic since clic
             self.fail(f"{value!r} is not one of {', '.join(allowed)}", param, ctx)
         return value
 
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """The passes that begin so."""
+        from moec.passes.pipeline import PASS_NAMES
+
+        return [CompletionItem(name) for name in (*PASS_NAMES, *self.more) if name.startswith(incomplete)]
+
 
 @click.command("compile", cls=Command)
-@argument("file", "A `.moe` file.", type=path())
+@argument("file", "A `.moe` file.", type=FileOrPlan(files=True))
 @click.option("-o", "--output", type=path(), help="Folder of the plan; default: FILE's name.plan.")
 @lets
 @output_format
@@ -74,7 +82,7 @@ def compile_(
 
 
 @click.command(cls=Command)
-@argument("plan", "A plan folder.", type=path())
+@argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @output_format
 @click.option("--trust-nothing", is_flag=True, help="First compile the plan's Spec again and compare.")
 @click.option("--scale", is_flag=True, help="Use toy widths; default: only for plans too large for this machine.")
@@ -94,7 +102,7 @@ def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
 
 
 @click.command(cls=Command)
-@argument("plan", "A plan folder.", type=path())
+@argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @output_format
 @click.option("--trust-nothing", is_flag=True, help="Compile the plan's Spec again and compare.")
 def load(plan: Path, style: str, trust_nothing: bool) -> None:
@@ -105,7 +113,7 @@ def load(plan: Path, style: str, trust_nothing: bool) -> None:
 
 
 @click.command(cls=Command)
-@argument("plan", "A plan folder.", type=path())
+@argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @click.option("-o", "--out", "output", type=path(), help="Folder of the tuned plan; default: PLAN itself.")
 @click.option(
     "--most", type=click.IntRange(min=1), help="Tiles to try for each product and height of tiles; default: 12."

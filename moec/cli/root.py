@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -61,9 +64,56 @@ def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> N
         context.exit()
 
 
+def _shell(context: click.Context, _: click.Parameter, shell: str | None) -> str | None:
+    """The shell of an option of completion: the named one, or the user's."""
+    if shell is None or context.resilient_parsing:
+        return None
+    from moec.cli.completing import SHELLS
+
+    found = Path(os.environ.get("SHELL", "")).name if shell == "auto" else shell
+    if found not in SHELLS:
+        what = f"the shell is {found}" if found else "SHELL is not set"
+        raise click.UsageError(f"{what}; name one that is known: {', '.join(SHELLS)}")
+    return found
+
+
+def _show_completion(context: click.Context, parameter: click.Parameter, shell: str | None) -> None:
+    if chosen := _shell(context, parameter, shell):
+        from moec.cli.completing import script_of
+
+        print(script_of(chosen), end="")
+        context.exit()
+
+
+def _install_completion(context: click.Context, parameter: click.Parameter, shell: str | None) -> None:
+    if chosen := _shell(context, parameter, shell):
+        from moec.cli.completing import script_of
+        from moec.commands.completion import install
+
+        print("\n".join(install(chosen, script_of(chosen))))
+        context.exit()
+
+
+_OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_eager": True, "expose_value": False}
+
+
 @click.group("moec", cls=Root, context_settings=SETTINGS)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
+)
+@click.option(
+    "--install-completion",
+    metavar="[bash|zsh|fish]",
+    callback=_install_completion,
+    help="Make the shell complete commands, options, files and words.",
+    **_OF_COMPLETION,
+)
+@click.option(
+    "--show-completion",
+    metavar="[bash|zsh|fish]",
+    callback=_show_completion,
+    help="Print the script that does so.",
+    **_OF_COMPLETION,
 )
 def app() -> None:
     """The compiler for Mixture-of-Experts models."""

@@ -17,7 +17,7 @@ DOCUMENTS = {
     "load": "moec.commands.documents:LoadedPlan",
     "tune": "moec.commands.tune:TunedPlan",
     "checkpoint-inspect": "moec.commands.checkpoint_document:CheckpointDocument",
-    "checkpoint-list": "moec.commands.checkpoint_document:CheckpointsDocument",
+    "checkpoint-inspect-folder": "moec.commands.checkpoint_document:CheckpointsDocument",
     "checkpoint-verify": "moec.commands.checkpoint_document:DigestsDocument",
     "checkpoint-convert": "moec.commands.documents:WrittenWeights",
     "weights-import": "moec.commands.documents:WrittenWeights",

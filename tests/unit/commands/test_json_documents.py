@@ -133,7 +133,7 @@ def test_checkpoints_are_documents(moec: Run) -> None:
     Draft(Path("all", "100")).write()
     found = document(moec("checkpoint", "inspect", "--json", "all/100"), "checkpoint-inspect")
     assert found["tensors"]["model/weight"]["shape"] == [4, 6]
-    (listed,) = document(moec("checkpoint", "inspect", "--json", "all"), "checkpoint-list")["checkpoints"]
+    (listed,) = document(moec("checkpoint", "inspect", "--json", "all"), "checkpoint-inspect-folder")["checkpoints"]
     assert (listed["name"], listed["latest"]) == ("100", True)
     assert document(moec("checkpoint", "verify", "--json", "all/100"), "checkpoint-verify")["ok"]
     written = document(

@@ -1,0 +1,60 @@
+"""`moec --install-completion`: writes the shell's script, and the line that reads it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+
+ZSH_FIRST = "(( $+functions[compdef] )) || { autoload -Uz compinit && compinit; }\n"
+"""zsh has `compdef` only after `compinit`."""
+
+
+def install(shell: str, script: str) -> list[str]:
+    """Writes `script` where `shell` finds it, for this user; returns the lines that say so.
+
+    Raises `DiagnosticError` MOE0014 if a file cannot be written. Installing again replaces the script and adds no line.
+    """
+    home = Path.home()
+    if shell == "fish":
+        config = Path(os.environ.get("XDG_CONFIG_HOME") or home / ".config")
+        file = config / "fish" / "completions" / "moec.fish"
+        _write(file, script)
+        return [f"wrote {file}; new shells complete `moec`"]
+    data = Path(os.environ.get("XDG_DATA_HOME") or home / ".local" / "share")
+    file = data / "moec" / f"completion.{shell}"
+    _write(file, (ZSH_FIRST if shell == "zsh" else "") + script)
+    start = Path(os.environ.get("ZDOTDIR") or home) / ".zshrc" if shell == "zsh" else home / ".bashrc"
+    line = f'source "{file}"  # moec --install-completion'
+    added = _add_line(start, line)
+    then = f"added a line to {start} that reads it" if added else f"{start} reads it already"
+    return [f"wrote {file}; {then}; new shells complete `moec`"]
+
+
+def _write(file: Path, text: str) -> None:
+    fresh = file.with_name(f".{file.name}.fresh")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(file)
+    except OSError as error:
+        raise _refused(file, error) from error
+
+
+def _add_line(file: Path, line: str) -> bool:
+    """Adds `line` to `file`; whether it was not there yet. Only appends: the file is the user's."""
+    try:
+        before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.exists() else ""
+        if line in before.splitlines():
+            return False
+        with file.open("a", encoding="utf-8") as stream:
+            stream.write(("" if before.endswith("\n") or not before else "\n") + line + "\n")
+    except OSError as error:
+        raise _refused(file, error) from error
+    return True
+
+
+def _refused(file: Path, error: OSError) -> DiagnosticError:
+    help = "`moec --show-completion` prints the script; source it where your shell starts"
+    return DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}", help=help)])

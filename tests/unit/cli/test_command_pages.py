@@ -1,0 +1,59 @@
+"""docs/commands has a page for every command, made from its signature."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+import pytest
+
+from moec.cli import app
+from moec.cli.pages import EXTRAS, commands, documents_of, file_of, index, page
+from moec.commands.schemas import DOCUMENTS
+
+FOLDER = Path(__file__).parents[3] / "docs" / "commands"
+COMMANDS = dict(commands())
+
+
+def current(file: Path, text: str, update_golden: bool) -> None:
+    if update_golden:
+        file.write_text(text, encoding="utf-8")
+    assert file.read_text(encoding="utf-8") == text, "run the tests with --update-golden"
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_the_page_is_current(path: str, update_golden: bool) -> None:
+    current(FOLDER / file_of(path), page(path, COMMANDS[path]), update_golden)
+
+
+def test_the_index_is_current(update_golden: bool) -> None:
+    current(FOLDER / "README.md", index(), update_golden)
+
+
+def test_there_is_no_page_of_nothing() -> None:
+    assert {file.name for file in FOLDER.iterdir()} == {"README.md", *map(file_of, COMMANDS)}
+    assert set(EXTRAS) == set(COMMANDS)
+
+
+def test_every_document_belongs_to_a_command() -> None:
+    assert sorted(name for path in COMMANDS for name in documents_of(path)) == sorted(DOCUMENTS)
+
+
+@pytest.mark.parametrize("line", [line for extra in EXTRAS.values() for line in extra.examples])
+def test_the_examples_parse(line: str) -> None:
+    words = shlex.split(line.partition(" < ")[0])
+    assert words[0] == "moec"
+    command: click.Command = app
+    rest = words[1:]
+    while isinstance(command, click.Group):
+        found = command.get_command(click.Context(command), rest[0])
+        assert found is not None
+        command, rest = found, rest[1:]
+    command.make_context(command.name, rest)  # raises UsageError
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_every_option_and_argument_is_explained(path: str) -> None:
+    for parameter in COMMANDS[path].params:
+        assert getattr(parameter, "help", None) or getattr(parameter, "about", None), parameter.name
