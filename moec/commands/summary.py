@@ -9,12 +9,16 @@ from moec.codegen.launch_command import shell_text, torchrun_command
 from moec.codegen.plan import Plan
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Spec
+from moec.passes.cost.buffers import Bytes
 from moec.passes.cost.memory import Memory, largest_skew, memory_of
 from moec.passes.cost.totals import Tally, tally
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
 from moec.passes.place.degrees import Degrees, choose_degrees
 from moec.passes.place.stated_degrees import zero_of
+
+LARGEST_PARTS = 4
+"""Parts of the peak that are named."""
 
 
 def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> str:
@@ -26,7 +30,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     of_rank = counts.sequences // degrees.dp
     at_once = count(max(1, of_rank // program.microbatches), what)
     recomputed = any(block.recompute != "none" for block in program.blocks)
-    kept = _activations(counts, program.microbatches) + (", without recomputation" if recomputed else "")
+    kept = _activations(counts, program.microbatches) + (", before `recompute`" if recomputed else "")
     lines = [
         f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
         "",
@@ -70,15 +74,15 @@ def _subject(spec: Spec) -> str:
 
 
 def _degrees(degrees: Degrees) -> list[str]:
-    """`dp 8 (default), edp 2 (default), ep 4; every other 1`; where layers differ, a line for each of their meshes."""
+    """`dp 8 (default), edp 2 (default), ep 4`; where layers differ, a line for each of their meshes."""
     dense = f"dp {degrees.dp}{_default(degrees.dp_stated)}"
     if degrees.tp > 1:
         dense += f", tp {degrees.tp}"
     spread = [f"edp {e.edp}{_default(False)}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
     if len(spread) > 1:
         of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
-        return [f"{dense}; every other 1", *of_layers]
-    return [", ".join([dense, *spread]) + "; every other 1"]
+        return [dense, *of_layers]
+    return [", ".join([dense, *spread])]
 
 
 def _frozen(plan: Plan) -> list[str]:
@@ -116,9 +120,20 @@ def _activations(counts: Tally, microbatches: int) -> str:
 
 
 def _memory(plan: Plan, program: Program) -> list[str]:
-    """The peak of a training step on the busiest rank, and the load of experts that still fits."""
-    line = peak_line(memory_of(program, plan.spec), plan.spec.cluster.device.memory)
-    return [f"  memory    {line}", *(f"            {line}" for line in skew_lines(largest_skew(program, plan.spec)))]
+    """The peak of a training step on the busiest rank, what it consists of, and the load of experts that still fits."""
+    memory = memory_of(program, plan.spec)
+    line = peak_line(memory, plan.spec.cluster.device.memory)
+    more = (_parts_of(memory.peak.bytes), *skew_lines(largest_skew(program, plan.spec)))
+    return [f"  memory    {line}", *(f"            {line}" for line in more)]
+
+
+def _parts_of(peak: Bytes) -> str:
+    """`gradients 28.1 GB, parameters 5.84 GB, activations 2.98 GB, others 873 MB`: the activations and the largest."""
+    sizes = sorted(((name, size) for name, size in peak.of.items() if size), key=lambda part: -part[1])
+    named = [part for part in sizes if part in sizes[:LARGEST_PARTS] or part[0] == "activations"]
+    others = peak.total - sum(size for _, size in named)
+    listed = [*named, ("others", others)] if len(named) < len(sizes) else named
+    return ", ".join(f"{name} {amount_of_bytes(size)}" for name, size in listed)
 
 
 def peak_line(memory: Memory, capacity: float) -> str:
@@ -130,7 +145,7 @@ def peak_line(memory: Memory, capacity: float) -> str:
 
 def skew_lines(skew: float | None) -> list[str]:
     """The largest load that fits (`largest_skew`), as at most one line."""
-    return [f"fits while the busiest rank has at most {skew:.2f} × the mean of rows"] if skew else []
+    return [f"it fits while no rank's experts get more than {skew:.2f} × the mean number of rows"] if skew else []
 
 
 def _microbatches(program: Program, sequences: int, what: str) -> str:
