@@ -189,6 +189,10 @@ CODES: dict[str, str] = {
     "MOE0908": "no architecture of Hugging Face is this model",
     "MOE0909": "the model's folder cannot be written",
     "MOE0910": "this model cannot be upcycled",
+    "MOE0915": "a rank of the script has failed",
+    "MOE0916": "this machine cannot run these ranks",
+    "MOE0917": "the nodes do not make the plan's ranks",
+    "MOE0918": "there is no such script",
 }
 
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "verify": "moec.cli.plans",
     "load": "moec.cli.plans",
     "tune": "moec.cli.plans",
+    "launch": "moec.cli.launching",
     "checkpoint": "moec.cli.checkpoint",
     "weights": "moec.cli.weights",
 }

@@ -16,6 +16,7 @@ DOCUMENTS = {
     "compile-emit": "moec.commands.compile_document:EmittedStage",
     "load": "moec.commands.documents:LoadedPlan",
     "tune": "moec.commands.tune:TunedPlan",
+    "launch": "moec.commands.launch:LaunchDocument",
     "checkpoint-inspect": "moec.commands.checkpoint_document:CheckpointDocument",
     "checkpoint-inspect-folder": "moec.commands.checkpoint_document:CheckpointsDocument",
     "checkpoint-verify": "moec.commands.checkpoint_document:DigestsDocument",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint_events import CHECKPOINT_EVENTS
@@ -399,6 +400,32 @@ def misspelt_command() -> Sequence[Diagnostic]:
     return [diagnostic(error.value)]
 
 
+def rank_without_a_word() -> Sequence[Diagnostic]:
+    from moec.commands.launch_run import failed
+
+    return [failed(2, 3, Path("logs/attempt_0/2/stderr.log"))]
+
+
+def launched(*script: str, **options: Any) -> Sequence[Diagnostic]:
+    from moec.commands.launch import make_launch
+    from moec.commands.launch_run import run
+
+    plan, path = moe_plan(ranks=8, batch=8), Path("tiny.plan")
+    return raised(lambda: run(make_launch(plan, path, script, **options), None))
+
+
+def ranks_of_several_nodes() -> Sequence[Diagnostic]:
+    return launched(nodes=2)
+
+
+def nodes_of_other_plans() -> Sequence[Diagnostic]:
+    return launched(per_node=5)
+
+
+def no_script() -> Sequence[Diagnostic]:
+    return launched("trian.py")
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
@@ -444,4 +471,8 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0744": captured_on_cpu,
     **CHECKPOINT_EVENTS,
     **HUGGINGFACE_EVENTS,
+    "MOE0915": rank_without_a_word,
+    "MOE0916": ranks_of_several_nodes,
+    "MOE0917": nodes_of_other_plans,
+    "MOE0918": no_script,
 }

@@ -1,0 +1,91 @@
+"""Commands about machines: `launch`, `doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from moec.cli.command import Command, argument, output_format, path
+
+
+@click.command(cls=Command, context_settings={"ignore_unknown_options": True})
+@argument("plan", "A plan folder.", type=path())
+@argument(
+    "script",
+    "The training script and its arguments; default: train.py. Options that `moec launch` has too go after `--`.",
+    nargs=-1,
+    metavar="[SCRIPT [ARGS]...]",
+)
+@output_format
+@click.option("--torchrun", "way", flag_value="torchrun", default="torchrun", help="Print the command (default).")
+@click.option("--slurm", "way", flag_value="slurm", help="Print a batch script for Slurm.")
+@click.option("--k8s", "way", flag_value="k8s", help="Print a manifest for Kubernetes with Kubeflow's PyTorchJob.")
+@click.option("--run", "starts", is_flag=True, help="Start the ranks, all on this machine.")
+@click.option("--nodes", type=click.IntRange(min=1), help="Nodes; default: as the plan's cluster has them.")
+@click.option(
+    "--per-node", type=click.IntRange(min=1), help="Ranks of each node; default: as the plan's cluster has them."
+)
+@click.option("--host", help="Name or address of the first node; default: the variable HOST.")
+@click.option("--port", type=click.IntRange(1, 65535), help="Port on the first node where ranks meet; default: 29500.")
+@click.option(
+    "--max-restarts", type=click.IntRange(min=0), default=0, help="How often ranks are started again; default: 0."
+)
+@click.option("--name", help="Name of the job, for --slurm and --k8s; default: the model's.")
+@click.option("--image", help="Container image, for --k8s.")
+@click.option("--logs", type=path(), help="Folder for what ranks write to stderr, for --run.")
+def launch(
+    plan: Path,
+    script: tuple[str, ...],
+    style: str,
+    way: str,
+    starts: bool,
+    nodes: int | None,
+    per_node: int | None,
+    host: str | None,
+    port: int | None,
+    max_restarts: int,
+    name: str | None,
+    image: str | None,
+    logs: Path | None,
+) -> None:
+    """Print how to start a plan's ranks: the torchrun command, a Slurm script or a Kubernetes manifest."""
+    if script and script[0].startswith("-"):
+        raise click.UsageError(f"No such option: {script[0]}. Options of the script go after its name.")
+    _require_fitting({"--run": starts, "--name": name}, {"--run": way == "torchrun", "--name": way != "torchrun"}, way)
+    _require_fitting({"--image": image, "--host": host}, {"--image": way == "k8s", "--host": way == "torchrun"}, way)
+    if logs is not None and not starts:
+        raise click.UsageError("--logs needs --run. An option of the script goes after `--`.")
+    if starts and (style == "json" or host or port):
+        raise click.UsageError(
+            "--run prints what the script prints, and takes a free port: leave out --json, --host, --port"
+        )
+    from moec.commands.launch import make_launch
+    from moec.driver import load
+
+    made = make_launch(
+        load(plan),
+        plan,
+        script,
+        nodes=nodes,
+        per_node=per_node,
+        host=host,
+        port=port,
+        max_restarts=max_restarts,
+        name=name,
+        image=image,
+    )
+    if starts:
+        from moec.commands.launch_run import run
+
+        raise SystemExit(run(made, logs))
+    from moec.commands.launch_print import print_launch
+
+    print_launch(made, way, style)
+
+
+def _require_fitting(given: dict[str, object], fits: dict[str, bool], way: str) -> None:
+    """Raises `UsageError` for an option that `way` has no use for."""
+    for option, value in given.items():
+        if value and not fits[option]:
+            raise click.UsageError(f"{option} is not for --{way}. An option of the script goes after `--`.")

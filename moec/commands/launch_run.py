@@ -1,0 +1,118 @@
+"""`moec launch --run`: torchrun on this machine, without its own messages."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+from moec.commands.launch import Launch
+from moec.commands.rank_output import RankOutput
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, diagnose, render
+
+
+def run(launch: Launch, logs: Path | None) -> int:
+    """Starts all ranks here and waits for them; returns the script's exit status, 128 + N for signal N.
+
+    stdout is the ranks' own. stderr is theirs too, except that a traceback is shown once (`RankOutput`); all of it is
+    kept below `logs` (default: a temporary folder, removed if the script succeeds). Raises `DiagnosticError` before
+    anything is started: MOE0916, MOE0918.
+    """
+    _require_here(launch)
+    folder = Path(tempfile.mkdtemp(prefix=f"moec-{launch.name}-")) if logs is None else logs
+    folder.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // launch.hosts.processes_per_node)))
+    status = _start(launch, folder)
+    if status == 0 and logs is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    return status
+
+
+def _start(launch: Launch, folder: Path) -> int:
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    own = launch.argv[1 : -len(launch.script)]
+    words = [*own, "--redirects", "2", "--log-dir", str(folder), *launch.script]
+    arguments = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
+    logging.disable(logging.CRITICAL)  # of this process: torchrun reports what is reported below
+    output = RankOutput(folder, sys.stderr)
+    output.start()
+    try:
+        torchrun.run(arguments)  # type: ignore[no-untyped-call]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        output.finish(int(rank))
+        logs = sorted(folder.glob(f"*/attempt_*/{rank}/stderr.log"))
+        if output.explained:
+            print(f"what every rank wrote to stderr is below {folder}", file=sys.stderr)
+        else:
+            show([failed(int(rank), failure.exitcode, logs[-1] if logs else folder)])
+        return 128 - failure.exitcode if failure.exitcode < 0 else failure.exitcode
+    except SignalException as error:
+        output.finish(None)
+        print(f"ended by {signal.Signals(error.sigval).name}, and all ranks with it", file=sys.stderr)
+        return 128 + int(error.sigval)
+    except KeyboardInterrupt:
+        output.finish(None)
+        return 128 + signal.SIGINT
+    output.finish(None)
+    return 0
+
+
+def show(diagnostics: list[Diagnostic]) -> None:
+    """Prints diagnostics to stderr."""
+    print(render(diagnostics, "full").rstrip("\n"), file=sys.stderr)
+
+
+def _require_here(launch: Launch) -> None:
+    """Raises `DiagnosticError` where the plan's ranks, or the script, are not for this machine alone."""
+    ranks = launch.plan.world_size
+    if launch.hosts.nodes > 1:
+        raise DiagnosticError(
+            [
+                diagnose(
+                    "MOE0916",
+                    None,
+                    f"the plan is for {launch.sizes}, and `--run` starts ranks on this machine only",
+                    help=f"without `--run` you get the command for every node; `--nodes 1` puts all {ranks} ranks here",
+                )
+            ]
+        )
+    script = Path(launch.script[0])
+    if not script.is_file():
+        raise DiagnosticError(
+            [diagnose("MOE0918", None, f"no file {script}", help="name the training script after the plan")]
+        )
+    if launch.plan.spec.cluster.device.kind != "cpu":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if 0 < gpus < ranks:  # without any GPU, ranks run on the CPU
+            message = f"the plan is for {ranks} ranks with a GPU each, and there {'is' if gpus == 1 else 'are'} {gpus}"
+            help = (
+                f"compile the file for a cluster of {gpus}, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to try it on CPUs"
+            )
+            raise DiagnosticError([diagnose("MOE0916", None, message, help=help)])
+
+
+def failed(rank: int, status: int, log: Path) -> Diagnostic:
+    """What is known of a rank that ended without a word."""
+    if status == -signal.SIGKILL:
+        help = "the system kills what takes too much memory: see `dmesg`, and the memory in `moec compile`'s summary"
+    else:
+        help = f"what it wrote to stderr is in {log}"
+    how = f"by {_signal_name(-status)}" if status < 0 else f"with exit status {status}"
+    return diagnose("MOE0915", None, f"rank {rank} has ended {how}, and has said nothing of why", help=help)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
