@@ -51,14 +51,14 @@ def launch(
 ) -> None:
     """Print how to start a plan's ranks: the torchrun command, a Slurm script or a Kubernetes manifest."""
     if script and script[0].startswith("-"):
-        raise click.UsageError(f"No such option: {script[0]}. Options of the script go after its name.")
+        raise click.UsageError(f"no option {script[0]}: options of the script go after its name")
     _require_fitting({"--run": starts, "--name": name}, {"--run": way == "torchrun", "--name": way != "torchrun"}, way)
     _require_fitting({"--image": image, "--host": host}, {"--image": way == "k8s", "--host": way == "torchrun"}, way)
     if logs is not None and not starts:
         raise click.UsageError("--logs needs --run. An option of the script goes after `--`.")
     if starts and (style == "json" or host or port):
         raise click.UsageError(
-            "--run prints what the script prints, and takes a free port: leave out --json, --host, --port"
+            "--run prints what the script prints, and takes a free port: leave out --json, --host and --port"
         )
     from moec.commands.launch import make_launch
     from moec.driver import load

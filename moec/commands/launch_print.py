@@ -13,5 +13,5 @@ def print_launch(launch: Launch, way: str, style: str) -> None:
     slurm = slurm_script(launch) if way == "slurm" else None
     k8s = kubernetes_text(launch) if way == "k8s" else None
     text = slurm or k8s
-    lines = text.splitlines() if text else torchrun_lines(launch)
+    lines = text.removesuffix("\n").split("\n") if text else torchrun_lines(launch)
     emit(style, lambda: lines, lambda: to_document(launch, slurm, k8s))

@@ -73,7 +73,7 @@ def test_json_has_the_command_and_the_text(run, way):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("a plan", "--slrum"), "No such option: --slrum"),
+        (("a plan", "--slrum"), "no option --slrum"),
         (("a plan", "--name", "x"), "--name is not for --torchrun"),
         (("a plan", "--slurm", "--image", "x"), "--image is not for --slurm"),
         (("a plan", "--k8s", "--run"), "--run is not for --k8s"),
