@@ -231,7 +231,7 @@ def averaged() -> tuple[float, float, float, float]:
         plain = model.eval()(*ran["batch"](100)).loss
     with moec.launch(ran["plan"], device="cpu") as job:
         loaded = job.build(seed=9)
-        job.load("averages/5", loaded)
+        assert job.load("averages/5", loaded) == {"updates": 5}
         assert all(torch.equal(a, b) for a, b in zip(parts(loaded).values(), parts(module).values(), strict=True))
     return difference, distance_of_weights, float(loss), float(plain)
 
