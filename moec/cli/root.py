@@ -57,14 +57,6 @@ class Root(Group):
         return command
 
 
-def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted and not context.resilient_parsing:
-        from moec import __version__
-
-        print(f"moec {__version__}")
-        context.exit()
-
-
 def _shell(context: click.Context, _: click.Parameter, shell: str | None) -> str | None:
     """The shell of an option of completion: the named one, or the user's."""
     if shell is None or context.resilient_parsing:
@@ -98,10 +90,9 @@ def _install_completion(context: click.Context, parameter: click.Parameter, shel
 _OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_eager": True, "expose_value": False}
 
 
-@click.group("moec", cls=Root, context_settings=SETTINGS)
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Print the version."
-)
+@click.group("moec", cls=Root, context_settings=SETTINGS, invoke_without_command=True)
+@click.option("--version", is_flag=True, help="Print the versions of moec, Python, torch and triton.")
+@click.option("--json", "as_json", is_flag=True, help="With --version: print them as JSON.")
 @click.option(
     "--install-completion",
     metavar="[bash|zsh|fish]",
@@ -116,8 +107,19 @@ _OF_COMPLETION: dict[str, Any] = {"is_flag": False, "flag_value": "auto", "is_ea
     help="Print the script that does so.",
     **_OF_COMPLETION,
 )
-def app() -> None:
+@click.pass_context
+def app(context: click.Context, version: bool, as_json: bool) -> None:
     """The compiler for Mixture-of-Experts models."""
+    if version:
+        from moec.commands.version import run
+
+        run("json" if as_json else "full")
+        context.exit()
+    command = context.invoked_subcommand
+    if as_json:
+        raise click.UsageError(f"--json comes after the command: `moec {command or 'COMMAND'} --json`")
+    if command is None:
+        click.echo(context.get_help())
 
 
 def _not_yet(name: str) -> click.Command:

@@ -109,6 +109,16 @@ class LoadedPlan:
 
 
 @document
+class VersionDocument:
+    """What `moec --version` found. Null: not installed."""
+
+    moec: str
+    python: str
+    torch: str | None
+    triton: str | None
+
+
+@document
 class WrittenWeights:
     """A new checkpoint, file or folder with weights."""
 

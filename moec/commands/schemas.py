@@ -8,6 +8,7 @@ from typing import Any
 
 DOCUMENTS = {
     "diagnostics": "list moec.commands.documents:DiagnosticDocument",
+    "version": "moec.commands.documents:VersionDocument",
     "fmt": "list moec.commands.documents:FormattedFile",
     "init": "moec.commands.documents:WrittenFile",
     "init-list": "list moec.commands.documents:ListedModel",

@@ -277,9 +277,13 @@ def test_a_bug_of_ours_exits_3_and_says_what_to_report(run, monkeypatch):
 
 
 def test_version(run):
+    import torch
+
     import moec
 
-    assert run("--version")[:2] == (0, f"moec {moec.__version__}\n")
+    code, out, err = run("--version")
+    assert (code, err) == (0, "")
+    assert out.startswith(f"moec {moec.__version__} (Python {sys.version.split()[0]}, torch {torch.__version__}")
 
 
 WITHOUT_TORCH = """

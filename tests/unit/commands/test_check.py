@@ -87,16 +87,26 @@ def test_the_json_style_carries_the_fix(moec: Run, starter: Path) -> None:
     assert found[0]["fix"][0]["text"] == "topk"
 
 
-TERMINALS = [(True, None, True), (True, "1", False), (False, None, False)]
+TERMINALS = [
+    (True, {}, True),
+    (True, {"NO_COLOR": "1"}, False),
+    (True, {"NO_COLOR": ""}, True),
+    (True, {"TERM": "dumb"}, False),
+    (False, {}, False),
+    (False, {"FORCE_COLOR": "1"}, True),
+    (False, {"FORCE_COLOR": "0"}, False),
+    (False, {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False),
+]
 
 
-@pytest.mark.parametrize(("terminal", "no_color", "colored"), TERMINALS)
+@pytest.mark.parametrize(("terminal", "settings", "colored"), TERMINALS)
 def test_colours_are_for_terminals_that_want_them(
-    moec: Run, starter: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, no_color: str | None, colored: bool
+    moec: Run, starter: Path, monkeypatch: pytest.MonkeyPatch, terminal: bool, settings: dict[str, str], colored: bool
 ) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    if no_color is not None:
-        monkeypatch.setenv("NO_COLOR", no_color)
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"TERM": "xterm"} | settings).items():
+        monkeypatch.setenv(name, value)
     starter.write_text("model")
     monkeypatch.setattr(type(sys.stderr), "isatty", lambda self: terminal, raising=False)
     assert ("\x1b[" in moec("check", "model.moe").err) is colored

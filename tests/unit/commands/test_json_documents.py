@@ -141,3 +141,14 @@ def test_checkpoints_are_documents(moec: Run) -> None:
     )
     assert (written["output"], written["tensors"]) == ("one.safetensors", None)
     assert "step 1" in written["left_out"]
+
+
+def test_versions_are_a_document(moec: Run) -> None:
+    found = document(moec("--version", "--json"), "version")
+    assert found["python"] == sys.version.split()[0]
+
+
+def test_an_option_before_the_command_is_not_ignored(moec: Run, starter: Path) -> None:
+    ran = moec("--json", "check", "model.moe")
+    assert (ran.status, ran.out) == (2, "")
+    assert "--json comes after the command: `moec check --json`" in json.loads(ran.err)[0]["message"]
