@@ -85,6 +85,14 @@ EXTRAS = {
         "the plan does not equal the unsharded model (the report is on stdout), or cannot be loaded",
     ),
     "load": Extra({"moec load --trust-nothing first.plan": "also compiles the plan's Spec again"}),
+    "launch": Extra(
+        {
+            "moec launch first.plan train.py": "the torchrun command of the plan's cluster",
+            "moec launch first.plan train.py --slurm > job.sh": "a script for sbatch",
+            "moec launch first.plan train.py --run": "starts the ranks on this machine",
+        },
+        "the plan cannot be loaded, or its ranks do not fit the nodes; with --run the exit code is the script's",
+    ),
     "tune": Extra({"moec tune first.plan -o tuned.plan": "measures on this machine's GPU"}),
     "checkpoint inspect": Extra(
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -42,7 +43,7 @@ def test_every_document_belongs_to_a_command() -> None:
 
 @pytest.mark.parametrize("line", [line for extra in EXTRAS.values() for line in extra.examples])
 def test_the_examples_parse(line: str) -> None:
-    words = shlex.split(line.partition(" < ")[0])
+    words = shlex.split(re.split(" [<>] ", line)[0])
     assert words[0] == "moec"
     command: click.Command = app
     rest = words[1:]
