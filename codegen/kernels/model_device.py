@@ -148,6 +148,4 @@ def complaint(name: str) -> str | None:
     """Why there are no predictions for a device; None if there are."""
     if name in DEVICES:
         return None
-    return (
-        f"there is no model of the device {name}, so no times are predicted; there are models of {', '.join(DEVICES)}"
-    )
+    return f"moec cannot predict times for the device {name}: it has timing models for {', '.join(DEVICES)}"

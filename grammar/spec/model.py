@@ -47,7 +47,7 @@ class TokenEmbedding(Node):
     separator: Annotated[
         int | None,
         at_least(0),
-        Doc("the id that ends a text: tokens attend to their own text alone, and positions start anew after it"),
+        Doc("the id that ends a text: tokens attend to their own text alone, and positions start again at 0 after it"),
     ] = None
     segments: Annotated[
         bool,

@@ -28,7 +28,7 @@ HEAD = (
     "predicted",
     "TFLOP/s",
     "useful",
-    "serves",
+    "line",
 )
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
@@ -116,7 +116,7 @@ def _cells(listing: Listing, block: ListedBlock, each: ListedKernel) -> tuple[st
         _micro(prediction.seconds) if prediction else "-",
         f"{prediction.tflops:.0f}" if prediction and product else "-",
         f"{prediction.padding_efficiency:.0%}" if prediction and product else "-",
-        each.serves or "",
+        each.line or "",
     )
 
 
@@ -162,7 +162,7 @@ def _finite(seconds: float | None) -> float | None:
 
 def _kernel_json(each: ListedKernel) -> dict[str, Any]:
     made, prediction = each.made, each.prediction
-    said: dict[str, Any] = {"kernel": each.kernel, "direction": each.direction, "serves": each.serves}
+    said: dict[str, Any] = {"kernel": each.kernel, "direction": each.direction, "line": each.line}
     said["way"] = str(each.way) if each.way else None
     if made is not None:
         said |= {"registers": made.registers, "spilled": made.spilled, "shared": made.shared, "blocks": made.blocks}

@@ -24,7 +24,7 @@ from moec.passes.ir.op import layout_of
 from moec.passes.ir.ops import Conversion
 from moec.passes.place.shard_zero import is_zero_gather
 
-HEAD = ("forward", "group", "ranks", "sent per rank", "backward", "sent per rank", "serves")
+HEAD = ("forward", "group", "ranks", "sent per rank", "backward", "sent per rank", "line")
 
 
 @dataclass(frozen=True, slots=True)

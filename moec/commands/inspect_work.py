@@ -13,7 +13,7 @@ from moec.passes.ir import Op
 MOST = 4
 """Ops with a separate line: so many by FLOPs, and as many by saved bytes."""
 
-HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "serves")
+HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "line")
 
 Line = tuple[str, float, float, float, float, str]
 
@@ -57,6 +57,6 @@ def _sum(name: str, lines: list[Line]) -> Line:
 
 
 def _cells(line: Line) -> tuple[str, ...]:
-    name, forward, backward, saved, sent, serves = line
+    name, forward, backward, saved, sent, span = line
     flops = (si(number, "G") if number else "-" for number in (forward, backward))
-    return name, *flops, amount_or_dash(saved), amount_or_dash(sent), serves
+    return name, *flops, amount_or_dash(saved), amount_or_dash(sent), span

@@ -62,7 +62,7 @@ class ListedKernel:
     made: Resources | None
     work: KernelWork | None
     prediction: Prediction | None
-    serves: str | None
+    line: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Listing:
             made=made,
             work=work,
             prediction=self._predicted(kernel, product, choice, made.blocks, work),
-            serves=kernel.span,
+            line=kernel.span,
         )
 
     def _predicted(
@@ -201,7 +201,7 @@ class Listing:
                     made=None,
                     work=work_of(kernel.shape, product, of_op, self.tokens, rows),
                     prediction=self._predicted(kernel, product, choice, None, None),
-                    serves=kernel.span,
+                    line=kernel.span,
                 )
 
 

@@ -160,7 +160,7 @@ class BlockReader:
         typed = self.types.read(type_)
         default, low, high = (integer(text, "a setting", 0, MAX_SETTING) for text in bounds)
         if typed.shape or typed.dtype != "int64" or not low <= default <= high:
-            raise UnreadableLineError(f"${name} is no whole number that starts within its bounds")
+            raise UnreadableLineError(f"${name} is not a whole number that starts within its bounds")
         return Setting(name=name, shape=(), dtype="int64", layout=typed.layout, default=default, low=low, high=high)
 
     def state(self, scope: Scope) -> State:

@@ -193,7 +193,8 @@ class Weights:
         if spec.frozen and parameter.requires_grad:
             raise JobError(
                 "MOE0713",
-                f"{spec.name} ({spec.site}) wants a gradient, but the plan freezes it: no rank would sum its gradient",
+                f"{spec.name} ({spec.site}) has `requires_grad`, but the plan freezes it: "
+                "no rank would sum its gradient",
                 "leave its part out of `frozen` in `train`, and compile the file again",
             )
         # A parametrization or `functional_call` may compute with another dtype: then the parameter is elsewhere.

@@ -81,7 +81,7 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     assert done.exit_code == 0, done.output
     head, model, _, body, ways, titles, *rows = done.stdout.splitlines()
     assert head == "small: kernels of a rank, for 128 tokens, on toy (sm_90)"
-    assert model.startswith("there is no model of the device toy, so no times are predicted")
+    assert model.startswith("moec cannot predict times for the device toy")
     assert body == "layers[0]"
     assert ways == "  ways: rule, fp32 has one class of tiles"
     assert titles.split()[0] == "kernel"

@@ -50,7 +50,7 @@ def test_the_largest_ops_of_a_layer_are_listed_with_flops_and_what_they_keep(pla
     text = inspect_plan(plan, None, None)
     table = text[text.index("layers[1..2], 2 layers") :].split("\n\n")[1]
     head, *lines = [re.split(r"  +", line.strip()) for line in table.splitlines()]
-    assert head == ["op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "serves"]
+    assert head == ["op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "line"]
     rows = {row[0]: row[1:] for row in lines}
     # 32 rows through 3 matrices of 16 by 16. Kept: rows, pre-activations [32, 2, 16], weights, counts from 2 sources,
     # and the int32 table of rows: their order, 5 offsets, one number of tiles, 6 tiles' experts and rows, in fours.
