@@ -166,7 +166,7 @@ _NOWHERE = (
     Row("train_iters:mg max_steps:hf num_train_epochs:hf num_epochs:hf epochs:hf steps:tt total_steps:hf", "", "", "", "how long to train is in the training script"),
     Row("moe_grouped_gemm:mg use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
     Row("fp32_gate:tu moe_router_dtype:mg attention_softmax_in_fp32:mg", "", "", "", "router and softmax are computed in at least fp32: leave it out"),
-    Row("use_cache:hf model_type:hf architectures:hf transformers_version:hf auto_map:hf", "", "", "", "`moec import-hf FOLDER` makes a .moe file of a Hugging Face model"),
+    Row("use_cache:hf model_type:hf architectures:hf transformers_version:hf auto_map:hf", "", "", "", "`moec import hf FOLDER` makes a .moe file of a Hugging Face model"),
     Row("mup_base_hidden_size:hf tokenizer_type:mg tokenizer:hf data_path:mg dataset:tt save_interval:mg checkpoint_dir:ds log_interval:mg", "", "", "", "data, logs and checkpoints are in the training script: leave it out"),
 )
 

@@ -259,7 +259,8 @@ def one_slot(part: Part) -> Iterator[Diagnostic]:
                 second_span,
                 f"this block gives `{first}` already",
                 labels=_labels((first_span, f"`{first}` is given here")),
-                help=f"keep one; to change some layers from `{first}` to `{second}`, add a `layers` block for them",
+                help=f"keep one (a dense path beside experts is `shared = …` in `moe`); to change some layers from "
+                f"`{first}` to `{second}`, add a `layers` block for them",
             )
 
 

@@ -22,7 +22,7 @@ CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": "
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _QUOTES = "'\"`´‘’‚“”„«»"
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
-_JSON = "`moec import-hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
+_JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
 _YAML = 'a block stands in braces, and its names have `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
 
 
@@ -229,7 +229,7 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
         behind = tokens[at + 1] if at + 1 < len(tokens) else None
         place = token.start, token.end
         if token.text == ":" and token.kind == "UNKNOWN":
-            message = "U+003A has no meaning in a .moe file"
+            message = "`:` has no meaning in a .moe file"
             if behind is not None and behind.kind in ("LBRACE", "EQUAL"):
                 notations.add("MOE0102", *place, message, "leave the `:` out", (*place, ""))
                 continue
