@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import click
 
@@ -45,8 +46,6 @@ def inspect(
         raise click.UsageError("--source needs --kernels")
     if plot and not memory:
         raise click.UsageError("--svg needs --memory")
-    if as_json and (source or not (kernels or memory or params)):
-        raise click.UsageError("--json needs --kernels (without --source), --memory or --params")
     views = {"--rank": rank is not None, "--graph": graph is not None}
     views |= {"--kernels": kernels, "--fx": fx, "--memory": memory, "--params": params}
     _require_one_view(path, views)
@@ -57,21 +56,21 @@ def inspect(
 
         show(run_params(path, lets, as_json), style)
     elif kernels:
-        _show_kernels(path, source, as_json)
+        _show_kernels(path, source, style)
     elif fx:
         from moec.commands.inspect_fx import inspect_fx
 
-        print(inspect_fx(path), end="")
+        _show_text("fx", inspect_fx(path).rstrip("\n"), style)
     elif memory:
         _show_memory(path, plot, as_json)
     elif path.is_dir():
         from moec.commands.inspect_plan import inspect_plan
 
-        print(inspect_plan(path, rank, graph))
+        _show_text("graph" if graph else "plan", inspect_plan(path, rank, graph), style)
     else:
         from moec.commands.inspect import run
 
-        show(run(path, lets), style)
+        show(run(path, lets, style), style)
 
 
 def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
@@ -85,13 +84,22 @@ def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:
         raise click.UsageError(f"{asked[0]} needs a plan, not a file")
 
 
-def _show_kernels(path: Path, source: bool, as_json: bool) -> None:
+def _show_text(view: Literal["plan", "graph", "fx", "source"], text: str, style: str) -> None:
+    from moec.commands.documents import InspectedText
+    from moec.commands.output import emit
+
+    emit(style, lambda: [text], lambda: InspectedText(view=view, text=text))
+
+
+def _show_kernels(path: Path, source: bool, style: str) -> None:
     from moec.commands.inspect_kernels import inspect_kernels, inspect_sources, kernels_json
 
-    if as_json:
+    if source:
+        _show_text("source", inspect_sources(path), style)
+    elif style == "json":
         print(json.dumps(kernels_json(path)))
     else:
-        print(inspect_sources(path) if source else inspect_kernels(path))
+        print(inspect_kernels(path))
 
 
 def _show_memory(path: Path, plot: Path | None, as_json: bool) -> None:

@@ -109,6 +109,24 @@ class LoadedPlan:
 
 
 @document
+class InspectedLine:
+    """A value of a file as `moec inspect FILE` shows it."""
+
+    text: str
+    """`vocab = 256`, indented by its block."""
+    origin: str
+    """The place that set it, `default`, or empty where that is not known."""
+
+
+@document
+class InspectedText:
+    """A view of a plan that is a text."""
+
+    view: Literal["plan", "graph", "fx", "source"]
+    text: str
+
+
+@document
 class VersionDocument:
     """What `moec --version` found. Null: not installed."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from moec.commands.documents import InspectedLine
+from moec.commands.output import emit
 from moec.driver import read
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.load import Loaded
@@ -17,13 +19,17 @@ Line = tuple[str, str]
 """A value and its source."""
 
 
-def run(file: Path, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:
+def run(file: Path, lets: Mapping[str, str], style: str = "full") -> tuple[Diagnostic, ...]:
     """Prints the Spec of `file`; returns the warnings. Raises `DiagnosticError` for a file with errors."""
     loaded = read(file, **lets)
     spec = loaded.unwrap()
     lines = list(_Inspector(loaded).node(spec, 0, ""))
     width = min(max(len(line) for line, _ in lines), 72)
-    print("\n".join(f"{line.ljust(width)}  # {origin}" if origin else line for line, origin in lines))
+    emit(
+        style,
+        lambda: (f"{line.ljust(width)}  # {origin}" if origin else line for line, origin in lines),
+        lambda: [InspectedLine(text=line, origin=origin) for line, origin in lines],
+    )
     return loaded.diagnostics
 
 

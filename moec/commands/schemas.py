@@ -15,6 +15,8 @@ DOCUMENTS = {
     "import-hf": "moec.commands.documents:WrittenFile",
     "compile": "moec.commands.compile_document:CompiledPlan",
     "compile-emit": "moec.commands.compile_document:EmittedStage",
+    "inspect-file": "list moec.commands.documents:InspectedLine",
+    "inspect-text": "moec.commands.documents:InspectedText",
     "load": "moec.commands.documents:LoadedPlan",
     "tune": "moec.commands.tune:TunedPlan",
     "launch": "moec.commands.launch:LaunchDocument",

@@ -152,3 +152,13 @@ def test_an_option_before_the_command_is_not_ignored(moec: Run, starter: Path) -
     ran = moec("--json", "check", "model.moe")
     assert (ran.status, ran.out) == (2, "")
     assert "--json comes after the command: `moec check --json`" in json.loads(ran.err)[0]["message"]
+
+
+def test_every_view_of_inspect_is_a_document(moec: Run, starter: Path) -> None:
+    lines = document(moec("inspect", "--json", "model.moe"), "inspect-file")
+    assert {"text": "  vocab = 256", "origin": "model.moe:7"} in lines
+    assert moec("compile", "model.moe").status == 0
+    for view, options in (("plan", ()), ("plan", ("--rank", "1")), ("graph", ("--graph", "dot")), ("fx", ("--fx",))):
+        found = document(moec("inspect", "--json", "model.plan", *options), "inspect-text")
+        assert (found["view"], found["text"] + "\n") == (view, moec("inspect", "model.plan", *options).out)
+    assert json.loads(moec("inspect", "--json", "--params", "model.plan").out)["ranks"] == 4
