@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -143,6 +145,18 @@ def test_a_resumed_run_ends_with_the_bits_of_one_that_nobody_stopped(
         assert equal
         assert checkpoints == ["4", "6"]
         assert off < ROUNDING
+
+
+def test_the_command_for_several_nodes_is_that_of_moec_launch(tmp_path: Path) -> None:
+    text = guide_jobs.moe_file().replace("batch = 16", "batch = 32")
+    cluster = 'cluster "four_nodes" { from = dgx_h100; nodes = 4 }'
+    assert f"`{cluster}`" in guide_jobs.PAGE
+    text = re.sub(r'cluster "laptop".*', cluster, text)
+    moec.compile(f'use "clusters/dgx_h100"\n{text}').save(tmp_path / "guide.plan")
+    arguments = [sys.executable, "-m", "moec", "launch", "guide.plan", "script.py"]
+    said = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=100).stdout
+    (shown,) = re.findall(r"```console\n\$ moec launch guide.plan script.py\n(.*?)```", guide_jobs.PAGE, re.DOTALL)
+    assert said == shown
 
 
 def test_every_snippet_has_its_test() -> None:

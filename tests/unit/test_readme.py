@@ -38,7 +38,8 @@ def folder(tmp_path_factory) -> Path:
 
 def moec(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "moec", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100)
+    environment = os.environ | {"COLUMNS": "120"}  # a line of the page is not cut
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=100, env=environment)
 
 
 def measured(text: str) -> str:
