@@ -80,7 +80,6 @@ def test_the_summary_and_the_table_state_the_same_peak(plan: tuple[Path, Plan, M
 
 def test_options_of_memory_need_it(plan: tuple[Path, Plan, Memory]) -> None:
     path, *_ = plan
-    assert CliRunner().invoke(app, ["inspect", str(path), "--json"]).exit_code == 2
     assert CliRunner().invoke(app, ["inspect", str(path), "--memory", "--fx"]).exit_code == 2
 
 

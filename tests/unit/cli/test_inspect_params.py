@@ -67,7 +67,6 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
 
 
 def test_mistakes_are_refused(file: Path) -> None:
-    run(file, "--json", status=2)
     run(file, "--params", "--memory", status=2)
     run(file, "--params", "--svg", file.with_suffix(".svg"), status=2)
 
