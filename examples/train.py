@@ -58,13 +58,16 @@ def train(job: moec.Job, model: nn.Module, text: Text, options: argparse.Namespa
     started = time.monotonic()
     if job.rank == 0:
         print(f"training on {text.description}", flush=True)
-    with job.metrics(options.metrics, tensorboard=options.tensorboard, progress=True, every=REPORT_EVERY) as metrics:
+    with (
+        job.metrics(options.metrics, tensorboard=options.tensorboard, every=REPORT_EVERY) as metrics,
+        job.progress() as progress,
+    ):
         for step, batch in enumerate(random_windows(text.train, settings.batch, settings.sequence, seed=0)):
-            progress = agreed_progress(step / options.steps, (time.monotonic() - started) / options.seconds)
-            if progress >= 1:
+            done = agreed_fraction(step / options.steps, (time.monotonic() - started) / options.seconds)
+            if done >= 1:
                 return step
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * learning_rate(progress)
+                group["lr"] = rate * learning_rate(done)
 
             tokens, labels = (share_of(rows, job) for rows in batch)
             loss = job.step(model, tokens, labels)
@@ -73,7 +76,9 @@ def train(job: moec.Job, model: nn.Module, text: Text, options: argparse.Namespa
             optimizer.zero_grad()
 
             bits = loss / math.log(2)
-            metrics.step(model, loss, grad_norm=norm, optimizer=optimizer, done=progress, bits_per_byte=bits)
+            loads = job.expert_loads(model) if step % REPORT_EVERY == 0 else None  # on every rank, or on none
+            progress.step(loss, grad_norm=norm, optimizer=optimizer, loads=loads, done=done, bits_per_byte=bits)
+            metrics.step(model, loss, grad_norm=norm, optimizer=optimizer, bits_per_byte=bits)
     raise AssertionError("random windows do not end")
 
 
@@ -82,18 +87,18 @@ def share_of(rows: Tensor, job: moec.Job) -> Tensor:
     return rows.chunk(job.data_size)[job.data_rank]
 
 
-def agreed_progress(*shares: float) -> float:
+def agreed_fraction(*shares: float) -> float:
     """The fraction of the training done, by the first rank's clock: all ranks must stop at the same step."""
-    progress = torch.tensor(max(shares))
-    dist.broadcast(progress, src=0)
-    return float(progress)
+    done = torch.tensor(max(shares))
+    dist.broadcast(done, src=0)
+    return float(done)
 
 
-def learning_rate(progress: float) -> float:
+def learning_rate(done: float) -> float:
     """The learning rate as a fraction of the file's."""
-    if progress < WARM_UP:
-        return (progress + WARM_UP / 20) / WARM_UP
-    falling = (progress - WARM_UP) / (1 - WARM_UP)
+    if done < WARM_UP:
+        return (done + WARM_UP / 20) / WARM_UP
+    falling = (done - WARM_UP) / (1 - WARM_UP)
     return FINAL_LR + (1 - FINAL_LR) * (1 + math.cos(math.pi * falling)) / 2
 
 

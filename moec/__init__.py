@@ -82,8 +82,19 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'moec' has no attribute {name!r}")
+        raise AttributeError(_unknown(name))
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _unknown(name: str) -> str:
+    """The message for a name that is not there. `hasattr` asks too: the nearest name is sought for words only."""
+    text = f"module 'moec' has no attribute {name!r}"
+    if name.startswith("_"):
+        return text
+    from moec.grammar.suggest import nearest
+
+    meant = nearest(name, _HOMES)
+    return f"{text}; did you mean `moec.{meant}`?" if meant else f"{text}; it has {', '.join(sorted(_HOMES))}"
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,8 @@ from moec.grammar import Loaded, load_file, load_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 from moec.grammar.spec import Spec, Train
 from moec.grammar.supported import unsupported
+from moec.runtime.calls import called
+from moec.subject import is_plan, is_text, require_plan, require_source
 
 if TYPE_CHECKING:
     import torch
@@ -43,31 +45,36 @@ Source = str | Path | Spec
 """A path of a `.moe` file, its text (anything with a newline or a brace), or a Spec."""
 
 
+@called("moec.compile")
 def compile(source: Source, *, world_size: int | None = None, **lets: float | str) -> Plan:
     """The plan of a model or a layer; `lets` override the file's `let` constants.
 
     `world_size` compiles for so many of the cluster's devices instead of all. Raises `DiagnosticError` with every error
-    in the file, and `ValueError` for a `world_size` below 1.
+    in the file, MOE0750 for a `world_size` below 1, and MOE0751 for a plan.
     """
     from moec.codegen.plan import make_plan
     from moec.passes.pipeline import compile_program
     from moec.passes.place.ranks import for_ranks
 
-    spec = to_spec(source, **lets)
+    require_source(source, "moec.compile")
     if world_size is not None:
-        if world_size < 1:
-            raise ValueError(f"world_size must be a number, at least 1, not {world_size}")
+        require_world_size(world_size)
+    spec = _overridden(source, lets) if lets else to_spec(source)
+    if world_size is not None:
         spec = for_ranks(spec, world_size)
     return make_plan(spec, compile_program(spec).program, __version__)
 
 
+@called("moec.load")
 def load(path: str | Path, *, trust_nothing: bool = False) -> Plan:
     """Reads a plan folder; executes nothing of it. `trust_nothing` compiles its Spec again and compares.
 
-    Raises `PlanError` for an invalid plan, and with `trust_nothing` for a plan that differs from its compiled Spec.
+    Raises MOE0751 for a `.moe` file, and `PlanError` for an invalid plan and, with `trust_nothing`, for one that
+    differs from its compiled Spec.
     """
     from moec.codegen.reading import read_plan
 
+    require_plan(path, "moec.load")
     plan = read_plan(path)
     if trust_nothing:
         _require_same(plan, Path(path))
@@ -80,6 +87,7 @@ DEPENDS_ON_RANKS = frozenset(
 """Codes of files that compile for other numbers of ranks."""
 
 
+@called("moec.load_for", world_size="the number of ranks comes first: `int(os.environ['WORLD_SIZE'])`")
 def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     """The first of `plans` for `world_size` ranks, for jobs that restart on more or fewer of them. Needs no torch.
 
@@ -89,14 +97,15 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     """
     from moec.codegen.plan import Plan as PlanClass
     from moec.grammar.diagnostics import diagnose
-    from moec.runtime.errors import speak_once
+    from moec.runtime.uncaught import speak_once
 
     speak_once(int(os.environ.get("RANK", "0")))  # there is no job yet that would
+    require_world_size(world_size)
     reasons = []
     for source in plans:
         try:
             if isinstance(source, PlanClass) or (not isinstance(source, Spec) and _is_folder(source)):
-                plan = _plan(source)
+                plan = _plan(source, "moec.load_for")
             else:
                 plan = compile(source, world_size=world_size)
         except DiagnosticError as error:
@@ -114,19 +123,25 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     raise DiagnosticError([diagnose("MOE0810", None, message, help=help)])
 
 
+@called("moec.reference")
 def reference(source: Source | Plan, *, seed: int = 0) -> PlanModule | MoeLayer:
     """The unsharded model as a module: `module(tokens).logits`, `module(tokens, labels).loss`. Of a layer: `module(x)`.
 
-    Uses no process group. `source` may also be a plan: the result is the model that the plan shards.
+    Uses no process group. `source` may also be a plan or its folder: the result is the model that the plan shards.
     """
     from moec.codegen.plan import Plan as PlanClass
     from moec.runtime.job.reference import layer_reference
     from moec.runtime.job.reference import reference as build
 
+    if isinstance(source, str | Path) and not (isinstance(source, str) and is_text(source)) and is_plan(Path(source)):
+        source = load(source)
+    if not isinstance(source, PlanClass):
+        require_source(source, "moec.reference")
     spec = source.spec if isinstance(source, PlanClass) else to_spec(source)
     return build(spec, seed=seed) if spec.has_model else layer_reference(spec, seed=seed)
 
 
+@called("moec.layer")
 def layer(
     source: Source | Plan,
     group: ProcessGroup | None = None,
@@ -146,10 +161,10 @@ def layer(
     Raises the same `DiagnosticError` on every rank for degrees that do not divide the ranks.
     """
     from moec.codegen.plan import Plan as PlanClass
+    from moec.runtime.errors import one_of
     from moec.runtime.job.layer_home import make_layer, ranks_of, require_layer
 
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction must be 'mean' or 'sum', not {reduction!r}")
+    one_of("moec.layer", "reduction", reduction, ("mean", "sum"))
     ranks = ranks_of(group)
     plan: Plan
     if isinstance(source, PlanClass):
@@ -157,6 +172,7 @@ def layer(
     elif not isinstance(source, Spec) and _is_folder(source):
         plan = load(source)
     else:
+        require_source(source, "moec.layer")
         spec = to_spec(source)
         require_layer(spec)
         # The host chooses batches, sequences and the optimizer; what is frozen stays.
@@ -166,6 +182,7 @@ def layer(
     return make_layer(plan, ranks, reduction, seed=seed, device=device)
 
 
+@called("moec.verify")
 def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
     """Compares a plan with the unsharded model or layer on a virtual cluster, in float64 and in the plan's dtype.
 
@@ -173,9 +190,10 @@ def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
     """
     from moec.runtime.verify.verification import verify as run
 
-    return run(_plan(plan), scale=scale)
+    return run(_plan(plan, "moec.verify"), scale=scale)
 
 
+@called("moec.launch", dtype="the dtype is the file's: `model { dtype = bf16 }`", seed="`job.build(seed=…)` takes it")
 def launch(
     plan: Plan | str | Path,
     *,
@@ -200,7 +218,7 @@ def launch(
     """
     from moec.runtime.job.job import Job
 
-    loaded = _plan(plan)
+    loaded = _plan(plan, "moec.launch")
     if not loaded.spec.has_model:
         from moec.runtime.errors import JobError
 
@@ -212,6 +230,7 @@ def launch(
     return Job(loaded, device, check_replicas, timeout, checks, on_nonfinite)
 
 
+@called("moec.from_hf")
 def from_hf(source: str | Path | Mapping[str, Any] | ConfigObject) -> Spec:
     """The Spec of a model of Hugging Face: a folder with a `config.json`, such a file, its dict, or a config object of
     transformers. Needs no torch.
@@ -225,7 +244,7 @@ def from_hf(source: str | Path | Mapping[str, Any] | ConfigObject) -> Spec:
 
     imported = read_config(source.to_dict() if isinstance(source, ConfigObject) else source)
     for note in imported.notes:
-        warnings.warn(f"{note.code}: {note.message}", stacklevel=2)
+        warnings.warn(f"{note.code}: {note.message}", stacklevel=3)
     return imported.spec
 
 
@@ -241,8 +260,9 @@ def to_spec(source: Source, **lets: float | str) -> Spec:
 
 def read(source: str | Path, **lets: float | str) -> Loaded:
     """The Spec of a file or text, with every diagnostic, warnings included."""
-    is_text = isinstance(source, str) and ("\n" in source or "{" in source)
-    return load_text(str(source), lets=lets) if is_text else load_file(source, lets=lets)
+    if isinstance(source, str) and is_text(source):
+        return load_text(source, lets=lets)
+    return load_file(source, lets=lets)
 
 
 def check(path: str | Path, **lets: float | str) -> tuple[Diagnostic, ...]:
@@ -279,13 +299,39 @@ def _named(source: Plan | Source) -> str:
     return "a text" if isinstance(source, str) else source.subject.name if isinstance(source, Spec) else source.name
 
 
-def _is_folder(source: str | Path) -> bool:
-    is_text = isinstance(source, str) and ("\n" in source or "{" in source)
-    return not is_text and Path(source).is_dir()
+def _is_folder(source: Source) -> bool:
+    is_path = isinstance(source, Path) or (isinstance(source, str) and not is_text(source))
+    return is_path and Path(str(source)).is_dir()
 
 
-def _plan(plan: Plan | str | Path) -> Plan:
+def _plan(plan: Plan | str | Path, call: str) -> Plan:
+    """A plan, or the plan of a folder. Raises MOE0751 for what `call` cannot take."""
+    require_plan(plan, call)
     return load(plan) if isinstance(plan, str | Path) else plan
+
+
+def require_world_size(world_size: object) -> None:
+    """Raises MOE0750 unless it is a number of ranks."""
+    from moec.runtime.errors import wrong_argument
+
+    if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+        help = "give it the number of ranks, such as `int(os.environ['WORLD_SIZE'])` under torchrun"
+        raise wrong_argument(f"world_size must be a number, at least 1, not {world_size!r}", help)
+
+
+def _overridden(source: Source, lets: Mapping[str, object]) -> Spec:
+    """The Spec with arguments of `moec.compile` for its `let`s; errors name the arguments."""
+    from moec.let_arguments import as_arguments, texts_of
+
+    if isinstance(source, Spec):
+        from moec.runtime.errors import wrong_argument
+
+        help = "`spec.replace(…)` changes a Spec; or compile the file with these arguments"
+        raise wrong_argument(f"a Spec has no `let` for {', '.join(lets)}: its constants are replaced", help)
+    loaded = read(source, **texts_of(lets))
+    if loaded.spec is None:
+        raise DiagnosticError(as_arguments(loaded.diagnostics))
+    return loaded.spec
 
 
 def _require_same(plan: Plan, path: Path) -> None:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from types import TracebackType
-
-from moec.grammar.diagnostics import DiagnosticError, diagnose, render
-
-HEAD_START_SECONDS = 2.0
+from moec.grammar.diagnostics import DiagnosticError, diagnose
 
 
 class JobError(DiagnosticError):
@@ -25,19 +19,29 @@ class RankError(JobError):
         super().__init__("MOE0705", text)
 
 
-def speak_once(rank: int) -> None:
-    """Installs a hook by which rank 0 alone prints an uncaught `DiagnosticError`, as a diagnostic without traceback."""
-    inner = sys.excepthook
+class CallError(JobError, ValueError, TypeError):
+    """A call of moec with arguments that it does not take (MOE0750, MOE0751, MOE0752).
 
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, DiagnosticError):
-            inner(kind, error, trace)
-        elif isinstance(error, RankError):
-            pass
-        elif rank == 0:
-            print(render(error.diagnostics, "full").rstrip("\n"), file=sys.stderr, flush=True)
-        else:
-            # The launcher kills all ranks when the first one exits: rank 0 must print before that.
-            time.sleep(HEAD_START_SECONDS)
+    Also a `ValueError` and a `TypeError`, as which Python's own functions raise such mistakes. Ranks do not agree on
+    it: the rank that makes the call raises it.
+    """
 
-    sys.excepthook = hook
+
+def wrong_argument(message: str, help: str) -> CallError:
+    """The error for an argument that a function does not take."""
+    return CallError("MOE0750", message, help)
+
+
+def one_of(call: str, name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises `CallError` unless `value`, the argument `name` of `call`, is one of the words `allowed`."""
+    from moec.grammar.suggest import nearest
+
+    if isinstance(value, str) and value in allowed:
+        return
+    meant = nearest(value, allowed) if isinstance(value, str) else None
+    *others, last = map(repr, allowed)
+    listed = f"{', '.join(others)} or {last}"
+    help = (
+        f"did you mean `{name}={meant!r}`?" if meant else f"`{call}` takes one of these; leave it out for its default"
+    )
+    raise wrong_argument(f"{name} must be {listed}, not {value!r}", help)

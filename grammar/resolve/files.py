@@ -31,11 +31,46 @@ def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]
         with open(path, "rb") as file:
             data = file.read(MAX_BYTES + 1)
     except IsADirectoryError:
-        return None, [diagnose("MOE0002", nowhere, help="name a file in it")]
+        what, help = _what_a_folder_is(path)
+        return None, [diagnose("MOE0002", nowhere, what, help=help)]
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        return None, [diagnose("MOE0001", nowhere, reason)]
+        return None, [diagnose("MOE0001", nowhere, reason, help=_file_beside(path))]
     return source_of(data, name)
+
+
+def _what_a_folder_is(path: Path) -> tuple[str, str]:
+    """What a folder is in which a file is wanted, and what to do with it."""
+    if (path / "plan.json").is_file():
+        help = f"`moec inspect {path}` and `moec verify {path}` take the plan; its file is {path}/spec.moe"
+        return "this is a plan: it is compiled already", help
+    if (path / "config.json").is_file():
+        return "this is a folder of Hugging Face", f"`moec import hf {path}` writes a `.moe` file"
+    if (path / "checkpoint.json").is_file():
+        return "this is a checkpoint", f"`moec checkpoint inspect {path}` shows it"
+    files = _files_in(path)
+    return "", f"name a file in it{': ' + ', '.join(f'{path}/{name}' for name in files) if files else ''}"
+
+
+def _file_beside(path: Path) -> str:
+    """The file whose name is nearest to that of a file that is not there, or all that are beside it."""
+    beside = _files_in(path.parent)
+    if not beside or os.path.lexists(path):
+        return ""
+    if meant := nearest(path.name, beside):
+        return f"did you mean `{path.parent / meant}`?"
+    return f"`.moe` files there: {', '.join(beside)}"
+
+
+MOST_FILES_LISTED = 8
+
+
+def _files_in(folder: Path) -> list[str]:
+    """The first `.moe` files of a folder, by name; none of one that cannot be read."""
+    try:
+        return sorted(name for name in os.listdir(folder) if name.endswith(".moe"))[:MOST_FILES_LISTED]
+    except (OSError, ValueError):
+        return []
 
 
 def source_of(data: bytes, name: str) -> tuple[Source | None, list[Diagnostic]]:

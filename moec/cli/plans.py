@@ -91,7 +91,9 @@ def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
     from moec.commands.verify import print_report
     from moec.driver import load
     from moec.driver import verify as run
+    from moec.subject import require_plan_folder
 
+    require_plan_folder(plan, "moec verify")
     report = run(load(plan, trust_nothing=trust_nothing), scale=scale or None)
     if style == "json":
         print(json.dumps(report.to_json()))

@@ -22,6 +22,7 @@ from moec.commands.summary import amount_of_bytes, count
 from moec.commands.table import table
 from moec.runtime.checkpoint.index import Entry
 from moec.runtime.checkpoint.reading import Checkpoint, damages
+from moec.subject import require_plan_folder
 
 COLUMNS = "tensor", "dtype", "shape", "pieces", "bytes"
 NUMBERS = 3, 4
@@ -64,6 +65,7 @@ def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:
     else:
         from moec.driver import load
 
+        require_plan_folder(plan, "--plan", "moec checkpoint convert … --plan {}")
         num_bytes = from_safetensors(source, output, load(plan), __version__)
     left_out = list(_left_out(opened)) if opened else []
     emit(

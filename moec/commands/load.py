@@ -8,10 +8,12 @@ from moec.commands.documents import LoadedPlan
 from moec.commands.output import emit
 from moec.commands.summary import count
 from moec.driver import load
+from moec.subject import require_plan_folder
 
 
 def run(path: Path, trust_nothing: bool, style: str) -> None:
     """Loads the plan in the folder `path` and says what it is. Raises `DiagnosticError` for one that is not valid."""
+    require_plan_folder(path, "moec load")
     plan = load(path, trust_nothing=trust_nothing)
     parameters = len(plan.parameters)
     emit(

@@ -11,6 +11,7 @@ from moec.commands.output import document, emit
 from moec.driver import load
 from moec.runtime.tune.tune_search import Tuned
 from moec.runtime.tune.tuning import MOST, Tuning, tune
+from moec.subject import require_plan_folder
 
 HEAD = ("product", "tried", "default", "ms", "tuned", "ms")
 
@@ -44,6 +45,7 @@ class TunedPlan:
 
 def run(path: Path, output: Path | None, most: int | None, style: str = "full") -> None:
     """Measures the plan in `path` and writes it to `output` (default: `path`). Raises `DiagnosticError`."""
+    require_plan_folder(path, "moec tune")
     plan = load(path)
     device = plan.spec.cluster.device
     if device.kind == "cpu":

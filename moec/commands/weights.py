@@ -11,6 +11,7 @@ from moec.commands.checkpoint import progress_of_bytes
 from moec.commands.documents import WrittenWeights
 from moec.commands.output import emit
 from moec.commands.summary import amount_of_bytes, count
+from moec.subject import require_plan_folder
 
 if TYPE_CHECKING:
     from moec.runtime.huggingface.checkpoints import Moved
@@ -21,6 +22,8 @@ def import_(folder: Path, checkpoint: Path, plan: Path | None, style: str) -> No
     from moec.driver import load
     from moec.runtime.huggingface.checkpoints import import_weights
 
+    if plan is not None:
+        require_plan_folder(plan, "--plan", "moec weights import … --plan {}")
     with progress_of_bytes() as advance:
         done = import_weights(folder, checkpoint, __version__, load(plan) if plan else None, advance)
     show(done.notes, style)
@@ -34,6 +37,8 @@ def export(
     from moec.driver import load
     from moec.runtime.huggingface.checkpoints import export_weights
 
+    if plan is not None:
+        require_plan_folder(plan, "--plan", "moec weights export … --plan {}")
     opened = load(plan) if plan else None
     with progress_of_bytes() as advance:
         done = export_weights(

@@ -144,9 +144,9 @@ def load(
     _restore_random_states(loading, next(model.parameters()).device)
     saves.note(Path(path).parent, loading.checkpoint.head.step, time.monotonic())
     if job.rank == 0:
-        # stacklevel: the script's line, past `load` and `Job.load`, or `resume` and `Job.resume` too
+        # stacklevel: the script's line, past `load`, `Job.load` and its `called`, or `resume` too
         for words in _remarks(loading, job.plan, optimizer, extras, resumes=resumes):
-            warnings.warn(f"{shown(Path(path).absolute())}: {words}", stacklevel=4 if resumes else 3)
+            warnings.warn(f"{shown(Path(path).absolute())}: {words}", stacklevel=5 if resumes else 4)
     return {name: value for name, value in loading.values.items() if not index.extras[name].loads}
 
 

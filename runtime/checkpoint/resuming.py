@@ -53,11 +53,11 @@ def resume(
             break
     step = model.settings["step"]
     if not name and step and job.rank == 0:
-        # stacklevel: the script's line, past `resume` and `Job.resume`
+        # stacklevel: the script's line, past `resume`, `Job.resume` and its `called`
         warnings.warn(
             f"there is no checkpoint in {shown(Path(folder).absolute())}: training goes on from step {step}, that of "
             "the weights that were loaded; `model.set(step=0)` before job.resume begins a new count",
-            stacklevel=3,
+            stacklevel=4,
         )
     return step
 
@@ -128,17 +128,17 @@ class _Search:
         for other in unlisted(self._folder):
             if not SET_ASIDE.search(other) and not (self._folder / other).is_symlink():
                 warnings.warn(
-                    f"{shown(self._folder / other)} is left out: it has no valid checkpoint.json", stacklevel=4
+                    f"{shown(self._folder / other)} is left out: it has no valid checkpoint.json", stacklevel=5
                 )
         for path, error in self._damages:
             aside = set_aside(path)
             kept = f"is kept as {shown(aside)}" if aside else "cannot be renamed"
             first = error.diagnostics[0]
-            # stacklevel: the script's line, past `resume` and `Job.resume`
+            # stacklevel: the script's line, past `resume`, `Job.resume` and its `called`
             warnings.warn(
                 f"{shown(path)} is damaged and {kept}; {shown(self._folder / name)} is resumed instead "
                 f"({first.code}: {first.message})",
-                stacklevel=4,
+                stacklevel=5,
             )
 
 

@@ -53,13 +53,17 @@ class Limits:
 
     def _shape_complaint(self, name: str, ids: object, tokens: Tensor) -> str | None:
         if not isinstance(ids, Tensor):
-            return f"{name} are of class {type(ids).__name__}, and must be a torch.Tensor"
+            return f"{name} are of class {type(ids).__name__}, and must be a torch.Tensor{_as_tensor(name, ids)}"
         if ids.dtype != torch.int64:
-            return f"{name} are {ids.dtype}, and must be torch.int64"
+            return f"{name} are {ids.dtype}, and must be torch.int64: `{name}.long()`"
         if ids.dim() != 2:
-            return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]"
+            one = f": `{name}[None]` makes a batch of one" if ids.dim() == 1 else ""
+            return f"{name} have shape {list(ids.shape)}, and must be [batch, sequence]{one}"
+        if ids.device != tokens.device:
+            return f"{name} are on {ids.device}, and tokens on {tokens.device}"
         if ids.shape != tokens.shape:
-            return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}"
+            moved = ": tokens may be `ids[:, :-1]` and labels `ids[:, 1:]`" if name == "labels" else ""
+            return f"{name} have shape {list(ids.shape)}, and tokens {list(tokens.shape)}{moved}"
         if ids.shape[1] > self.context:
             context = f"{self.context} (`context` in the file, else `train.sequence`)"
             return f"{name} are {ids.shape[1]} long, and the model's context is {context}"
@@ -82,6 +86,8 @@ class Limits:
             return None
         wrong = low if low < 0 else high
         ignored = f" (labels that are ignored are {IGNORED_LABEL})" if low < 0 and name == "labels" else ""
+        if low == IGNORED_LABEL and name == "tokens":
+            ignored = f": only labels may have {IGNORED_LABEL}, and they come after the tokens"
         return f"{name} contain the id {wrong}, and the vocabulary is 0 to {self.vocab - 1}{ignored}"
 
 
@@ -136,6 +142,13 @@ class ImageLimits:
             return None
         ignored = f" (labels that are ignored are {IGNORED_LABEL})" if int(wrong[0]) < 0 else ""
         return f"labels contain the class {int(wrong[0])}, and classes are 0 to {self.classes - 1}{ignored}"
+
+
+def _as_tensor(name: str, ids: object) -> str:
+    """How the object becomes a tensor, where torch takes it."""
+    if type(ids).__module__.partition(".")[0] == "numpy":
+        return f": `torch.from_numpy({name}).long()`"
+    return f": `torch.tensor({name})`" if isinstance(ids, list | tuple) else ""
 
 
 def device_of(tokens: object) -> torch.device:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moec.grammar.diagnostics import DiagnosticError
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, one_of
 from moec.runtime.job.batches import fingerprint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.watch import collective
@@ -83,8 +83,7 @@ class Checks:
     """Whether there is more than one rank."""
 
     def __init__(self, mode: str = "all", place: Callable[[], str] = str) -> None:
-        if mode not in MODES:
-            raise ValueError(f"checks must be one of {', '.join(map(repr, MODES))}, not {mode!r}")
+        one_of("moec.launch", "checks", mode, MODES)
         self.mode, self.place = mode, place
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Checks:

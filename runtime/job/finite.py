@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, one_of
 from moec.runtime.job.checks import Complaint
 from moec.runtime.job.clipping import HandedOver
 from moec.runtime.job.masters import has_closure, local_part
@@ -62,8 +62,7 @@ class Finite:
     """
 
     def __init__(self, job: Job, mode: str) -> None:
-        if mode not in MODES:
-            raise ValueError(f"on_nonfinite must be one of {', '.join(map(repr, MODES))}, not {mode!r}")
+        one_of("moec.launch", "on_nonfinite", mode, MODES)
         self._job, self.mode, self.skipped = job, mode, 0
         self._normed: WeakKeyDictionary[PlanModule, dict[nn.Parameter, GradientStamp]] = WeakKeyDictionary()
         """The gradients whose norm was finite."""

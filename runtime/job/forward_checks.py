@@ -36,6 +36,12 @@ class Claims(NamedTuple):
     matching: tuple[MustMatch, ...]
 
 
+def batch_complaint(words: str) -> Complaint:
+    """The error that `Limits.complaint` describes; a way out stands behind a colon."""
+    fault, _, help = words.partition(": ")
+    return Complaint("MOE0702", fault, help)
+
+
 def same_mode(training: bool, needed: Sequence[bool]) -> tuple[MustMatch, ...]:
     """What the ranks of a forward pass agree on: whether they train, and gradients, of which parameters.
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import SupportsFloat
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moec.runtime.errors import wrong_argument
 from moec.runtime.job.gathering import reduce_scatter_single
 from moec.runtime.job.watch import collective
 from moec.runtime.job.weight_spec import ZeroPart
@@ -146,9 +148,19 @@ def by_groups(gradients: Iterable[Summed]) -> list[list[Summed]]:
 
 
 def require_max_norm(max_norm: float) -> None:
-    """Raises `ValueError` for a negative norm, which would turn gradients around, and for NaN."""
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be a number, at least 0, not {max_norm}")
+    """Raises `CallError` for a negative norm, which would turn gradients around, for NaN, and for no number."""
+    is_number = isinstance(max_norm, SupportsFloat) and not isinstance(max_norm, str)
+    if not is_number or not max_norm >= 0:
+        help = "`job.clip_grad_norm_(model, 1.0)`; an optimizer goes by name: `optimizer=optimizer`"
+        raise wrong_argument(f"max_norm must be a number, at least 0, not {_shown(max_norm)}", help)
+
+
+def _shown(value: object) -> str:
+    return (
+        repr(value)
+        if value is None or isinstance(value, SupportsFloat | str)
+        else f"an object of class {type(value).__name__}"
+    )
 
 
 def gradient_norm(

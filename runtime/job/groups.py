@@ -111,6 +111,15 @@ def plain_name(name: str) -> str:
     return "" if plain == HOST else plain
 
 
+def not_begun(name: str) -> JobError:
+    """The error for a job that is used before its `with`."""
+    return JobError(
+        "MOE0752",
+        f"the job of {name} has not begun",
+        "use it inside of `with moec.launch(plan) as job:`",
+    )
+
+
 def ended() -> JobError:
     """The error for a model that is used after its job."""
     return JobError(

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakSet
@@ -22,13 +21,9 @@ from moec.grammar.spec import AdamW as AdamWSpec
 from moec.passes.ir import Shard
 from moec.passes.place.sequence_cuts import sequence_pieces
 from moec.runtime.backends import select
-from moec.runtime.checkpoint.loading import load
-from moec.runtime.checkpoint.resuming import resume
+from moec.runtime.calls import called
 from moec.runtime.checkpoint.saves import Saves
-from moec.runtime.checkpoint.saving import save
-from moec.runtime.checkpoint.schedule import save_if_due
-from moec.runtime.checkpoint.writing import Saving
-from moec.runtime.errors import speak_once
+from moec.runtime.errors import JobError, wrong_argument
 from moec.runtime.job import groups, loads
 from moec.runtime.job.accumulate import accumulating
 from moec.runtime.job.batches import limits_of
@@ -38,6 +33,7 @@ from moec.runtime.job.clipping import hand_over, take_back, takes_scale, watch_s
 from moec.runtime.job.finite import Finite
 from moec.runtime.job.gradients import EPS, gradient_norm, require_max_norm, scale_to
 from moec.runtime.job.groups import ALL_RANKS
+from moec.runtime.job.job_checkpoints import JobCheckpoints
 from moec.runtime.job.join import (
     device_meshes,
     forget_meshes,
@@ -53,17 +49,19 @@ from moec.runtime.job.metrics import Metrics, OutputPath
 from moec.runtime.job.module import ModelOutput, PlanModule
 from moec.runtime.job.optimizer import make_optimizer
 from moec.runtime.job.plan_names import parameters_by_name, require_model, require_own, states_by_name
+from moec.runtime.job.progress import Progress
 from moec.runtime.job.rank import RankHome
 from moec.runtime.job.replicas import check_replicas
 from moec.runtime.job.step import Counter, Loss, Step, run_step
 from moec.runtime.job.watch import Watch, watch
 from moec.runtime.ops.dense_collectives import all_gather_alike
+from moec.runtime.uncaught import speak_once
 
 TIMEOUT = 100.0
 """Seconds: long enough for a slow step, short enough to notice a dead rank (torch's defaults are 10 to 30 minutes)."""
 
 
-class Job:
+class Job(JobCheckpoints):
     """One rank of a plan that runs under torchrun, or the only rank of a plan for one.
 
     Entering it joins the process group (or uses the existing one) and builds the plan's meshes; the last job that
@@ -109,6 +107,7 @@ class Job:
         self._checks = Checks(checks, self._place)
         self.finite = Finite(self, on_nonfinite)
         """Keeps what is not finite from the weights; counts the steps that it has left out."""
+        self._displays = WeakSet[Progress]()
         self._stack = ExitStack()
         self._saves: Saves | None = None
 
@@ -117,6 +116,8 @@ class Job:
 
     def __enter__(self) -> Self:
         speak_once(self.rank)
+        if groups.is_open(self._number):
+            raise JobError("MOE0752", "this job has begun already", "leave out the inner `with`")
         with ExitStack() as stack:
             if dist.is_initialized():
                 self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -142,6 +143,8 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        for display in tuple(self._displays):  # an error keeps the frame of a loop over one
+            display.close()
         self._stack.__exit__(kind, error, trace)
 
     def _checks_of_ranks(self) -> Checks:
@@ -150,19 +153,26 @@ class Job:
 
     # ---- what a training script calls --------------------------------------------------------------
 
+    @called("job.build")
     def build(self, device: str | torch.device | None = None, *, seed: int = 0) -> PlanModule:
         """This rank's part of the model, newly drawn on `device`. Initial values do not depend on the sharding.
 
         On `"meta"` nothing is allocated; `model.to_empty(device=…)` and a `state_dict` come next. Kernels are compiled
         here, on a device that has them, and not in the first step.
         """
-        target = torch.device(device or self.device_type)
+        if not groups.is_open(self._number):
+            raise groups.ended() if self._saves is not None else groups.not_begun(self.plan.name)
+        target = _device(device or self.device_type)
         compile_kernels_ahead(self.plan, target)
         home = RankHome(self.plan, self.rank, self._number, self._meshes, self._checks, device=target, seed=seed)
         limits = limits_of(self.plan.spec, sequence_pieces(self.plan.spec), self.data_size)
         with torch.inference_mode(False):  # the parameters are to be trained
             return PlanModule(self.plan.spec, self.plan.program, limits, home)
 
+    @called(
+        "job.optimizer",
+        lr="it is the file's: `train { optimizer = adamw(lr = …) }`; schedules set it in `optimizer.param_groups`",
+    )
     def optimizer(self, model: PlanModule) -> Optimizer:
         """The optimizer of the file's `train` block, else AdamW with its defaults, over what the plan does not freeze.
 
@@ -180,6 +190,7 @@ class Job:
         watch_steps(optimizer)
         return optimizer
 
+    @called("job.step", labels="labels are the tokens that come next, int64 as the tokens, -100 where ignored")
     def step(
         self,
         model: PlanModule,
@@ -229,6 +240,7 @@ class Job:
             finally:
                 self._in_step = False
 
+    @called("job.accumulate")
     @contextmanager
     def accumulate(
         self,
@@ -252,6 +264,7 @@ class Job:
         with self._one_step(model), accumulating(self, model, labels, tokens, padding):
             yield
 
+    @called("job.update_states")
     def update_states(self, model: PlanModule) -> None:
         """Gives every state of the model, such as the biases of `online`, its new value.
 
@@ -266,6 +279,7 @@ class Job:
         self._checks.require("update of states", model.update_complaint())
         model.update_states()
 
+    @called("job.check_replicas")
     def check_replicas(self, model: PlanModule) -> None:
         """Raises `JobError` on every rank unless ranks with the same part of a parameter have the same bits.
 
@@ -276,6 +290,7 @@ class Job:
         parts |= states_by_name(model, self.plan)
         check_replicas(self.plan, parts, self.world_size, self._number + ALL_RANKS)
 
+    @called("job.clip_grad_norm_", max_norm="1.0 is usual")
     def clip_grad_norm_(self, model: PlanModule, max_norm: float, *, optimizer: Optimizer | None = None) -> Tensor:
         """Scales the gradients to a global norm of at most `max_norm`; returns the norm before, equal on every rank.
 
@@ -302,6 +317,7 @@ class Job:
         hand_over(named.values(), ((norm + EPS) / max_norm).clamp(min=1.0))
         return norm
 
+    @called("job.whole_logits")
     def whole_logits(self, output: ModelOutput) -> Tensor:
         """`output.logits` gathered over vocabulary and sequence, `[batch, sequence, vocab]`, differentiable.
 
@@ -313,6 +329,7 @@ class Job:
         whole: Tensor = all_gather_alike(logits, placement.dim, f"{self._number}tp", "whole logits")
         return whole
 
+    @called("job.expert_loads")
     def expert_loads(self, model: PlanModule) -> dict[int, Tensor]:
         """Rows per expert in the last forward pass, over all ranks: layer → int64 `[experts]`, on the CPU.
 
@@ -321,6 +338,7 @@ class Job:
         self._require_own(model)
         return loads.of_last_pass(self, model, "job.expert_loads").experts
 
+    @called("job.head_loads")
     def head_loads(self, model: PlanModule) -> dict[int, Tensor]:
         """Choices of each group of attention heads (`moa`) in the last forward pass, over all ranks: layer → int64
         `[groups]`, on the CPU.
@@ -330,6 +348,7 @@ class Job:
         self._require_own(model)
         return loads.of_last_pass(self, model, "job.head_loads").heads
 
+    @called("job.drop_rates")
     def drop_rates(self, model: PlanModule) -> dict[int, float]:
         """Fraction of the last forward pass's choices that a capacity dropped, over all ranks: layer → 0 to 1.
 
@@ -338,89 +357,29 @@ class Job:
         self._require_own(model)
         return loads.of_last_pass(self, model, "job.drop_rates").drop_rates(self.plan)
 
-    def save(
-        self, path: str | Path, model: PlanModule, optimizer: Optimizer | None = None, *, keep: int | None = None,
-        **extras: Any,
-    ) -> Saving:  # fmt: skip
-        """Saves model, optimizer and extras to the new folder `path`. A later `load` may have any plan of the model.
-
-        Returns when tensors are copied to host memory; a thread writes them. The handle's `wait()` returns when the
-        checkpoint is durable, and raises if it failed; so do the next save and leaving the job. `keep=N` then leaves
-        the new one and the N - 1 with the highest steps of the others: of this model, in the folder of `path`, with
-        names that equal its own but for the last number. Others, such as `best` beside `step-20`, are never removed.
-
-        Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
-        MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
-        """
-        self._require_own(model)
-        return save(self, path, model, optimizer, keep, extras)
-
-    def load(
-        self, path: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
-    ) -> dict[str, Any]:  # fmt: skip
-        """Loads a checkpoint into the model's parameters, the optimizer and the extras; each rank reads its part.
-
-        With and without optimizer, it restores the model's settings (`seed`, `step`), `job.steps` and
-        `job.total_tokens`, and on as many ranks torch's random state. For a new run with the weights call
-        `model.set(step=0, seed=…)` after it. A converted file has step 0 and no seed (docs/checkpoints.md).
-
-        Returns the extras that are plain data. Raises `JobError` on every rank, and changes nothing, for a checkpoint
-        that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809), and for an
-        optimizer over other parameters than the model's (MOE0807); but if a method
-        of an extra raises (MOE0809), model and optimizer are loaded by then. A collective.
-        """
-        self._require_own(model)
-        with torch.inference_mode(False):
-            return load(self, path, model, optimizer, extras)
-
-    def checkpoint(
-        self,
-        folder: str | Path,
-        model: PlanModule,
-        optimizer: Optimizer | None = None,
-        *,
-        every: int | None = None,
-        seconds: float | None = None,
-        on_signal: int | None = None,
-        keep: int | None = None,
-        **extras: Any,
-    ) -> Saving | None:
-        """Saves to `folder/STEP` at steps that `every` divides, or at the first call after one.
-
-        Call it after each step. STEP is the model's setting `step`. With `seconds`, it also saves when rank 0's clock
-        says that they have passed since the last. With `on_signal=signal.SIGTERM`, the call after a SIGTERM to any
-        rank, from the first call on, saves, waits until the checkpoint is durable, and ends every rank by the signal's
-        default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call. `keep` is that of
-        `save`: it removes checkpoints of this model with numbers as names, and no others.
-        """
-        self._require_own(model)
-        return save_if_due(
-            self, folder, model, optimizer, every=every, seconds=seconds, on_signal=on_signal, keep=keep,
-            extras=extras,
-        )  # fmt: skip
-
-    def resume(
-        self, folder: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
-    ) -> int:  # fmt: skip
-        """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step` afterwards.
-
-        Where there is none, nothing changes: the step is 0 in a new model, and that of the weights in one that has
-        loaded some, of which rank 0 warns. A damaged one is renamed to `NAME.damaged`, with a warning, and the one
-        before it is loaded. If all are damaged, the newest's MOE0801 is raised. A model or an optimizer with parameters
-        that the plan does not have is MOE0710 or MOE0807, also where nothing is found. Other errors are `load`'s.
-        """
-        self._require_own(model)
-        with torch.inference_mode(False):
-            return resume(self, folder, model, optimizer, extras)
-
-    def metrics(self, path: OutputPath = None, *, tensorboard: OutputPath = None, **options: Any) -> Metrics:
+    @called("job.metrics", progress="the display is `job.progress(…)`")
+    def metrics(
+        self, path: OutputPath = None, *, tensorboard: OutputPath = None, every: int = 1, start: int | None = None
+    ) -> Metrics:
         """`with job.metrics("run.jsonl") as metrics:` and `metrics.step(…)` after every step write figures of training.
 
-        `path`: a file of JSON lines, appended to. `tensorboard`: a folder. `progress=True`: a display on stdout.
-        `every=N`: measure every N-th step. `start`: steps taken before, by default `job.steps`. Raises `JobError` if
-        ranks differ in arguments, or if the package for `tensorboard` is missing.
+        `path`: a file of JSON lines, appended to. `tensorboard`: a folder. `every=N`: measure every N-th step. `start`:
+        steps taken before, by default `job.steps`. Raises `JobError` if ranks differ in arguments, or if the package
+        for `tensorboard` is missing.
         """
-        return Metrics(self, path, tensorboard, **options)
+        return Metrics(self, path, tensorboard, every=every, start=start)
+
+    @called("job.progress")
+    def progress(self, steps: int | Iterable[Any] | None = None, *, total: int | None = None) -> Progress:
+        """`for step in (progress := job.progress(1000)):` shows a bar; `progress.step(loss, grad_norm=norm)` fills it.
+
+        `steps`: a number of steps, a range of them, or batches to iterate over; None in a `with` block without a loop
+        over it. `total`: how many there are, where `steps` does not say so. On the first rank's stdout: step, figures,
+        tokens/s, MFU and the time left; live on a terminal, a line at most every ten seconds elsewhere. No collective.
+        """
+        progress = Progress(self, steps, total)
+        self._displays.add(progress)
+        return progress
 
     @property
     def collective_seconds(self) -> float:
@@ -485,6 +444,21 @@ class Job:
         """Raises `JobError` for a model that this job did not build."""
         require_own(model, self.plan, self._number)
 
+    def __repr__(self) -> str:
+        state = "running" if groups.is_open(self._number) else "ended" if self._saves is not None else "not begun"
+        return (
+            f"<Job of {self.plan.name}: {state}, rank {self.rank} of {self.world_size} on {self.device_type}, "
+            f"{self.steps:,} {'step' if self.steps == 1 else 'steps'}>"
+        )
+
     def _place(self) -> str:
         rank = [f"rank {self.rank}"] if self.world_size > 1 else []
         return ", ".join([*rank, f"step {self.steps}"] if self._in_step else rank)
+
+
+def _device(device: str | torch.device) -> torch.device:
+    """A device of torch. Raises `CallError` for another word."""
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        raise wrong_argument(f"torch has no device {device!r}", "'cuda', 'cpu', 'meta', or leave it out") from None

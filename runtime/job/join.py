@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from moec.codegen.launch_command import shell_text, torchrun_command
 from moec.codegen.plan import Plan
 from moec.passes.ir import Mesh
 from moec.passes.ir.mesh import group_name
-from moec.runtime.errors import JobError
+from moec.runtime.errors import JobError, wrong_argument
 from moec.runtime.job.groups import ALL_RANKS, HOST
 
 _joined: Counter[tuple[str, str]] = Counter()
@@ -90,24 +91,47 @@ def _join(rank: int, world_size: int, device_type: str, timeout: timedelta) -> N
 def require_world_size(plan: Plan, world_size: int) -> None:
     """Raises `JobError` unless there are as many processes as the plan has ranks."""
     ranks = plan.world_size
-    if world_size != ranks:
-        raise JobError(
-            "MOE0701",
-            f"the plan is for {ranks} ranks, but this job has {world_size}",
-            f"start it with `{shell_text(torchrun_command(plan))}`, or compile the file for a cluster of {world_size}",
-        )
+    if world_size == ranks:
+        return
+    found = f"this job has {world_size}"
+    if world_size == 1 and "RANK" not in os.environ:
+        found = "this script was started as one process"
+    raise JobError(
+        "MOE0701",
+        f"the plan is for {ranks} ranks, but {found}",
+        f"start it with `{shell_text(torchrun_command(plan, _script()))}`, or compile the file for a cluster of "
+        f"{world_size}",
+    )
+
+
+def _script() -> list[str]:
+    """This script and its arguments."""
+    is_script = sys.argv[0].endswith(".py") and sys.modules["__main__"].__spec__ is None
+    return sys.argv if is_script else ["train.py"]
 
 
 def require_arguments(device: str | None, check_replicas: int, timeout: float) -> None:
-    """Raises `ValueError` for what `moec.launch` cannot be told."""
-    if check_replicas < 0:
-        raise ValueError(f"check_replicas must be a number of steps, or 0 for never, not {check_replicas}")
-    if not 0 < timeout < math.inf:
-        raise ValueError(f"timeout must be a number of seconds above 0, not {timeout}")
+    """Raises `CallError` for what `moec.launch` cannot be told."""
+    if not isinstance(check_replicas, int) or check_replicas < 0:
+        message = f"check_replicas must be a number of steps, or 0 for never, not {check_replicas!r}"
+        raise wrong_argument(message, "`check_replicas=100` compares replicas at every 100th step")
+    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        message = f"timeout must be a number of seconds above 0, not {timeout!r}"
+        raise wrong_argument(message, "leave it out for 100 seconds; more if a step may take longer")
     if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device must be 'cpu' or 'cuda' (for AMD GPUs too), not {device!r}")
+        raise wrong_argument(f"device must be 'cpu' or 'cuda' (for AMD GPUs too), not {device!r}", _device_help(device))
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device is 'cuda', but torch finds no GPU")
+        help = "leave `device` out to take what there is; `moec.launch(plan, device='cpu')` runs on the CPU"
+        raise wrong_argument("device is 'cuda', but torch finds no GPU", help)
+
+
+def _device_help(device: object) -> str:
+    name = str(device).partition(":")[0]
+    if name in ("cuda", "gpu", "hip", "rocm", "nvidia"):
+        return "write `device='cuda'`: each process takes the GPU of its LOCAL_RANK, which torchrun sets"
+    if name == "cpu":
+        return "write `device='cpu'`"
+    return "leave it out: a GPU if torch finds one, else the CPU"
 
 
 def new_connection() -> Store:

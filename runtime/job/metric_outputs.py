@@ -10,8 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor
-
 
 class Output(Protocol):
     """Takes the records of measured steps. Methods may raise `OSError` and `ValueError`."""
@@ -19,8 +17,8 @@ class Output(Protocol):
     def go_on(self, steps: int) -> None:
         """The run goes on after this step, of a checkpoint that was loaded."""
 
-    def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
-        """`loads`: layer → rows per expert; `done`: the fraction of the training, if known."""
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Writes the figures of a step."""
 
     def close(self) -> None:
         """Writes what is left."""
@@ -41,7 +39,7 @@ class JsonLines:
     def go_on(self, steps: int) -> None:
         self._first = {"resumed": steps} if self._file.seekable() and self._file.tell() else {}
 
-    def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         first, self._first = self._first, {}
         line = json.dumps(_finite({**record, **first}), allow_nan=False).encode() + b"\n"
         if self._file.write(line) != len(line):
@@ -66,7 +64,7 @@ class TensorBoard:
         self.close()
         self._steps, self._writer = steps, None
 
-    def write(self, record: Mapping[str, Any], loads: Mapping[int, Tensor], done: float | None) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,4 @@
-"""`job.metrics`: figures of training steps, to JSON lines, to TensorBoard and to a progress display."""
+"""`job.metrics`: figures of training steps, to JSON lines and to TensorBoard."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import importlib.util
 import resource
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
 from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, SupportsFloat
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from moec.codegen.plan import Plan
-from moec.grammar.diagnostics import diagnose, render
-from moec.grammar.diagnostics.diagnostic import Severity
-from moec.passes.cost.totals import tally
+from moec.runtime.errors import wrong_argument
 from moec.runtime.job.checks import Complaint, MustMatch
+from moec.runtime.job.figures import flops_per_token, number, peak_flops, require_figures, say_unwritten
 from moec.runtime.job.loads import of_last_pass
 from moec.runtime.job.metric_outputs import JsonLines, Output, TensorBoard
 from moec.runtime.job.module import PlanModule
@@ -77,17 +76,19 @@ class Metrics:
         path: OutputPath,
         tensorboard: OutputPath,
         *,
-        progress: bool = False,
         every: int = 1,
         start: int | None = None,
     ) -> None:
         if not isinstance(every, int) or every < 1:
-            raise ValueError(f"every must be a number of steps, at least 1, not {every!r}")
+            raise wrong_argument(
+                f"every must be a number of steps, at least 1, not {every!r}", "leave it out for every step"
+            )
         if start is not None and (not isinstance(start, int) or start < 0):
-            raise ValueError(f"start must be the number of steps taken before, at least 0, not {start!r}")
+            message = f"start must be the number of steps taken before, at least 0, not {start!r}"
+            raise wrong_argument(message, "leave it out to count on from `job.steps`")
         self._job, self._every, self._steps = job, every, job.steps if start is None else start
         self._follows_job, self._loaded_steps = start is None, job.steps - job.new_steps
-        self._wanted = path is not None or tensorboard is not None or progress
+        self._wanted = path is not None or tensorboard is not None
         measured = (int(self._wanted), every, self._steps)
         lacks = tensorboard is not None and importlib.util.find_spec("tensorboard") is None
         complaint = NO_TENSORBOARD if lacks else None
@@ -99,15 +100,11 @@ class Metrics:
         self._since_collectives, self._since_job_tokens = job.collective_seconds, job.new_tokens
         if job.rank or not self._wanted:
             return
-        self._flops_per_token, self._peak = _flops_per_token(job.plan), _peak(job.plan)
+        self._flops_per_token, self._peak = flops_per_token(job.plan), peak_flops(job.plan)
         if path is not None:
             self._open(lambda: JsonLines(path, self._steps))
         if tensorboard is not None:
             self._open(lambda: TensorBoard(tensorboard, self._steps))
-        if progress:
-            from moec.runtime.job.progress_display import make_display
-
-            self._open(make_display)
 
     def __enter__(self) -> Self:
         return self
@@ -131,22 +128,17 @@ class Metrics:
         grad_norm: Tensor | float | None = None,
         optimizer: Optimizer | None = None,
         tokens: int | None = None,
-        done: float | None = None,
         **others: Tensor | float,
     ) -> Record | None:
         """Call it after every optimizer step, on every rank. Returns the record on the first rank, if there is one.
 
         `optimizer` gives the learning rate of its first group. `tokens`: of this step, over all ranks; by default those
-        of `job.step` and `job.accumulate`. `done`: the fraction of the training, 0 to 1, for the display. `others` are
-        figures of your own, written as they are.
+        of `job.step` and `job.accumulate`. `others` are figures of your own, written as they are.
 
-        Raises `TypeError` for a figure that is not one number, `ValueError` for one with a name of the job's own and
-        for another `done`.
+        Raises `CallError` for a figure that is not one number, and for one with a name of the job's own.
         """
-        _require_figures(others | {"loss": loss} | ({} if grad_norm is None else {"grad_norm": grad_norm}))
+        require_figures(others | {"loss": loss} | ({} if grad_norm is None else {"grad_norm": grad_norm}))
         _require_names(others, has_lr=optimizer is not None)
-        if done is not None and not 0 <= done <= 1:
-            raise ValueError(f"done must be the fraction of the training, 0 to 1, not {done!r}")
         self._go_on()
         self._steps += 1
         self._count(tokens)
@@ -157,17 +149,17 @@ class Metrics:
         loads, drops = last.experts, last.drop_rates(self._job.plan) if self._may_drop else {}
         if self._job.rank:
             return None
-        record: Record = {"step": self._steps, "loss": _number(loss)}
-        record |= {} if grad_norm is None else {"grad_norm": _number(grad_norm)}
-        record |= {} if optimizer is None else {"lr": _number(optimizer.param_groups[0]["lr"])}
+        record: Record = {"step": self._steps, "loss": number(loss)}
+        record |= {} if grad_norm is None else {"grad_norm": number(grad_norm)}
+        record |= {} if optimizer is None else {"lr": number(optimizer.param_groups[0]["lr"])}
         record |= {"skipped": self._job.finite.skipped} if self._job.finite.skips else {}
         record |= self._rates()
-        record |= {name: _number(value) for name, value in others.items()}
+        record |= {name: number(value) for name, value in others.items()}
         record["load"] = {layer: _skew(counts) for layer, counts in loads.items()}
         record |= {"head_load": heads} if heads else {}
         record |= {"drop_rate": drops} if drops else {}
         for output in tuple(self._outputs):
-            self._try(output, lambda output=output: output.write(record, loads, done))
+            self._try(output, lambda output=output: output.write(record))
         return record
 
     def _go_on(self) -> None:
@@ -206,67 +198,30 @@ class Metrics:
         try:
             self._outputs.append(make())
         except (OSError, ValueError) as error:
-            _say(error)
+            say_unwritten(error)
 
     def _try(self, output: Output, write: Any) -> None:
         try:
             write()
         except (OSError, ValueError) as error:
             self._outputs.remove(output)
-            _say(error)
+            say_unwritten(error)
             with suppress(OSError, ValueError):
                 output.close()
 
 
-def _say(error: Exception) -> None:
-    """Names what could not be written; training goes on."""
-    warning = diagnose(
-        "MOE0718",
-        None,
-        f"{type(error).__name__}: {error}",
-        help="training goes on without it",
-        severity=Severity.WARNING,
-    )
-    print(render([warning], "full").rstrip("\n"), file=sys.stderr, flush=True)
-
-
-def _require_figures(figures: Mapping[str, object]) -> None:
-    """Raises `TypeError` for the first that is not one number. Reads no tensor's values."""
-    for name, value in figures.items():
-        if isinstance(value, Tensor):
-            is_number, found = value.numel() == 1 and not value.is_complex(), f"{value.dtype} {list(value.shape)}"
-        else:
-            is_number, found = isinstance(value, SupportsFloat), repr(value)
-        if not is_number:
-            raise TypeError(f"the figure {name} is {found}, and must be one number")
-
-
 def _require_names(names: Iterable[str], *, has_lr: bool) -> None:
-    """Raises `ValueError` for a name that a record has already."""
+    """Raises `CallError` for a name that a record has already."""
     taken = OWN_FIGURES | ({"lr"} if has_lr else set())
     if name := next((name for name in names if name in taken), None):
-        raise ValueError(f"the job writes a figure {name} itself: give yours another name")
-
-
-def _number(value: Tensor | float) -> float:
-    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+        message = f"the job writes a figure {name} itself: give yours another name"
+        raise wrong_argument(message, f"its own are loss, grad_norm, {', '.join(sorted(taken))}")
 
 
 def _skew(counts: Tensor) -> float:
     """Rows of the busiest expert over the mean; 1 without rows."""
     total = float(counts.sum())
     return float(counts.max()) * len(counts) / total if total else 1.0
-
-
-def _flops_per_token(plan: Plan) -> float:
-    return tally(plan.program, plan.spec).flops_per_token
-
-
-def _peak(plan: Plan) -> float | None:
-    """FLOP/s of all ranks in the model's dtype; None where the cluster's device states none."""
-    peaks: Mapping[str, Any] = vars(plan.spec.cluster.device.peak)
-    peak = peaks.get(plan.spec.subject.dtype)
-    return None if peak is None else float(peak) * plan.world_size
 
 
 def _may_drop(plan: Plan) -> bool:

@@ -23,7 +23,15 @@ from moec.runtime.job.batches import ImageLimits, Limits, device_of
 from moec.runtime.job.beside import NOTHING, Beside, Takes
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
 from moec.runtime.job.decoder import DecodingGraphs
-from moec.runtime.job.forward_checks import HOOKS, Claims, counts_own_tokens, same_inputs, same_mode, same_shape
+from moec.runtime.job.forward_checks import (
+    HOOKS,
+    Claims,
+    batch_complaint,
+    counts_own_tokens,
+    same_inputs,
+    same_mode,
+    same_shape,
+)
 from moec.runtime.job.generate import Generated, generate
 from moec.runtime.job.home import Home
 from moec.runtime.job.microbatches import Microbatches
@@ -450,8 +458,8 @@ class PlanModule(nn.Module):
 
         Without `look` it reads no tensor's values.
         """
-        words = self.limits.complaint(tokens, labels, look=look)
-        complaint = Complaint("MOE0702", words) if words else self.takes.complaint(beside, tokens, look=look)
+        words = self._device_complaint(tokens) or self.limits.complaint(tokens, labels, look=look)
+        complaint = batch_complaint(words) if words else self.takes.complaint(beside, tokens, look=look)
         if look and complaint is None and (name := self._updates.not_finite(self.layers)):
             complaint = Complaint("MOE0708", f"the state {name} is NaN or infinite", unscored.HELP)
         needed: list[bool] = []
@@ -466,6 +474,13 @@ class PlanModule(nn.Module):
         alike = *same_inputs(labels, beside), *same_mode(self.training, needed)
         settings = same_on_ranks(self.settings if self._draws else {})
         return Claims(complaint, (MustMatch("MOE0702", self._one_shape, shape), *alike, settings))
+
+    def _device_complaint(self, tokens: object) -> str | None:
+        """Describes a batch on another device than the model's, or None; first, for values on `meta` cannot be read."""
+        device = next(self.parameters()).device
+        if not isinstance(tokens, Tensor) or tokens.device.type == device.type:
+            return None
+        return f"tokens are on {tokens.device}, and the model on {device}: `tokens.to({str(device)!r})`"
 
     def hooks_of_parameters(self) -> MustMatch:
         """Which layers have parameters with hooks: ranks would else sum gradients in other micro-batches."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -18,12 +18,18 @@ T = TypeVar("T")
 
 def require_model(model: object, plan: Plan) -> None:
     """Raises `JobError` for anything that is no `PlanModule`, such as a wrapper around one."""
-    if not isinstance(model, PlanModule):
-        raise JobError(
-            "MOE0714",
-            f"this job of {plan.name} got an object of class {type(model).__name__} instead of a model",
-            "give it the model that `job.build` made; `model.compile()` compiles it in place",
-        )
+    if isinstance(model, PlanModule):
+        return
+    help = "give it the model that `job.build` made; `model.compile()` compiles it in place"
+    if isinstance(model, Tensor):
+        help = "the model comes first: `job.step(model, tokens, labels)`"
+    elif isinstance(model, Iterator) or (isinstance(model, list | tuple) and not isinstance(model, nn.Module)):
+        help = "give it the model that `job.build` made, not its parameters: moec knows which ranks have each of them"
+    elif isinstance(model, nn.Module) and any(isinstance(inner, PlanModule) for inner in model.modules()):
+        help = "give it the model that is inside; wrap its layers instead; `model.compile()` compiles it in place"
+    raise JobError(
+        "MOE0714", f"this job of {plan.name} got an object of class {type(model).__name__} instead of a model", help
+    )
 
 
 def require_own(model: object, plan: Plan, number: str) -> None:

@@ -1,103 +1,123 @@
-"""The progress display of `job.metrics`: live on a terminal, a line every few seconds elsewhere."""
+"""What `job.progress` shows: live on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
+import os
 import sys
-import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from rich.console import Console, Group
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 SECONDS_BETWEEN_LINES = 10.0
+SECONDS_BETWEEN_FRAMES = 0.25
 BARS = " ▁▂▃▄▅▆▇█"
 Loads = Mapping[int, Tensor]
 """Layer → rows per expert in a step."""
 
-NOT_SHOWN = {
-    "step",
-    "tokens",
-    "total_tokens",
-    "seconds",
-    "tokens_per_second",
-    "mfu",
-    "memory",
-    "collective_seconds",
-    "load",
-    "drop_rate",
-    "head_load",
-}
-"""Figures that the display shows in another form, or not at all."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Figures of a step. `done` is the fraction of the training, None if unknown."""
+
+    step: int
+    total: int | None
+    done: float | None
+    figures: Mapping[str, float]
+    tokens_per_second: float | None
+    steps_per_second: float
+    mfu: float | None
+    seconds_left: float | None
+    loads: Loads
 
 
-def make_display() -> PlainDisplay | LiveDisplay:
-    """The display for this process's stdout."""
-    return LiveDisplay() if sys.stdout.isatty() else PlainDisplay()
+class Display:
+    """Shows nothing; the others inherit from it."""
 
+    seconds_between = SECONDS_BETWEEN_LINES
+    """Between two writes."""
 
-class PlainDisplay:
-    """A line every few seconds, and one for the last record."""
-
-    def __init__(self) -> None:
-        self._due = time.monotonic()
-        self._last: tuple[Mapping[str, Any], Loads, float | None] | None = None
-        """The last record, if it was not printed."""
-
-    def write(self, record: Mapping[str, Any], loads: Loads, done: float | None) -> None:
-        self._last = record, loads, done
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + SECONDS_BETWEEN_LINES
-            self.close()
-
-    def go_on(self, steps: int) -> None:
-        """The next record says its step."""
+    def write(self, shown: Shown) -> None:
+        """Shows a step. May raise `OSError` and `ValueError`."""
 
     def close(self) -> None:
-        """Prints the last record if it was not."""
-        if self._last is None:
-            return
-        (record, loads, done), self._last = self._last, None
-        busiest = "  ".join(f"{layer}: {spread(counts)}" for layer, counts in loads.items())
+        """Ends the display."""
+
+
+def make_display() -> Display:
+    """The display for this process's stdout; a second one at the same time has lines."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    return LiveDisplay() if is_terminal and not LiveDisplay.runs else PlainDisplay()
+
+
+class PlainDisplay(Display):
+    """A line for each step that it is given."""
+
+    def __init__(self) -> None:
+        self.seconds_between = SECONDS_BETWEEN_LINES
+
+    def write(self, shown: Shown) -> None:
+        busiest = "  ".join(f"{layer}: {spread(counts)}" for layer, counts in shown.loads.items())
         experts = f"   experts by layer  {busiest}" if busiest else ""
-        fraction = "" if done is None else f"{done:4.0%}   "
-        print(f"{fraction}{summary(record)}{experts}", flush=True)
+        fraction = "" if shown.done is None else f"{shown.done:4.0%}   "
+        print(f"{fraction}{summary(shown)}{experts}", flush=True)
 
 
-class LiveDisplay:
+class LiveDisplay(Display):
     """A progress bar over one row of expert loads per layer."""
 
+    runs = False
+    """Whether one is on the terminal."""
+
     def __init__(self) -> None:
+        self.seconds_between = SECONDS_BETWEEN_FRAMES
         self._live = Live(Text("starting …"), console=Console(highlight=False), refresh_per_second=4)
         self._live.start()
+        LiveDisplay.runs = True
 
-    def write(self, record: Mapping[str, Any], loads: Loads, done: float | None) -> None:
+    def write(self, shown: Shown) -> None:
         head = Table.grid(padding=(0, 2))
-        if done is None:
-            head.add_row(summary(record))
+        if shown.done is None:
+            head.add_row(escape(summary(shown)))
         else:
-            head.add_row(ProgressBar(total=1, completed=done, width=16), f"{done:4.0%}", summary(record))
+            bar = ProgressBar(total=1, completed=shown.done, width=16)
+            head.add_row(bar, f"{shown.done:4.0%}", escape(summary(shown)))
         rows = Table.grid(padding=(0, 2))
-        for layer, counts in loads.items():
+        for layer, counts in shown.loads.items():
             rows.add_row(f"experts of layer {layer}", f"[cyan]{bars(counts)}[/]", f"{spread(counts)} of the mean")
-        self._live.update(Group(head, rows))
-
-    def go_on(self, steps: int) -> None:
-        """The next record says its step."""
+        self._live.update(Group(head, rows) if shown.loads else head, refresh=True)
 
     def close(self) -> None:
+        LiveDisplay.runs = False
         self._live.stop()
 
 
-def summary(record: Mapping[str, Any]) -> str:
-    """The step, its losses and rates in one line."""
-    shown = [f"{name} {value:.4g}" for name, value in record.items() if name not in NOT_SHOWN]
-    mfu = [f"MFU {record['mfu']:.1%}"] if "mfu" in record else []
-    return "   ".join([f"step {record['step']:5,}", *shown, f"{record['tokens_per_second']:7,.0f} tokens/s", *mfu])
+def summary(shown: Shown) -> str:
+    """The step, its losses, its rates and the time left, in one line."""
+    of = "" if shown.total is None else f" of {shown.total:,}"
+    parts = [f"step {shown.step:5,}{of}", *(f"{name} {value:.4g}" for name, value in shown.figures.items())]
+    if shown.tokens_per_second is not None:
+        parts.append(f"{shown.tokens_per_second:7,.0f} tokens/s")
+    elif shown.steps_per_second:
+        parts.append(f"{shown.steps_per_second:.3g} steps/s")
+    parts += [] if shown.mfu is None else [f"MFU {shown.mfu:.1%}"]
+    parts += [f"{clock(shown.seconds_left)} left"] if shown.seconds_left is not None and shown.done != 1 else []
+    return "   ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:30`, `3:05:09` or `2 d 3:05`."""
+    whole = round(seconds)
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days} d {hours % 24}:{minutes % 60:02}"
+    return f"{hours}:{minutes % 60:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
 def bars(counts: Tensor) -> str:

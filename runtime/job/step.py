@@ -19,6 +19,7 @@ from moec.runtime.errors import JobError
 from moec.runtime.job.batches import device_of
 from moec.runtime.job.beside import NOTHING, Beside
 from moec.runtime.job.checks import Complaint, MustMatch, TpInputs
+from moec.runtime.job.forward_checks import batch_complaint
 from moec.runtime.job.groups import HOST
 from moec.runtime.job.logprobs import label_log_probabilities
 from moec.runtime.job.module import ModelOutput, PlanModule
@@ -51,7 +52,7 @@ class Step:
     @property
     def count_takes_logits(self) -> bool:
         """Whether the count needs the logits of a forward pass."""
-        return self.count is not None and "logits" in inspect.signature(self.count).parameters
+        return callable(self.count) and "logits" in inspect.signature(self.count).parameters
 
     @property
     def has_custom_loss(self) -> bool:
@@ -68,6 +69,9 @@ class Step:
         labels: object = self.labels
         if labels is None:
             return "job.step needs labels; to compute logits alone, call `model(tokens)`"
+        for name in ("loss", "logprob_loss", "count"):
+            if not callable(getattr(self, name) or sum):
+                return f"{name} must be a function that gives a sum over tokens, not {getattr(self, name)!r}"
         if self.loss is not None and self.logprob_loss is not None:
             return "job.step takes one of loss and logprob_loss, not both"
         if not isinstance(self.microbatches, int) or self.microbatches < 1:
@@ -176,7 +180,7 @@ def _begin(job: Job, model: PlanModule, step: Step) -> tuple[bool, bool, Tensor,
     if complaint is None and step.microbatches > 1:
         parts = (model.limits.complaint(tokens, labels, look=False) for tokens, labels, *_ in step.parts())
         if words := next(filter(None, parts), None):
-            complaint = Complaint("MOE0702", words)
+            complaint = batch_complaint(words)
     inputs = TpInputs((step.tokens, step.labels, *step.beside.given().values(), *step.inputs.values()), look)
     on_host = device.type == "cpu"
     counts = model.local_counts(step.tokens, step.labels, step.beside) if on_host and complaint is None else (0, 0)
@@ -209,7 +213,7 @@ def _warn_of_evaluation(model: PlanModule) -> None:
             "job.step trains a model in eval(): without jitter and balance terms, with the file's capacity for "
             "evaluation, and without updates of `online` biases; call `model.train()` before",
             "RANK",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 

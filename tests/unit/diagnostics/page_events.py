@@ -15,6 +15,7 @@ from checkpoint_events import CHECKPOINT_EVENTS
 from huggingface_events import HUGGINGFACE_EVENTS
 from models import layer_text, moe_plan, moe_spec, moe_text
 
+import moec
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
 
 PLAN = Path("tiny.plan")
@@ -292,11 +293,11 @@ def no_tensorboard() -> Sequence[Diagnostic]:
 
 def log_in_no_folder() -> Sequence[Diagnostic]:
     import moec
-    from moec.runtime.job import metrics
+    from moec.runtime.job import figures
 
     said: list[Diagnostic] = []
     with pytest.MonkeyPatch.context() as patch, moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-        patch.setattr(metrics, "render", lambda diagnostics, style: said.extend(diagnostics) or "")
+        patch.setattr(figures, "render", lambda diagnostics, style: said.extend(diagnostics) or "")
         with job.metrics("nowhere/run.jsonl"):
             return said
 
@@ -426,6 +427,19 @@ def no_script() -> Sequence[Diagnostic]:
     return launched("trian.py")
 
 
+def device_that_is_none() -> Sequence[Diagnostic]:
+    return raised(lambda: moec.launch(moe_plan(ranks=1, ep=1), device="gpu"))
+
+
+def file_for_a_plan() -> Sequence[Diagnostic]:
+    Path("first.moe").write_text(moe_text(ranks=1, ep=1))
+    return raised(lambda: moec.verify("first.moe"))
+
+
+def build_before_the_job() -> Sequence[Diagnostic]:
+    return raised(moec.launch(moe_plan(ranks=1, ep=1), device="cpu").build)
+
+
 EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0013": starter_over_a_file,
     "MOE0014": starter_in_no_folder,
@@ -469,6 +483,9 @@ EVENTS: dict[str, Callable[[], Sequence[Diagnostic]]] = {
     "MOE0742": too_many_tokens,
     "MOE0743": logits_that_are_nan,
     "MOE0744": captured_on_cpu,
+    "MOE0750": device_that_is_none,
+    "MOE0751": file_for_a_plan,
+    "MOE0752": build_before_the_job,
     **CHECKPOINT_EVENTS,
     **HUGGINGFACE_EVENTS,
     "MOE0915": rank_without_a_word,

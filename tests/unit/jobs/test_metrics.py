@@ -1,6 +1,5 @@
 """`job.metrics`: figures of steps, on one rank."""
 
-import io
 import json
 import math
 from pathlib import Path
@@ -10,13 +9,10 @@ import pytest
 import torch
 from alone import TOKENS
 from models import moe_plan, moe_text
-from rich.console import Console
 
 import moec
 from moec.passes.cost.totals import tally
-from moec.runtime.errors import JobError
 from moec.runtime.job import metrics as metrics_module
-from moec.runtime.job import progress_display
 
 CAPACITY = "capacity = factor(0.5)"
 
@@ -220,12 +216,11 @@ def test_a_log_that_cannot_be_written_is_named_once_and_training_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str
 ):
     path = tmp_path / "missing" / "run.jsonl" if place == "no folder" else Path("/dev/full")
-    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path, progress=True) as metrics:
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(path) as metrics:
         records = train(job, metrics, 3)
     written = capsys.readouterr()
     assert written.err.count("MOE0718") == 1
     assert all(records)
-    assert "tokens/s" in written.out, "the other output goes on"
 
 
 def test_tensorboard_has_the_figures_by_name(tmp_path: Path):
@@ -256,27 +251,6 @@ def test_tensorboard_keeps_the_curve_before_a_checkpoint_that_is_loaded_inside_o
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5]
 
 
-def test_the_display_shows_fraction_step_figures_and_loads(capsys: pytest.CaptureFixture[str]):
-    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(progress=True) as metrics:
-        train(job, metrics, 1, done=0.25, bits=2.0)
-    line = capsys.readouterr().out
-    assert line.startswith(" 25%   step     1   loss ")
-    assert "bits 2   " in line
-    assert "experts by layer  1: " in line
-
-
-def test_without_a_terminal_the_last_record_is_printed_at_the_end_once(capsys: pytest.CaptureFixture[str]):
-    for steps, shown in ((5, [1, 5]), (1, [1])):
-        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
-            metrics = job.metrics(progress=True)
-            train(job, metrics, steps, done=0.5)
-            metrics.close()
-            metrics.close()
-        printed = capsys.readouterr().out.splitlines()
-        assert [int(line.split("step")[1].split()[0]) for line in printed] == shown
-        assert all(line.startswith(" 50% ") for line in printed)
-
-
 @pytest.mark.parametrize(
     ("figures", "kind", "words"),
     [
@@ -287,8 +261,6 @@ def test_without_a_terminal_the_last_record_is_printed_at_the_end_once(capsys: p
         ({"grad_norm": "1"}, TypeError, "the figure grad_norm is '1'"),
         ({"load": 1}, ValueError, "the job writes a figure load itself: give yours another name"),
         ({"step": 1}, ValueError, "the job writes a figure step itself"),
-        ({"done": 7}, ValueError, "done must be the fraction of the training, 0 to 1, not 7"),
-        ({"done": math.nan}, ValueError, "done must be the fraction"),
     ],
     ids=str,
 )
@@ -301,7 +273,7 @@ def test_a_figure_that_cannot_be_written_is_named_and_its_step_does_not_count(
         loss = job.step(model, TOKENS, TOKENS)
         with pytest.raises(kind, match=words):
             metrics.step(model, loss, **figures)
-        record = metrics.step(model, loss, lr=0.5, ratio=np.float32(0.25), flag=True, done=1)
+        record = metrics.step(model, loss, lr=0.5, ratio=np.float32(0.25), flag=True)
     assert [(line["step"], line["lr"], line["ratio"], line["flag"]) for line in lines(path)] == [(1, 0.5, 0.25, 1.0)]
     assert set(record) - {"loss", "lr", "ratio", "flag"} <= metrics_module.OWN_FIGURES
 
@@ -328,38 +300,3 @@ def test_every_below_one_is_refused():
         pytest.raises(ValueError, match="a number of steps, at least 1, not 0"),
     ):
         job.metrics(every=0)
-
-
-def test_bars_and_spread_are_relative_to_a_fair_share():
-    counts = torch.tensor([0, 10, 20, 10])
-    assert progress_display.bars(counts) == " ▄█▄"
-    assert progress_display.spread(counts) == "0.0–2.0×"
-    assert progress_display.spread(torch.zeros(4, dtype=torch.int64)) == "0.0–0.0×"
-
-
-def test_a_terminal_shows_a_bar_and_a_row_per_layer():
-    display, shown = progress_display.LiveDisplay(), io.StringIO()
-    display.write({"step": 3, "loss": 1.25, "tokens_per_second": 10.0, "mfu": 0.4}, {1: torch.tensor([1, 3])}, 0.5)
-    Console(file=shown, width=120).print(display._live.renderable)
-    display.close()
-    assert "50%  step     3   loss 1.25        10 tokens/s   MFU 40.0%" in shown.getvalue()
-    assert "experts of layer 1  ▂▆  0.5–1.5× of the mean" in shown.getvalue()
-
-
-def test_tokens_are_counted_in_every_step_whatever_is_measured_and_none_of_a_refused_one(tmp_path: Path):
-    for outputs in ({"path": tmp_path / "run.jsonl", "every": 2}, {}):
-        with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job, job.metrics(**outputs) as metrics:
-            model = job.build(seed=1)
-            loss = job.step(model, TOKENS, TOKENS)
-            metrics.step(model, loss)
-            for _ in range(2):
-                metrics.step(model, loss, tokens=100)
-            with pytest.raises(JobError, match="MOE0702"):
-                job.step(model, TOKENS + 1000, TOKENS)
-            with pytest.raises(JobError, match="MOE0713"), job.accumulate(model):
-                pass
-            with pytest.raises(JobError, match="MOE0713"), job.accumulate(model, TOKENS, TOKENS):
-                model(TOKENS, TOKENS).loss.backward()
-            assert (job.tokens, job.total_tokens) == (64, 264)
-            accumulated(job, model)
-            assert (job.tokens, job.total_tokens) == (128, 328)

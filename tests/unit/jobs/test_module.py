@@ -134,7 +134,7 @@ def test_one_process_needs_no_torchrun():
 
 def test_a_world_of_another_size_is_refused_with_the_command_to_use():
     with (
-        pytest.raises(JobError, match=r"MOE0701.*the plan is for 4 ranks, but this job has 1") as refused,
+        pytest.raises(JobError, match=r"MOE0701.*the plan is for 4 ranks, but this script was started") as refused,
         moec.launch(moe_plan(ranks=4), device="cpu"),
     ):
         pytest.fail("the job started")

@@ -1,0 +1,75 @@
+"""`moec.compile(file, experts=16)`: arguments in the place of a file's `let`s, and errors that name them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from numbers import Integral, Real
+
+from moec.grammar.diagnostics import Diagnostic
+from moec.grammar.source import Source, Span
+from moec.grammar.suggest import nearest
+from moec.runtime.errors import CallError, wrong_argument
+
+FROM_COMMAND_LINE = "--let"
+"""The name of the grammar's sources for overrides."""
+
+OUTPUTS = {"output", "out", "path", "save", "to"}
+
+
+def texts_of(lets: Mapping[str, object]) -> dict[str, str | float]:
+    """The arguments as overrides of a file. Raises `CallError` for one that is no number and no text."""
+    return {name: _override(name, value) for name, value in lets.items()}
+
+
+def _override(name: str, value: object) -> str | float:
+    if isinstance(value, str | bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Real) and math.isfinite(value):
+        return float(value)
+    raise _no_override(name, value)
+
+
+def _no_override(name: str, value: object) -> CallError:
+    if value is None:
+        return wrong_argument(
+            f"{name} is None, and a `let` has a value", f"leave `{name}` out to keep the file's value"
+        )
+    help = "give a number or a text as the file would have it: `experts=16`, `routing='zipf(1.2)'`"
+    if hasattr(value, "item"):
+        help = f"`{name}.item()` is the number of a tensor or an array of one element"
+    found = repr(value) if isinstance(value, Real) else f"an object of class {type(value).__name__}"
+    return wrong_argument(f"{name} is {found}, and a `let` is a number or a text", help)
+
+
+def as_arguments(diagnostics: Iterable[Diagnostic]) -> tuple[Diagnostic, ...]:
+    """Diagnostics of a file whose overrides are arguments of a call, and not of a command line."""
+    return tuple(_as_argument(each) for each in diagnostics)
+
+
+def _as_argument(found: Diagnostic) -> Diagnostic:
+    labels = tuple(replace(label, span=_renamed(label.span)) for label in found.labels)
+    renamed = replace(found, span=_renamed(found.span) if found.span else None, labels=labels)
+    if found.code != "MOE0213" or renamed.span is None:
+        return renamed
+    name = renamed.span.source.text[renamed.span.start : renamed.span.end]
+    return replace(renamed, help=_help(name, found.help))
+
+
+def _help(name: str, help: str) -> str:
+    if nearest(name, ("world_size",)):
+        return f"did you mean `world_size`, an argument of `moec.compile`? Further ones are the file's `let`s; {help}"
+    if name in OUTPUTS:
+        return "`moec.compile` returns the plan and writes nothing: `plan.save(path)` does"
+    if help == "the file declares none":
+        return f"the file declares no `let`: write `let {name} = …` in it and use the name, or change the value there"
+    return help
+
+
+def _renamed(span: Span) -> Span:
+    if span.source.name != FROM_COMMAND_LINE:
+        return span
+    return Span(Source("arguments of moec.compile", span.source.text), span.start, span.end)

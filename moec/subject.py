@@ -1,0 +1,169 @@
+"""Whether a script or a command is given a `.moe` file or a plan, and the error where the other is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.spec import Spec
+from moec.grammar.suggest import nearest
+from moec.runtime.errors import CallError
+
+PLAN, CHECKPOINT, HUGGING_FACE = "plan.json", "checkpoint.json", "config.json"
+"""The files by which a folder is known."""
+
+
+def is_text(source: str) -> bool:
+    """Whether this is the text of a `.moe` file, and not a path."""
+    return "\n" in source or "{" in source
+
+
+def is_plan(path: Path) -> bool:
+    """Whether this is the folder of a plan."""
+    return (path / PLAN).is_file()
+
+
+# ---- calls of Python -----------------------------------------------------------------------------
+
+
+def require_source(source: object, call: str) -> None:
+    """Raises `CallError` unless `call` can compile this: a path or text of a `.moe` file, or a Spec."""
+    if isinstance(source, Spec):
+        return
+    if not isinstance(source, str | Path):
+        if _is_loaded(source):
+            raise _wrong(f"this is a plan already, and `{call}` compiles a file or a Spec", "use the plan as it is")
+        ways = "give it a path or the text of a `.moe` file, or a Spec"
+        if isinstance(source, Mapping) or hasattr(source, "to_dict"):
+            ways = f"a config of Hugging Face: `{call}(moec.from_hf(config))`"
+        raise _wrong(f"`{call}` got {_named(source)}", ways)
+    if isinstance(source, str) and is_text(source):
+        return
+    path = Path(source)
+    if is_plan(path):
+        raise _wrong(
+            f"`{path}` is a plan: it is compiled already",
+            f"`moec.load({str(path)!r})` reads it; its file is {_spec(path)}",
+        )
+    if _has(path, HUGGING_FACE):
+        help = f"`{call}(moec.from_hf({str(path)!r}))` compiles its model"
+        raise _wrong(f"`{path}` is a folder of Hugging Face, not a `.moe` file", help)
+    if _has(path, CHECKPOINT):
+        raise _wrong(f"`{path}` is a checkpoint, not a `.moe` file", "compile the file of its model")
+
+
+def require_plan(source: object, call: str) -> None:
+    """Raises `CallError` unless this is a path of a plan's folder, or a Plan (which `moec.load` refuses)."""
+    if isinstance(source, Spec):
+        raise _wrong(f"this is a Spec, and `{call}` wants a plan", _compiled(call, "spec"))
+    if _is_loaded(source):
+        if call == "moec.load":
+            raise _wrong("this is a plan already, and `moec.load` reads one from a folder", "use the plan as it is")
+        return
+    if not isinstance(source, str | Path):
+        ways = "give it the path of a plan's folder" + ("" if call == "moec.load" else ", or a Plan")
+        raise _wrong(f"`{call}` got {_named(source)}", ways)
+    if isinstance(source, str) and is_text(source):
+        raise _wrong(f"this is the text of a `.moe` file, and `{call}` wants a plan", _compiled(call, "text"))
+    path = Path(source)
+    if is_plan(path):
+        return
+    if path.suffix == ".moe" and path.is_file():
+        raise _wrong(f"`{path}` is a `.moe` file, and `{call}` wants a plan", _compiled(call, repr(str(path))))
+    raise _no_plan(path)
+
+
+def _compiled(call: str, subject: str) -> str:
+    """How `call` gets a plan of a file, a text or a Spec."""
+    if call == "moec.load":
+        return f"`moec.compile({subject})` makes its plan"
+    return f"compile it: `{call}(moec.compile({subject}))`"
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+
+def require_plan_folder(path: Path, command: str, then: str = "") -> None:
+    """Raises `DiagnosticError` for anything but a plan's folder. `then`: the command to run on the plan, with `{}`."""
+    if is_plan(path):
+        return
+    if path.suffix == ".moe" and path.is_file():
+        plan = f"{path.stem}.plan"
+        after = (then or f"{command} {{}}").format(plan)
+        help = f"compile it first: `moec compile {path}`, then `{after}`"
+        raise _refused(f"`{path}` is a `.moe` file, and `{command}` wants a plan", help)
+    if _has(path, CHECKPOINT):
+        help = f"`moec checkpoint inspect {path}` shows it"
+        raise _refused(f"`{path}` is a checkpoint, and `{command}` wants a plan", help)
+    raise _no_plan(path)
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+
+def _no_plan(path: Path) -> DiagnosticError:
+    """The error for a path with something else than a plan, or nothing: names what is there, and plans beside it."""
+    from moec.codegen.folder import PlanError
+
+    return PlanError("MOE0600", path, *_instead_of_plan(path))
+
+
+def _instead_of_plan(path: Path) -> tuple[str, str]:
+    """What is at the path of a plan, and a way out."""
+    if path.is_file() and is_plan(path.parent):
+        return "this is a file inside of a plan", f"give the folder: {path.parent}"
+    if path.is_file():
+        return "this is a file, and a plan is a folder", "`moec compile FILE.moe` writes one"
+    if path.is_dir():
+        inside = _plans_in(path)
+        help = f"plans in it: {', '.join(str(path / name) for name in inside)}" if inside else ""
+        return f"this folder has no {PLAN}", help or "`moec compile FILE.moe` writes a plan"
+    beside = _plans_in(path.parent)
+    file = path.with_suffix(".moe")
+    if meant := nearest(path.name, beside):
+        return "there is no such folder", f"did you mean `{path.parent / meant}`?"
+    if file.is_file():
+        return "there is no such folder", f"`moec compile {file}` writes {file.stem}.plan"
+    return (
+        "there is no such folder",
+        f"plans here: {', '.join(beside)}" if beside else "`moec compile FILE.moe` writes one",
+    )
+
+
+MOST_LISTED = 8
+
+
+def _plans_in(folder: Path) -> list[str]:
+    try:
+        return sorted(child.name for child in folder.iterdir() if is_plan(child))[:MOST_LISTED]
+    except OSError:
+        return []
+
+
+def _spec(path: Path) -> Path:
+    return path / "spec.moe"
+
+
+def _has(path: Path, name: str) -> bool:
+    return (path / name).is_file()
+
+
+def _is_loaded(source: object) -> bool:
+    """Whether this is a Plan; without an import of its class, which is slow."""
+    return type(source).__name__ == "Plan" and type(source).__module__.startswith("moec.")
+
+
+def _named(source: object) -> str:
+    if source is None:
+        return "None"
+    name = type(source).__name__
+    return f"an object of class {name}"
+
+
+def _wrong(message: str, help: str) -> CallError:
+    return CallError("MOE0751", message, help)
+
+
+def _refused(message: str, help: str) -> DiagnosticError:
+    return DiagnosticError([diagnose("MOE0751", None, message, help=help)])

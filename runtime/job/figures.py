@@ -1,0 +1,63 @@
+"""Figures of training steps: numbers that scripts give, and those of a plan, for `job.metrics` and `job.progress`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, SupportsFloat
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from moec.codegen.plan import Plan
+from moec.grammar.diagnostics import diagnose, render
+from moec.grammar.diagnostics.diagnostic import Severity
+from moec.passes.cost.totals import tally
+from moec.runtime.errors import wrong_argument
+
+
+def require_figures(figures: Mapping[str, object]) -> None:
+    """Raises `CallError` for the first that is not one number. Reads no tensor's values.
+
+    A DTensor is refused: one rank alone would read it, and wait for the others.
+    """
+    for name, value in figures.items():
+        if isinstance(value, DTensor):
+            help = f"call it on every rank: `{name}={name}.full_tensor()`"
+            raise wrong_argument(f"the figure {name} is a DTensor, and must be one number", help)
+        if isinstance(value, Tensor):
+            is_number, found = value.numel() == 1 and not value.is_complex(), f"{value.dtype} {list(value.shape)}"
+        else:
+            is_number, found = isinstance(value, SupportsFloat), repr(value)
+        if not is_number:
+            message = f"the figure {name} is {found}, and must be one number"
+            raise wrong_argument(message, f"give a number or a tensor of one element, or leave `{name}` out")
+
+
+def number(value: Tensor | float) -> float:
+    """The number; of a tensor it waits for the device."""
+    return float(value.detach()) if isinstance(value, Tensor) else float(value)
+
+
+def flops_per_token(plan: Plan) -> float:
+    """FLOPs of the model for a token, forward and backward without recomputation."""
+    return tally(plan.program, plan.spec).flops_per_token
+
+
+def peak_flops(plan: Plan) -> float | None:
+    """FLOP/s of all ranks in the model's dtype; None where the cluster's device states none."""
+    peaks: Mapping[str, Any] = vars(plan.spec.cluster.device.peak)
+    peak = peaks.get(plan.spec.subject.dtype)
+    return None if peak is None else float(peak) * plan.world_size
+
+
+def say_unwritten(error: Exception) -> None:
+    """Names what could not be written; training goes on."""
+    warning = diagnose(
+        "MOE0718",
+        None,
+        f"{type(error).__name__}: {error}",
+        help="training goes on without it",
+        severity=Severity.WARNING,
+    )
+    print(render([warning], "full").rstrip("\n"), file=sys.stderr, flush=True)

@@ -1,0 +1,106 @@
+"""What a job does with checkpoints: the methods of `Job` that save and load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from moec.runtime.calls import called
+from moec.runtime.checkpoint.loading import load
+from moec.runtime.checkpoint.resuming import resume
+from moec.runtime.checkpoint.saving import save
+from moec.runtime.checkpoint.schedule import save_if_due
+from moec.runtime.checkpoint.writing import Saving
+from moec.runtime.job.module import PlanModule
+
+if TYPE_CHECKING:
+    from moec.runtime.job.job import Job
+
+
+class JobCheckpoints:
+    """A part of `Job`: `save`, `load`, `checkpoint` and `resume`."""
+
+    @called("job.save")
+    def save(
+        self, path: str | Path, model: PlanModule, optimizer: Optimizer | None = None, *, keep: int | None = None,
+        **extras: Any,
+    ) -> Saving:  # fmt: skip
+        """Saves model, optimizer and extras to the new folder `path`. A later `load` may have any plan of the model.
+
+        Returns when tensors are copied to host memory; a thread writes them. The handle's `wait()` returns when the
+        checkpoint is durable, and raises if it failed; so do the next save and leaving the job. `keep=N` then leaves
+        the new one and the N - 1 with the highest steps of the others: of this model, in the folder of `path`, with
+        names that equal its own but for the last number. Others, such as `best` beside `step-20`, are never removed.
+
+        Extras: objects with `state_dict`, and plain data (docs/checkpoints.md). Raises `JobError` on every rank:
+        MOE0803 if `path` exists, MOE0807 and MOE0808 for what cannot be stored. A collective.
+        """
+        self._job()._require_own(model)
+        return save(self._job(), path, model, optimizer, keep, extras)
+
+    @called("job.load")
+    def load(
+        self, path: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
+    ) -> dict[str, Any]:  # fmt: skip
+        """Loads a checkpoint into the model's parameters, the optimizer and the extras; each rank reads its part.
+
+        With and without optimizer, it restores the model's settings (`seed`, `step`), `job.steps` and
+        `job.total_tokens`, and on as many ranks torch's random state. For a new run with the weights call
+        `model.set(step=0, seed=…)` after it. A converted file has step 0 and no seed (docs/checkpoints.md).
+
+        Returns the extras that are plain data. Raises `JobError` on every rank, and changes nothing, for a checkpoint
+        that is damaged (MOE0801) or of another model (MOE0805), optimizer (MOE0806) or extra (MOE0809), and for an
+        optimizer over other parameters than the model's (MOE0807); but if a method
+        of an extra raises (MOE0809), model and optimizer are loaded by then. A collective.
+        """
+        self._job()._require_own(model)
+        with torch.inference_mode(False):
+            return load(self._job(), path, model, optimizer, extras)
+
+    @called("job.checkpoint")
+    def checkpoint(
+        self,
+        folder: str | Path,
+        model: PlanModule,
+        optimizer: Optimizer | None = None,
+        *,
+        every: int | None = None,
+        seconds: float | None = None,
+        on_signal: int | None = None,
+        keep: int | None = None,
+        **extras: Any,
+    ) -> Saving | None:
+        """Saves to `folder/STEP` at steps that `every` divides, or at the first call after one.
+
+        Call it after each step. STEP is the model's setting `step`. With `seconds`, it also saves when rank 0's clock
+        says that they have passed since the last. With `on_signal=signal.SIGTERM`, the call after a SIGTERM to any
+        rank, from the first call on, saves, waits until the checkpoint is durable, and ends every rank by the signal's
+        default effect: it does not return. With `seconds` or `on_signal` ranks agree in each call. `keep` is that of
+        `save`: it removes checkpoints of this model with numbers as names, and no others.
+        """
+        self._job()._require_own(model)
+        return save_if_due(
+            self._job(), folder, model, optimizer, every=every, seconds=seconds, on_signal=on_signal, keep=keep,
+            extras=extras,
+        )  # fmt: skip
+
+    @called("job.resume")
+    def resume(
+        self, folder: str | Path, model: PlanModule, optimizer: Optimizer | None = None, **extras: Any
+    ) -> int:  # fmt: skip
+        """Loads the last complete checkpoint in `folder`, if there is one; returns the model's `step` afterwards.
+
+        Where there is none, nothing changes: the step is 0 in a new model, and that of the weights in one that has
+        loaded some, of which rank 0 warns. A damaged one is renamed to `NAME.damaged`, with a warning, and the one
+        before it is loaded. If all are damaged, the newest's MOE0801 is raised. A model or an optimizer with parameters
+        that the plan does not have is MOE0710 or MOE0807, also where nothing is found. Other errors are `load`'s.
+        """
+        self._job()._require_own(model)
+        with torch.inference_mode(False):
+            return resume(self._job(), folder, model, optimizer, extras)
+
+    def _job(self) -> Job:
+        return cast("Job", self)

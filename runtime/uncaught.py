@@ -1,0 +1,116 @@
+"""Diagnostics that a script does not catch: printed once, at the script's own line, without a traceback."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import CodeType, TracebackType
+
+from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Label, render
+from moec.grammar.source import Source, Span
+from moec.runtime.errors import CallError, RankError
+
+HEAD_START_SECONDS = 2.0
+
+LIBRARIES = tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))
+"""Folders whose frames are no lines of the user's."""
+
+_rank = int(os.environ.get("RANK", "0"))
+_inner = sys.excepthook
+_installed = False
+
+
+def show_uncaught() -> None:
+    """Installs the hook, once, where no other hook is: a debugger's or a notebook's stays."""
+    if sys.excepthook is sys.__excepthook__:
+        _install()
+
+
+def speak_once(rank: int) -> None:
+    """Installs the hook, also over another one: all ranks raise the same, and rank 0 alone prints it."""
+    global _rank
+    _rank = rank
+    if not _installed:
+        _install()
+
+
+def located(diagnostics: tuple[Diagnostic, ...], trace: TracebackType | None) -> tuple[Diagnostic, ...]:
+    """Diagnostics with the script's call as their place, or as a further one of the first that is in a file."""
+    place = _place(trace)
+    if place is None or not diagnostics:
+        return diagnostics
+    first, *others = diagnostics
+    if first.span is None:
+        return replace(first, span=place), *others
+    return replace(first, labels=(*first.labels, Label(span=place, message="from this call"))), *others
+
+
+def _install() -> None:
+    global _inner, _installed
+    if sys.excepthook is not _hook:
+        _inner, _installed = sys.excepthook, True
+        sys.excepthook = _hook
+
+
+def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, DiagnosticError):
+        _inner(kind, error, trace)
+    elif isinstance(error, RankError):
+        pass
+    elif _rank == 0:
+        _print(error, trace)
+    else:
+        # The launcher kills all ranks when the first one exits: rank 0 must print before that.
+        time.sleep(HEAD_START_SECONDS)
+        if isinstance(error, CallError):  # rank 0 lives: it has not made this call
+            print(f"rank {_rank}:", file=sys.stderr)
+            _print(error, trace)
+
+
+def _print(error: DiagnosticError, trace: TracebackType | None) -> None:
+    print(render(located(error.diagnostics, trace), "full").rstrip("\n"), file=sys.stderr, flush=True)
+
+
+def _place(trace: TracebackType | None) -> Span | None:
+    """The innermost line of the user's in a traceback; of a line in several, the first."""
+    found = None
+    while trace is not None:
+        if not _of_library(trace):
+            found = trace
+        trace = trace.tb_next
+    if found is None:
+        return None
+    code, path = found.tb_frame.f_code, found.tb_frame.f_code.co_filename
+    lines = linecache.getlines(path, found.tb_frame.f_globals)
+    number = found.tb_lineno
+    if not 1 <= number <= len(lines):
+        return None
+    line = lines[number - 1]
+    start, end = _columns(code, found.tb_lasti, number, line)
+    before = sum(map(len, lines[: number - 1]))
+    name = os.path.relpath(path) if Path(path).is_relative_to(Path.cwd()) else path
+    return Span(Source(name, "".join(lines)), before + start, before + end)
+
+
+def _of_library(trace: TracebackType) -> bool:
+    """Whether the frame is moec's, Python's or an installed package's."""
+    frame = trace.tb_frame
+    module, path = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    return module.partition(".")[0] == "moec" or path.startswith(LIBRARIES) or path.startswith("<frozen")
+
+
+def _columns(code: CodeType, instruction: int, number: int, line: str) -> tuple[int, int]:
+    """Start and end of the failing expression in its first line, in characters; all of the line if unknown."""
+    text = line.rstrip("\n")
+    whole = len(text) - len(text.lstrip()), max(len(text.rstrip()), 1)
+    first, last, start, end = list(code.co_positions())[instruction // 2]
+    if first != number or start is None or end is None:
+        return whole
+    encoded = text.encode()
+    begin = len(encoded[:start].decode(errors="replace"))
+    return begin, max(len(encoded[:end].decode(errors="replace")) if last == first else whole[1], begin + 1)
