@@ -30,7 +30,7 @@ def test_the_cpu_is_always_looked_at_unless_nothing_is_to_be() -> None:
 
 
 def test_another_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="checks is one of 'all', 'first', 'none', not 'some'"):
+    with pytest.raises(ValueError, match="checks must be 'all', 'first' or 'none', not 'some'"):
         moec.launch(moe_plan(**ALONE), checks="some")
 
 

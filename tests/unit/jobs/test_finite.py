@@ -163,7 +163,7 @@ def test_ignored_numbers_go_through():
 
 
 def test_another_word_is_refused():
-    with pytest.raises(ValueError, match="on_nonfinite is one of 'raise', 'skip', 'ignore', not 'warn'"):
+    with pytest.raises(ValueError, match="on_nonfinite must be 'raise', 'skip' or 'ignore', not 'warn'"):
         launched(on_nonfinite="warn")
 
 
