@@ -16,6 +16,9 @@ from moec.grammar.source import Source, Span
 from moec.runtime.errors import CallError, RankError
 
 HEAD_START_SECONDS = 2.0
+OWN_ERROR_SECONDS = 10.0
+"""After which a rank prints its own wrong call. Of a call that all ranks make, rank 0 has exited by then, and the
+launcher has ended this rank."""
 
 LIBRARIES = tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))
 """Folders whose frames are no lines of the user's."""
@@ -66,8 +69,9 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
         _print(error, trace)
     else:
         # The launcher kills all ranks when the first one exits: rank 0 must print before that.
-        time.sleep(HEAD_START_SECONDS)
-        if isinstance(error, CallError):  # rank 0 lives: it has not made this call
+        is_own = isinstance(error, CallError)
+        time.sleep(OWN_ERROR_SECONDS if is_own else HEAD_START_SECONDS)
+        if is_own:
             print(f"rank {_rank}:", file=sys.stderr)
             _print(error, trace)
 
