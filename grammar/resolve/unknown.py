@@ -42,7 +42,7 @@ def unknown_name(
     known = fields(cls)
     if found := alias(name.text):
         return _other_system(scope, cls, name, value, given, found, meant_before)
-    taken = {*given, *meant_before}
+    taken = {word for word in known if word in given or word in meant_before}
     taken |= {word for slot in cls.exclusive if any(other in given for other in slot) for word in slot}
     free = {word for word, field in known.items() if word not in taken or (field.block and field.block.many)}
     meant = nearest(name.text, free)
@@ -52,7 +52,7 @@ def unknown_name(
         sure = sure or (value is None and field.block is not None)
         scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=meant if sure else None)
         return meant, worth
-    repeated = nearest(name.text, set(given) & set(known))
+    repeated = nearest(name.text, {word for word in known if word in given})
     if repeated is not None:
         label = Label(span=given[repeated], message="given here")
         scope.error("MOE0201", name.span, message, label, help=f"`{repeated}` is given already: keep one of them")
