@@ -89,3 +89,12 @@ def _require_fitting(given: dict[str, object], fits: dict[str, bool], way: str) 
     for option, value in given.items():
         if value and not fits[option]:
             raise click.UsageError(f"{option} is not for --{way}. An option of the script goes after `--`.")
+
+
+@click.command(cls=Command)
+@output_format
+def doctor(style: str) -> None:
+    """Show what is installed here, what training would use, and what is missing. Works without torch."""
+    from moec.commands.doctor import run
+
+    raise SystemExit(run(style))

@@ -93,6 +93,7 @@ EXTRAS = {
         },
         "the plan cannot be loaded, or its ranks do not fit the nodes; with --run the exit code is the script's",
     ),
+    "doctor": Extra({"moec doctor": "on every node, before a first run"}, "training cannot work here"),
     "tune": Extra({"moec tune first.plan -o tuned.plan": "measures on this machine's GPU"}),
     "checkpoint inspect": Extra(
         {

@@ -24,6 +24,7 @@ COMMANDS = {
     "load": "moec.cli.plans",
     "tune": "moec.cli.plans",
     "launch": "moec.cli.launching",
+    "doctor": "moec.cli.launching",
     "checkpoint": "moec.cli.checkpoint",
     "weights": "moec.cli.weights",
 }

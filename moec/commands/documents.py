@@ -134,6 +134,8 @@ class VersionDocument:
     python: str
     torch: str | None
     triton: str | None
+    backends: list[str]
+    """The backends that are installed: torch, triton, quack."""
 
 
 @document

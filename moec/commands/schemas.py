@@ -20,6 +20,7 @@ DOCUMENTS = {
     "load": "moec.commands.documents:LoadedPlan",
     "tune": "moec.commands.tune:TunedPlan",
     "launch": "moec.commands.launch:LaunchDocument",
+    "doctor": "moec.commands.doctor:DoctorDocument",
     "checkpoint-inspect": "moec.commands.checkpoint_document:CheckpointDocument",
     "checkpoint-inspect-folder": "moec.commands.checkpoint_document:CheckpointsDocument",
     "checkpoint-verify": "moec.commands.checkpoint_document:DigestsDocument",

@@ -1,0 +1,133 @@
+"""`moec doctor`: what is here, what would be used, what is missing and why it matters."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+
+from moec.commands.doctor_checks import (
+    Finding,
+    State,
+    finding,
+    installation,
+    machine,
+    network,
+    packages,
+    variables,
+    versions,
+)
+from moec.commands.output import document, emit
+from moec.commands.terminal import failure, success
+from moec.commands.version import installed
+
+
+@document
+class DoctorDocument:
+    """What was found. `ok` is false where training cannot work here."""
+
+    ok: bool
+    device: str | None
+    """Where ranks would run: cuda or cpu; null without torch."""
+    backend: str | None
+    """The backend that operators would use."""
+    findings: list[Finding]
+
+
+def run(style: str) -> int:
+    """Prints the findings; returns 1 where one of them is wrong, else 0."""
+    found = [*versions(), *installation()]
+    device, backend, of_torch = None, None, list[Finding]()
+    if installed("torch") is not None:
+        device, backend, of_torch = _torch()
+    found += [*of_torch, *machine(), *network(), *variables(), *packages()]
+    report = DoctorDocument(
+        ok=all(one.state != "wrong" for one in found), device=device, backend=backend, findings=found
+    )
+    emit(style, lambda: _lines(report), lambda: report)
+    return 0 if report.ok else 1
+
+
+def _torch() -> tuple[str | None, str | None, list[Finding]]:
+    """The device and backend that would be used, and what torch itself finds."""
+    try:
+        import torch
+        import torch.distributed as dist
+    except (ImportError, OSError) as error:
+        help = "the installation is broken: `pip install --force-reinstall torch`"
+        return None, None, [finding("import torch", "wrong", str(error).splitlines()[0], help)]
+    gpus = torch.cuda.device_count()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    found = list(_gpus(gpus, torch.version.cuda, torch.version.hip))
+    has = dist.is_available()
+    for name, is_there in (("gloo", has and dist.is_gloo_available()), ("nccl", has and dist.is_nccl_available())):
+        is_needed = name == "gloo" or device == "cuda"
+        help = "ranks communicate by it: install a torch that was built with it" if is_needed and not is_there else ""
+        state: State = "ok" if is_there else "wrong" if is_needed else "note"
+        found.append(finding(name, state, "there" if is_there else "not in this torch", help))
+    backend, of_backend = _backend(device)
+    return device, backend, [*found, *of_backend]
+
+
+def _gpus(gpus: int, cuda: str | None, hip: str | None) -> Iterator[Finding]:
+    import torch
+
+    built = f"CUDA {cuda}" if cuda else f"ROCm {hip}" if hip else "CPU only"
+    driver = next((tool for tool in ("nvidia-smi", "rocm-smi") if shutil.which(tool)), None)
+    yield finding("torch is built for", "ok", built)
+    if gpus:
+        names = {torch.cuda.get_device_name(index) for index in range(gpus)}
+        yield finding("GPUs", "ok", f"{gpus} × {', '.join(sorted(names))}")
+    elif driver and not (cuda or hip):
+        help = "training runs on the CPU: install the torch of your CUDA or ROCm from pytorch.org"
+        yield finding("GPUs", "note", f"{driver} is here, but this torch has no GPU support", help)
+    elif driver or cuda or hip:
+        help = "training runs on the CPU: look at the driver and at CUDA_VISIBLE_DEVICES"
+        yield finding("GPUs", "note", "torch finds none", help)
+    else:
+        yield finding("GPUs", "ok", "none; training runs on the CPU")
+
+
+def _backend(device: str) -> tuple[str | None, list[Finding]]:
+    """The backend of `device`, and what stands in its way."""
+    from moec.runtime.backends import BackendError, forced_backend, require_known
+    from moec.runtime.backends.triton.triton_support import complaint
+
+    forced = forced_backend()
+    try:
+        require_known(forced)
+    except BackendError as error:
+        return None, [finding("backend", "wrong", error.diagnostics[0].message, error.diagnostics[0].help)]
+    if forced == "torch" or (forced is None and device == "cpu"):
+        why = "MOEC_BACKEND says so" if forced else "there is no GPU"
+        return "torch", [finding("backend", "ok", f"plain torch: {why}")]
+    unfit = complaint(device)
+    if unfit and forced:
+        return None, [finding("backend", "wrong", f"MOEC_BACKEND={forced}: {unfit}", "unset MOEC_BACKEND")]
+    if unfit:
+        return "torch", [
+            finding("backend", "note", f"plain torch: {unfit}", "training works, slowly, until it is fixed")
+        ]
+    found = [finding("backend", "ok", f"{forced or 'triton'} kernels")]
+    if not any(shutil.which(compiler) for compiler in ("cc", "gcc", "clang")):
+        found.append(
+            finding("C compiler", "wrong", "none", "Triton builds its launchers with one: install gcc, or set CC")
+        )
+    return forced or "triton", found
+
+
+def _lines(report: DoctorDocument) -> Iterator[str]:
+    from moec.commands.version import version_line
+    from moec.commands.version import versions as known_versions
+
+    yield version_line(known_versions())
+    yield ""
+    width = max(len(one.name) for one in report.findings)
+    for one in report.findings:
+        mark = {"ok": " ", "note": "·", "wrong": "✗"}[one.state]
+        yield f"{mark} {one.name:{width}}  {one.found}"
+        if one.help:
+            yield f"  {'':{width}}  → {one.help}"
+    yield ""
+    where = f"on {'GPUs' if report.device == 'cuda' else 'the CPU'}, with {report.backend} operators"
+    wrong = [one.name for one in report.findings if one.state == "wrong"]
+    yield success(f"training works here, {where}") if report.ok else failure(f"to be fixed: {', '.join(wrong)}")
