@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moec.runtime.job.layer import MoeLayer
     from moec.runtime.job.layer_home import Reduction
     from moec.runtime.job.module import PlanModule
+    from moec.runtime.verify.verify_progress import Progress
     from moec.runtime.verify.verify_report import Report
 
 
@@ -183,14 +184,15 @@ def layer(
 
 
 @called("moec.verify")
-def verify(plan: Plan | str | Path, *, scale: bool | None = None) -> Report:
+def verify(plan: Plan | str | Path, *, scale: bool | None = None, progress: Progress | None = None) -> Report:
     """Compares a plan with the unsharded model or layer on a virtual cluster, in float64 and in the plan's dtype.
 
-    `scale` uses toy widths; the default does so only for a plan too large for this machine.
+    `scale` uses toy widths; the default does so only for a plan too large for this machine. `progress` is called with
+    what runs now, the steps done and the steps in all.
     """
     from moec.runtime.verify.verification import verify as run
 
-    return run(_plan(plan, "moec.verify"), scale=scale)
+    return run(_plan(plan, "moec.verify"), scale=scale, progress=progress or (lambda what, done, total: None))
 
 
 @called("moec.launch", dtype="the dtype is the file's: `model { dtype = bf16 }`", seed="`job.build(seed=…)` takes it")

@@ -47,13 +47,22 @@ def fmt(files: tuple[Path, ...], check: bool, diff: bool, style: str) -> None:
     raise SystemExit(run(files, check, diff, style))
 
 
-@click.command(cls=Command)
-@argument("subject", "MOE0311, topk, kv_heads, …", metavar="CODE|WORD", type=Subject())
-def explain(subject: str) -> None:
-    """Explain a diagnostic and its fix, or a word of the language and its arguments."""
-    from moec.commands.explain import explain as run
+@click.command(cls=Command, context_settings={"ignore_unknown_options": True})  # `--num-experts` is a word
+@argument(
+    "subject",
+    "MOE0311, topk, kv_heads, or another system's word such as hidden_size.",
+    metavar="CODE|WORD",
+    type=Subject(),
+)
+@output_format
+def explain(subject: str, style: str) -> None:
+    """Explain a diagnostic and its fix, or a word of the language and its arguments.
 
-    print(run(subject), end="")
+    A misspelt word shows the page of the nearest one, and says so on stderr.
+    """
+    from moec.commands.explain import run
+
+    run(subject, style)
 
 
 @click.command(cls=Command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,18 +87,11 @@ def compile_(
 @click.option("--scale", is_flag=True, help="Use toy widths; default: only for plans too large for this machine.")
 def verify(plan: Path, style: str, trust_nothing: bool, scale: bool) -> None:
     """Prove a plan equal to the unsharded model or layer: all ranks in one process, forward, gradients, one step."""
-    from moec.commands.verify import print_report
-    from moec.driver import load
-    from moec.driver import verify as run
+    from moec.commands.verify import run
     from moec.subject import require_plan_folder
 
     require_plan_folder(plan, "moec verify")
-    report = run(load(plan, trust_nothing=trust_nothing), scale=scale or None)
-    if style == "json":
-        print(json.dumps(report.to_json()))
-    else:
-        print_report(plan, report)
-    if not report.ok:
+    if not run(plan, style, trust_nothing=trust_nothing, scale=scale or None):
         raise SystemExit(1)
 
 

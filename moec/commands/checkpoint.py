@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 from moec import __version__
@@ -18,6 +16,7 @@ from moec.commands.checkpoint_document import (
 )
 from moec.commands.documents import WrittenWeights
 from moec.commands.output import emit
+from moec.commands.progress import progress
 from moec.commands.summary import amount_of_bytes, count
 from moec.commands.table import table
 from moec.runtime.checkpoint.index import Entry
@@ -42,8 +41,8 @@ def inspect(checkpoint: Path, style: str) -> None:
 def verify(checkpoint: Path, style: str) -> int:
     """Compares every digest and prints what is damaged; returns the exit status. Raises `DiagnosticError`."""
     opened = Checkpoint(checkpoint)
-    with progress_of_bytes(sum(opened.head.shard_bytes)) as advance:
-        found = list(damages(opened, advance))
+    with progress("reading the checkpoint", sum(opened.head.shard_bytes), of_bytes=True) as bar:
+        found = list(damages(opened, bar.advance))
     tensors, num_bytes = len(opened.index.tensors), sum(opened.head.shard_bytes)
     good = f"{checkpoint}: {count(tensors, 'tensor')}, {amount_of_bytes(num_bytes)}, every digest matches"
     emit(
@@ -144,17 +143,3 @@ def _as_json(checkpoint: Checkpoint) -> CheckpointDocument:
             for name, e in index.tensors.items()
         },
     )
-
-
-@contextmanager
-def progress_of_bytes(total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr, if that is a terminal; `total` is None where nobody knows it."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("reading", total=total)
-        yield lambda num_bytes: progress.advance(task, num_bytes)

@@ -1,31 +1,85 @@
-"""`moec explain`: the page of a code, or the reference of a word of the language."""
+"""`moec explain`: the page of a code, of a word of the language, or what another system's word is here."""
 
 from __future__ import annotations
 
+import re
+import sys
 from importlib.resources import files
+from typing import Literal
 
+from moec.commands.output import document, emit
+from moec.commands.terminal import colored, columns
 from moec.grammar.diagnostics import CODES, DiagnosticError, diagnose
-from moec.grammar.schema_in_words import choices, describe, places, row, vocabulary
-from moec.grammar.suggest import advice
+
+CODE = re.compile(r"(?:MOE)?0*(\d{1,4})", re.IGNORECASE)
 
 
-def explain(subject: str) -> str:
-    """Markdown on a code such as MOE0311, or a word such as `topk`. Raises `DiagnosticError` for anything else."""
-    code = subject.upper()
-    if code in CODES:
-        return (files("moec.pages") / f"{code}.md").read_text(encoding="utf-8")
-    known = vocabulary()
-    sections = [f"# `{cls.word}`\n\n{describe(cls)}\n" for cls in known.get(subject, ())]
-    sections += [
-        f"# `{subject}` in `{cls.word}`\n\n{'; '.join(cell for cell in row(field)[1:3] if cell)}: {row(field)[3]}.\n"
-        for cls, field in places(subject)
-        if not field.block
-    ]
-    if not sections:
-        sections = [
-            f"# `{field.word} = {subject}` in `{cls.word}`\n\n{row(field)[3]}.\n" for cls, field in choices(subject)
-        ]
-    if not sections:
-        help = advice(subject, [*known, *CODES]) if subject else ""
-        raise DiagnosticError([diagnose("MOE0015", None, f"`{subject}`", help=help)])
-    return "\n".join(sections)
+@document
+class Explanation:
+    """A page of Markdown on `subject`. `asked` differs from it where the nearest word is shown."""
+
+    asked: str
+    subject: str
+    """The code or the word that the page is of."""
+    kind: Literal["code", "word", "word of another system"]
+    markdown: str
+
+
+def run(asked: str, style: str) -> None:
+    """Prints the page: rendered where stdout has colours, else as Markdown. Raises `DiagnosticError` MOE0015."""
+    found = explain(asked)
+    if found.kind != "code" and style != "json" and _plain(found.subject) != _plain(asked):
+        print(f"nothing is called `{asked}`; this is `{found.subject}`", file=sys.stderr)
+    emit(style, lambda: [_shown(found.markdown).rstrip("\n")], lambda: found)
+
+
+def _plain(word: str) -> str:
+    return word.lstrip("-").replace("-", "_").lower()
+
+
+def _shown(markdown: str) -> str:
+    if not colored(sys.stdout):
+        return markdown
+    from moec.commands.markdown import rendered
+
+    return rendered(markdown, columns(sys.stdout))
+
+
+def explain(asked: str) -> Explanation:
+    """The page of a code (`MOE0311`, `moe311`, `311`), of a word, or of the only word that is near.
+
+    Raises `DiagnosticError` for anything else.
+    """
+    if (number := CODE.fullmatch(asked)) and (code := f"MOE{int(number[1]):04d}") in CODES:
+        page = (files("moec.pages") / f"{code}.md").read_text(encoding="utf-8")
+        return Explanation(asked=asked, subject=code, kind="code", markdown=page)
+    return _of_word(asked)
+
+
+def _of_word(asked: str) -> Explanation:
+    from moec.grammar.aliases import alias, aliases, synonym
+    from moec.grammar.suggest import nearest
+    from moec.grammar.words_in_words import page, words
+
+    known = words()
+    if asked in known:
+        return Explanation(asked=asked, subject=asked, kind="word", markdown=page(asked))
+    other = alias(asked)
+    if other is not None:
+        text = f"# `{other.word}`\n\nA word of {_listed(other.systems)}: {other.said()}.\n"
+        pages = [text, page(other.name, inside=other.path[-2])] if other.name in known else [text]
+        return Explanation(asked=asked, subject=other.word, kind="word of another system", markdown="\n".join(pages))
+    near = synonym(asked) or nearest(asked, known)
+    if near is None and (there := nearest(_plain(asked), aliases())):
+        return _of_word(there)
+    if near is not None and near in known:
+        return Explanation(asked=asked, subject=near, kind="word", markdown=page(near))
+    code = nearest(asked.upper(), CODES) if asked else None
+    advice = f"did you mean `{code}`? " if code else ""
+    example = "a word of the language (topk, kv_heads), or of Hugging Face, Megatron or DeepSpeed (hidden_size)"
+    help = f"{advice}give the code of a diagnostic (MOE0311), {example}; docs/language.md lists all words"
+    raise DiagnosticError([diagnose("MOE0015", None, f"`{asked}`", help=help)])
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -9,6 +9,8 @@ from typing import Any
 DOCUMENTS = {
     "diagnostics": "list moec.commands.documents:DiagnosticDocument",
     "version": "moec.commands.documents:VersionDocument",
+    "explain": "moec.commands.explain:Explanation",
+    "verify": "moec.commands.verify_document:VerifyDocument",
     "fmt": "list moec.commands.documents:FormattedFile",
     "init": "moec.commands.documents:WrittenFile",
     "init-list": "list moec.commands.documents:ListedModel",

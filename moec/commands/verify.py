@@ -1,40 +1,78 @@
-"""What `moec verify` prints."""
+"""`moec verify`: runs the comparison, shows how far it is, and prints what it found."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+from moec.commands.output import emit
+from moec.commands.progress import progress
 from moec.commands.summary import count
-from moec.runtime.verify.verify_report import BOUND, STEP_BOUND, Report
+from moec.commands.terminal import failure, success
+from moec.commands.verify_document import verify_document
+from moec.runtime.verify.verify_report import BOUND, STEP_BOUND, Report, Rounding
 
 
-def print_report(path: Path, report: Report) -> None:
-    """The report for people."""
+def run(path: Path, style: str, *, trust_nothing: bool, scale: bool | None) -> bool:
+    """Verifies the plan in `path`, prints the report; returns whether the plan is right. Raises `DiagnosticError`."""
+    from moec.driver import load, verify
+
+    plan = load(path, trust_nothing=trust_nothing)
+    with progress(f"verifying {count(plan.world_size, 'rank')}") as bar:
+        report = verify(plan, scale=scale, progress=bar.at)
+    emit(style, lambda: report_lines(path, report), lambda: verify_document(path, report))
+    return report.ok
+
+
+def report_lines(path: Path, report: Report) -> Iterator[str]:
+    """The report for people: the verdict, a table of errors and bounds, and the largest difference."""
     verdict = "equals" if report.ok else "DOES NOT equal"
+    how = "verified at toy widths" if report.scaled else "verified"
     ranks = count(report.world_size, "rank")
-    print(f"{path}: {ranks}, verified on a virtual cluster: the plan {verdict} the unsharded {report.subject}")
+    head = f"{path}: {ranks}, {how} on a virtual cluster: the plan {verdict} the unsharded {report.subject}"
+    yield success(head) if report.ok else failure(head)
     if report.scaled:
-        print(f"verified at toy widths: {', '.join(map(str, report.widths)) or 'they were as small already'}")
-    print()
+        yield f"  toy widths: {', '.join(map(str, report.widths)) or 'none, its widths were as small already'}"
+    yield ""
+    yield from _table(report)
+    yield ""
+    yield f"  largest difference: {_largest(report)}"
+    if report.rounding is not None:
+        yield from _beyond(report.rounding)
+    if report.first_difference is not None:
+        yield f"  first difference: {report.first_difference}"
+
+
+def _table(report: Report) -> Iterator[str]:
     output = "logits and loss" if report.subject == "model" else "y and aux_loss"
-    print(f"            {output:>15}   gradients and one step   bound")
-    print(f"  float64   {report.max_output_error:15.1e}   {report.max_gradient_error:22.1e}   {BOUND:.0e}")
+    yield f"            {output:>15}   gradients and one step   bound"
+    yield f"  float64   {report.max_output_error:15.1e}   {report.max_gradient_error:22.1e}   {BOUND:.0e}"
     rounding = report.rounding
     if rounding is not None:
         ratios = f"{rounding.output:13.2g} ×   {rounding.gradient:20.2g} ×"
         bound = f"{rounding.bound:g} × the unsharded {report.subject}'s error in {rounding.dtype}"
-        print(f"  {rounding.dtype:7}   {ratios}   {bound}")
+        yield f"  {rounding.dtype:7}   {ratios}   {bound}"
     elif report.ok:
-        print("  (in the plan's own dtype nothing was measured: at toy widths float64 alone decides)")
+        yield "  The rounding of the plan's own dtype shows at full widths only: here float64 decides alone."
     single = report.float32
     if single is not None:
-        print(f"  float32   {single.max_output_error:15.1e}   {single.max_gradient_error:22.1e}   (for information)")
-    print(f"\n  largest difference: the {report.worst}")
-    if rounding is not None and rounding.mean > rounding.mean_bound:
-        print(
-            f"  gradients are off by {rounding.mean:.2g} ×, as a geometric mean; the bound is {rounding.mean_bound:g} ×"
+        errors = f"{single.max_output_error:15.1e}   {single.max_gradient_error:22.1e}"
+        yield f"  float32   {errors}   does not decide: a near tie may go to another expert"
+
+
+def _largest(report: Report) -> str:
+    """The place and its error; where only the plan's own dtype refuses it, the place there."""
+    rounding = report.rounding
+    if rounding is not None and not rounding.ok:
+        return f"{rounding.worst}, in {rounding.dtype}"
+    return f"{report.largest.error:.1e}, {report.largest}"
+
+
+def _beyond(rounding: Rounding) -> Iterator[str]:
+    if rounding.mean > rounding.mean_bound:
+        yield (
+            f"  gradients lose {rounding.mean:.2g} × what the unsharded model's do, as a geometric mean; "
+            f"the bound is {rounding.mean_bound:g} ×"
         )
-    if rounding is not None and rounding.step > STEP_BOUND:
-        print(f"  one step of the optimizer is off by {rounding.step:.1e} of the step, the bound is {STEP_BOUND:g}")
-    if report.first_difference is not None:
-        print(f"  first difference: {report.first_difference}")
+    if rounding.step > STEP_BOUND:
+        yield f"  one step of the optimizer differs by {rounding.step:.1e} of the step; the bound is {STEP_BOUND:g}"

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from moec import __version__
 from moec.commands.check import show
-from moec.commands.checkpoint import progress_of_bytes
 from moec.commands.documents import WrittenWeights
 from moec.commands.output import emit
+from moec.commands.progress import progress
 from moec.commands.summary import amount_of_bytes, count
 from moec.subject import require_plan_folder
 
@@ -24,8 +24,8 @@ def import_(folder: Path, checkpoint: Path, plan: Path | None, style: str) -> No
 
     if plan is not None:
         require_plan_folder(plan, "--plan", "moec weights import … --plan {}")
-    with progress_of_bytes() as advance:
-        done = import_weights(folder, checkpoint, __version__, load(plan) if plan else None, advance)
+    with progress("reading weights", of_bytes=True) as bar:
+        done = import_weights(folder, checkpoint, __version__, load(plan) if plan else None, bar.advance)
     show(done.notes, style)
     _say(done, checkpoint, style)
 
@@ -40,9 +40,9 @@ def export(
     if plan is not None:
         require_plan_folder(plan, "--plan", "moec weights export … --plan {}")
     opened = load(plan) if plan else None
-    with progress_of_bytes() as advance:
+    with progress("writing weights", of_bytes=True) as bar:
         done = export_weights(
-            checkpoint, folder, __version__, like=like, plan=opened, model_type=architecture, progress=advance
+            checkpoint, folder, __version__, like=like, plan=opened, model_type=architecture, progress=bar.advance
         )
     _say(done, folder, style)
 

@@ -19,10 +19,10 @@ from moec.runtime.job.reference import reference_program
 from moec.runtime.verify.blame import first_difference
 from moec.runtime.verify.distances import largest, relative_error
 from moec.runtime.verify.inputs import Inputs, global_batch, microbatches_of
-from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, StepError
+from moec.runtime.verify.lockstep import BackwardError, Lockstep, PerRank, StepError, Watch
 from moec.runtime.verify.memory import recomputes
 from moec.runtime.verify.unsharded import Outcome, Unsharded, outcome, result_name, states_of, unsharded
-from moec.runtime.verify.verify_report import BOUND, BOUND_FLOAT32, Difference, Report
+from moec.runtime.verify.verify_report import BOUND, BOUND_FLOAT32, Difference, Kind, LargestDifference, Report
 from moec.runtime.verify.virtual import VirtualCluster
 
 FLOAT32_NOISE = 64 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
@@ -34,69 +34,95 @@ LEARNING_RATE = 0.1
 
 @dataclass(slots=True)
 class _Errors:
-    """The largest error of each kind, and the name of the tensor that has it."""
+    """The largest error of each kind, and the tensor that has it."""
 
     scales: Mapping[str, float]
     noise: Callable[[], Mapping[str, float]] = dict
     """What rounding alone may change in each parameter's gradient; asked for only where a gradient differs by more
     than the bound."""
-    largest: dict[str, tuple[float, str]] = field(default_factory=dict)
+    largest: dict[str, LargestDifference] = field(default_factory=dict)
     wrong: dict[str, float] = field(default_factory=dict)
     """The largest error of each parameter's gradient that is above the bound."""
 
-    def add(self, kind: str, name: str, got: object, expected: Tensor, whole: Tensor, parameter: str = "") -> None:
+    def add(
+        self,
+        kind: Kind,
+        name: str,
+        got: object,
+        expected: Tensor,
+        whole: Tensor,
+        *,
+        rank: int | None,
+        parameter: str = "",
+    ) -> None:
         error = relative_error(got, expected, whole, self.scales[kind])
         if parameter and error > BOUND and isinstance(got, Tensor) and got.shape == expected.shape:
             error = 0.0 if largest(got - expected) <= self.noise().get(parameter, -1.0) else error
         if parameter and error > BOUND:
             self.wrong[parameter] = max(error, self.wrong.get(parameter, 0.0))
-        if not error <= self.largest.get(kind, (-1.0, ""))[0]:
-            self.largest[kind] = (error, name)
+        if kind not in self.largest or not error <= self.largest[kind].error:
+            self.largest[kind] = LargestDifference(kind=kind, value=name, rank=rank, error=error)
 
-    def of(self, *kinds: str) -> float:
-        return max(self.largest.get(kind, (0.0, ""))[0] for kind in kinds)
+    def of(self, *kinds: Kind) -> float:
+        return max((self.largest[kind].error for kind in kinds if kind in self.largest), default=0.0)
+
+    @property
+    def worst(self) -> LargestDifference:
+        return max(self.largest.values(), key=lambda found: found.error)
 
 
-def compare(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, *, blamed: bool = True) -> Report:
+def has_modes(plan: Plan) -> bool:
+    """Whether training and evaluation differ, in the plan or in the model that it shards."""
+    return TRAINING.name in {**plan.program.settings, **reference_program(plan.spec).settings}
+
+
+def compare(
+    plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, *, blamed: bool = True, watch: Watch | None = None
+) -> Report:
     """Compares in training, and in evaluation too where the two modes differ. Reports the larger errors.
 
-    `blamed` looks for the first wrong op of a wrong plan.
+    `blamed` looks for the first wrong op of a wrong plan. `watch` is called for every layer.
     """
-    found = _compare_with(plan, model, dtype, seed, blamed)
-    settings = {**plan.program.settings, **reference_program(plan.spec).settings}
-    if TRAINING.name not in settings or not found.ok:
+    found = _compare_with(plan, model, dtype, seed, blamed, watch)
+    if not has_modes(plan) or not found.ok:
         return found
     model.zero_grad()
-    other = _compare_with(plan, model.eval(), dtype, seed, blamed)
+    other = _compare_with(plan, model.eval(), dtype, seed, blamed, watch)
+    other = replace(other, largest=replace(other.largest, in_evaluation=True))
     if not other.ok:
-        return replace(other, worst=f"{other.worst}, in evaluation")
+        return other
     return replace(
         found,
         max_output_error=max(found.max_output_error, other.max_output_error),
         max_gradient_error=max(found.max_gradient_error, other.max_gradient_error),
+        largest=max(found.largest, other.largest, key=lambda each: each.error),
     )
 
 
-def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, blamed: bool) -> Report:
+def _compare_with(
+    plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, blamed: bool, watch: Watch | None
+) -> Report:
     parameters, states = dict(model.named_parameters()), states_of(model)
-    cluster = VirtualCluster(plan, parameters, states, recompute=recomputes(plan), training=model.training)
+    cluster = VirtualCluster(plan, parameters, states, recompute=recomputes(plan), training=model.training, watch=watch)
     inputs = global_batch(plan, seed, microbatches_of(plan)).to(dtype)
     try:
         errors = _measure(plan, model, cluster, inputs)
     except StepError as failure:
-        errors = _Errors({}, largest=dict.fromkeys(("output", "gradient"), (math.inf, str(failure))))
+        stopped = LargestDifference(kind="stopped", value=f"the forward pass: {failure}", rank=None, error=math.inf)
+        errors = _Errors({}, largest={"output": stopped, "gradient": stopped})
     output, gradient = (
         errors.of("output", "loss", "aux_loss", "counts", "routes", "states"),
         errors.of("gradient", "parameter"),
     )
     ok = max(output, gradient) <= (BOUND if dtype == torch.float64 else BOUND_FLOAT32)
-    worst = max(errors.largest.items(), key=lambda item: item[1][0])
+    worst = errors.worst
     first = None
     if blamed and not ok and dtype == torch.float64:
         # If every value is right, the graph returns the wrong one.
-        kind, (error, name) = worst
-        of_gradient = kind == "gradient"
-        given = Difference(layer="forward", op="output", value=name, span=None, error=error, gradient=of_gradient)
+        of_gradient = worst.kind == "gradient"
+        given = Difference(
+            layer="forward", op="output", value=worst.value, span=None, error=worst.error, gradient=of_gradient
+        )
         first = first_difference(plan, model, global_batch(plan, seed))
         first = first or _wrong_recomputation(plan, model, seed, errors.wrong) or given
     return Report(
@@ -106,7 +132,7 @@ def _compare_with(plan: Plan, model: Unsharded, dtype: torch.dtype, seed: int, b
         max_output_error=output,
         max_gradient_error=gradient,
         first_difference=first,
-        worst=f"{worst[0]} of {worst[1][1]}",
+        largest=worst,
         subject="model" if plan.spec.has_model else "layer",
     )
 
@@ -171,7 +197,7 @@ def _measure(plan: Plan, model: Unsharded, cluster: VirtualCluster, inputs: Inpu
     try:
         summed = cluster.backward(losses)
     except BackwardError as failure:
-        errors.largest["gradient"] = (math.inf, str(failure))
+        errors.largest["gradient"] = LargestDifference(kind="stopped", value=str(failure), rank=None, error=math.inf)
         return errors
     _add_gradient_of_x(errors, inputs)
     _add_gradients(errors, cluster, model, gradients, summed)
@@ -187,19 +213,20 @@ def _add_results(
     for rank in range(plan.world_size):
         index = local_slices(wholes[0].shape, layout, dense, rank)
         part = torch.cat([whole[index] for whole in wholes])
-        errors.add("output", f"{result_name(plan.spec)} of rank {rank}", results[rank].detach(), part, whole_result)
+        errors.add("output", result_name(plan.spec), results[rank].detach(), part, whole_result, rank=rank)
     for name, scalar in expected.scalars.items():
         for rank, got in enumerate(lockstep.scalars.get(name, [None] * plan.world_size)):
-            errors.add(name, f"rank {rank}", got, scalar.detach(), scalar)
+            kind: Kind = "loss" if name == "loss" else "aux_loss"
+            errors.add(kind, f"the {name}", got, scalar.detach(), scalar, rank=rank)
     for layer, counts in expected.counts.items():
         total = _total(lockstep.counts.get(layer, []))
-        errors.add("counts", f"the expert counts of layer {layer}", total, counts, counts)
+        errors.add("counts", f"the rows per expert of layers.{layer}", total, counts, counts, rank=None)
     for layer, counts in expected.head_counts.items():
         total = _total(lockstep.head_counts.get(layer, []))
-        errors.add("counts", f"the counts of groups of heads of layer {layer}", total, counts, counts)
+        errors.add("counts", f"the rows per group of heads of layers.{layer}", total, counts, counts, rank=None)
     for name, state in expected.states.items():
         for rank, got in enumerate(lockstep.new_states.get(name, [None] * plan.world_size)):
-            errors.add("states", f"{name} on rank {rank}", got, state, state)
+            errors.add("states", name, got, state, state, rank=rank)
 
 
 def _add_routes(errors: _Errors, plan: Plan, given: PerRank | None, expected: Tensor | None, microbatches: int) -> None:
@@ -208,7 +235,7 @@ def _add_routes(errors: _Errors, plan: Plan, given: PerRank | None, expected: Te
         assert expected is not None
         parts = [part.chunk(plan.data_size)[plan.data_rank(rank)] for part in expected.chunk(microbatches)]
         got = None if given is None else given[rank]
-        errors.add("routes", f"the routes of rank {rank}", got, torch.cat(parts), expected)
+        errors.add("routes", "the routes", got, torch.cat(parts), expected, rank=rank)
 
 
 def _add_gradient_of_x(errors: _Errors, inputs: Inputs) -> None:
@@ -218,7 +245,7 @@ def _add_gradient_of_x(errors: _Errors, inputs: Inputs) -> None:
         return
     for rank, (x, rows) in enumerate(zip(inputs.rank_given, inputs.rank_rows, strict=True)):
         got = torch.zeros_like(x) if x.grad is None else x.grad
-        errors.add("gradient", f"x on rank {rank}", got, whole[rows], whole, parameter="x")
+        errors.add("gradient", "x", got, whole[rows], whole, rank=rank, parameter="x")
 
 
 def _add_gradients(
@@ -231,7 +258,7 @@ def _add_gradients(
     """Compares each parameter's gradient, and the parameter after one step of SGD, on each rank."""
     plan, whole = cluster.plan, dict(model.named_parameters())
     for name in sorted(gradients.keys() ^ summed.keys()):  # the plan freezes what the Spec does not, or the reverse
-        errors.largest["gradient"] = (math.inf, name)
+        errors.largest["gradient"] = LargestDifference(kind="gradient", value=name, rank=None, error=math.inf)
     for name, parts in summed.items():
         if name not in gradients:
             continue
@@ -246,9 +273,9 @@ def _add_gradients(
             if (id(part), id(got)) in compared:
                 continue
             compared.add((id(part), id(got)))
-            errors.add("gradient", f"{name} on rank {rank}", got, gradient[index], gradient, parameter=name)
+            errors.add("gradient", name, got, gradient[index], gradient, rank=rank, parameter=name)
             stepped = part.detach() - LEARNING_RATE * got
-            errors.add("parameter", f"{name} on rank {rank}", stepped, after[index], after)
+            errors.add("parameter", name, stepped, after[index], after, rank=rank)
 
 
 def _total(counts: Sequence[object]) -> object:

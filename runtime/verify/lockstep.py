@@ -7,10 +7,10 @@ operator (`moec.runtime.verify.shuffles`), so a missing or doubled reduction giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, fx
@@ -30,6 +30,8 @@ VERIFY_SETTINGS: Mapping[str, int] = {SEED.name: 5, STEP.name: 3}
 """The settings under which a plan is verified."""
 
 PerRank = list[Any]
+Watch = Callable[[Literal["forward", "backward"], int, int], None]
+"""Called with the direction, the layer and the number of ranks that run it."""
 Loads = Mapping[int, Tensor]
 _NOTHING: Mapping[Role, Sequence[Tensor]] = {}
 Use = tuple[str, str, str]
@@ -88,7 +90,8 @@ class Lockstep:
 
     `states` (full name → tensor) are whole on every rank. `recompute` saves only the inputs and choices
     of each layer, as blocks with `recompute = layer` do, for clusters whose activations would not fit. `routes` records
-    choices, or replaces them. `data_ranks` are the data-parallel indices of the ranks.
+    choices, or replaces them. `data_ranks` are the data-parallel indices of the ranks. `watch` is called for every
+    layer.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Lockstep:
         routes: Routes | None = None,
         training: bool = True,
         data_ranks: Sequence[int] | None = None,
+        watch: Watch | None = None,
     ) -> None:
         self.ranks = range(world_size)
         self._data_ranks = data_ranks or [0] * world_size
@@ -127,6 +131,7 @@ class Lockstep:
         self._training = training
         self._routes = routes
         self._graphs = graphs
+        self._watch = watch
 
     def run(
         self,
@@ -248,7 +253,7 @@ class Lockstep:
                     assert isinstance(call, Call)
                     operands = [used for used in node.args if isinstance(used, fx.Node)]
                     arguments = [self._used(path, node, used, values[used]) for used in operands]
-                    results = self._call_layer(self._graphs[call.block], f"layers.{call.layer}.", arguments)
+                    results = self._call_layer(self._graphs[call.block], f"layers.{call.layer}.", call.layer, arguments)
                     values[node] = results[0] if len(results) == 1 else [list(r) for r in zip(*results, strict=True)]
                 case _:
                     values[node] = self._attempt(path, node, values)
@@ -272,11 +277,22 @@ class Lockstep:
             return [torch.tensor(int(path.split(".")[1]), device="cpu")] * len(self.ranks)
         return next(pending)
 
-    def _call_layer(self, graph: PreparedGraph, path: str, arguments: Sequence[PerRank]) -> list[PerRank]:
+    def _call_layer(self, graph: PreparedGraph, path: str, layer: int, arguments: Sequence[PerRank]) -> list[PerRank]:
+        self._tell(layer, arguments)
         if not (self._recompute or graph.recompute == "layer") or self.steps is not None:
             return self._run(graph, path, arguments)
         flat = recomputed(lambda *operands: self._flat(graph, path, operands), *chain(*arguments))
         return [flat[start : start + len(self.ranks)] for start in range(0, len(flat), len(self.ranks))]
+
+    def _tell(self, layer: int, arguments: Sequence[PerRank]) -> None:
+        """Tells `watch` that the layer begins, and in backward that the gradient of its input is there."""
+        if self._watch is None:
+            return
+        watch, ranks = self._watch, len(self.ranks)
+        watch("forward", layer, ranks)
+        given = next((value for value in arguments[0] if isinstance(value, Tensor) and value.requires_grad), None)
+        if given is not None:
+            given.register_hook(lambda _: watch("backward", layer, ranks))  # type: ignore[no-untyped-call]
 
     def _flat(self, graph: PreparedGraph, path: str, operands: Sequence[Tensor]) -> list[Any]:
         """A layer's results, flattened by rank, of arguments flattened by rank."""

@@ -19,7 +19,7 @@ from moec.passes.ir.attribute_types import ActivationName
 from moec.passes.ir.attributes import attributes_of_type
 from moec.runtime.job.reference import reference_program
 from moec.runtime.verify.inputs import Inputs
-from moec.runtime.verify.lockstep import BackwardError, StepError
+from moec.runtime.verify.lockstep import BackwardError, StepError, Watch
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.rounding_errors import RoundingErrors
 from moec.runtime.verify.rounding_runs import UnshardedRun, confident_logits, loss_alone
@@ -28,8 +28,13 @@ from moec.runtime.verify.unsharded import Unsharded, states_of
 from moec.runtime.verify.verify_report import Rounding
 from moec.runtime.verify.virtual import VirtualCluster
 
+UNSHARDED_RUNS = 3
+"""Runs of the unsharded model in a measurement: two in float64, and one in the plan's dtype."""
 
-def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute: bool = False) -> Rounding:
+
+def measure_rounding(
+    plan: Plan, model: Unsharded, inputs: Inputs, *, recompute: bool = False, watch: Watch | None = None
+) -> Rounding:
     """Runs plan and unsharded model in the plan's dtype, from the parameters of `model`, and both against float64.
 
     All runs start from the same parameters, rounded once, send every token to the same experts, and run gelu where the
@@ -43,14 +48,14 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
     single = {name: state.float() for name, state in states.items()}
     doubled = Graphs(program, float64=True)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    exact = _run_exactly(doubled, narrow, states, inputs, Routes(), trained)
+    exact = _run_exactly(doubled, narrow, states, inputs, Routes(), trained, watch)
     choices = {path: experts[0] for path, experts in exact.routes.experts.items()}
     again = {name: _rounded_again(p, name) for name, p in narrow.items()}
-    perturbed = _run_exactly(doubled, again, states, inputs, Routes(_alone(choices)), trained)
-    same_dtype = UnshardedRun(Graphs(program, float64=False), narrow, single, Routes(_alone(choices)), trained)
+    perturbed = _run_exactly(doubled, again, states, inputs, Routes(_alone(choices)), trained, watch)
+    same_dtype = UnshardedRun(Graphs(program, float64=False), narrow, single, Routes(_alone(choices)), trained, watch)
     same_dtype.run(inputs.to(dtype))
     routes = Routes(shared_out(plan, choices))
-    cluster = VirtualCluster(plan, narrow, single, recompute=recompute, routes=routes)
+    cluster = VirtualCluster(plan, narrow, single, recompute=recompute, routes=routes, watch=watch)
     name = str(plan.spec.subject.dtype)
     confident = confident_logits(inputs, plan.spec.model.outputs, dtype) if plan.spec.has_model else None
     try:
@@ -59,7 +64,15 @@ def measure_rounding(plan: Plan, model: Unsharded, inputs: Inputs, *, recompute:
         of_logits = None if confident is None else loss_alone(plan, cluster.lockstep, inputs, confident)
     except (StepError, BackwardError) as failure:
         off = math.inf
-        return Rounding(ok=False, dtype=name, worst=str(failure), output=off, gradient=off, mean=off, step=off)
+        return Rounding(
+            ok=False,
+            dtype=name,
+            worst=f"a pass that stopped, at {failure}",
+            output=off,
+            gradient=off,
+            mean=off,
+            step=off,
+        )
     found = RoundingErrors(plan, exact, same_dtype, perturbed)
     found.outputs(results, cluster.lockstep.scalars)
     found.routers(routes)
@@ -80,9 +93,10 @@ def _run_exactly(
     inputs: Inputs,
     routes: Routes,
     trained: Container[str],
+    watch: Watch | None,
 ) -> UnshardedRun:
     """The run of the unsharded model in float64, on these parameters and inputs, which are widened."""
-    run = UnshardedRun(graphs, {name: p.double() for name, p in parameters.items()}, states, routes, trained)
+    run = UnshardedRun(graphs, {name: p.double() for name, p in parameters.items()}, states, routes, trained, watch)
     run.run(inputs.to(torch.float64))
     return run
 

@@ -127,7 +127,7 @@ class RoundingErrors:
         over = {what: ratio / bound for what, ratio in self._ratios["output"].items()}
         over |= {f"the gradient of {name}": ratio / bound for name, ratio in self._ratios["gradient"].items()}
         over |= {f"the step of {name}": error / STEP_BOUND for name, error in self._steps.items()}
-        over["mean over all gradients"] = mean / mean_bound
+        over["the mean over all gradients"] = mean / mean_bound
         return Rounding(
             ok=max(over.values()) <= 1,
             dtype=dtype,

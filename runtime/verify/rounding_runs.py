@@ -12,7 +12,7 @@ from moec.passes.ir import local_slices
 from moec.runtime.backends import plain_torch
 from moec.runtime.verify.distances import Part
 from moec.runtime.verify.inputs import Inputs
-from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep
+from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep, Watch
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.routes import Routes
 
@@ -31,11 +31,12 @@ class UnshardedRun:
         states: Mapping[str, Tensor],
         routes: Routes,
         trained: Container[str],
+        watch: Watch | None = None,
     ) -> None:
         self.routes = routes
         self._dtype = next(iter(parameters.values())).dtype
         self._leaves = {name: [p.clone().requires_grad_(name in trained)] for name, p in parameters.items()}
-        self._lockstep = Lockstep(graphs, 1, {}, self._leaves, states=states, routes=routes)
+        self._lockstep = Lockstep(graphs, 1, {}, self._leaves, states=states, routes=routes, watch=watch)
 
     def run(self, inputs: Inputs) -> None:
         """Over the global batch."""

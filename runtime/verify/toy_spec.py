@@ -34,7 +34,7 @@ class Width:
     toy: int
 
     def __str__(self) -> str:
-        return f"{self.name} {self.before} -> {self.toy}"
+        return f"{self.name} {self.before} → {self.toy}"
 
 
 _ORDER = ("dim", "vocab", "padding", "heads", "kv_heads", "head_dim", "hidden", "experts", "context", "sequence")

@@ -20,6 +20,7 @@ from moec.runtime.verify.memory import MAX_BYTES, recomputes, require_memory, we
 from moec.runtime.verify.rounding import measure_rounding
 from moec.runtime.verify.toy import at_toy_widths
 from moec.runtime.verify.unsharded import Unsharded, states_of, unsharded
+from moec.runtime.verify.verify_progress import Progress, Steps
 from moec.runtime.verify.verify_report import Difference, Report, Rounding
 
 DRAWS = 3
@@ -29,10 +30,18 @@ SMALL = 1 << 20
 """Elements of the largest parameter of a model whose ops are too small to share between threads."""
 
 
-def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: bool = True) -> Report:
+def verify(
+    plan: Plan,
+    *,
+    seed: int = 0,
+    scale: bool | None = None,
+    float32: bool = True,
+    progress: Progress = lambda what, done, total: None,
+) -> Report:
     """Compares `plan` with the reference of its own Spec in float64, and in the plan's dtype against float64.
 
-    `float32` adds a report for information where that is not the plan's dtype.
+    `float32` adds a report in float32, which decides nothing, where that is not the plan's dtype. `progress` is told of
+    every layer that has run.
 
     `scale` shrinks its widths to toy ones, by default where the plan is too large for this machine. Raises `JobError`
     for a plan that is too large even so, or as it is where `scale` is False, and where `MOEC_BACKEND` asks for what
@@ -43,29 +52,37 @@ def verify(plan: Plan, *, seed: int = 0, scale: bool | None = None, float32: boo
     if scale is None:
         scale = weight_bytes(plan) > MAX_BYTES
     if scale:
-        return _verify_scaled(plan, seed)
+        return _verify_scaled(plan, seed, progress)
     require_memory(plan, "leave out `scale`: widths are then shrunk, and layers, degrees and groups stay")
+    informs = float32 and plan.spec.subject.dtype != "fp32"
+    steps = Steps(plan, progress)
+    steps.expect(1 + informs, 1)
     with _one_thread_without_collection(plan):
+        steps.begin("float64")
         model = _model(plan, torch.float64, seed)
-        double = compare(plan, model, torch.float64, seed)
+        double = compare(plan, model, torch.float64, seed, watch=steps)
         if not double.ok:
             return double
         gc.collect(0)
-        rounding = _rounding(plan, model, seed)
-        informs = float32 and plan.spec.subject.dtype != "fp32"
-        single = compare(plan, _model(plan, torch.float32, seed), torch.float32, seed) if informs else None
-    worst = double.worst if rounding.ok else rounding.worst
-    return replace(double, ok=rounding.ok, worst=worst, rounding=rounding, float32=single)
+        rounding = _rounding(plan, model, seed, steps)
+        single = None
+        if informs:
+            steps.begin("float32")
+            single = compare(plan, _model(plan, torch.float32, seed), torch.float32, seed, watch=steps)
+    return replace(double, ok=rounding.ok, rounding=rounding, float32=single)
 
 
-def _verify_scaled(plan: Plan, seed: int) -> Report:
+def _verify_scaled(plan: Plan, seed: int, progress: Progress) -> Report:
     toy = at_toy_widths(plan)
     if weight_bytes(toy.plan) > MAX_BYTES:
         toy = at_toy_widths(plan, fewer_experts=True)
     require_memory(toy.plan, "its widths are toy ones already; verify a copy of the file with fewer layers or ranks")
+    steps = Steps(toy.plan, progress)
+    steps.expect(1, 0)
     with _one_thread_without_collection(toy.plan):
+        steps.begin("float64, at toy widths")
         model = _model(toy.plan, torch.float64, seed)
-        found = compare(toy.plan, model, torch.float64, seed, blamed=toy.unlike is None)
+        found = compare(toy.plan, model, torch.float64, seed, blamed=toy.unlike is None, watch=steps)
     first = found.first_difference
     if toy.unlike is not None:
         at = toy.unlike
@@ -96,7 +113,7 @@ def _one_thread_without_collection(plan: Plan) -> Iterator[None]:
             gc.enable()
 
 
-def _rounding(plan: Plan, model: Unsharded, seed: int) -> Rounding:
+def _rounding(plan: Plan, model: Unsharded, seed: int, steps: Steps) -> Rounding:
     """The report of the first draw that is within the bounds; of the first draw if none is.
 
     One small gradient of a right plan may by chance be far off, but not on three draws. `model` is that of `seed`.
@@ -104,8 +121,11 @@ def _rounding(plan: Plan, model: Unsharded, seed: int) -> Rounding:
     first: Rounding | None = None
     with _narrow_operators(plan):
         for drawn in range(seed, seed + DRAWS):
+            again = f", draw {drawn - seed + 1} of {DRAWS}" if drawn > seed else ""
+            steps.expect(0, int(drawn > seed))
+            steps.begin(f"rounding in {plan.spec.subject.dtype}{again}", rounding=True)
             batch = global_batch(plan, drawn)
-            found = measure_rounding(plan, model, batch, recompute=recomputes(plan))
+            found = measure_rounding(plan, model, batch, recompute=recomputes(plan), watch=steps)
             if found.ok:
                 return found
             first = first or found

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from moec.runtime.verify.toy_spec import Width
@@ -51,6 +51,35 @@ class Difference:
         return f"{self.layer}: {self.op}{place}: {what}%{self.value} is off by {self.error:.1e}"
 
 
+Kind = Literal["output", "loss", "aux_loss", "counts", "routes", "states", "gradient", "parameter", "stopped"]
+
+_WORDS: Mapping[str, str] = {
+    "states": "the new value of {}",
+    "gradient": "the gradient of {}",
+    "parameter": "{} after one step",
+}
+"""How a value of a kind is called; values of other kinds have a name that says it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LargestDifference:
+    """The value with the largest error of all that were compared. `rank` is None for a sum over all ranks.
+
+    A `stopped` value is none: it says which pass stopped, and why; its error is infinite.
+    """
+
+    kind: Kind
+    value: str
+    rank: int | None
+    error: float
+    in_evaluation: bool = False
+
+    def __str__(self) -> str:
+        place = "" if self.rank is None else f" on rank {self.rank}"
+        evaluation = ", in evaluation" if self.in_evaluation else ""
+        return f"{_WORDS.get(self.kind, '{}').format(self.value)}{place}{evaluation}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
     """Errors against float64, over those of the unsharded model in the same dtype; the largest over all tensors.
@@ -72,11 +101,6 @@ class Rounding:
     gradients: Mapping[str, float] = field(default_factory=dict, repr=False)
     """`gradient` by the tensor's name."""
 
-    def to_json(self) -> dict[str, object]:
-        """What `moec verify --json` prints."""
-        names = ("ok", "dtype", "output", "gradient", "mean", "step", "worst", "bound", "mean_bound")
-        return {name: getattr(self, name) for name in names} | {"step_bound": STEP_BOUND}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
@@ -84,9 +108,9 @@ class Report:
 
     Errors are max|Δ| over the largest element of the reference's tensor, the largest over all ranks: of logits, losses
     and experts' loads (`output`; of a layer y, `aux_loss` and loads), of gradients and of parameters after one SGD
-    step (`gradient`; of a layer that of x too). `worst` names the tensor with the largest. `rounding` decides too: what
-    the plan loses in its own dtype; None where float64 refuses the plan already. `float32` is for information, to a
-    looser bound; near-ties may flip a route there. It is left out where fp32 is the plan's own dtype. A plan that was
+    step (`gradient`; of a layer that of x too). `largest` is the value with the largest. `rounding` decides too: what
+    the plan loses in its own dtype; None where float64 refuses the plan already. `float32` decides nothing: there a
+    near tie may send a token to another expert. It is left out where fp32 is the plan's own dtype. A plan that was
     too large is `scaled`, its `widths` shrunk to toy ones; then its graphs must also be those that moec compiles, and
     float64 alone decides.
     """
@@ -97,16 +121,14 @@ class Report:
     max_output_error: float
     max_gradient_error: float
     first_difference: Difference | None
-    worst: str
+    largest: LargestDifference
     widths: tuple[Width, ...] = ()
     float32: Report | None = None
     rounding: Rounding | None = None
     subject: str = "model"
     """What the plan's file says: a `model` or a `layer`."""
 
-    def to_json(self) -> dict[str, object]:
-        """What `moec verify --json` prints."""
-        names = ("ok", "world_size", "scaled", "max_output_error", "max_gradient_error")
-        first = asdict(self.first_difference) if self.first_difference else None
-        rounding = self.rounding.to_json() if self.rounding else None
-        return {name: getattr(self, name) for name in names} | {"first_difference": first, "rounding": rounding}
+    @property
+    def worst(self) -> str:
+        """What differs most, in words; of a plan that only its own dtype refuses, what loses most there."""
+        return str(self.largest) if self.rounding is None or self.rounding.ok else self.rounding.worst

@@ -12,7 +12,7 @@ from moec.codegen.plan import Plan, PlanParameter
 from moec.passes.ir import Layout, local_slices
 from moec.passes.place.between_steps import conversions_between
 from moec.runtime.backends.triton.triton_tiles import ways_on
-from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep, PerRank
+from moec.runtime.verify.lockstep import FAILURES, BackwardError, Lockstep, PerRank, Watch
 from moec.runtime.verify.prepared_graphs import Graphs
 from moec.runtime.verify.routes import Routes
 from moec.runtime.verify.shuffles import forward_shuffle
@@ -34,6 +34,7 @@ class VirtualCluster:
         recompute: bool = False,
         routes: Routes | None = None,
         training: bool = True,
+        watch: Watch | None = None,
     ) -> None:
         self.plan = plan
         self.masters: dict[str, list[Tensor]] = {name: self._masters(name, whole) for name, whole in parameters.items()}
@@ -51,6 +52,7 @@ class VirtualCluster:
             routes=routes,
             training=training,
             data_ranks=[plan.data_rank(rank) for rank in range(plan.world_size)],
+            watch=watch,
         )
 
     def _masters(self, name: str, whole: Tensor) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -91,7 +92,40 @@ def test_every_word_is_explained(moec: Run) -> None:
         assert f"`{word}`" in ran.out or f"= {word}`" in ran.out
 
 
-def test_an_unknown_word_gets_a_suggestion(moec: Run) -> None:
-    ran = moec("explain", "swigluu")
-    assert ran.status == 1
-    assert "did you mean `swiglu`?" in ran.err
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [("swigluu", "# `swiglu`"), ("Topk", "# `topk`"), ("hiden_size", "here it is called `dim`"), ("fp3", "= fp32`")],
+)
+def test_a_misspelt_word_shows_the_nearest_page_and_says_so(moec: Run, asked: str, shown: str) -> None:
+    ran = moec("explain", asked)
+    assert ran.status == 0
+    assert shown in ran.out
+    assert (f"nothing is called `{asked}`" in ran.err) == (asked != "Topk")
+
+
+@pytest.mark.parametrize(
+    ("word", "here"), [("hidden_size", "dim"), ("capacity_factor", "factor"), ("--moe-router-topk", "k")]
+)
+def test_a_word_of_another_system_is_explained_with_the_word_here(moec: Run, word: str, here: str) -> None:
+    out = moec("explain", word).out
+    assert f"# `{word.lstrip('-').replace('-', '_')}`\n\nA word of " in out
+    assert f"\n# `{here}` in `" in out
+
+
+@pytest.mark.parametrize("asked", ["moe311", "311", "MOE0311"])
+def test_a_code_may_be_written_short(moec: Run, asked: str) -> None:
+    assert moec("explain", asked).out.startswith("# MOE0311: ")
+
+
+def test_what_is_near_to_no_word_is_refused_with_a_way_out(moec: Run) -> None:
+    ran = moec("explain", "zzzzzz")
+    assert (ran.status, ran.out) == (1, "")
+    assert "MOE0015" in ran.err
+    assert "docs/language.md lists all words" in ran.err
+
+
+def test_a_page_as_json_says_what_was_asked_and_what_is_shown(moec: Run) -> None:
+    ran = moec("explain", "--json", "swigluu")
+    page = json.loads(ran.out)
+    assert (page["asked"], page["subject"], page["kind"], ran.err) == ("swigluu", "swiglu", "word", "")
+    assert page["markdown"].startswith("# `swiglu`\n")

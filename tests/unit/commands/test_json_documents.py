@@ -35,7 +35,7 @@ def commands(group: click.Group, path: str = "") -> Iterator[tuple[str, click.Co
 ALL = dict(commands(app))
 
 
-@pytest.mark.parametrize("name", sorted(ALL.keys() - {"explain"}))
+@pytest.mark.parametrize("name", sorted(ALL))
 def test_every_command_has_the_two_spellings(name: str) -> None:
     spellings = {spelling for parameter in ALL[name].params for spelling in parameter.opts}
     assert {"--format", "--json"} <= spellings

@@ -267,7 +267,7 @@ def starter_from_an_unknown_model() -> Sequence[Diagnostic]:
 def unknown_subject() -> Sequence[Diagnostic]:
     from moec.commands.explain import explain
 
-    return raised(lambda: explain("topq"))
+    return raised(lambda: explain("routing_table"))
 
 
 def norm_after_handing_over() -> Sequence[Diagnostic]:

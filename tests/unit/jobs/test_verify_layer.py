@@ -227,7 +227,7 @@ def test_a_layer_too_large_is_verified_at_toy_widths(beside: str):
     report = verify(layer_plan(ranks=8, ep=4, beside=beside, **LARGE))
     assert report.ok, report
     assert report.scaled
-    assert str(report.widths[0]) == "dim 4096 -> 16"
+    assert str(report.widths[0]) == "dim 4096 → 16"
     assert {width.name for width in report.widths} == {"dim", "hidden"}
 
 

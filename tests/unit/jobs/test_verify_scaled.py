@@ -32,17 +32,17 @@ def test_a_plan_too_large_is_verified_at_toy_widths_and_says_which():
     assert report.scaled
     assert max(report.max_output_error, report.max_gradient_error) < BOUND
     assert widths(report) == {"dim": [4096], "head_dim": [1024], "hidden": [8192, 14336]}
-    assert str(report.widths[0]) == "dim 4096 -> 16"
+    assert str(report.widths[0]) == "dim 4096 → 16"
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "tp", "toys"),
     [
-        (32, 8, 1, {"heads 32 -> 4", "kv_heads 8 -> 2"}),
-        (32, 8, 4, {"heads 32 -> 16"}),
-        (12, 2, 4, {"heads 12 -> 4"}),
-        (16, 1, 2, {"heads 16 -> 2"}),
-        (8, 8, 2, {"heads 8 -> 4", "kv_heads 8 -> 4"}),
+        (32, 8, 1, {"heads 32 → 4", "kv_heads 8 → 2"}),
+        (32, 8, 4, {"heads 32 → 16"}),
+        (12, 2, 4, {"heads 12 → 4"}),
+        (16, 1, 2, {"heads 16 → 2"}),
+        (8, 8, 2, {"heads 8 → 4", "kv_heads 8 → 4"}),
     ],
 )
 def test_heads_become_few_and_stay_grouped_and_divided_as_they_were(heads: int, kv_heads: int, tp: int, toys: set[str]):
@@ -90,7 +90,7 @@ def test_capacities_of_fewer_experts_are_those_of_their_number(capacity: str, gr
     """An op says the factor, and how many experts there are is seen from its operands: no number depends on it."""
     plan = moe_plan(experts=64, ep=2, beside=f"capacity = {capacity}; group = {group}")
     few = at_toy_widths(plan, fewer_experts=True)
-    assert "experts 64 -> 2" in map(str, few.widths)
+    assert "experts 64 → 2" in map(str, few.widths)
     assert few.unlike is None
     report = verify(few.plan, float32=False)
     assert report.ok, report

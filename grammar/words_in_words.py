@@ -1,0 +1,73 @@
+"""The page of one word of the language: what it is, and every place where it can be written. For `moec explain`."""
+
+from __future__ import annotations
+
+from moec.grammar.schema import Field, WordKind, fields
+from moec.grammar.schema_in_words import choices, describe, places, row, vocabulary
+from moec.grammar.spec.base import Node
+
+
+def words() -> set[str]:
+    """Every word: blocks, calls, their fields, and the words that are values."""
+    known = vocabulary()
+    every = [cls for classes in known.values() for cls in classes]
+    names = {field for cls in every for field in fields(cls)}
+    return {*known, *names, *(value for cls in every for field in fields(cls).values() for value in _values(field))}
+
+
+def _values(field: Field) -> list[str]:
+    return [value for kind in field.kinds if isinstance(kind, WordKind) for value in kind.values]
+
+
+def page(word: str, inside: str = "") -> str:
+    """Markdown on a word. `inside` leaves out where else it can be written than in the block or call of this name.
+
+    Empty for what is no word.
+    """
+    sections = [] if inside else [f"# `{cls.word}`\n\n{describe(cls)}\n" for cls in vocabulary().get(word, ())]
+    given = [(cls, field) for cls, field in places(word) if not field.block and inside in ("", cls.word)]
+    if given:
+        sections.append(_of_fields(word, given))
+    if not inside and word not in vocabulary() and (values := choices(word)):
+        sections.append(_of_values(word, values))
+    return "\n".join(sections) or (page(word) if inside else "")
+
+
+def _of_fields(word: str, given: list[tuple[type[Node], Field]]) -> str:
+    """What a field takes, with one section where all blocks and calls agree, and a table where they do not."""
+    rows = [(f"`{cls.word}`", *row(field)[1:]) for cls, field in given]
+    head = f"# `{word}` in {_listed([cell for cell, *_ in rows])}\n\n"
+    if len({tuple(cells) for _, *cells in rows}) == 1:
+        _, takes, default, meaning = rows[0]
+        by_default = "required" if default == "required" else f"default {default}" if default else "may be left out"
+        return f"{head}{_sentence(meaning)}\n\nTakes: {takes}; {by_default}.\n"
+    lines = [("in", "takes", "default", "meaning"), ("---",) * 4, *_merged(rows)]
+    return head + "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def _merged(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Rows that differ only in where the word is written, as one."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for where, *cells in rows:
+        found.setdefault(tuple(cells), []).append(where)
+    return [(", ".join(dict.fromkeys(where)), *cells) for cells, where in found.items()]
+
+
+def _of_values(word: str, given: list[tuple[type[Node], Field]]) -> str:
+    parts: dict[tuple[str, str], list[str]] = {}
+    for cls, field in given:
+        parts.setdefault((field.word, row(field)[3]), []).append(f"`{cls.word}`")
+    return "\n".join(
+        f"# `{field} = {word}` in {_listed(where)}\n\n{_sentence(meaning)}\n"
+        for (field, meaning), where in parts.items()
+    )
+
+
+def _listed(names: list[str]) -> str:
+    names = list(dict.fromkeys(names))
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+
+
+def _sentence(text: str) -> str:
+    """With a capital where it begins with a letter, and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."

@@ -1,0 +1,61 @@
+"""A line on stderr that says how far a command is, where that is a terminal. Nothing where it is not: logs stay as they
+are. The line is gone at the end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+REFRESHED = 4
+"""Times a second that the line is drawn: each takes the interpreter from the work for some milliseconds."""
+
+
+class Bar(Protocol):
+    """What a command tells of its progress."""
+
+    def advance(self, amount: int) -> None:
+        """So much more is done: bytes, or steps."""
+
+    def at(self, what: str, done: int, total: int) -> None:
+        """What runs now, and how many of all steps are done."""
+
+
+class _NoBar:
+    def advance(self, amount: int) -> None:
+        return
+
+    def at(self, what: str, done: int, total: int) -> None:
+        return
+
+
+class _RichBar:
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def advance(self, amount: int) -> None:
+        self._progress.advance(self._task, amount)
+
+    def at(self, what: str, done: int, total: int) -> None:
+        self._progress.update(self._task, description=what, completed=done, total=total or None)
+
+
+@contextmanager
+def progress(what: str, total: int | None = None, *, of_bytes: bool = False) -> Iterator[Bar]:
+    """Shows `what`, a bar, the part that is done and the time left. `total` is None where nobody knows it yet."""
+    if not sys.stderr.isatty():
+        yield _NoBar()
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    done = DownloadColumn() if of_bytes else TaskProgressColumn()
+    columns = TextColumn("{task.description}"), BarColumn(bar_width=20), done, TimeRemainingColumn(), TextColumn("left")
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, refresh_per_second=REFRESHED) as shown:
+        yield _RichBar(shown, shown.add_task(what, total=total))
