@@ -17,6 +17,7 @@ FILES = ("grammar/library/**/*.moe", "examples/*.moe")
 BANNED = {
     r"\bfurthest\b": "write `largest difference`",
     r"\bevery other 1\b": "write which degrees are 1, or leave them out",
+    r"\bfor information\b": "say what decides and what does not",
     r"\bnames? says? so\b": "a name says nothing: write what it shows",
     r"\banew\b": "write `again`, `from 0` or `from new values`",
     r"^serves$": "a heading names what the column has, such as `.moe line`",
