@@ -74,7 +74,7 @@ class PlanParameter:
         return ZeroCut(axis=axis, dim=dim, group=group_name(axis, mesh))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A compiled model. `codegen/folder.py` writes it, `codegen/reading.py` reads it.
 
@@ -141,6 +141,16 @@ class Plan:
     def result_layout(self) -> Layout:
         """The layout of the logits `[batch, sequence, vocab]` of a forward pass, or of a layer's y."""
         return self.program.block(FORWARD).output_values()[0].layout or REPLICATED
+
+    def __repr__(self) -> str:
+        from moec.codegen.plan_in_words import as_text
+
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        from moec.codegen.plan_in_words import as_table
+
+        return as_table(self)
 
     def save(self, path: str | Path) -> Path:
         """Writes the plan folder, to a temporary name first. Replaces a plan, never anything else."""

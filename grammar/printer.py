@@ -44,9 +44,8 @@ def written_value(known: Field, value: object) -> str:
     return _value(known.kinds, value)
 
 
-def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]:
-    """The lines of `word "label" selector { … }`."""
-    head = [node.word, *([_quoted(node.name)] if node.labelled else []), *([selector] if selector else [])]  # type: ignore[attr-defined]
+def set_lines(node: Node) -> list[str]:
+    """What a block says: a line for each name that is not at its default, and the lines of the blocks in it."""
     lines: list[str] = []
     for known in fields(type(node)).values():
         value = getattr(node, known.name)
@@ -57,6 +56,13 @@ def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]
         else:
             for inner, of_layers in _blocks(value):
                 lines += _block(inner, of_layers, inside=True)
+    return lines
+
+
+def _block(node: Node, selector: str = "", *, inside: bool = False) -> list[str]:
+    """The lines of `word "label" selector { … }`."""
+    head = [node.word, *([_quoted(node.name)] if node.labelled else []), *([selector] if selector else [])]  # type: ignore[attr-defined]
+    lines = set_lines(node)
     if not lines:
         return [f"{' '.join(head)} {{ }}"]
     short = f"{' '.join(head)} {{ {'; '.join(lines)} }}"

@@ -17,8 +17,8 @@ from moec.commands.checkpoint_document import (
 from moec.commands.documents import WrittenWeights
 from moec.commands.output import emit
 from moec.commands.progress import progress
-from moec.commands.summary import amount_of_bytes, count
 from moec.commands.table import table
+from moec.grammar.amounts import amount_of_bytes, count
 from moec.runtime.checkpoint.index import Entry
 from moec.runtime.checkpoint.reading import Checkpoint, damages
 from moec.subject import require_plan_folder

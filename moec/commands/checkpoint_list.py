@@ -9,8 +9,8 @@ from datetime import datetime
 from pathlib import Path
 
 from moec.commands.checkpoint_document import ListedCheckpoint
-from moec.commands.summary import amount_of_bytes, count
 from moec.commands.table import table
+from moec.grammar.amounts import amount_of_bytes, count
 from moec.runtime.checkpoint.folders import fault_of, heads_in
 from moec.runtime.checkpoint.index import HEAD
 

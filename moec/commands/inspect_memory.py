@@ -8,9 +8,10 @@ from typing import Any
 
 from moec.codegen.plan import Plan
 from moec.commands.memory_plot import svg
-from moec.commands.summary import amount_of_bytes, count, peak_line, skew_lines
+from moec.commands.summary import peak_line, skew_lines
 from moec.commands.table import amount_or_dash, table
 from moec.driver import load
+from moec.grammar.amounts import amount_of_bytes, count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.grammar.layer_numbers import numbered
 from moec.passes.cost.buffers import TENANTS

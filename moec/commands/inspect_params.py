@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moec.commands.summary import count
 from moec.commands.table import table
 from moec.driver import load, read, run_passes
+from moec.grammar.amounts import count
 from moec.grammar.diagnostics import Diagnostic
 from moec.grammar.printer import selector
 from moec.grammar.spec import Spec

@@ -11,9 +11,9 @@ import click
 
 from moec.codegen.plan import Plan, PlanParameter, parameters_of_block
 from moec.commands.inspect_work import work_table
-from moec.commands.summary import count
 from moec.commands.table import amount_or_dash, table
 from moec.driver import load
+from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.workload import Workload

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from moec.commands.summary import si
 from moec.commands.table import amount_or_dash, table
+from moec.grammar.amounts import si
 from moec.passes.cost.cost import Cost
 from moec.passes.cost.totals import BlockCost
 from moec.passes.ir import Op

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from moec.commands.documents import LoadedPlan
 from moec.commands.output import emit
-from moec.commands.summary import count
 from moec.driver import load
+from moec.grammar.amounts import count
 from moec.subject import require_plan_folder
 
 

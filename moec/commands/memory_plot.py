@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from moec.commands.summary import amount_of_bytes
+from moec.grammar.amounts import amount_of_bytes
 from moec.passes.cost.buffers import TENANTS, Tenant
 from moec.passes.cost.memory import Memory
 

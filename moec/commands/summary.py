@@ -7,6 +7,8 @@ from pathlib import Path
 
 from moec.codegen.launch_command import shell_text, torchrun_command
 from moec.codegen.plan import Plan
+from moec.codegen.plan_in_words import degrees_lines, subject_line
+from moec.grammar.amounts import amount_of_bytes, count, si
 from moec.grammar.layer_numbers import numbered
 from moec.grammar.spec import Spec
 from moec.passes.cost.buffers import Bytes
@@ -14,7 +16,7 @@ from moec.passes.cost.memory import Memory, largest_skew, memory_of
 from moec.passes.cost.totals import Tally, tally
 from moec.passes.ir import Program
 from moec.passes.ir.interface import layer_calls
-from moec.passes.place.degrees import Degrees, choose_degrees
+from moec.passes.place.degrees import choose_degrees
 from moec.passes.place.stated_degrees import zero_of
 
 LARGEST_PARTS = 4
@@ -34,9 +36,9 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     lines = [
         f"compiled {plan.name} in {seconds:.2f} s" + (f" to {path}" if path else ""),
         "",
-        f"  {_subject(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
+        f"  {subject_line(spec)}: {si(counts.parameters)} parameters, {si(counts.active_parameters)} active per token",
         f"  ranks     {degrees.ranks} × {spec.cluster.device.name} ({spec.cluster.name})",
-        "  degrees   " + "\n            ".join(_degrees(degrees)),
+        "  degrees   " + "\n            ".join(degrees_lines(degrees)),
         *_frozen(plan),
         *_zero(spec),
         f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
@@ -63,28 +65,6 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     return "\n".join(lines)
 
 
-def _subject(spec: Spec) -> str:
-    """`model     32 layers (32 MoE), dim 4096, bf16`, or `layer     8 experts, dim 64, fp32`."""
-    subject = spec.subject
-    mixtures = [moe for moe in subject.mixtures if moe is not None]
-    widths = f"dim {subject.dim}, {subject.dtype}"
-    if spec.has_model:
-        return f"model     {subject.depth} layers ({len(mixtures)} MoE), {widths}"
-    return f"layer     {mixtures[0].num_experts} experts, {widths}"
-
-
-def _degrees(degrees: Degrees) -> list[str]:
-    """`dp 8 (default), edp 2 (default), ep 4`; where layers differ, a line for each of their meshes."""
-    dense = f"dp {degrees.dp}{_default(degrees.dp_stated)}"
-    if degrees.tp > 1:
-        dense += f", tp {degrees.tp}"
-    spread = [f"edp {e.edp}{_default(False)}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
-    if len(spread) > 1:
-        of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
-        return [dense, *of_layers]
-    return [", ".join([dense, *spread])]
-
-
 def _frozen(plan: Plan) -> list[str]:
     """How many parameters train, where some do not."""
     parts = plan.spec.train.frozen if plan.spec.train else ()
@@ -106,10 +86,6 @@ _CUT = {
     2: "masters, optimizer states and gradients",
     3: "masters, optimizer states, gradients and weights",
 }
-
-
-def _default(stated: bool) -> str:
-    return "" if stated else " (default)"
 
 
 def _activations(counts: Tally, microbatches: int) -> str:
@@ -172,24 +148,3 @@ def _whole_vocabulary(spec: Spec, tp: int) -> str:
         return ""
     fits = -(-vocab // tp) * tp
     return f"tp = {tp} does not divide the vocabulary: every rank has all of it; `vocab = {fits}` would be divided"
-
-
-def si(number: float, billion: str = "B") -> str:
-    """Three digits and a power of ten: `1.57 M`; `billion` is "G" for units such as FLOP."""
-    for scale, unit in ((1e12, " T"), (1e9, f" {billion}"), (1e6, " M"), (1e3, " k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.3g}"
-
-
-def count(number: int, what: str) -> str:
-    """`1 rank`, `4 ranks`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def amount_of_bytes(number: float) -> str:
-    """Three digits and a power of ten: `1.57 MB`."""
-    for scale, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if number >= scale:
-            return f"{number / scale:.3g} {unit}"
-    return f"{number:.3g} B"

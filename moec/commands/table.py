@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from moec.commands.summary import amount_of_bytes
+from moec.grammar.amounts import amount_of_bytes
 
 
 def table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> Iterator[str]:

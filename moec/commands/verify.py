@@ -7,9 +7,9 @@ from pathlib import Path
 
 from moec.commands.output import emit
 from moec.commands.progress import progress
-from moec.commands.summary import count
 from moec.commands.terminal import failure, success
 from moec.commands.verify_document import verify_document
+from moec.grammar.amounts import count
 from moec.runtime.verify.verify_report import BOUND, STEP_BOUND, Report, Rounding
 
 

@@ -10,7 +10,7 @@ from moec.commands.check import show
 from moec.commands.documents import WrittenWeights
 from moec.commands.output import emit
 from moec.commands.progress import progress
-from moec.commands.summary import amount_of_bytes, count
+from moec.grammar.amounts import amount_of_bytes, count
 from moec.subject import require_plan_folder
 
 if TYPE_CHECKING:

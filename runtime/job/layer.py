@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
+from moec.grammar.layer_numbers import ranges
+from moec.grammar.printer import set_lines
+from moec.grammar.spec import Spec
 from moec.passes.ir import Block, Program, Role
 from moec.passes.ir.interface import layer_calls, scalar_blocks
 from moec.passes.ir.ops import MixtureMlp
@@ -62,10 +65,11 @@ class MoeLayer(nn.Module):
     aux_loss: Tensor | None
     expert_counts: Tensor | None
 
-    def __init__(self, program: Program, dim: int, home: HostedHome, *, float64: bool = False) -> None:
+    def __init__(self, program: Program, spec: Spec, home: HostedHome, *, float64: bool = False) -> None:
         super().__init__()
         require_seed(home.seed)
-        self.dim, self._home, self.seen = dim, home, set[object]()
+        self.dim, self._home, self.seen = spec.subject.dim, home, set[object]()
+        self._words = "\n".join(set_lines(spec.layer))
         self._hosts: tuple[object, ...] | None = None
         (call,) = layer_calls(program)
         self._function = emit_function(program, call.block, groups=home.groups, float64=float64, ways=home.ways)
@@ -148,6 +152,11 @@ class MoeLayer(nn.Module):
     def local_experts(self) -> Sequence[int]:
         """The indices of this rank's experts among all."""
         return self._home.local_experts
+
+    def extra_repr(self) -> str:
+        if len(self._home.ranks) == 1:
+            return self._words
+        return f"{self._words}\nexperts {', '.join(ranges(self.local_experts))} are on this rank"
 
     def _refuse_reentrant_checkpoint(self) -> None:
         """Raises `JobError` if a reentrant checkpoint recomputes this: it made `aux_loss` without a gradient."""

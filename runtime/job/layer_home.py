@@ -165,7 +165,7 @@ def make_layer(
             raise JobError("MOE0700", message, "compile the .moe file again")
     target = torch.device(device) if device is not None else torch.get_default_device()
     home = LayerHome(plan, ranks, reduction, device=target, seed=seed)
-    return MoeLayer(plan.program, plan.spec.subject.dim, home)
+    return MoeLayer(plan.program, plan.spec, home)
 
 
 _shared: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from moec.codegen.emit import Function, emit_function, site_of
+from moec.grammar.printer import set_lines
 from moec.grammar.spec import Spec
 from moec.passes.ir import STEP, Program, Role
 from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks, taken_role
@@ -106,7 +107,8 @@ class PlanModule(nn.Module):
         }
         for call in calls:
             function = functions[call.block]
-            self.layers.append(Layer(call.layer, function, home, self._microbatches))
+            words = "\n".join(set_lines(spec.model.layers[call.layer]))
+            self.layers.append(Layer(call.layer, function, home, self._microbatches, words))
             self._routers += [site_of(op, call.layer) for op in function.routers]
         self._top = TopLevel(program, home, self, self._microbatches, float64=float64)
         self._scalars: dict[str, Function] = {
@@ -227,6 +229,11 @@ class PlanModule(nn.Module):
         """
         sampling = Sampling(temperature, top_k, top_p, seed)
         return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
+
+    def extra_repr(self) -> str:
+        model, place = self._made_of.spec.model, self._home.signature()
+        rank = f", rank {place['rank']} of {place['ranks']}" if place["ranks"] > 1 else ""
+        return f"{model.name}: dim {model.dim}, computes in {model.dtype}{rank}"
 
     def _refuse_late_recomputation(self) -> None:
         """Raises `JobError` if `torch.utils.checkpoint` computes a pass of `job.accumulate` again after its block."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moec.runtime.errors import JobError
+from moec.runtime.job.shown import own_tensors
 
 NEVER_CALLED = (
     "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "
@@ -43,6 +44,12 @@ class NamePart(nn.Module):
     def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
         self._warn()
         return super().register_backward_hook(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return own_tensors(self)
+
+    def _get_name(self) -> str:
+        return "Parameters"
 
     def _warn(self) -> None:
         warnings.warn(NEVER_CALLED.format(path=self._path), stacklevel=3)

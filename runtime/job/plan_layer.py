@@ -17,10 +17,14 @@ from moec.runtime.job.states import OwnStates
 
 
 class Layer(nn.Module):
-    """One layer: its number, its parameters, and the function that computes it, which identical layers share."""
+    """One layer: its number, its parameters, and the function that computes it, which identical layers share.
 
-    def __init__(self, number: int, function: Function, home: Home, microbatches: Microbatches) -> None:
+    `words` are what the file says of it, for `repr`.
+    """
+
+    def __init__(self, number: int, function: Function, home: Home, microbatches: Microbatches, words: str) -> None:
         super().__init__()
+        self._words = words
         self.function, self._home, self._number = function, home, torch.tensor(number, device="cpu")
         self._weights = own_weights(
             self, f"layers.{number}.", function.weights, function.sites(number), home, microbatches
@@ -36,6 +40,9 @@ class Layer(nn.Module):
         weights = self._weights(handles)
         with handles.in_place():
             return self.function.module(*inputs, self._number, *settings, *states, *weights)
+
+    def extra_repr(self) -> str:
+        return self._words
 
     def states(self) -> dict[str, Tensor]:
         """The states by name, in the order of the file. Raises `JobError` for one that was narrowed."""

@@ -38,7 +38,7 @@ def layer_reference(spec: Spec, *, seed: int = 0, dtype: torch.dtype | None = No
     """The unsharded layer of a `layer` file: `module(x)` gives y and sets `.aux_loss`."""
     program = reference_program(spec)
     home = AloneInHost(parameters_of(program), seed=seed, dtype=dtype)
-    return MoeLayer(program, spec.subject.dim, home, float64=dtype == torch.float64)
+    return MoeLayer(program, spec, home, float64=dtype == torch.float64)
 
 
 class AloneInHost(Alone):

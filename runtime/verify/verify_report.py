@@ -102,7 +102,7 @@ class Rounding:
     """`gradient` by the tensor's name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Report:
     """What `moec verify` found.
 
@@ -132,3 +132,12 @@ class Report:
     def worst(self) -> str:
         """What differs most, in words; of a plan that only its own dtype refuses, what loses most there."""
         return str(self.largest) if self.rounding is None or self.rounding.ok else self.rounding.worst
+
+    def __repr__(self) -> str:
+        ranks = f"{self.world_size} rank{'s' * (self.world_size != 1)}"
+        verdict = "equals" if self.ok else "DOES NOT equal"
+        widths = ", at toy widths" * self.scaled
+        return (
+            f"<Report: the plan of {ranks} {verdict} the unsharded {self.subject}{widths}; largest difference "
+            f"{self.largest.error:.1e}: {self.largest}>"
+        )

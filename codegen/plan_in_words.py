@@ -1,0 +1,71 @@
+"""A plan in a few lines: what `repr(plan)` and a notebook show, and lines of `moec compile`'s summary."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+from moec.grammar.amounts import amount_of_bytes, si
+from moec.grammar.layer_numbers import numbered
+from moec.grammar.spec import Spec
+from moec.passes.cost.memory import memory_of
+from moec.passes.cost.totals import tally
+from moec.passes.place.degrees import Degrees, choose_degrees
+
+if TYPE_CHECKING:
+    from moec.codegen.plan import Plan
+
+
+def plan_lines(plan: Plan) -> list[tuple[str, str]]:
+    """Five facts and their names: the subject, its parameters, the ranks, their degrees, the memory of one."""
+    spec, counts = plan.spec, tally(plan.program, plan.spec)
+    degrees, device = choose_degrees(spec), spec.cluster.device
+    peak = amount_of_bytes(memory_of(plan.program, spec).peak.bytes.total)
+    subject, widths = subject_line(spec).split(maxsplit=1)
+    return [
+        (subject, f"{plan.name}: {widths}"),
+        ("parameters", f"{si(counts.parameters)}, {si(counts.active_parameters)} active per token"),
+        ("ranks", f"{degrees.ranks} × {device.name} ({spec.cluster.name})"),
+        ("degrees", "; ".join(degrees_lines(degrees))),
+        (
+            "per rank",
+            f"{si(counts.local_parameters)} parameters, {peak} of {amount_of_bytes(device.memory)} at the peak",
+        ),
+    ]
+
+
+def as_text(plan: Plan) -> str:
+    """Five lines, for `repr`."""
+    return "\n".join(f"{name:<11} {text}" for name, text in plan_lines(plan))
+
+
+def as_table(plan: Plan) -> str:
+    """The same as an HTML table, for notebooks. Names come from files, and are escaped."""
+    rows = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in plan_lines(plan))
+    return f"<table>{''.join(rows)}</table>"
+
+
+def subject_line(spec: Spec) -> str:
+    """`model     32 layers (32 MoE), dim 4096, bf16`, or `layer     8 experts, dim 64, fp32`."""
+    subject = spec.subject
+    mixtures = [moe for moe in subject.mixtures if moe is not None]
+    widths = f"dim {subject.dim}, {subject.dtype}"
+    if spec.has_model:
+        return f"model     {subject.depth} layers ({len(mixtures)} MoE), {widths}"
+    return f"layer     {mixtures[0].num_experts} experts, {widths}"
+
+
+def degrees_lines(degrees: Degrees) -> list[str]:
+    """`dp 8 (default), edp 2 (default), ep 4`; where layers differ, a line for each of their meshes."""
+    dense = f"dp {degrees.dp}{_default(degrees.dp_stated)}"
+    if degrees.tp > 1:
+        dense += f", tp {degrees.tp}"
+    spread = [f"edp {e.edp}{_default(False)}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
+    if len(spread) > 1:
+        of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
+        return [dense, *of_layers]
+    return [", ".join([dense, *spread])]
+
+
+def _default(stated: bool) -> str:
+    return "" if stated else " (default)"
