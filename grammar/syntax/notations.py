@@ -105,8 +105,8 @@ def without_comments(notations: Notations, tokens: list[Token]) -> list[Token]:
             end = closed + 2 if closed >= 0 else len(text)
             inner = text[token.start + 2 : closed if closed >= 0 else len(text)]
             help = "a comment begins with `#`, and ends with its line"
-            edit = (token.start, end, _as_comment(text, token.start, end, inner))
-            notations.add("MOE0109", token.start, token.start + 2, "`/*` begins no comment here", help, edit)
+            edits = _as_comment(text, token.start, end, inner)
+            notations.add("MOE0109", token.start, token.start + 2, "`/*` begins no comment here", help, *edits)
         else:
             kept.append(token)
             at += 1
@@ -121,13 +121,19 @@ def _line_end(text: str, at: int) -> int:
     return end - 1 if text[end - 1 : end] == "\r" else end
 
 
-def _as_comment(text: str, start: int, end: int, inner: str) -> str:
-    """The lines of a comment, each with a `#`, indented as its first one is."""
+def _as_comment(text: str, start: int, end: int, inner: str) -> list[tuple[int, int, str]]:
+    """Edits for the lines of a comment, each with a `#`. One inside of a statement goes before the statement's line."""
     begin = text.rfind("\n", 0, start) + 1
-    indent = " " * (start - begin)
+    before, behind = text[begin:start], text[end : _line_end(text, end)]
+    if "*/" in before:  # of a second comment in a line only the first is moved: the next round has the other
+        return []
+    inside = bool(before.strip() and behind.strip())
+    indent = before[: len(before) - len(before.lstrip())] if inside else " " * len(before)
     lines = [line.strip().lstrip("*").strip() for line in inner.splitlines()]
     said = f"\n{indent}".join(f"# {line}".rstrip() for line in lines if line) or "#"
-    return said if not text[end : _line_end(text, end)].strip() else f"{said}\n{indent}"
+    if inside:
+        return [(begin, begin, f"{indent}{said}\n"), (start, end, "")]
+    return [(start, end, said if not behind.strip() else f"{said}\n{indent}")]
 
 
 def plain_characters(notations: Notations, tokens: list[Token]) -> list[Token]:

@@ -53,7 +53,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
 
 def _command(launch: Launch) -> list[str]:
     """The torchrun command. The operator sets MASTER_ADDR, and Kubernetes expands `$(MASTER_ADDR)`."""
-    script = [word.replace("$(", "$$(") for word in launch.script]
+    script = [word.replace("$", "$$") for word in launch.script]
     port = "$(MASTER_PORT)" if launch.port is None else str(launch.port)
     words = torchrun_command(launch.plan, script, hosts=launch.hosts, host="$(MASTER_ADDR)", options=launch.restarts)
     if ENDPOINT in words[: -len(script)]:

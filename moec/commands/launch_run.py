@@ -48,7 +48,7 @@ def _start(launch: Launch, folder: Path) -> int:
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         output.finish(int(rank))
-        logs = sorted(folder.glob(f"*/attempt_*/{rank}/stderr.log"))
+        logs = [path for path in output.logs() if path.parts[-2] == str(rank)]
         if output.explained:
             print(f"what every rank wrote to stderr is below {folder}", file=sys.stderr)
         else:
@@ -61,7 +61,7 @@ def _start(launch: Launch, folder: Path) -> int:
     except KeyboardInterrupt:
         output.finish(None)
         return 128 + signal.SIGINT
-    output.finish(None)
+    output.finish(None, succeeded=True)
     return 0
 
 

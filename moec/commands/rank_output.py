@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import threading
 import time
@@ -15,6 +16,8 @@ OF_RANK = re.compile(r"^\[rank\d+\]: ")
 TRACEBACK, VERDICT = "Traceback (most recent call last):", "error[MOE0705]"
 """A rank that begins to write one of these is about to end, and others write the same or what follows from it."""
 DIAGNOSTIC = "error[MOE"
+LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
+"""A line, or a state of a progress bar, which another follows in its place."""
 PATIENCE_SECONDS = 15.0
 """A traceback of a rank that runs on after it is shown after this time."""
 POLL_SECONDS = 0.05
@@ -26,6 +29,7 @@ class _Log:
 
     rank: int
     position: int = 0
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     partial: str = ""
     held: list[str] = field(default_factory=list)
     since: float = 0.0
@@ -40,6 +44,8 @@ class RankOutput:
 
     def __init__(self, folder: Path, stream: TextIO) -> None:
         self._folder, self._stream = folder, stream
+        self._earlier = {entry.name for entry in folder.iterdir()}
+        """Runs whose logs were in the folder before."""
         self._logs: dict[Path, _Log] = {}
         self._attempt = 0
         self._ends = threading.Event()
@@ -51,8 +57,11 @@ class RankOutput:
         """Begins to follow."""
         self._thread.start()
 
-    def finish(self, failed: int | None) -> None:
-        """Reads to the end, and shows why rank `failed` did; None: no traceback is shown."""
+    def finish(self, failed: int | None, *, succeeded: bool = False) -> None:
+        """Reads to the end, and shows why rank `failed` did; None: no traceback is shown.
+
+        `succeeded`: what is held back is shown, as the script caught what it printed a traceback of.
+        """
         self._ends.set()
         self._thread.join()
         self._poll()
@@ -61,14 +70,22 @@ class RankOutput:
                 self._take(log, log.partial)
         if failed is not None:
             self._explain(failed)
+        elif succeeded:
+            for log in self._logs.values():
+                self._write("".join(log.held))
+
+    def logs(self) -> list[Path]:
+        """Every rank's file of this run, those of a later start last."""
+        found = [path for path in self._folder.glob("*/attempt_*/*/stderr.log") if path.parts[-4] not in self._earlier]
+        return sorted(found, key=lambda path: (_attempt(path), path))
 
     def _run(self) -> None:
         while not self._ends.wait(POLL_SECONDS):
             self._poll()
 
     def _poll(self) -> None:
-        for path in sorted(self._folder.glob("*/attempt_*/*/stderr.log")):
-            attempt = int(path.parts[-3].removeprefix("attempt_"))
+        for path in self.logs():
+            attempt = _attempt(path)
             if attempt > self._attempt:  # torchrun has started all ranks again
                 self._explain(None)
                 self._write(f"the ranks are started again (restart {attempt})\n")
@@ -81,9 +98,12 @@ class RankOutput:
             file.seek(log.position)
             data = file.read()
         log.position += len(data)
-        *lines, log.partial = (log.partial + data.decode("utf-8", "replace")).split("\n")
-        for line in lines:
-            self._take(log, f"{line}\n")
+        text = log.partial + log.decoder.decode(data)
+        end = 0
+        for line in LINE.finditer(text):
+            end = line.end()
+            self._take(log, line[0])
+        log.partial = text[end:]
         if log.held and time.monotonic() - log.since > PATIENCE_SECONDS:
             self._write("".join(log.held))
             log.held = []
@@ -117,6 +137,10 @@ class RankOutput:
     def _write(self, text: str) -> None:
         self._stream.write(text)
         self._stream.flush()
+
+
+def _attempt(path: Path) -> int:
+    return int(path.parts[-3].removeprefix("attempt_"))
 
 
 def _others(rank: int, same: list[int]) -> str:

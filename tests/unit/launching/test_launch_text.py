@@ -161,7 +161,7 @@ def test_the_manifest_is_yaml_of_the_operator(nodes):
     (container,) = replicas["Master"]["template"]["spec"]["containers"]
     assert container["name"] == "pytorch"  # the operator looks for this name
     assert container["image"] == "YOUR-IMAGE"
-    assert [word.replace("$$(", "$(") for word in container["command"][-len(AWKWARD) :]] == AWKWARD
+    assert [word.replace("$$", "$") for word in container["command"][-len(AWKWARD) :]] == AWKWARD
     assert ("$(MASTER_ADDR):$(MASTER_PORT)" in container["command"]) == (nodes > 1)
 
 
