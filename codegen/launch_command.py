@@ -21,12 +21,13 @@ def torchrun_command(
     *,
     hosts: Hosts | None = None,
     host: str = HOST,
-    port: int = PORT,
+    port: int | str = PORT,
     options: Sequence[str] = (),
 ) -> list[str]:
     """The words of the command: the same on every node, `script` with its arguments last.
 
-    `hosts`: other nodes than those of the plan's cluster. `options`: further ones of torchrun, before the script.
+    `hosts`: other nodes than those of the plan's cluster. `host` and `port` may be variables that a shell or Kubernetes
+    expands. `options`: further ones of torchrun, before the script.
     On one node the rendezvous takes a free port (`--standalone`), so that two jobs do not meet.
     """
     hosts = hosts or hosts_of(plan.spec.cluster)

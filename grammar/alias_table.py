@@ -83,10 +83,10 @@ _OF_ATTENTION = (
 )
 
 _OF_MIXTURES = (
-    Row("intermediate_size:hf ffn_hidden_size:mg n_inner:hf d_ff:hf inter_dim:tt", "model.layers.ffn.swiglu.hidden", "ffn = swiglu({})", "14_336", "`gelu`, `relu`, … for another activation; of an expert it stands in `experts = 8 * swiglu(14_336)`"),
+    Row("intermediate_size:hf ffn_hidden_size:mg n_inner:hf d_ff:hf inter_dim:tt", "model.layers.ffn.swiglu.hidden", "ffn = swiglu({})", "14_336", "`gelu`, `relu`, … for another activation; of an expert it is in `experts = 8 * swiglu(14_336)`"),
     Row("moe_intermediate_size:hf moe_ffn_hidden_size:mg moe_inter_dim:tt d_hidden:fm expert_ffn_hidden_size:hf hidden_size_per_expert:tu moe_hidden_dim:tt", f"{_MOE}.experts.swiglu.hidden", "experts = 8 * swiglu({})", "14_336", "`gelu`, `relu`, … for another activation"),
     Row("hidden_act:hf activation_function:hf activation_func:mg hidden_activation:hf ffn_activation:hf", "model.layers.ffn", "ffn = swiglu(14_336)", "", "the activation is the word of the call: `swiglu` for a gated `silu`, `geglu`, `gelu`, `relu`, `relu2`, `silu`"),
-    Row("num_experts:hf,mg,ds,tt num_local_experts:hf n_routed_experts:hf,tt num_moe_experts:mg moe_num_experts:hf n_experts:hf num_global_experts:tu expert_num:fm", f"{_MOE}.experts.count", "experts = {} * swiglu(14_336)", "8", "with the width of one expert behind the number"),
+    Row("num_experts:hf,mg,ds,tt num_local_experts:hf n_routed_experts:hf,tt num_moe_experts:mg moe_num_experts:hf n_experts:hf num_global_experts:tu expert_num:fm", f"{_MOE}.experts.count", "experts = {} * swiglu(14_336)", "8", "with the width of one expert after the number"),
     Row("num_expert:fm num_experts_per_device:tu count_per_node:tu num_local_expert:fm", f"{_MOE}.experts.count", "experts = {} * swiglu(14_336)", "8", "all experts of a layer are counted, not those of one device; `ep` says over how many ranks they lie"),
     Row("num_experts_per_tok:hf top_k:ds,fm,tt moe_router_topk:mg moe_top_k:fm moe_topk:mg num_experts_per_token:hf experts_per_token:hf num_selects:hf moe_k:hf", f"{_GATE}.k", "gate = topk({})", "2", "add `normalize = true` where the weights of a token's choices add to 1, as in Mixtral"),
     Row("norm_topk_prob:hf normalize_gate:tu route_norm:tt moe_router_norm_topk_prob:mg", f"{_GATE}.normalize", "gate = topk(2, normalize = {})", "true"),

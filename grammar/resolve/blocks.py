@@ -31,7 +31,7 @@ def read_block(scope: Scope, cls: type[Node], block: Block) -> Part | None:
                 reader.incomplete = True
             case Use() | Let():
                 word = "use" if isinstance(statement, Use) else "let"
-                scope.error("MOE0211", statement.span, f"`{word}` stands outside of all blocks")
+                scope.error("MOE0211", statement.span, f"`{word}` is outside of all blocks")
     part = reader.part(block)
     for diagnostic in one_slot(part):
         scope.diagnostics.append(diagnostic)
@@ -61,7 +61,7 @@ def _head_is_right(scope: Scope, cls: type[Node], block: Block) -> bool:
     if cls.labelled and not block.label and isinstance(block.selector, Name):
         label = f'"{block.selector.text}"'
         fix = [Edit(block.selector.span, label)]
-        scope.error("MOE0212", block.selector.span, "a label stands in quotes", help=f"write `{label}`", fix=fix)
+        scope.error("MOE0212", block.selector.span, "a label is written in quotes", help=f"write `{label}`", fix=fix)
         return False
     if block.selector and not cls.selects:
         scope.error("MOE0212", block.selector.span, f"a `{word}` block takes no selector")

@@ -182,7 +182,7 @@ class Files:
             self._error("MOE0011", path, "not a relative path", help)
             return None
         if folder is None:
-            self._missing(path, "not in the library, and this text stands in no folder")
+            self._missing(path, "not in the library, and this text is in no folder")
             return None
         wanted = folder / (text if text.endswith(".moe") else f"{text}.moe")
         try:

@@ -93,10 +93,10 @@ def _corrections(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str
     if isinstance(value, ListValue) and len(value.items) == 1:
         yield _text(value.items[0]), f"one value, without brackets: `{_text(value.items[0])}`"
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):
-        yield f"[{text}]", f"a list stands in brackets, also if it has one element: `[{text}]`"
+        yield f"[{text}]", f"a list is written in brackets, even with one element: `[{text}]`"
     if isinstance(value, Operation) and len(value.rest) == 1 and value.rest[0][0] == "*":
         swapped = f"{_text(value.rest[0][1])} * {_text(value.first)}"
-        yield swapped, f"the number stands first: `{swapped}`"
+        yield swapped, f"the number comes first: `{swapped}`"
     yield from _calls(kinds, value, text)
 
 
@@ -197,14 +197,14 @@ def _help(known: Field, value: Expression) -> str:
     classes = [cls for kind in kinds if isinstance(kind, CallKind) for cls in kind.classes.values()]
     product = next((kind for kind in kinds if isinstance(kind, ProductKind)), None)
     if number and product is not None:
-        return f"write what the experts are behind their number: `{number} * swiglu(14_336)`"
+        return f"write the experts' kind and width after their number: `{number} * swiglu(14_336)`"
     taking = [cls for cls in classes if positional(cls)]
     if number and taking:
         return f"write `{taking[0].word}({number})`" + (", or another of these words" if len(classes) > 1 else "")
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):
-        return "a list stands in brackets, also if it has one element: `[…]`"
+        return "a list is written in brackets, even with one element: `[…]`"
     if isinstance(value, ListValue) and not any(isinstance(kind, ListKind) for kind in kinds):
-        return "one value stands here, not a list"
+        return "write one value here, not a list"
     return ""
 
 

@@ -116,11 +116,11 @@ def _literal(scope: Scope, literal: Number) -> Quantity | Broken:
     if len(digits) > 1 and digits[0] == "0" and digits[1] in "0123456789_":
         plain = digits.lstrip("0_") or "0"
         help = f"write `{plain}`, or what is missing between the two"
-        return scope.error("MOE0108", literal.span, "is something missing behind the `0`?", help=help)
+        return scope.error("MOE0108", literal.span, "is something missing after the `0`?", help=help)
     if unit and unit not in UNITS:
         best = nearest(unit, UNITS) or next((known for known in UNITS if known.lower() == unit.lower()), None)
         listed = ", ".join(name for name in UNITS if not name.endswith("/s"))
-        help = f"did you mean `{digits}{best}`?" if best else f"units: {listed}, and `/s` behind a size"
+        help = f"did you mean `{digits}{best}`?" if best else f"units: {listed}, and `/s` after a size"
         instead = f"{digits}{best}" if best else None
         return scope.error("MOE0209", literal.span, f"there is no unit `{unit}`", help=help, instead=instead)
     plain = digits.replace("_", "")

@@ -58,7 +58,7 @@ def unknown_name(
         scope.error("MOE0201", name.span, message, label, help=f"`{repeated}` is given already: keep one of them")
         return None
     owner = belongs(cls, name.text, _plain(value))
-    scope.error("MOE0201", name.span, message, help=f"it belongs into {owner}" if owner else advice(name.text, free))
+    scope.error("MOE0201", name.span, message, help=f"it belongs in {owner}" if owner else advice(name.text, free))
     return None
 
 
@@ -140,7 +140,7 @@ def outside(scope: Scope, statement: Assignment, blocks: list[str]) -> str:
         scope.moved |= {found.head or found.name} if found.path else set()
         return found.said(_plain(statement.value))
     owner = belongs(Spec, word)
-    return f"it belongs into {owner}" if owner else f"blocks: {', '.join(sorted(blocks))}; a constant: `let {word} = …`"
+    return f"it belongs in {owner}" if owner else f"blocks: {', '.join(sorted(blocks))}; a constant: `let {word} = …`"
 
 
 def unknown_block(
@@ -150,7 +150,7 @@ def unknown_block(
     word = block.kind.text
     owner = next((owner for owner, cls in singles.items() if word in fields(cls)), None)
     if owner:
-        scope.error("MOE0211", block.kind.span, f"`{word}` belongs into `{owner}`")
+        scope.error("MOE0211", block.kind.span, f"`{word}` belongs in `{owner}`")
         return None
     free = sorted(set(allowed) - set(given))
     found = alias(word)

@@ -96,7 +96,7 @@ def _parameter(
     known = fields(cls)
     if argument.name is None:
         if any(earlier.name for earlier in call.arguments[:index]):
-            scope.error("MOE0210", argument.span, "an argument without a name stands before those with one")
+            scope.error("MOE0210", argument.span, "an argument without a name comes before those with one")
             return None
         if index < len(by_position):
             return by_position[index]

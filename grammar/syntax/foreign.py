@@ -83,7 +83,7 @@ class _Structure:
 
     def _note_call(self, token: Token, text: str) -> None:
         name = self.kept[-1].text if text == "(" else ""
-        help = "arguments stand in parentheses: `topk(2)`"
+        help = "arguments are written in parentheses: `topk(2)`"
         message = f"`{name}` takes its arguments in parentheses"
         self.notations.add("MOE0109", token.start, token.end, message, help, (token.start, token.end, text))
         if text == ")":  # one place has two brackets
@@ -131,7 +131,7 @@ class _Structure:
         edit = (token.start, token.end, "" if ends else ";")
         help = "a statement ends with its line, or with `;`"
         habit = "names in quotes" if "names in quotes" in self.notations.found else ""
-        message = "no comma stands between statements"
+        message = "there is no comma between statements"
         self.notations.add("MOE0109", token.start, token.end, message, help, edit, habit=habit)
         if not ends:
             self.kept.append(token._replace(kind="SEPARATOR", text=";"))
@@ -141,7 +141,7 @@ class _Structure:
         closer = self.source.text.find(")", opener.end)
         edits = [(opener.start, opener.end, "["), *([(closer, closer + 1, "]")] if closer >= 0 else [])]
         message = "several values in parentheses"
-        help = "a list stands in brackets: `[0.9, 0.95]`"
+        help = "a list is written in brackets: `[0.9, 0.95]`"
         self.notations.add("MOE0109", opener.start, opener.end, message, help, *edits)
 
     def _separated(self, token: Token) -> None:
@@ -153,7 +153,7 @@ class _Structure:
             return
         message = f"a comma is missing before `{token.text}`"
         edit = (before.end, before.end, ",")
-        self.notations.add("MOE0101", token.start, token.end, message, "commas stand between arguments", edit)
+        self.notations.add("MOE0101", token.start, token.end, message, "arguments have commas between them", edit)
         self.kept.append(Token("COMMA", ",", before.end, before.end))
 
     def _line_ends(self, token: Token, tokens: list[Token], at: int) -> None:
@@ -172,7 +172,7 @@ class _Structure:
                 "MOE0109", behind.start, behind.end, "the brace of a block in a line of its own", help, edit
             )
         elif self._indent(behind) > self._indent(head):
-            message, help = "a block without its brace", "write `{` behind it, and `}` behind its last line"
+            message, help = "a block without its brace", "write `{` after it, and `}` after its last line"
             self.notations.add("MOE0109", head.start, head.end, message, help, (head.end, head.end, " {"))
             self.open.append((len(self.kept), "LBRACE"))
             self.kept.append(Token("LBRACE", "{", head.end, head.end))

@@ -23,7 +23,7 @@ _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _QUOTES = "'\"`´‘’‚“”„«»"
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
 _JSON = "`moec import hf FOLDER` makes a .moe file of a Hugging Face model; `moec init` writes a file to start from"
-_YAML = 'a block stands in braces, and its names have `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
+_YAML = 'a block is written in braces, and its names with `=`: `model "name" { dim = 4096 }`; `moec init` writes a file'
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ def whole_file(source: Source, tokens: list[Token]) -> Diagnostic | None:
     kinds = [token.kind for token in tokens if token.kind != "SEPARATOR"][:3]
     if kinds[:2] == ["LBRACE", "STRING"] and len(kinds) == 3:
         span = Span(source, tokens[0].start, tokens[0].end)
-        return diagnose("MOE0109", span, "this is JSON, and no statement begins so", help=_JSON)
+        return diagnose("MOE0109", span, "this is JSON, not the language of `.moe` files", help=_JSON)
     for at in range(len(tokens) - 2):
         name, colon, end = tokens[at : at + 3]
         begins = at == 0 or tokens[at - 1].kind == "SEPARATOR"
@@ -141,7 +141,7 @@ def plain_characters(notations: Notations, tokens: list[Token]) -> list[Token]:
     kept = []
     for token in tokens:
         if token.kind == "UNKNOWN" and token.text in _INVISIBLE:
-            help = "write a blank, or nothing"
+            help = "write a space, or nothing"
             message = f"U+{ord(token.text):04X} cannot be seen, and has no meaning in a .moe file"
             notations.add("MOE0102", token.start, token.end, message, help, (token.start, token.end, " "))
             continue
@@ -187,7 +187,7 @@ def _bare_names(notations: Notations, tokens: list[Token]) -> list[Token]:
         if behind.text == ":":
             edits.append((behind.start, behind.end, " ="))
             kept[at + 1] = behind._replace(kind="EQUAL", text="=")
-        message = "the name of a value stands without quotes"
+        message = "the name of a value is written without quotes"
         help = f"write `{name} = …`"
         notations.add("MOE0109", token.start, behind.end, message, help, *edits, habit="names in quotes")
         kept[at] = token._replace(kind="NAME", text=name)
@@ -209,7 +209,7 @@ def paths(notations: Notations, tokens: list[Token]) -> list[Token]:
         if end > at:
             start, stop = tokens[at].start, tokens[end - 1].end
             text = f'"{notations.source.text[start:stop].removesuffix(".moe")}"'
-            notations.add("MOE0109", start, stop, "a path stands in quotes", f"write `{text}`", (start, stop, text))
+            notations.add("MOE0109", start, stop, "a path is written in quotes", f"write `{text}`", (start, stop, text))
             kept.append(Token("STRING", text, start, stop))
             at = end
     return kept
@@ -248,7 +248,7 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
             )
             continue
         elif token.kind == "EQUAL" and behind is not None and behind.kind == "LBRACE":
-            help = "write the brace right behind the word: `moe { … }`"
+            help = "write the brace right after the word: `moe { … }`"
             notations.add("MOE0109", *place, "a block takes no `=`", help, (token.start, behind.start, ""))
             continue
         kept.append(token)
@@ -270,12 +270,12 @@ def units(notations: Notations, tokens: list[Token]) -> list[Token]:
             rate = text[token.start : token.end + 2]
             end = token.end + 2 if rate in UNITS and behind and behind.kind == "SLASH" else token.end
             joined = number.text + text[token.start : end]
-            help = f"a unit stands right behind its number: `{joined}`"
+            help = f"a unit comes right after its number: `{joined}`"
             notations.add(
                 "MOE0101",
                 token.start,
                 end,
-                "a blank before the unit",
+                "a space before the unit",
                 help,
                 (number.end, token.start, ""),
                 habit="units",

@@ -221,7 +221,7 @@ class _Parser:
     def _advice(self, token: Token) -> str:
         previous = self.values[-1] if self.values else None
         if token.kind == "NAME" and isinstance(previous, Number | Token) and _is_number(previous):
-            return f"a unit stands right behind its number: `{previous.text}{token.text}`"
+            return f"a unit comes right after its number: `{previous.text}{token.text}`"
         if token.kind in ("USE", "LET", "STEP"):
             return f"`{token.text}` is a word of the language; another name is needed here"
         if token.kind == "NUMBER" and token.text[-1].isalpha() and "EQUAL" not in self._expected():

@@ -7,10 +7,14 @@ from pathlib import Path
 import click
 
 from moec.cli.command import Command, argument, output_format, path
+from moec.cli.completing import FileOrPlan
+
+WAYS = {"--run": ("torchrun",), "--host": ("torchrun",), "--name": ("slurm", "k8s"), "--image": ("k8s",)}
+"""The ways of starting that an option is for; other options are for all of them."""
 
 
 @click.command(cls=Command, context_settings={"ignore_unknown_options": True})
-@argument("plan", "A plan folder.", type=path())
+@argument("plan", "A plan folder.", type=FileOrPlan(plans=True))
 @argument(
     "script",
     "The training script and its arguments; default: train.py. Options that `moec launch` has too go after `--`.",
@@ -27,7 +31,11 @@ from moec.cli.command import Command, argument, output_format, path
     "--per-node", type=click.IntRange(min=1), help="Ranks of each node; default: as the plan's cluster has them."
 )
 @click.option("--host", help="Name or address of the first node; default: the variable HOST.")
-@click.option("--port", type=click.IntRange(1, 65535), help="Port on the first node where ranks meet; default: 29500.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    help="Port on the first node where ranks meet; default: 29500, for --slurm one by the job's number.",
+)
 @click.option(
     "--max-restarts", type=click.IntRange(min=0), default=0, help="How often ranks are started again; default: 0."
 )
@@ -52,8 +60,7 @@ def launch(
     """Print how to start a plan's ranks: the torchrun command, a Slurm script or a Kubernetes manifest."""
     if script and script[0].startswith("-"):
         raise click.UsageError(f"no option {script[0]}: options of the script go after its name")
-    _require_fitting({"--run": starts, "--name": name}, {"--run": way == "torchrun", "--name": way != "torchrun"}, way)
-    _require_fitting({"--image": image, "--host": host}, {"--image": way == "k8s", "--host": way == "torchrun"}, way)
+    _require_fitting({"--run": starts, "--host": host, "--name": name, "--image": image}, way)
     if logs is not None and not starts:
         raise click.UsageError("--logs needs --run. An option of the script goes after `--`.")
     if starts and (style == "json" or host or port):
@@ -75,6 +82,9 @@ def launch(
         name=name,
         image=image,
     )
+    if way == "torchrun" and made.hosts.nodes == 1 and (host or port):
+        message = "--host and --port are for several nodes; on one node torchrun takes a free port"
+        raise click.UsageError(f"{message}. An option of the script goes after `--`.")
     if starts:
         from moec.commands.launch_run import run
 
@@ -84,10 +94,10 @@ def launch(
     print_launch(made, way, style)
 
 
-def _require_fitting(given: dict[str, object], fits: dict[str, bool], way: str) -> None:
-    """Raises `UsageError` for an option that `way` has no use for."""
+def _require_fitting(given: dict[str, object], way: str) -> None:
+    """Raises `UsageError` for an option that has a value and is not for `way`."""
     for option, value in given.items():
-        if value and not fits[option]:
+        if value and way not in WAYS[option]:
             raise click.UsageError(f"{option} is not for --{way}. An option of the script goes after `--`.")
 
 

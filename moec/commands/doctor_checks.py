@@ -90,7 +90,7 @@ def installation() -> Iterator[Finding]:
         is_checkout = Path("moec", "__init__.py").is_file() and name in ("grammar", "runtime")
         if shadow is not None and not is_checkout and name in ("torch", "triton"):
             help = f"scripts in this folder import it in place of {name}: rename it"
-            yield finding(str(shadow), "wrong", f"stands for the package {name}", help)
+            yield finding(str(shadow), "wrong", f"hides the package {name}", help)
     other = Path("moec", "__init__.py")
     if other.is_file() and where.resolve() != other.parent.resolve():
         help = "scripts in this folder import that one: work in another folder, or `pip install -e .` it"

@@ -10,6 +10,7 @@ from pathlib import Path
 from moec.codegen.launch_command import HOST, PORT, shell_text, torchrun_command
 from moec.codegen.plan import Plan
 from moec.commands.output import document
+from moec.commands.summary import count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.passes.place.hosts import Hosts, hosts_of
 
@@ -46,8 +47,7 @@ class Launch:
     @property
     def sizes(self) -> str:
         """`4 nodes × 8 ranks`."""
-        nodes, ranks = self.hosts.nodes, self.hosts.processes_per_node
-        return f"{nodes} node{'s' * (nodes > 1)} × {ranks} rank{'s' * (ranks > 1)}"
+        return f"{count(self.hosts.nodes, 'node')} × {count(self.hosts.processes_per_node, 'rank')}"
 
 
 @document
@@ -108,16 +108,15 @@ def _hosts(plan: Plan, nodes: int | None, per_node: int | None) -> Hosts:
     stated = nodes if nodes is not None else per_node
     assert stated is not None
     if ranks % stated or (nodes is not None and per_node is not None and nodes * per_node != ranks):
-        said = f"{nodes} nodes" if nodes is not None else ""
-        said += " × " * (nodes is not None and per_node is not None)
-        said += f"{per_node} per node" if per_node is not None else ""
-        message = f"the plan is for {ranks} ranks, which {said} do not make"
+        of_nodes = [count(nodes, "node")] if nodes is not None else []
+        of_ranks = [f"{per_node} per node"] if per_node is not None else []
+        message = f"the plan is for {count(ranks, 'rank')}, not for {' × '.join([*of_nodes, *of_ranks])}"
         fits = max(size for size in range(1, min(stated, ranks) + 1) if ranks % size == 0)
         option = f"--nodes {fits}" if nodes is not None else f"--per-node {fits}"
         help = f"without the option it is {found.nodes} × {found.processes_per_node}; `{option}` alone fits too"
         raise _refused(message, help)
-    count = nodes if nodes is not None else ranks // stated
-    return Hosts(count, ranks // count)
+    number = nodes if nodes is not None else ranks // stated
+    return Hosts(number, ranks // number)
 
 
 def _refused(message: str, help: str) -> DiagnosticError:

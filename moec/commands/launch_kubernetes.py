@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from moec.codegen.launch_command import ENDPOINT, torchrun_command
+from moec.codegen.launch_command import torchrun_command
 from moec.commands.launch import Launch
 
 PLACEHOLDER = "YOUR-IMAGE"
@@ -52,13 +52,11 @@ def _pod(launch: Launch) -> dict[str, Any]:
 
 
 def _command(launch: Launch) -> list[str]:
-    """The torchrun command. The operator sets MASTER_ADDR, and Kubernetes expands `$(MASTER_ADDR)`."""
+    """The torchrun command. The operator sets the variables of `host` and `port`, and Kubernetes expands them."""
     script = [word.replace("$", "$$") for word in launch.script]
-    port = "$(MASTER_PORT)" if launch.port is None else str(launch.port)
-    words = torchrun_command(launch.plan, script, hosts=launch.hosts, host="$(MASTER_ADDR)", options=launch.restarts)
-    if ENDPOINT in words[: -len(script)]:
-        words[words.index(ENDPOINT) + 1] = f"$(MASTER_ADDR):{port}"
-    return words
+    port = "$(MASTER_PORT)" if launch.port is None else launch.port
+    host, options = "$(MASTER_ADDR)", launch.restarts
+    return torchrun_command(launch.plan, script, hosts=launch.hosts, host=host, port=port, options=options)
 
 
 def kubernetes_text(launch: Launch) -> str:

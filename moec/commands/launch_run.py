@@ -108,7 +108,7 @@ def failed(rank: int, status: int, log: Path) -> Diagnostic:
     else:
         help = f"what it wrote to stderr is in {log}"
     how = f"by {_signal_name(-status)}" if status < 0 else f"with exit status {status}"
-    return diagnose("MOE0915", None, f"rank {rank} has ended {how}, and has said nothing of why", help=help)
+    return diagnose("MOE0915", None, f"rank {rank} ended {how}, without a diagnostic or an exception", help=help)
 
 
 def _signal_name(number: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from moec.codegen.launch_command import shell_text
+from moec.codegen.launch_command import PORT, shell_text
 from moec.commands.launch import Launch
 
 TEMPLATE = """\
@@ -40,7 +40,7 @@ def slurm_script(launch: Launch) -> str:
     """The batch script, for bash."""
     ranks = launch.hosts.processes_per_node
     gpus = launch.plan.spec.cluster.device.kind != "cpu"
-    port = "$((29500 + SLURM_JOB_ID % 1000))" if launch.port is None else str(launch.port)
+    port = f"$(({PORT} + SLURM_JOB_ID % 1000))" if launch.port is None else str(launch.port)
     return TEMPLATE.format(
         sizes=launch.sizes,
         path=shlex.quote(str(launch.path)).replace("\n", " "),

@@ -77,7 +77,7 @@ def test_a_rank_that_ends_without_a_word_is_named(folder: Path, end: str, status
     done = launch(folder, f"if rank == 1: {end}\ntime.sleep(60)")
     assert done.returncode == status
     assert done.stderr.startswith("error[MOE0915]")
-    assert "rank 1 has ended" in done.stderr
+    assert "rank 1 ended" in done.stderr
     assert said in done.stderr
 
 

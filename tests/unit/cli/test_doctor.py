@@ -66,7 +66,7 @@ def test_a_file_named_torch_is_found(tmp_path):
     code = "import sys; sys.path.pop(0); from moec.commands.doctor_checks import installation\n"
     code += "print([f.found for f in installation() if f.state == 'wrong'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
-    assert done.stdout == "['stands for the package torch']\n"
+    assert done.stdout == "['hides the package torch']\n"
 
 
 def test_folders_that_cannot_be_written_are_wrong(tmp_path, monkeypatch):

@@ -79,7 +79,7 @@ def test_causality_is_an_option_of_attention(tmp_path: Path) -> None:
 
 def test_an_option_of_the_embedding_is_said_to_be_one(tmp_path: Path) -> None:
     (misplaced,) = found(tmp_path, model="; padding = 0")
-    assert misplaced.help == "it belongs into `embedding = tokens(padding = 0)`"
+    assert misplaced.help == "it belongs in `embedding = tokens(padding = 0)`"
 
 
 @pytest.mark.parametrize(

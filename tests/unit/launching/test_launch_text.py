@@ -79,6 +79,8 @@ def test_json_has_the_command_and_the_text(run, way):
         (("a plan", "--k8s", "--run"), "--run is not for --k8s"),
         (("a plan", "--run", "--json"), "leave out --json"),
         (("a plan", "--logs", "x"), "--logs needs --run"),
+        (("a plan", "--per-node", "8", "--port", "1234"), "--host and --port are for several nodes"),
+        (("a plan", "--per-node", "8", "--host", "a"), "--host and --port are for several nodes"),
     ],
 )
 def test_options_that_do_not_fit_are_usage_errors(run, arguments, words):
