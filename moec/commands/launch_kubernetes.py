@@ -54,7 +54,7 @@ def _pod(launch: Launch) -> dict[str, Any]:
 def _command(launch: Launch) -> list[str]:
     """The torchrun command. The operator sets the variables of `host` and `port`, and Kubernetes expands them."""
     script = [word.replace("$", "$$") for word in launch.script]
-    port = "$(MASTER_PORT)" if launch.port is None else launch.port
+    port: int | str = "$(MASTER_PORT)" if launch.port is None else launch.port
     host, options = "$(MASTER_ADDR)", launch.restarts
     return torchrun_command(launch.plan, script, hosts=launch.hosts, host=host, port=port, options=options)
 
