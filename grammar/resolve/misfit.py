@@ -93,9 +93,15 @@ def _corrections(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str
     if isinstance(value, ListValue) and len(value.items) == 1:
         yield _text(value.items[0]), f"one value, without brackets: `{_text(value.items[0])}`"
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):
+        if isinstance(value, Operation) and all(sign == "+" for sign, _ in value.rest):
+            items = ", ".join(_text(each) for each in (value.first, *(each for _, each in value.rest)))
+            yield f"[{items}]", f"several are a list: `[{items}]`"
         yield f"[{text}]", f"a list is written in brackets, even with one element: `[{text}]`"
     if isinstance(value, Operation) and len(value.rest) == 1 and value.rest[0][0] == "*":
-        swapped = f"{_text(value.rest[0][1])} * {_text(value.first)}"
+        first = (
+            value.first.items[0] if isinstance(value.first, ListValue) and len(value.first.items) == 1 else value.first
+        )
+        swapped = f"{_text(value.rest[0][1])} * {_text(first)}"
         yield swapped, f"the number comes first: `{swapped}`"
     yield from _calls(kinds, value, text)
 
@@ -136,9 +142,9 @@ def misfit(scope: Scope, known: Field, written: Written, value: Expression) -> B
     instead, help = correction or (None, _help(known, value))
     found = _found(value)
     if isinstance(value, Operation) and not is_arithmetic(scope, value):
-        found, help = "a product", help or _one_wide(kinds, value)
+        found, help = "a sum" if value.rest[0][0] == "+" else "a product", help or _one_wide(kinds, value)
     elif isinstance(value, Operation) and isinstance(value.first, Call):
-        found = "a product"
+        found = "a sum" if value.rest[0][0] == "+" else "a product"
     return scope.error("MOE0206", written, f"expected {expected}, found {found}", help=help, instead=instead)
 
 
@@ -172,7 +178,10 @@ def _unknown_word(
     meant = nearest(word, allowed)
     instead = meant if meant is not None and not written.lets and _can_stand(scope, known, value, meant) else None
     target = written if written.lets else place
-    return scope.error("MOE0201", target, message, help=advice(word, allowed), instead=instead)
+    help = advice(word, allowed)
+    if isinstance(value, Call) and instead is None and any(isinstance(kind, NumberKind) for kind in kinds):
+        help = f"write {_expected(kinds)}"  # `zero = stage(2)`: a number is allowed beside the words
+    return scope.error("MOE0201", target, message, help=help, instead=instead)
 
 
 def _can_stand(scope: Scope, known: Field, value: Name | Call, meant: str) -> bool:

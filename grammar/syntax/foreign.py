@@ -11,6 +11,7 @@ from moec.grammar.syntax.notations import (
     paths,
     plain_characters,
     quoted,
+    torch_names,
     units,
     whole_file,
     without_comments,
@@ -32,7 +33,7 @@ def translated(source: Source, tokens: list[Token]) -> tuple[list[Token] | None,
     whole = whole_file(source, tokens)
     if whole is not None:
         return None, [whole]
-    for reading in (quoted, paths, equals, units, betas):
+    for reading in (quoted, paths, torch_names, equals, units, betas):
         tokens = reading(notations, tokens)
     tokens = _Structure(notations).read(tokens)
     return tokens, notations.diagnostics

@@ -6,10 +6,12 @@ tokens are replaced by ours: one habit gives one error, and the rest of the file
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from moec.grammar.alias_table import WORDS
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit
 from moec.grammar.source import Source, Span
@@ -19,6 +21,7 @@ from moec.grammar.units import UNITS
 CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": ".."}
 """Characters of text processors, and the `.moe` characters to write instead."""
 
+_TIMES = re.compile(r"[\d_]+[xX]")
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _QUOTES = "'\"`´‘’‚“”„«»"
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
@@ -229,7 +232,8 @@ def _closing_quote(tokens: list[Token], at: int) -> int | None:
 
 
 def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `key: value`, `key := value`, `key == value` and `block = {`."""
+    """Reads `key: value`, `key := value`, `key == value`, `block = {`, and the slice `0:8` as the range `0..7`."""
+    tokens = list(tokens)
     kept: list[Token] = []
     for at, token in enumerate(tokens):
         behind = tokens[at + 1] if at + 1 < len(tokens) else None
@@ -238,6 +242,13 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
             message = "`:` has no meaning in a .moe file"
             if behind is not None and behind.kind in ("LBRACE", "EQUAL"):
                 notations.add("MOE0102", *place, message, "leave the `:` out", (*place, ""))
+                continue
+            if kept and kept[-1].kind == "NUMBER" and behind is not None and behind.kind == "NUMBER":
+                last = _last_of_slice(kept[-1], behind)
+                help = f"a range has both ends: write `{kept[-1].text}..{last}`"
+                notations.add("MOE0109", *place, "a range is not a slice", help, (token.start, behind.end, f"..{last}"))
+                kept.append(token._replace(kind=_KINDS[".."], text=".."))
+                tokens[at + 1] = behind._replace(text=last)
                 continue
             blank = " " if notations.source.text[token.start - 1 : token.start] not in (" ", "") else ""
             notations.add("MOE0102", *place, message, "write `=`", (*place, f"{blank}="))
@@ -255,15 +266,45 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
     return kept
 
 
+def _last_of_slice(first: Token, end: Token) -> str:
+    """The last number of `first:end`, which a slice leaves out; `end` itself where nothing comes before it."""
+    whole = first.text.isdecimal() and end.text.isdecimal()
+    return str(int(end.text) - 1) if whole and int(end.text) > int(first.text) else end.text
+
+
+def torch_names(notations: Notations, tokens: list[Token]) -> list[Token]:
+    """Reads `torch.bfloat16` as `bf16`."""
+    kept: list[Token] = []
+    at = 0
+    while at < len(tokens):
+        token, at = tokens[at], at + 1
+        behind = tokens[at : at + 2]
+        if token.text == "torch" and [each.kind for each in behind] == ["UNKNOWN", "NAME"]:
+            start, end = token.start, behind[1].end
+            text = notations.source.text[start:end]
+            if text in WORDS and WORDS[text] != "fp16":  # which is not compiled yet: advising it would mislead
+                message, help = f"`{text}` is PyTorch's name", f"write `{WORDS[text]}`"
+                notations.add("MOE0109", start, end, message, help, (start, end, WORDS[text]))
+                token, at = Token("NAME", WORDS[text], start, end), at + 2
+        kept.append(token)
+    return kept
+
+
 def units(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Joins a number and the unit behind it: `80 GB`, `10 GB/s`, and reads `8 x` as `8 *`."""
+    """Joins a number and the unit behind it: `80 GB`, `10 GB/s`, and reads `8 x` and `8x` as `8 *`."""
     text = notations.source.text
     kept: list[Token] = []
     at = 0
     while at < len(tokens):
         token = tokens[at]
-        number = kept[-1] if kept and kept[-1].kind == "NUMBER" and not kept[-1].text[-1].isalpha() else None
         behind = tokens[at + 1] if at + 1 < len(tokens) else None
+        if token.kind == "NUMBER" and _TIMES.fullmatch(token.text) and behind and behind.kind == "NAME":
+            cut = token.end - 1
+            notations.add("MOE0109", cut, token.end, "`x` multiplies nothing here", "write `*`", (cut, token.end, " *"))
+            kept += [token._replace(text=token.text[:-1], end=cut), Token("STAR", "*", cut, token.end)]
+            at += 1
+            continue
+        number = kept[-1] if kept and kept[-1].kind == "NUMBER" and not kept[-1].text[-1].isalpha() else None
         if number is None or token.kind != "NAME" or token.start == number.end or (behind and behind.kind == "EQUAL"):
             kept.append(token)
         elif token.text in UNITS:

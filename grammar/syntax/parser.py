@@ -220,7 +220,8 @@ class _Parser:
 
     def _advice(self, token: Token) -> str:
         previous = self.values[-1] if self.values else None
-        if token.kind == "NAME" and isinstance(previous, Number | Token) and _is_number(previous):
+        unit = token.kind == "NAME" and nearest(token.text, UNITS) is not None
+        if unit and isinstance(previous, Number | Token) and _is_number(previous):
             return f"a unit comes right after its number: `{previous.text}{token.text}`"
         if token.kind in ("USE", "LET", "STEP"):
             return f"`{token.text}` is a word of the language; another name is needed here"

@@ -34,9 +34,9 @@ def fall_back_as_rank(local_rank: int | None) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-OLD = "moec runs its operators in plain torch, which is slow on this device: the kernels are for Triton 3.6 to 3.9"
+OLD = "moec runs its operators in plain torch, which is slow on this device: the kernels need Triton 3.6 to 3.9"
 OF_MACHINE = [
-    f"{OLD}, this is 3.5.1",
+    f"{OLD}, and 3.5.1 is installed",
     "moec has no float64 kernels for AMD devices; float64 products run in plain torch",
 ]
 OF_MODEL = "moec's kernels are for at most 2048 experts; 2049 run in plain torch"

@@ -36,7 +36,7 @@ def ended(folder: Path, script: str, *launcher: str) -> subprocess.CompletedProc
 
 
 def test_a_script_ends_with_its_own_line_and_no_traceback(tmp_path: Path) -> None:
-    moe_plan(ranks=1).save(tmp_path / "a.plan")
+    moe_plan(ranks=1, ep=1).save(tmp_path / "a.plan")
     done = ended(tmp_path, MISTAKE)
     assert done.returncode == 1
     assert "train.py:3:" in done.stderr
@@ -45,7 +45,7 @@ def test_a_script_ends_with_its_own_line_and_no_traceback(tmp_path: Path) -> Non
 
 
 def test_a_batch_that_is_wrong_on_all_ranks_is_printed_once_under_torchrun(tmp_path: Path) -> None:
-    moe_plan(ranks=2).save(tmp_path / "a.plan")
+    moe_plan(ranks=2, ep=2).save(tmp_path / "a.plan")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = ended(tmp_path, WRONG_BATCH, *launcher)
     assert done.returncode == 1
