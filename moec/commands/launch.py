@@ -10,7 +10,7 @@ from pathlib import Path
 from moec.codegen.launch_command import HOST, PORT, shell_text, torchrun_command
 from moec.codegen.plan import Plan
 from moec.commands.output import document
-from moec.commands.summary import count
+from moec.grammar.amounts import count
 from moec.grammar.diagnostics import DiagnosticError, diagnose
 from moec.passes.place.hosts import Hosts, hosts_of
 

@@ -47,7 +47,7 @@ def text(**values: str) -> str:
         ({"train": "train { batch = 1; sequence = 129 }"}, "MOE0307"),
         ({"embedding": "tokens(padding = 256)"}, "MOE0324"),
         ({"context": ""}, "MOE0308"),
-        ({"context": "", "train": "parallel { ep = 1 }"}, "MOE0308"),
+        ({"context": "", "train": "parallel { tp = 1 }"}, "MOE0308"),
     ],
 )
 def test_a_rule_is_broken_in_a_file(values: dict[str, str], code: str) -> None:
