@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,9 +25,18 @@ OPTIMIZERS = {
 
 
 def job_and_model(optimizer: str, **options: Any) -> tuple[Job, PlanModule]:
-    """A job of one rank that is not entered yet, and its model."""
-    job = moec.launch(moe_plan(ranks=1, ep=1, optimizer=optimizer, **options), device="cpu")
+    """A job of one rank that has begun, and its model; `ending` ends it."""
+    job = moec.launch(moe_plan(ranks=1, ep=1, optimizer=optimizer, **options), device="cpu").__enter__()
     return job, job.build(seed=1)
+
+
+@contextmanager
+def ending(job: Job) -> Iterator[None]:
+    """Ends a job that has begun."""
+    try:
+        yield
+    finally:
+        job.__exit__(None, None, None)
 
 
 def take_steps(job: Job, model: PlanModule, optimizer: Any, steps: int = 2) -> list[float]:

@@ -39,7 +39,7 @@ OF_MACHINE = [
     f"{OLD}, and 3.5.1 is installed",
     "moec has no float64 kernels for AMD devices; float64 products run in plain torch",
 ]
-OF_MODEL = "moec's kernels are for at most 2048 experts; 2049 run in plain torch"
+OF_MODEL = "moec's kernels take at most 2048 experts; a layer of 2049 runs in plain torch"
 
 
 def test_one_rank_warns_that_plain_torch_does_the_work(gloo: GlooPool) -> None:

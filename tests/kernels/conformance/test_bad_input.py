@@ -88,7 +88,11 @@ def test_more_experts_than_kernels_take_run_in_plain_torch_with_one_warning(back
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ours = layer(backend)
-    said = [] if backend is torch_backend else ["moec's kernels are for at most 2048 experts; 2049 run in plain torch"]
+    said = (
+        []
+        if backend is torch_backend
+        else ["moec's kernels take at most 2048 experts; a layer of 2049 runs in plain torch"]
+    )
     assert [str(warning.message) for warning in caught] == said
     for one, exact in zip(ours, layer(torch_backend), strict=True):
         torch.testing.assert_close(one, exact)
@@ -133,7 +137,7 @@ def test_a_dtype_without_kernels_is_refused(place: Place) -> None:
     if place.backend is torch_backend:
         pytest.skip("plain torch takes what torch does")
     x = torch.randn(1, 2, 8).to(place.device, torch.float8_e4m3fn)
-    with pytest.raises(BackendError, match=r"there are no kernels for torch\.float8_e4m3fn"):
+    with pytest.raises(BackendError, match=r"moec has no kernels for torch\.float8_e4m3fn"):
         place.backend.permute(x, torch.zeros(1, 2, 1, dtype=torch.int64, device=place.device), 2)
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS
+from alone import OPTIMIZERS, TOKENS, ending
 from models import moe_plan
 
 import moec
@@ -24,7 +24,7 @@ class Run:
         self, optimizer: str = OPTIMIZERS["adamw"], max_norm: float = 0.1, on_nonfinite: str = "raise"
     ) -> None:
         plan = moe_plan(ranks=1, ep=1, optimizer=optimizer)
-        self.job = moec.launch(plan, device="cpu", on_nonfinite=on_nonfinite)
+        self.job = moec.launch(plan, device="cpu", on_nonfinite=on_nonfinite).__enter__()
         self.models = {"clipped": self.job.build(seed=1), "inside": self.job.build(seed=1)}
         self.optimizers = {name: self.job.optimizer(model) for name, model in self.models.items()}
         self.max_norm = max_norm
@@ -50,7 +50,7 @@ class Run:
 
 
 def train(run: Run, do) -> None:
-    with run.job:
+    with ending(run.job):
         for name, optimizer in run.optimizers.items():
             do(name, run.models[name], optimizer)
     run.require_equal()
@@ -86,7 +86,7 @@ def test_a_norm_that_is_not_finite_has_the_same_effect(norm: float):
         assert not run.clip(name).isfinite()
         update.step()
 
-    with run.job:
+    with ending(run.job):
         for name, optimizer in run.optimizers.items():
             one_step(name, run.models[name], optimizer)
     for one, other in zip(*(model.parameters() for model in run.models.values()), strict=True):
@@ -139,7 +139,7 @@ def test_a_step_looks_for_handed_over_gradients_once_after_a_clipping(monkeypatc
     looked = []
     monkeypatch.setattr(job_module, "take_back", lambda parameters: looked.append(len(list(parameters))))
     run = Run()
-    with run.job:
+    with ending(run.job):
         run.backward("inside")
         run.clip("inside")
         run.optimizers["inside"].step()
@@ -241,7 +241,7 @@ def test_gradients_of_frozen_and_dropped_parameters_stay_away():
 )
 def test_a_gradient_between_clipping_and_step_is_neither_read_nor_changed(use):
     run = Run()
-    with run.job:
+    with ending(run.job):
         run.backward("inside")
         run.clip("inside")
         with pytest.raises(JobError, match="MOE0716"):
@@ -254,7 +254,7 @@ def test_an_optimizer_that_lacks_parameters_or_does_not_fuse_finds_gradients_sca
     some = torch.optim.AdamW(list(model.parameters())[:3], fused=True)
     unfused = torch.optim.AdamW(model.parameters(), fused=False)
     for optimizer in (some, unfused, torch.optim.SGD(model.parameters())):
-        with run.job:
+        with ending(run.job):
             run.backward("inside")
             run.job.clip_grad_norm_(model, 0.1, optimizer=optimizer)
             total = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
@@ -279,7 +279,7 @@ def test_a_scale_of_another_owner_is_kept():
 def test_an_exception_in_the_step_leaves_no_factor_behind():
     run = Run()
     update = run.optimizers["inside"]
-    with run.job:
+    with ending(run.job):
         run.backward("inside")
         run.clip("inside")
         group = update.param_groups[0]
@@ -290,7 +290,7 @@ def test_an_exception_in_the_step_leaves_no_factor_behind():
         update.zero_grad()
         run.backward("inside")
         update.step()
-    with run.job:
+    with ending(run.job):
         run.backward("clipped")
         run.optimizers["clipped"].step()
     run.require_equal()

@@ -4,7 +4,7 @@ import io
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS, job_and_model
+from alone import OPTIMIZERS, TOKENS, ending, job_and_model
 from models import moe_plan
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -24,7 +24,7 @@ DECAYING = OPTIMIZERS | {
 @pytest.mark.parametrize("optimizer", DECAYING)
 def test_a_frozen_parameter_is_not_changed(optimizer: str):
     job, model = job_and_model(DECAYING[optimizer])
-    with job:
+    with ending(job):
         frozen = {name: p for name, p in model.named_parameters() if "layers.1" in name or "embedding" in name}
         for parameter in frozen.values():
             parameter.requires_grad_(False)
@@ -76,7 +76,7 @@ def test_embeddings_head_routers_norms_and_biases_take_muons_adamw():
 @pytest.mark.parametrize("optimizer", DECAYING)
 def test_a_state_saved_without_pickle_of_classes_continues_bit_for_bit(optimizer: str):
     job, model = job_and_model(DECAYING[optimizer])
-    with job:
+    with ending(job):
         update = job.optimizer(model)
 
         def train(steps: int) -> None:
@@ -105,7 +105,7 @@ def test_a_state_saved_without_pickle_of_classes_continues_bit_for_bit(optimizer
 @pytest.mark.parametrize("optimizer", DECAYING)
 def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
     job, model = job_and_model(DECAYING[optimizer], bias="all")
-    with job:
+    with ending(job):
         update = job.optimizer(model)
         job.step(model, TOKENS, TOKENS)
         update.step()
@@ -118,7 +118,7 @@ def test_the_elements_of_the_state_are_those_that_a_plan_counts(optimizer: str):
 @pytest.mark.parametrize("optimizer", ["adafactor", "muon"])
 def test_states_go_through_torchs_checkpoint_helpers(optimizer: str):
     job, model = job_and_model(DECAYING[optimizer])
-    with job:
+    with ending(job):
         update, other = job.optimizer(model), job.optimizer(model)
         job.step(model, TOKENS, TOKENS)
         update.step()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS, job_and_model
+from alone import OPTIMIZERS, TOKENS, ending, job_and_model
 from models import moe_plan
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -30,7 +30,7 @@ def values(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
 @pytest.mark.parametrize("optimizer", ALL)
 def test_scaled_losses_give_the_steps_of_unscaled_ones(optimizer: str):
     job, plain = job_and_model(ALL[optimizer])
-    with job:
+    with ending(job):
         scaled = job.build(seed=1)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         updates = {model: job.optimizer(model) for model in (plain, scaled)}
@@ -67,7 +67,7 @@ def test_a_scaled_gradient_that_is_infinite_changes_nothing(optimizer: str):
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw, bf16", "muon"])
 def test_a_scaler_steps_before_and_after_clipping_in_the_step(optimizer: str):
     job, clipped = job_and_model(ALL[optimizer])
-    with job:
+    with ending(job):
         models = {"before": clipped, "inside": job.build(seed=1)}
         updates = {name: job.optimizer(model) for name, model in models.items()}
         for name, model in models.items():

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from alone import OPTIMIZERS, TOKENS, job_and_model
+from alone import OPTIMIZERS, TOKENS, ending, job_and_model
 from models import moe_plan
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -68,7 +68,7 @@ def test_a_narrow_run_is_near_the_wide_one_and_its_states_take_half(optimizer: s
     losses, sizes = {}, {}
     for state in ("bf16", "fp32"):
         job, model = narrow_job(optimizer, state)
-        with job:
+        with ending(job):
             update = job.optimizer(model)
             train(job, model, update, 8)
             losses[state] = job.step(model, TOKENS, TOKENS).item()
@@ -88,7 +88,7 @@ def test_a_narrow_run_is_near_the_wide_one_and_its_states_take_half(optimizer: s
 @pytest.mark.parametrize("helpers", [False, True], ids=["load_state_dict", "set_state_dict"])
 def test_states_that_torch_widens_on_loading_continue_bit_for_bit(optimizer: str, helpers: bool):
     job, model = narrow_job(optimizer)
-    with job:
+    with ending(job):
         update = job.optimizer(model)
         train(job, model, update, 2)
         weights = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
@@ -118,7 +118,7 @@ def test_clipping_inside_of_a_narrow_step_is_clipping_before_it():
     after = []
     for inside in (True, False):
         job, model = narrow_job("adamw")
-        with job:
+        with ending(job):
             update = job.optimizer(model)
             for _ in range(2):
                 job.step(model, TOKENS, TOKENS)
@@ -148,12 +148,12 @@ def test_the_budget_counts_half_the_states_and_the_chunk_that_a_step_widens():
 @pytest.mark.parametrize("saved", ["bf16", "fp32"])
 def test_a_checkpoint_of_states_in_another_dtype_is_refused_and_nothing_loaded(tmp_path, optimizer: str, saved: str):
     job, model = narrow_job(optimizer, saved)
-    with job:
+    with ending(job):
         update = job.optimizer(model)
         train(job, model, update, 1)
         job.save(tmp_path / "1", model, update).wait()
     job, model = narrow_job(optimizer, {"bf16": "fp32", "fp32": "bf16"}[saved])
-    with job:
+    with ending(job):
         update = job.optimizer(model)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with pytest.raises(JobError, match=r"MOE0806.*(bf16|BF16).*"):
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_states_in_another_dtype_is_refused_and_nothing_loaded(t
 def test_copied_optimizers_update_copied_models():
     for optimizer in NARROW:
         job, model = narrow_job(optimizer)
-        with job:
+        with ending(job):
             update = job.optimizer(model)
             train(job, model, update, 1)
             other, other_update = copy.deepcopy((model, update))
@@ -179,7 +179,7 @@ def test_a_default_dtype_changes_no_state_and_no_loss():
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         job, model = narrow_job("muon")
-        with job:
+        with ending(job):
             update = job.optimizer(model)
             torch.set_default_dtype(dtype)
             try:
@@ -198,7 +198,7 @@ def test_a_closure_gives_the_step_its_gradients(optimizer: str):
     weights = []
     for in_closure in (True, False):
         job, model = narrow_job(optimizer)
-        with job:
+        with ending(job):
             update = job.optimizer(model)
 
             def gradients(job=job, model=model) -> Tensor:

@@ -42,8 +42,8 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
     ("version", "why"),
     [
         (None, r"quack is not installed: pip install 'moec\[quack\]'"),
-        ("0.6.4", "quack must be at least 0.6.5, this is 0.6.4"),
-        ("0.5", "quack must be at least 0.6.5, this is 0.5"),
+        ("0.6.4", "quack must be at least 0.6.5, and 0.6.4 is installed"),
+        ("0.5", "quack must be at least 0.6.5, and 0.5 is installed"),
     ],
 )
 def test_quack_by_name_is_refused_where_it_is_missing_or_too_old(
