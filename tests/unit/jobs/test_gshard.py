@@ -93,5 +93,5 @@ def test_the_file_of_one_layer_is_refused() -> None:
         lower(load_text(layer_text(gate="gshard"), name="ffn.moe").unwrap())
     (found,) = error.value.diagnostics
     assert found.code == "MOE0202"
-    assert found.message.startswith("`gshard` in the file of one `layer`")
+    assert found.message.startswith("moec cannot compile `gshard` in the file of one `layer`")
     assert found.span

@@ -251,7 +251,7 @@ def test_a_layer_by_itself_has_no_ids() -> None:
         compile_source(load_text(text).unwrap())
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code == "MOE0202"
-    assert diagnostic.message.startswith("`hash` in the file of one `layer`")
+    assert diagnostic.message.startswith("moec cannot compile `hash` in the file of one `layer`")
     assert "`model`" in diagnostic.help
 
 

@@ -237,7 +237,7 @@ def test_the_file_of_one_layer_is_refused() -> None:
         lower(found)
     (diagnostic,) = error.value.diagnostics
     assert diagnostic.code == "MOE0202"
-    assert diagnostic.message.startswith("`jitter` in the file of one `layer`")
+    assert diagnostic.message.startswith("moec cannot compile `jitter` in the file of one `layer`")
     assert diagnostic.span
 
 

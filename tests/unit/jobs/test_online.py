@@ -378,7 +378,7 @@ def test_a_layer_by_itself_does_not_know_when_a_step_ends() -> None:
         compile_source(load_text(layer_text(gate=GATE)).unwrap())
     (diagnostic,) = refused.value.diagnostics
     assert diagnostic.code == "MOE0202"
-    assert diagnostic.message.startswith("`bias = online` in the file of one `layer`")
+    assert diagnostic.message.startswith("moec cannot compile `bias = online` in the file of one `layer`")
     assert diagnostic.span is not None
     assert diagnostic.span.source.text[diagnostic.span.start :].startswith("online(")
 
