@@ -62,8 +62,8 @@ _MODEL = (
 )
 
 _OF_ATTENTION = (
-    Row("num_attention_heads:hf,mg,ds n_head:hf n_heads:hf,tt num_heads:hf", f"{_ATTENTION}.mha.heads", "attention = mha(heads = {})", "32", "with fewer key and value heads `gqa(heads = 32, kv_heads = 8)`"),
-    Row("num_key_value_heads:hf num_query_groups:mg n_kv_heads:tt num_kv_heads:hf", f"{_GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {})", "8"),
+    Row("num_attention_heads:hf,mg,ds n_head:hf n_heads:hf,tt num_heads:hf", f"{_ATTENTION}.mha.heads", "attention = mha(heads = {})", "32", "with fewer key and value heads, both numbers go into one `gqa`"),
+    Row("num_key_value_heads:hf num_query_groups:mg n_kv_heads:tt num_kv_heads:hf", f"{_GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {})", "8", "`heads` is your number of attention heads"),
     Row("group_query_attention:mg", _ATTENTION, "attention = gqa(heads = 32, kv_heads = 8)", ""),
     Row("kv_channels:mg attention_head_dim:hf", f"{_GQA}.head_dim", "attention = gqa(heads = 32, kv_heads = 8, head_dim = {})", "128"),
     Row("rope_theta:hf,tt rotary_base:mg rotary_emb_base:hf", f"{_ROPE}.theta", "rope = rope(theta = {})", "1e6", convert=True),
@@ -116,7 +116,7 @@ _OF_MIXTURES = (
     Row("seq_aux_loss_coef:hf seq_aux:hf", f"{_MOE}.balance.sequence_loss.weight", "balance = [sequence_loss(1e-4)]", ""),
     Row("moe_router_load_balancing_type:mg balance_strategy:fm is_gshard_loss:tu", f"{_MOE}.balance", "balance = [switch_loss(0.01)]", "", "of `switch_loss`, `gshard_loss`, `sequence_loss`, `device_loss`, `z_loss`, …; or a gate's `bias = online(1e-3)`"),
     Row("use_residual:ds", f"{_MOE}.residual", "residual = gelu(4096)", "", "the dense path is written out"),
-    Row("n_shared_experts:hf num_shared_experts:tt,hf moe_num_shared_experts:hf", f"{_MOE}.shared", "shared = swiglu(2816)", "", "several shared experts are one of their total width"),
+    Row("n_shared_experts:hf num_shared_experts:tt,hf moe_num_shared_experts:hf", f"{_MOE}.shared", "shared = swiglu(2816)", "", "its width is their number times the width of one"),
     Row("moe_shared_expert_intermediate_size:mg", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({})", "2816", convert=True),
     Row("shared_expert_intermediate_size:hf", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({}, gated = true)", "2816", "Qwen's shared expert has a gate; without one `shared = swiglu(2816)`"),
     Row("moe_shared_expert_gate:mg use_shared_expert_gate:hf", f"{_MOE}.shared.swiglu.gated", "shared = swiglu(2816, gated = true)", ""),

@@ -100,7 +100,7 @@ def load_for(world_size: int, *plans: Plan | Source) -> Plan:
     from moec.grammar.diagnostics import diagnose
     from moec.runtime.uncaught import speak_once
 
-    speak_once(int(os.environ.get("RANK", "0")))  # there is no job yet that would
+    speak_once(int(os.environ.get("RANK") or "0"))  # there is no job yet that would
     require_world_size(world_size)
     reasons = []
     for source in plans:
@@ -296,9 +296,9 @@ def run_passes(spec: Spec, stop_after: str | None = None) -> Compilation:
 
 def _named(source: Plan | Source) -> str:
     """What a message calls it: the path, or the name of the model."""
-    if isinstance(source, Path) or (isinstance(source, str) and "{" not in source):
-        return str(source)
-    return "a text" if isinstance(source, str) else source.subject.name if isinstance(source, Spec) else source.name
+    if isinstance(source, str | Path):
+        return "a text" if isinstance(source, str) and is_text(source) else str(source)
+    return source.subject.name if isinstance(source, Spec) else source.name
 
 
 def _is_folder(source: Source) -> bool:

@@ -23,7 +23,7 @@ launcher has ended this rank."""
 LIBRARIES = tuple(str(Path(sysconfig.get_path(name))) + os.sep for name in ("stdlib", "purelib", "platlib"))
 """Folders whose frames are no lines of the user's."""
 
-_rank = int(os.environ.get("RANK", "0"))
+_rank = int(os.environ.get("RANK") or "0")
 _inner = sys.excepthook
 _installed = False
 

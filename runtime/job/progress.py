@@ -103,7 +103,10 @@ class Progress(Iterable[Any]):
             raise wrong_argument(message, "`done=step / steps`, or leave it out")
         if optimizer is not None:
             given["lr"] = optimizer.param_groups[0]["lr"]
-        self._figures = {name: value.detach() if isinstance(value, Tensor) else value for name, value in given.items()}
+        # Copies: the script may zero a running sum before the display reads it.
+        self._figures = {
+            name: value.detach().clone() if isinstance(value, Tensor) else value for name, value in given.items()
+        }
         self._loads, self._done = self._loads if loads is None else loads, done
         self._moved_to(self._step + 1 if self._index is None else self._index + 1)
 
