@@ -8,6 +8,7 @@ editors run at every keystroke, therefore skips it.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ from typing import NoReturn
 def main() -> NoReturn:
     """The entry point."""
     arguments = sys.argv[1:]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A pipe or terminal that is not UTF-8 shows `\\u2192` for →; stderr does so by itself.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if is_plain_check(arguments):
             sys.exit(check(arguments))

@@ -17,6 +17,7 @@ from moec.cli.completing import FileOrPlan
 @argument("path", "A `.moe` file, or a plan folder.", type=FileOrPlan(files=True, plans=True))
 @lets
 @output_format
+@click.option("--all", "every", is_flag=True, help="Of a file: the defaults too.")
 @click.option("--params", is_flag=True, help="Count parameters: total, active per token, per layer, per rank.")
 @click.option("--rank", type=int, help="Of a plan: this rank's parts and groups.")
 @click.option("--graph", type=click.Choice(("mermaid", "dot")), help="Of a plan: its ops as `mermaid` or `dot`.")
@@ -29,6 +30,7 @@ def inspect(
     path: Path,
     lets: dict[str, str],
     style: str,
+    every: bool,
     params: bool,
     rank: int | None,
     graph: str | None,
@@ -38,7 +40,7 @@ def inspect(
     memory: bool,
     plot: Path | None,
 ) -> None:
-    """Show every value of a file with its source line, or a plan's groups and shards, or count parameters."""
+    """Show what a file sets and where, or a plan's groups and shards, or count parameters."""
     from moec.commands.check import show
 
     as_json = style == "json"
@@ -49,6 +51,10 @@ def inspect(
     views = {"--rank": rank is not None, "--graph": graph is not None}
     views |= {"--kernels": kernels, "--fx": fx, "--memory": memory, "--params": params}
     _require_one_view(path, views)
+    if every and (params or path.is_dir()):
+        raise click.UsageError(
+            "--all is of the values of a file: leave out --params" if params else "--all needs a file"
+        )
     if lets and path.is_dir():
         raise click.UsageError("--let needs a file; a plan was compiled with values of its own")
     if params:
@@ -70,7 +76,7 @@ def inspect(
     else:
         from moec.commands.inspect import run
 
-        show(run(path, lets, style), style)
+        show(run(path, lets, style, all=every), style)
 
 
 def _require_one_view(path: Path, views: Mapping[str, bool]) -> None:

@@ -71,7 +71,8 @@ EXTRAS = {
     ),
     "inspect": Extra(
         {
-            "moec inspect first.moe": "every value and where it was set",
+            "moec inspect first.moe": "what is set, and where",
+            "moec inspect first.moe --all": "the defaults too",
             "moec inspect --params first.moe": "parameters by part",
             "moec inspect first.plan": "meshes, groups and shards",
             "moec inspect --memory first.plan": "the memory of a step",

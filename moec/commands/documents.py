@@ -109,13 +109,23 @@ class LoadedPlan:
 
 
 @document
-class InspectedLine:
-    """A value of a file as `moec inspect FILE` shows it."""
+class InspectedValue:
+    """A value of a file, or the head of a block, as `moec inspect FILE --all` shows it."""
 
     text: str
     """`vocab = 256`, indented by its block."""
-    origin: str
-    """The place that set it, `default`, or empty where that is not known."""
+    origin: Literal["file", "default", "unknown"]
+    """Whether a file, `file`, sets it."""
+    file: str | None
+    """`first.moe`, or `library:clusters/one_rank.moe` for a file of moec's library."""
+    line: int | None
+    """From 1."""
+    column: int | None
+    """From 1."""
+    lets: list[str]
+    """The `--let NAME=VALUE` that changed it, as `NAME=VALUE`."""
+    equal_at: list[str]
+    """Of layers with equal values, shown once: where the others are written (`first.moe:9`)."""
 
 
 @document

@@ -7,6 +7,7 @@ their JSON Schemas to docs/schemas.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import Any, TypeVar, dataclass_transform
@@ -37,7 +38,8 @@ def emit(style: str, lines: Callable[[], Iterable[str]], data: Callable[[], obje
 
 def print_json(data: object) -> None:
     """Prints one JSON document, indented, to stdout. A number that is not finite is written as null."""
-    print(json.dumps(_plain(data), indent=2, ensure_ascii=False, allow_nan=False))
+    unicode = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "").startswith("utf")
+    print(json.dumps(_plain(data), indent=2, ensure_ascii=not unicode, allow_nan=False))
 
 
 def _plain(data: object) -> object:

@@ -17,7 +17,7 @@ DOCUMENTS = {
     "import-hf": "moec.commands.documents:WrittenFile",
     "compile": "moec.commands.compile_document:CompiledPlan",
     "compile-emit": "moec.commands.compile_document:EmittedStage",
-    "inspect-file": "list moec.commands.documents:InspectedLine",
+    "inspect-file": "list moec.commands.documents:InspectedValue",
     "inspect-text": "moec.commands.documents:InspectedText",
     "load": "moec.commands.documents:LoadedPlan",
     "tune": "moec.commands.tune:TunedPlan",

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TextIO
 
-GREEN, RED, RESET = "\x1b[32m", "\x1b[31m", "\x1b[0m"
+GREEN, RED, DIM, RESET = "\x1b[32m", "\x1b[31m", "\x1b[2m", "\x1b[0m"
 PIPE_WIDTH = 100
 """Columns where there is no terminal."""
 NARROWEST = 20

@@ -67,12 +67,42 @@ def test_fmt_leaves_a_file_that_does_not_parse(moec: Run, tmp_path: Path) -> Non
 def test_inspect_says_where_each_value_came_from(moec: Run, starter: Path) -> None:
     text = starter.read_text().replace('device = cpu\n  level "process" { size = 4 }', "from = one_rank; nodes = 4")
     starter.write_text('use "clusters/one_rank"\n' + text)
-    out = moec("inspect", "model.moe", "--let", "experts=16").out
+    out = moec("inspect", "model.moe", "--all", "--let", "experts=16").out
     lines = {line.split("#")[0].strip(): line.split("# ")[1] for line in out.splitlines()}
     assert lines["vocab = 256"] == "model.moe:8"
     assert lines["norm.eps = 1e-5"] == "default"
     assert lines["experts.count = 16"].endswith("--let experts=16")
     assert any(place.startswith("library:") for place in lines.values())
+
+
+def test_inspect_shows_what_is_set_and_no_default(moec: Run, starter: Path) -> None:
+    out = moec("inspect", "model.moe").out
+    assert "  vocab = 256  " in out
+    assert "default" not in out
+    assert "experts.count" not in out, "the line `experts = 8 * swiglu(…)` says it"
+    assert "not given" in moec("inspect", "model.moe", "--all").out
+    assert all(len(line) <= 100 for line in out.splitlines())
+
+
+def test_inspect_shows_equal_layers_of_two_blocks_once(moec: Run, tmp_path: Path) -> None:
+    layers = "{\n attention = mha(heads = 2)\n moe { experts = 4 * gelu(32); gate = topk(2) } }\n"
+    text = 'model "m" {\n vocab = 64; dim = 32; depth = 4\n layers 0..1 ' + layers + " layers 2..3 " + layers + "}\n"
+    (tmp_path / "a.moe").write_text(text + "train { batch = 2; sequence = 8; optimizer = adamw(lr = 1e-2) }\n")
+    heads = [line for line in moec("inspect", "a.moe").out.splitlines() if line.strip().startswith("layers")]
+    assert [line.split() for line in heads] == [["layers", "0..3:", "#", "a.moe:3,", "equal", "at", "a.moe:6"]]
+
+
+def test_inspect_all_needs_a_file_and_its_values(moec: Run, starter: Path) -> None:
+    assert moec("inspect", "model.moe", "--all", "--params").status == 2
+
+
+@pytest.mark.parametrize("options", [(), ("--all",)])
+def test_inspect_of_what_is_no_text_is_a_diagnostic(moec: Run, tmp_path: Path, options: tuple[str, ...]) -> None:
+    (tmp_path / "a.moe").write_bytes(bytes(range(256)))
+    for name in ("a.moe", "missing.moe"):
+        ran = moec("inspect", name, *options)
+        assert (ran.status, ran.out) == (1, "")
+        assert "error MOE" in ran.err or "error[MOE" in ran.err
 
 
 def test_inspect_of_a_file_that_does_not_resolve_says_why(moec: Run, tmp_path: Path) -> None:

@@ -156,7 +156,9 @@ def test_an_option_before_the_command_is_not_ignored(moec: Run, starter: Path) -
 
 def test_every_view_of_inspect_is_a_document(moec: Run, starter: Path) -> None:
     lines = document(moec("inspect", "--json", "model.moe"), "inspect-file")
-    assert {"text": "  vocab = 256", "origin": "model.moe:7"} in lines
+    place = {"file": "model.moe", "line": 7, "column": 13, "lets": [], "equal_at": []}
+    assert {"text": "  vocab = 256", "origin": "file"} | place in lines
+    assert any(line["origin"] == "default" and line["file"] is None for line in lines)
     assert moec("compile", "model.moe").status == 0
     for view, options in (("plan", ()), ("plan", ("--rank", "1")), ("graph", ("--graph", "dot")), ("fx", ("--fx",))):
         found = document(moec("inspect", "--json", "model.plan", *options), "inspect-text")
