@@ -73,8 +73,8 @@ def _layout(lines: list[Line]) -> Iterator[str]:
         yield from before
         if not line.origin:
             yield last
-        elif len(last.ljust(width)) + 4 + len(line.origin) <= room:
-            yield f"{last.ljust(width)}  {dim}# {line.origin}{reset}"
+        elif (left := room - len(line.origin) - 4) >= len(last):  # in its column, or in a narrow terminal before it
+            yield f"{last.ljust(min(width, left))}  {dim}# {line.origin}{reset}"
         else:
             yield last
             for part in textwrap.wrap(line.origin, max(room - len(indent) - 6, 20), break_on_hyphens=False):

@@ -92,6 +92,14 @@ def test_inspect_shows_equal_layers_of_two_blocks_once(moec: Run, tmp_path: Path
     assert [line.split() for line in heads] == [["layers", "0..3:", "#", "a.moe:3,", "equal", "at", "a.moe:6"]]
 
 
+@pytest.mark.parametrize("width", [45, 60])
+def test_inspect_fits_a_narrow_terminal(moec: Run, starter: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    out = moec("inspect", "model.moe").out
+    assert max(len(line) for line in out.splitlines()) <= width
+    assert "  vocab = 256  " in out
+
+
 def test_inspect_all_needs_a_file_and_its_values(moec: Run, starter: Path) -> None:
     assert moec("inspect", "model.moe", "--all", "--params").status == 2
 
