@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from moec.commands.terminal import colored, columns
+from moec.commands.terminal import colored, columns, failure, success
 from moec.grammar.diagnostics import Diagnostic, Edit, Severity, render
 
 STDIN = "<stdin>"
@@ -24,10 +24,10 @@ def run(
     """
     from moec.driver import check
 
-    all_diagnostics: list[Diagnostic] = []
+    found: list[tuple[str, tuple[Diagnostic, ...]]] = []  # of each file; one can be given twice
     for file in files:
         if str(file) == "-":
-            all_diagnostics += _check_stdin(stdin_name, lets)
+            found.append((stdin_name, _check_stdin(stdin_name, lets)))
             continue
         diagnostics = check(file, **lets)
         for _ in range(ROUNDS if fix else 0):
@@ -37,12 +37,24 @@ def run(
                 break
             print(f"{file}: {fixed} fixed", file=sys.stderr)
             diagnostics = again
-        all_diagnostics += diagnostics
+        found.append((str(file), diagnostics))
+    all_diagnostics = [diagnostic for _, diagnostics in found for diagnostic in diagnostics]
     if style == "json":
         print(render(all_diagnostics, style), end="")
     else:
         show(all_diagnostics, style)
+        if sys.stderr.isatty():  # pipes and editors read diagnostics only
+            print("\n".join(_verdict(name, diagnostics) for name, diagnostics in found), file=sys.stderr)
     return 1 if any(d.severity is Severity.ERROR for d in all_diagnostics) else 0
+
+
+def _verdict(name: str, diagnostics: Sequence[Diagnostic]) -> str:
+    """`✓ a.moe`, or `✗ 2 errors, 1 warning in a.moe`; warnings alone are no failure."""
+    errors = sum(diagnostic.severity is Severity.ERROR for diagnostic in diagnostics)
+    numbers = (errors, "error"), (len(diagnostics) - errors, "warning")
+    counts = [f"{number} {what}{'s' * (number > 1)}" for number, what in numbers if number]
+    text = f"{', '.join(counts)} in {name}" if counts else name
+    return failure(text, sys.stderr) if errors else success(text, sys.stderr)
 
 
 def _check_stdin(name: str, lets: Mapping[str, str]) -> tuple[Diagnostic, ...]:

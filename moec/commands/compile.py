@@ -12,6 +12,7 @@ from moec.commands.compile_document import EmittedStage, Stage, compiled
 from moec.commands.output import emit as show_result
 from moec.commands.output import print_json
 from moec.commands.summary import summary
+from moec.commands.terminal import success
 from moec.driver import read, run_passes
 from moec.grammar import to_text
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError
@@ -70,7 +71,7 @@ def run(
     program = compilation.program
     show_result(
         style,
-        lambda: [summary(plan, program, folder, seconds)],
+        lambda: [success(summary(plan, program, folder, seconds))],
         lambda: compiled(plan, program, folder, seconds),
     )
     return loaded.diagnostics

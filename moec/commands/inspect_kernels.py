@@ -12,7 +12,7 @@ from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
 from moec.codegen.kernels.plan_ways import takes_tuned
 from moec.codegen.plan import Plan
 from moec.commands.kernel_listing import Direction, ListedBlock, ListedKernel, Listing
-from moec.commands.table import table
+from moec.commands.table import table, without_empty_columns
 from moec.driver import load
 
 HEAD = (
@@ -93,7 +93,7 @@ def _lines(listing: Listing) -> Iterator[str]:
         yield block.block
         if block.choice is not None:
             yield f"  ways: {block.choice.source}, {block.choice.why}"
-        yield from table([HEAD, *(_cells(listing, block, each) for each in block.kernels)])
+        yield from table(without_empty_columns([HEAD, *(_cells(listing, block, each) for each in block.kernels)]))
         yield from _totals(block)
 
 

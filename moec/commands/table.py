@@ -18,6 +18,12 @@ def table(rows: Sequence[Sequence[str]], numbers: Collection[int] = ()) -> Itera
         yield ("  " + "  ".join(cells)).rstrip()
 
 
+def without_empty_columns(rows: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:
+    """The rows, headings first, without the columns whose cells are all empty, `-` or 0."""
+    kept = [column for column in zip(*rows, strict=True) if any(cell not in ("", "-", "0") for cell in column[1:])]
+    return list(zip(*kept, strict=True))
+
+
 def amount_or_dash(size: float) -> str:
     """`12.9 GB`; `-` for nothing."""
     return amount_of_bytes(size) if size else "-"

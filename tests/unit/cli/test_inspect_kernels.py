@@ -22,7 +22,7 @@ from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.kernels.work import work_of
-from moec.commands.inspect_kernels import inspect_kernels
+from moec.commands.inspect_kernels import HEAD, inspect_kernels
 from moec.commands.kernel_listing import Listing
 from moec.driver import compile as compile_source
 from moec.passes.cost.formulas import experts_work
@@ -58,6 +58,20 @@ EXPERTS = experts_work(
 COUNTED = {"experts": 4, "dim": 64, "hidden": 32, "dtype": "fp32", "gathered": False, "k": 0}
 
 
+def _rows(lines: list[str]) -> list[list[str]]:
+    """The rows under the line of headings, with a dash for each column that is left out."""
+    split = [re.split(r"  +", line.strip()) for line in lines]
+    start = next(index for index, row in enumerate(split) if row[0] == "kernel")
+    titles = split[start]
+    named = [dict(zip(titles, row, strict=True)) for row in split[start + 1 :] if len(row) == len(titles)]
+    return [[row.get(title, "-") for title in HEAD] for row in named]
+
+
+def _cells(lines: list[str]) -> dict[str, list[str]]:
+    """The rows by kernel."""
+    return {row[0]: row for row in _rows(lines)}
+
+
 @pytest.mark.parametrize(
     ("has", "why"),
     [("", "Triton is not installed"), ("3.5.1", "the kernels need Triton 3.6 to 3.9, and 3.5.1 is installed")],
@@ -84,8 +98,8 @@ def test_every_kernel_is_listed_with_what_it_takes_and_what_bounds_it(tmp_path: 
     assert model.startswith("moec cannot predict times for the device toy")
     assert body == "layers[0]"
     assert ways == "  ways: rule, fp32 has one class of tiles"
-    assert titles.split()[0] == "kernel"
-    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in rows}
+    assert not {"spilled", "predicted", "TFLOP/s", "useful"} & set(titles.split()), "nothing stands in them"
+    cells = _cells([titles, *rows])
     assert set(cells) == {
         "route", "route_backward", "count", "scan", "rank", "invert", "combine", "add_parts", "add_rows",
         "table", "up", "up_backward", "up_weights", "down", "down_backward", "down_weights",
@@ -106,7 +120,7 @@ def test_queues_and_places_of_a_capacity_are_listed(tmp_path: Path) -> None:
     folder = compile_source(text).save(tmp_path / "padded.plan")
     done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
     assert done.exit_code == 0, done.output
-    rows = [re.split(r"  +", row.strip()) for row in done.stdout.splitlines()[6:]]
+    rows = _rows(done.stdout.splitlines())
     names = [row[0] for row in rows]
     # Queues of first and second choices, and of all choices; rows in places.
     assert [name for name in names if name in ("count", "scan", "start", "keep", "place")] == [
@@ -127,7 +141,7 @@ def test_a_tuned_plan_says_where_its_tiles_are_from(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
     assert done.exit_code == 0, done.output
     assert "tiles tuned on nvidia_l40s, with Triton 3.6.0\n" in done.stdout
-    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
+    cells = _cells(done.stdout.splitlines())
     assert cells["up"][1:3] == cells["down_weights"][1:3] == ["16x16x16w4s2", "tuned"]
     assert cells["combine"][1:3] == ["-", "-"]
 
@@ -146,7 +160,7 @@ def test_tiles_of_another_device_and_libraries_that_cannot_run_are_not_listed(
     assert done.exit_code == 0, done.output
     taken = device == library
     assert ("not taken on h200" in done.stdout) == (not taken)
-    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
+    cells = _cells(done.stdout.splitlines())
     assert {cells[kernel][2] for kernel in KERNELS} == {"tuned" if taken else "rule"}
     assert "grouped_mm" not in {cells[kernel][1] for kernel in KERNELS}
     assert (cells["down"][1] == "16x16x16w4s2") == taken
@@ -159,7 +173,7 @@ def test_times_are_predicted_on_a_device_with_a_model(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
     assert lines[1] == "predicted times are not calibrated: constants of data sheets, and assumed ones"
-    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in lines if row}
+    cells = _cells(lines)
     assert float(cells["down"][9].removesuffix(" µs")) > float(cells["down"][8].removesuffix(" µs"))
     assert cells["combine"][10:12] == ["-", "-"]
     done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels", "--json"])
@@ -189,7 +203,7 @@ def test_a_library_s_products_are_listed_and_not_compiled(tmp_path: Path) -> Non
     folder = replace(plan, tiles=stored).save(tmp_path / "small.plan")
     done = CliRunner().invoke(app, ["inspect", str(folder), "--kernels"])
     assert done.exit_code == 0, done.output
-    cells = {row.split()[0]: re.split(r"  +", row.strip()) for row in done.stdout.splitlines() if row}
+    cells = _cells(done.stdout.splitlines())
     assert cells["up"][1:7] == cells["up_weights"][1:7] == ["grouped_mm", "tuned", "-", "-", "-", "-"]
     assert float(cells["up"][9].removesuffix(" µs")) > float(cells["up"][8].removesuffix(" µs"))
     assert cells["gather"][7:12] == cells["activate"][7:12] == ["-"] * 5

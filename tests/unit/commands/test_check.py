@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -26,6 +29,22 @@ def test_a_good_file_says_nothing(moec: Run, starter: Path) -> None:
     assert (ran.status, ran.out, ran.err) == (0, "", "")
 
 
+def test_a_terminal_gets_a_verdict_for_each_file(starter: Path) -> None:
+    """Pipes get none: `test_a_good_file_says_nothing`."""
+    text = starter.read_text()
+    starter.with_name("bad.moe").write_text(text.replace("topk", "topq"))
+    terminal, side = os.openpty()
+    command = [sys.executable, "-m", "moec", "check", "model.moe", "bad.moe"]
+    environment = os.environ | {"NO_COLOR": "1", "PYTHONIOENCODING": "utf-8"}
+    ran = subprocess.run(command, cwd=starter.parent, env=environment, stdout=subprocess.PIPE, stderr=side)
+    os.close(side)
+    lines = os.read(terminal, 1 << 16).decode().splitlines()
+    os.close(terminal)
+    assert (ran.returncode, ran.stdout) == (1, b"")
+    assert lines[-2] == "✓ model.moe"
+    assert re.fullmatch(r"✗ \d+ errors? in bad\.moe", lines[-1]), lines
+
+
 def test_the_plain_form_and_the_parsed_one_say_the_same(moec: Run, starter: Path) -> None:
     starter.write_text(starter.read_text().replace("topk", "topq"))
     plain, parsed = moec("check", "model.moe"), moec("check", "--format", "full", "model.moe")
@@ -35,8 +54,6 @@ def test_the_plain_form_and_the_parsed_one_say_the_same(moec: Run, starter: Path
 
 
 def test_check_imports_neither_click_nor_pydantic_nor_torch(starter: Path) -> None:
-    import subprocess
-
     code = (
         "import sys; sys.argv = ['moec', 'check', 'model.moe']\n"
         "from moec.entry import main\n"
