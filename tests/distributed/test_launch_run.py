@@ -129,7 +129,7 @@ def test_the_printed_command_starts_a_plan_on_two_nodes(tmp_path: Path):
     for _ in range(2):
         nodes.append(subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options))
         time.sleep(0.2)
-    told = [node.communicate(timeout=120) for node in nodes]
+    told = [node.communicate(timeout=300) for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], told
     words = sorted(out.split() for out, _ in told)
     assert [word[:2] for word in words] == [["0", "2"], ["1", "2"]]
