@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -43,7 +42,6 @@ def inspect(
     """Show what a file sets and where, or a plan's groups and shards, or count parameters."""
     from moec.commands.check import show
 
-    as_json = style == "json"
     if source and not kernels:
         raise click.UsageError("--source needs --kernels")
     if plot and not memory:
@@ -60,7 +58,7 @@ def inspect(
     if params:
         from moec.commands.inspect_params import run as run_params
 
-        show(run_params(path, lets, as_json), style)
+        show(run_params(path, lets, style), style)
     elif kernels:
         _show_kernels(path, source, style)
     elif fx:
@@ -68,7 +66,7 @@ def inspect(
 
         _show_text("fx", inspect_fx(path).rstrip("\n"), style)
     elif memory:
-        _show_memory(path, plot, as_json)
+        _show_memory(path, plot, style)
     elif path.is_dir():
         from moec.commands.inspect_plan import inspect_plan
 
@@ -98,21 +96,19 @@ def _show_text(view: Literal["plan", "graph", "fx", "source"], text: str, style:
 
 
 def _show_kernels(path: Path, source: bool, style: str) -> None:
-    from moec.commands.inspect_kernels import inspect_kernels, inspect_sources, kernels_json
+    from moec.commands.inspect_kernels import inspect_sources, run
 
     if source:
         _show_text("source", inspect_sources(path), style)
-    elif style == "json":
-        print(json.dumps(kernels_json(path)))
     else:
-        print(inspect_kernels(path))
+        run(path, style)
 
 
-def _show_memory(path: Path, plot: Path | None, as_json: bool) -> None:
-    from moec.commands.inspect_memory import inspect_memory, memory_json, write_plot
+def _show_memory(path: Path, plot: Path | None, style: str) -> None:
+    from moec.commands.inspect_memory import run, write_plot
 
     if plot:
         write_plot(path, plot)
-        click.echo(f"wrote {plot}", err=as_json)  # stdout is the JSON
-    if as_json or not plot:
-        print(json.dumps(memory_json(path)) if as_json else inspect_memory(path))
+        click.echo(f"wrote {plot}", err=style == "json")  # stdout is the JSON
+    if style == "json" or not plot:
+        run(path, style)

@@ -60,12 +60,14 @@ def convert(source: Path, output: Path, plan: Path | None, style: str) -> None:
     opened = None
     if plan is None:
         opened = Checkpoint(source)
-        num_bytes = to_safetensors(opened, output)
+        with progress("converting", of_bytes=True) as bar:
+            num_bytes = to_safetensors(opened, output, bar.advance)
     else:
         from moec.driver import load
 
         require_plan_folder(plan, "--plan", "moec checkpoint convert … --plan {}")
-        num_bytes = from_safetensors(source, output, load(plan), __version__)
+        with progress("converting", of_bytes=True) as bar:
+            num_bytes = from_safetensors(source, output, load(plan), __version__, bar.advance)
     left_out = list(_left_out(opened)) if opened else []
     emit(
         style,

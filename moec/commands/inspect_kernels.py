@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from math import isfinite
 from pathlib import Path
-from typing import Any
 
+from moec.codegen.kernels.model import Prediction
 from moec.codegen.kernels.model_device import complaint
 from moec.codegen.kernels.of_plan import kernel_sources, kernels_of
 from moec.codegen.kernels.plan_ways import takes_tuned
+from moec.codegen.kernels.resources import Resources
 from moec.codegen.plan import Plan
+from moec.commands.inspect_documents import (
+    BlockKernels,
+    CompiledKernel,
+    DirectionTime,
+    KernelBound,
+    KernelEntry,
+    KernelsDocument,
+    KernelTime,
+)
 from moec.commands.kernel_listing import Direction, ListedBlock, ListedKernel, Listing
+from moec.commands.output import emit
 from moec.commands.table import table, without_empty_columns
 from moec.driver import load
 
@@ -50,26 +60,17 @@ def _no_kernels(plan: Plan) -> str:
     return f"{plan.name}: on {plan.spec.cluster.device.name} plain torch runs everything; there are no kernels"
 
 
-def inspect_kernels(path: Path) -> str:
-    """The kernels as text. Compiles each, which takes some seconds; raises `BackendError` if Triton cannot."""
-    plan = load(path)
-    if not kernels_of(plan):
-        return _no_kernels(plan)
-    _require_triton()
-    return "\n".join(_lines(Listing(plan)))
+def run(path: Path, style: str) -> None:
+    """Prints the kernels as text or JSON. Compiles each, which takes some seconds.
 
-
-def kernels_json(path: Path) -> dict[str, Any]:
-    """The same as numbers: seconds, bytes, operations. Raises `BackendError` if Triton cannot compile."""
+    Raises `BackendError` if Triton cannot.
+    """
     plan = load(path)
+    if kernels_of(plan):
+        _require_triton()
     listing = Listing(plan)
-    said: dict[str, Any] = {"plan": plan.name, "device": listing.device.name, "tokens": listing.tokens, "layers": []}
-    if not kernels_of(plan):
-        return said
-    _require_triton()
-    said |= {"target": listing.target, "model": listing.model.origin if listing.model else None}
-    said["layers"] = [_block_json(listing, block) for block in listing.blocks]
-    return said
+    lines = (lambda: _lines(listing)) if kernels_of(plan) else (lambda: iter([_no_kernels(plan)]))
+    emit(style, lines, lambda: _document(listing))
 
 
 def _require_triton() -> None:
@@ -138,43 +139,58 @@ def _totals(block: ListedBlock) -> Iterator[str]:
             yield f"  {direction}: {seconds * 1e3:,.3g} ms predicted, {flops / seconds / 1e12:,.3g} TFLOP/s"
 
 
-def _block_json(listing: Listing, block: ListedBlock) -> dict[str, Any]:
+def _document(listing: Listing) -> KernelsDocument:
+    has_kernels = bool(kernels_of(listing.plan))
+    return KernelsDocument(
+        plan=listing.plan.name,
+        device=listing.device.name,
+        tokens=listing.tokens,
+        target=listing.target if has_kernels else None,
+        model=listing.model.origin if has_kernels and listing.model else None,
+        layers=[_block(block) for block in listing.blocks] if has_kernels else [],
+    )
+
+
+def _block(block: ListedBlock) -> BlockKernels:
     choice = block.choice
-    return {
-        "layer": block.block,
-        "ways": str(choice.ways) if choice else None,
-        "source": choice.source if choice else None,
-        "why": choice.why if choice else None,
-        "rows": block.rows,
-        **{direction: _total_json(block, direction) for direction in DIRECTIONS},
-        "kernels": [_kernel_json(each) for each in block.kernels],
-    }
+    return BlockKernels(
+        layer=block.block,
+        ways=str(choice.ways) if choice else None,
+        source=choice.source if choice else None,
+        why=choice.why if choice else None,
+        rows=block.rows,
+        forward=_direction(block, "forward"),
+        backward=_direction(block, "backward"),
+        kernels=[_kernel(each) for each in block.kernels],
+    )
 
 
-def _total_json(block: ListedBlock, direction: Direction) -> dict[str, float | None]:
-    return {"seconds": _finite(block.predicted(direction)), "flops": block.flops(direction)}
+def _direction(block: ListedBlock, direction: Direction) -> DirectionTime:
+    return DirectionTime(seconds=block.predicted(direction), flops=block.flops(direction))
 
 
-def _finite(seconds: float | None) -> float | None:
-    """None for the infinite time of a tile that does not fit: JSON has no infinity."""
-    return seconds if seconds is not None and isfinite(seconds) else None
+def _kernel(each: ListedKernel) -> KernelEntry:
+    return KernelEntry(
+        kernel=each.kernel,
+        direction=each.direction,
+        line=each.line,
+        way=str(each.way) if each.way else None,
+        compiled=_compiled(each.made) if each.made else None,
+        least=KernelBound(flops=each.work.flops, bytes=each.work.moved) if each.work else None,
+        predicted=_time(each.prediction) if each.prediction else None,
+    )
 
 
-def _kernel_json(each: ListedKernel) -> dict[str, Any]:
-    made, prediction = each.made, each.prediction
-    said: dict[str, Any] = {"kernel": each.kernel, "direction": each.direction, "line": each.line}
-    said["way"] = str(each.way) if each.way else None
-    if made is not None:
-        said |= {"registers": made.registers, "spilled": made.spilled, "shared": made.shared, "blocks": made.blocks}
-    if each.work is not None:
-        said |= {"least_flops": each.work.flops, "least_bytes": each.work.moved}
-    if prediction is not None:
-        said |= {
-            "seconds": _finite(prediction.seconds),
-            "bound": prediction.bound,
-            "parts": dict(prediction.parts),
-            "flops": prediction.flops,
-            "useful": prediction.padding_efficiency,
-            "bytes": prediction.moved,
-        }
-    return said
+def _compiled(made: Resources) -> CompiledKernel:
+    return CompiledKernel(registers=made.registers, spilled=made.spilled, shared=made.shared, blocks=made.blocks)
+
+
+def _time(prediction: Prediction) -> KernelTime:
+    return KernelTime(
+        seconds=prediction.seconds,
+        bound=prediction.bound,
+        parts={**prediction.parts},
+        flops=prediction.flops,
+        useful=prediction.padding_efficiency,
+        bytes=prediction.moved,
+    )

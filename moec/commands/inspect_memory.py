@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from moec.codegen.plan import Plan
+from moec.commands.inspect_documents import LayersMemory, MemoryDevice, MemoryDocument, MemoryMoment
 from moec.commands.memory_plot import svg
+from moec.commands.output import emit
 from moec.commands.summary import peak_line, skew_lines
 from moec.commands.table import amount_or_dash, table
 from moec.driver import load
@@ -21,34 +22,34 @@ BAR = 40
 """Characters of the longest bar."""
 
 
-def inspect_memory(path: Path) -> str:
-    """The tenants at the peak, the distinct layers, and the step's events as bars."""
+def run(path: Path, style: str) -> None:
+    """Prints the tenants at the peak, the distinct layers, and the step's events as bars; or all of it as JSON."""
     plan = load(path)
-    return "\n".join(_text(plan, memory_of(plan.program, plan.spec)))
+    memory = memory_of(plan.program, plan.spec)
+    emit(style, lambda: _text(plan, memory), lambda: _document(plan, memory))
 
 
-def memory_json(path: Path) -> dict[str, Any]:
-    """The same as numbers: bytes, by tenant."""
-    plan = load(path)
-    memory, skew = memory_of(plan.program, plan.spec), largest_skew(plan.program, plan.spec)
-    return {
-        "plan": plan.name,
-        "device": {"name": plan.spec.cluster.device.name, "memory": plan.spec.cluster.device.memory},
-        "peak": _moment(memory.peak),
-        "largest_skew": skew,
-        "moments": [_moment(moment) for moment in memory.moments],
-        "layers": [
-            {
-                "layers": list(layer.numbers),
-                "parameters": layer.weights.masters,
-                "compute copies": layer.weights.copies,
-                "gradients": layer.weights.after,
-                "optimizer": layer.weights.optimizer,
-                "kept for backward": dict(layer.kept.of),
-            }
-            for layer in memory.layers.values()
-        ],
-    }
+def _document(plan: Plan, memory: Memory) -> MemoryDocument:
+    device = plan.spec.cluster.device
+    layers = [
+        LayersMemory(
+            layers=list(layer.numbers),
+            parameters=layer.weights.masters,
+            copies=layer.weights.copies,
+            gradients=layer.weights.after,
+            optimizer=layer.weights.optimizer,
+            kept_for_backward={str(name): size for name, size in layer.kept.of.items()},
+        )
+        for layer in memory.layers.values()
+    ]
+    return MemoryDocument(
+        plan=plan.name,
+        device=MemoryDevice(name=device.name, memory=device.memory),
+        peak=_moment(memory.peak),
+        largest_skew=largest_skew(plan.program, plan.spec),
+        moments=[_moment(moment) for moment in memory.moments],
+        layers=layers,
+    )
 
 
 def write_plot(path: Path, file: Path) -> None:
@@ -61,8 +62,10 @@ def write_plot(path: Path, file: Path) -> None:
         raise DiagnosticError([diagnose("MOE0014", None, f"{file}: {error.strerror}")]) from None
 
 
-def _moment(moment: Moment) -> dict[str, Any]:
-    return {"event": moment.event, "total": moment.bytes.total, "bytes": dict(moment.bytes.of)}
+def _moment(moment: Moment) -> MemoryMoment:
+    return MemoryMoment(
+        event=moment.event, total=moment.bytes.total, bytes={str(name): size for name, size in moment.bytes.of.items()}
+    )
 
 
 def _text(plan: Plan, memory: Memory) -> Iterator[str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
+from moec.commands.inspect_documents import CountedElements, CountedLayers, ParametersDocument
+from moec.commands.output import emit
 from moec.commands.table import table
 from moec.driver import load, read, run_passes
 from moec.grammar.amounts import count
@@ -19,7 +20,7 @@ from moec.passes.place.degrees import choose_degrees
 HEAD = ("part", "total", "active per token", "per rank")
 
 
-def run(path: Path, lets: Mapping[str, str], as_json: bool) -> tuple[Diagnostic, ...]:
+def run(path: Path, lets: Mapping[str, str], style: str) -> tuple[Diagnostic, ...]:
     """Prints the counts of a `.moe` file or a plan folder; returns the warnings. Raises `DiagnosticError`."""
     warnings: tuple[Diagnostic, ...] = ()
     if path.is_dir():
@@ -30,7 +31,7 @@ def run(path: Path, lets: Mapping[str, str], as_json: bool) -> tuple[Diagnostic,
         spec, warnings = loaded.unwrap(), loaded.diagnostics
         program = run_passes(spec, "partition").program  # before `budget`: what does not fit is counted too
     counts = count_parameters(program, spec)
-    print(json.dumps(to_json(spec, counts)) if as_json else "\n".join(to_lines(spec, counts)))
+    emit(style, lambda: to_lines(spec, counts), lambda: counted(spec, counts))
     return warnings
 
 
@@ -49,28 +50,29 @@ def to_lines(spec: Spec, counts: ParameterCounts) -> Iterator[str]:
     yield from table(rows, numbers=(1, 2, 3))
 
 
-def to_json(spec: Spec, counts: ParameterCounts) -> dict[str, Any]:
+def counted(spec: Spec, counts: ParameterCounts) -> ParametersDocument:
     """The same as numbers."""
-    return {
-        "name": spec.subject.name,
-        "notation": counts.notation,
-        "ranks": choose_degrees(spec).ranks,
-        **_numbers(counts.whole),
-        "outside": {name: _numbers(elements) for name, elements in counts.outside.items()},
-        "layers": [
-            {
-                "layers": list(layer.layers),
-                **_numbers(layer.each),
-                "parts": {name: _numbers(elements) for name, elements in layer.parts.items()},
-            }
-            for layer in counts.layers
-        ],
-    }
+    layers = [
+        CountedLayers(
+            layers=list(layer.layers),
+            parts={name: _elements(elements) for name, elements in layer.parts.items()},
+            **asdict(layer.each),
+        )
+        for layer in counts.layers
+    ]
+    return ParametersDocument(
+        name=spec.subject.name,
+        notation=counts.notation,
+        ranks=choose_degrees(spec).ranks,
+        outside={name: _elements(elements) for name, elements in counts.outside.items()},
+        layers=layers,
+        **asdict(counts.whole),
+    )
 
 
 def _row(name: str, elements: Elements) -> tuple[str, ...]:
     return name, f"{elements.total:,}", f"{elements.active:,}", f"{elements.per_rank:,}"
 
 
-def _numbers(elements: Elements) -> dict[str, int]:
-    return {"total": elements.total, "active": elements.active, "per_rank": elements.per_rank}
+def _elements(elements: Elements) -> CountedElements:
+    return CountedElements(**asdict(elements))

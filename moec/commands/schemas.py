@@ -1,4 +1,4 @@
-"""The JSON documents of all commands, and their JSON Schemas (docs/schemas, docs/json.md)."""
+"""The JSON documents of all commands, and their JSON Schemas (docs/schemas)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ DOCUMENTS = {
     "compile-emit": "moec.commands.compile_document:EmittedStage",
     "inspect-file": "list moec.commands.documents:InspectedValue",
     "inspect-text": "moec.commands.documents:InspectedText",
+    "inspect-params": "moec.commands.inspect_documents:ParametersDocument",
+    "inspect-memory": "moec.commands.inspect_documents:MemoryDocument",
+    "inspect-kernels": "moec.commands.inspect_documents:KernelsDocument",
     "load": "moec.commands.documents:LoadedPlan",
     "tune": "moec.commands.tune:TunedPlan",
     "launch": "moec.commands.launch:LaunchDocument",

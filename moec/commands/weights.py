@@ -42,7 +42,7 @@ def export(
     opened = load(plan) if plan else None
     with progress("writing weights", of_bytes=True) as bar:
         done = export_weights(
-            checkpoint, folder, __version__, like=like, plan=opened, model_type=architecture, progress=bar.advance
+            checkpoint, folder, __version__, like=like, plan=opened, model_type=architecture, advance=bar.advance
         )
     _say(done, folder, style)
 
@@ -55,7 +55,8 @@ def upcycle(
     from moec.runtime.huggingface.upcycle import Upcycling
     from moec.runtime.huggingface.upcycle import upcycle as run
 
-    done = run(dense, to_spec(model), output, __version__, Upcycling(noise, split, drop, seed))
+    with progress("writing weights", of_bytes=True) as bar:
+        done = run(dense, to_spec(model), output, __version__, Upcycling(noise, split, drop, seed), bar.advance)
     show(done.notes, style)
     _say(done, output, style)
 

@@ -28,7 +28,15 @@ NARROW = "BF16", "F16"
 """Dtypes whose every value is one of `MASTER`."""
 
 
-def to_safetensors(checkpoint: Checkpoint, target: Path) -> int:
+Advance = Callable[[int], None]
+"""Takes the number of bytes that are newly done, for a bar."""
+
+
+def no_bar(num_bytes: int) -> None:
+    """Shows nothing."""
+
+
+def to_safetensors(checkpoint: Checkpoint, target: Path, advance: Advance = no_bar) -> int:
     """Writes parameters and states, whole, to the new file `target`; returns its bytes. Optimizer and extras stay out.
 
     Reads block by block, each block checked. Raises `JobError` MOE0801, MOE0803, MOE0804.
@@ -43,7 +51,7 @@ def to_safetensors(checkpoint: Checkpoint, target: Path) -> int:
             stream.write(header)
             offset = len(header)
             for name in ordered:
-                _copy(checkpoint, name, entries[name], fresh, stream.fileno(), offset)
+                _copy(checkpoint, name, entries[name], fresh, stream.fileno(), offset, advance)
                 offset += entries[name].num_bytes
             stream.flush()
             os.fsync(stream.fileno())
@@ -56,7 +64,9 @@ def to_safetensors(checkpoint: Checkpoint, target: Path) -> int:
     return offset
 
 
-def _copy(checkpoint: Checkpoint, name: str, entry: Entry, path: Path, file: int, offset: int) -> None:
+def _copy(
+    checkpoint: Checkpoint, name: str, entry: Entry, path: Path, file: int, offset: int, advance: Advance
+) -> None:
     """Copies one tensor to `offset` of the file. Its pages are written back as the system needs memory."""
     if not entry.num_bytes:
         return
@@ -70,11 +80,12 @@ def _copy(checkpoint: Checkpoint, name: str, entry: Entry, path: Path, file: int
         for part in block.copies:
             box = flat[part.first : part.first + math.prod(part.shape)].reshape(part.shape)
             whole[part.target] = box[part.source]
+        advance(len(content))
 
     checkpoint.read(checkpoint.blocks(MODEL + name), place, check=True)
 
 
-def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> int:
+def from_safetensors(source: Path, target: Path, plan: Plan, version: str, advance: Advance = no_bar) -> int:
     """Writes a checkpoint of step 0 at `target` with the tensors of a safetensors file; returns the shard's bytes.
 
     It has the model's tensors alone and loads under any plan of the model; a model that loads it keeps its seed. The
@@ -86,7 +97,7 @@ def from_safetensors(source: Path, target: Path, plan: Plan, version: str) -> in
     tensors = [
         Whole(name, file.places[name].shape, _widened_blocks(file, file.places[name])) for name in sorted(file.places)
     ]
-    return write_new(target, plan, version, tensors)
+    return write_new(target, plan, version, tensors, advance=advance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +126,7 @@ def write_new(
     version: str,
     tensors: Sequence[Whole],
     beside: Callable[[Path], None] = lambda folder: None,
+    advance: Advance = no_bar,
 ) -> int:
     """Writes a checkpoint of step 0 at `target` with the model's tensors alone; returns the shard's bytes.
 
@@ -123,7 +135,7 @@ def write_new(
     """
     temporary = Temporary(target)
     try:
-        written, entries = _write_whole(temporary.path / shard_name(0), tensors)
+        written, entries = _write_whole(temporary.path / shard_name(0), tensors, advance)
         head = {"moec": version, "step": 0, "data_size": 1, "degrees": {}, "optimizer": None}
         index = {
             "tensors": entries, "settings": {STEP.name: 0}, "job_steps": 0, "job_tokens": 0, "optimizer": None,
@@ -140,7 +152,7 @@ def write_new(
     return written.num_bytes
 
 
-def _write_whole(path: Path, tensors: Sequence[Whole]) -> tuple[Written, dict[str, Any]]:
+def _write_whole(path: Path, tensors: Sequence[Whole], advance: Advance) -> tuple[Written, dict[str, Any]]:
     """Writes the one shard of a checkpoint, block by block; returns what it is, and the entries of its index."""
     header = header_of((MODEL + each.name, MASTER, each.shape, each.num_bytes) for each in tensors)
     digests, entries = dict[str, str](), dict[str, Any]()
@@ -151,6 +163,7 @@ def _write_whole(path: Path, tensors: Sequence[Whole]) -> tuple[Written, dict[st
             for block in in_blocks(each.content):
                 found.append(digest(block))
                 stream.write(block)
+                advance(len(block))
             digests[name] = "".join(found)
             entries[name] = empty_entry(MASTER, each.shape, (1,) * len(each.shape))
             entries[name].update(files=[0], digests=[digests[name]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from moec.grammar.huggingface.read import CONFIG, Imported, parsed_config, read_
 from moec.grammar.huggingface.write import config_for
 from moec.grammar.spec import Spec
 from moec.passes.pipeline import compile_program
-from moec.runtime.checkpoint.convert import Whole, shapes_of, write_new
+from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
 from moec.runtime.checkpoint.index import MODEL
 from moec.runtime.checkpoint.mathematics import differences
 from moec.runtime.checkpoint.parts import DTYPES
@@ -35,8 +35,6 @@ from moec.runtime.huggingface.slabs import Slabs, slab_bytes, slabs_of
 from moec.runtime.huggingface.stored import INDEX, stored_in
 from moec.runtime.huggingface.writer import MOST_BYTES, File, Writer, dtypes_of
 
-Progress = Callable[[int], None]
-
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -49,7 +47,7 @@ class Moved:
 
 
 def import_weights(
-    folder: Path, target: Path, version: str, plan: Plan | None = None, progress: Progress = lambda _: None
+    folder: Path, target: Path, version: str, plan: Plan | None = None, advance: Advance = no_bar
 ) -> Moved:
     """Writes the checkpoint `target` of step 0 with the weights of a Hugging Face folder, in fp32.
 
@@ -71,10 +69,8 @@ def import_weights(
         weights = FolderWeights(folder, imported, shapes, plan.spec.model)
     except DiagnosticError as error:
         raise (JobError("MOE0908", remark, OTHER_MODEL) if remark else error) from error
-    tensors = [
-        Whole(name, shape, _content(name, shape, weights, progress)) for name, shape in sorted(weights.shapes.items())
-    ]
-    num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into))
+    tensors = [Whole(name, shape, _content(name, shape, weights)) for name, shape in sorted(weights.shapes.items())]
+    num_bytes = write_new(target, plan, version, tensors, lambda into: keep(folder, into), advance)
     return Moved(num_bytes, len(tensors), notes, weights.left_out)
 
 
@@ -87,12 +83,10 @@ def plan_of(spec: Spec, version: str) -> Plan:
     return make_plan(spec, compile_program(spec).program, version)
 
 
-def _content(name: str, shape: tuple[int, ...], weights: FolderWeights, progress: Progress) -> Iterator[memoryview]:
+def _content(name: str, shape: tuple[int, ...], weights: FolderWeights) -> Iterator[memoryview]:
     """The bytes of a whole parameter in fp32, slab by slab."""
     for rows in slabs_of(shape):
-        slab = weights.rows(name, rows)
-        yield slab_bytes(slab)
-        progress(slab.numel() * 4)
+        yield slab_bytes(weights.rows(name, rows))
 
 
 def export_weights(
@@ -103,7 +97,7 @@ def export_weights(
     like: Path | None = None,
     plan: Plan | None = None,
     model_type: str | None = None,
-    progress: Progress = lambda _: None,
+    advance: Advance = no_bar,
 ) -> Moved:
     """Writes the model of a checkpoint, imported or trained, as the new folder `target` that transformers loads.
 
@@ -144,7 +138,7 @@ def export_weights(
                     slab = read_rows(checkpoint, name, rows, shapes[name])
                     for rule in of_slab:
                         writer.write_part(rule, slabs.parts(name, rows, slab, rule))
-                    progress(slab.numel() * 4)
+                    advance(slab.numel() * 4)
         beside = dict(origin.beside)
         if layout is not None and origin.index is not None:
             beside[INDEX] = origin.index

@@ -28,7 +28,7 @@ from moec.grammar.diagnostics import Diagnostic, Severity, diagnose
 from moec.grammar.huggingface.read import LOCAL, read_config
 from moec.grammar.layer_numbers import ranges
 from moec.grammar.spec import Activated, Model, Moe, Parallel, Spec, TopK
-from moec.runtime.checkpoint.convert import Whole, shapes_of, write_new
+from moec.runtime.checkpoint.convert import Advance, Whole, no_bar, shapes_of, write_new
 from moec.runtime.checkpoint.index import HEAD, MODEL
 from moec.runtime.checkpoint.mathematics import differences
 from moec.runtime.checkpoint.reading import Checkpoint
@@ -67,7 +67,7 @@ class Dense(Protocol):
         ...
 
 
-def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling) -> Moved:
+def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling, advance: Advance = no_bar) -> Moved:
     """Writes the checkpoint `target` of step 0 of the mixture `model` with the weights of the model `dense`.
 
     `dense` is a folder of Hugging Face or a checkpoint of moec. Where `model` has a mixture, `dense` has a feed-forward
@@ -96,7 +96,7 @@ def upcycle(dense: Path, model: Spec, target: Path, version: str, how: Upcycling
     tensors = [
         Whole(name, shape, _content(name, shape, plan, weights, how)) for name, shape in sorted(shapes_of(plan).items())
     ]
-    num_bytes = write_new(target, plan, version, tensors)
+    num_bytes = write_new(target, plan, version, tensors, advance=advance)
     return Moved(num_bytes, len(tensors), (*notes, *_remarks(spec.model, weights)))
 
 

@@ -35,6 +35,7 @@ from moec.runtime.job.forward_checks import (
 )
 from moec.runtime.job.generate import Generated, generate
 from moec.runtime.job.home import Home
+from moec.runtime.job.made_of import MadeOf
 from moec.runtime.job.microbatches import Microbatches
 from moec.runtime.job.plan_layer import Layer, layer_inside
 from moec.runtime.job.sampling import Sampling
@@ -45,17 +46,6 @@ from moec.runtime.job.step_counts import StepCounts
 from moec.runtime.job.top_level import TopLevel
 from moec.runtime.job.weights import Weights
 from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
-
-
-@dataclass(frozen=True, slots=True)
-class MadeOf:
-    """What a module was made of; copies of the module share it."""
-
-    spec: Spec
-    program: Program
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> MadeOf:
-        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +221,7 @@ class PlanModule(nn.Module):
         return generate(self, tokens, max_new_tokens, padding, (eos, stop, pad), sampling, sequences)
 
     def extra_repr(self) -> str:
-        model, place = self._made_of.spec.model, self._home.signature()
-        rank = f", rank {place['rank']} of {place['ranks']}" if place["ranks"] > 1 else ""
-        return f"{model.name}: dim {model.dim}, computes in {model.dtype}{rank}"
+        return self._made_of.in_words(self._home.signature())
 
     def _refuse_late_recomputation(self) -> None:
         """Raises `JobError` if `torch.utils.checkpoint` computes a pass of `job.accumulate` again after its block."""

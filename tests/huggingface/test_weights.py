@@ -422,7 +422,7 @@ import sys, time
 from pathlib import Path
 from moec.runtime.huggingface.checkpoints import import_weights
 print("ready", flush=True)
-import_weights(Path(sys.argv[1]), Path(sys.argv[2]), "test", progress=lambda _: time.sleep(0.05))
+import_weights(Path(sys.argv[1]), Path(sys.argv[2]), "test", advance=lambda _: time.sleep(0.05))
 """
 
 

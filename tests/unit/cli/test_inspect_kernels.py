@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from models import moe_plan
+from pydantic import TypeAdapter
 
 from moec.cli import app
 from moec.codegen.kernels.model_device import DEVICES
@@ -22,7 +23,8 @@ from moec.codegen.kernels.row_shapes import PlacesShape, QueuesShape
 from moec.codegen.kernels.stored_tiles import Entry, StoredTiles
 from moec.codegen.kernels.tiles import KERNELS, Tile, Ways
 from moec.codegen.kernels.work import work_of
-from moec.commands.inspect_kernels import HEAD, inspect_kernels
+from moec.commands.inspect_documents import KernelsDocument
+from moec.commands.inspect_kernels import HEAD, run
 from moec.commands.kernel_listing import Listing
 from moec.driver import compile as compile_source
 from moec.passes.cost.formulas import experts_work
@@ -85,7 +87,7 @@ def test_a_triton_that_cannot_compile_them_is_a_diagnostic(
     else:
         monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(BackendError, match=f"MOE0707.*`moec inspect --kernels` compiles them, but {why}") as refused:
-        inspect_kernels(folder)
+        run(folder, "full")
     assert refused.value.diagnostics[0].help == "install Triton 3.6 to 3.9"
 
 
@@ -180,11 +182,16 @@ def test_times_are_predicted_on_a_device_with_a_model(tmp_path: Path) -> None:
     said = json.loads(done.stdout)
     (layer,) = said["layers"]
     kernels = {each["kernel"]: each for each in layer["kernels"]}
-    down = kernels["down"]
+    TypeAdapter(KernelsDocument).validate_json(done.stdout)
+    down = kernels["down"]["predicted"]
     # 256 rows of 64 x 32, gelu: 4 · 256 · 64 · 32 forward.
-    assert layer["forward"]["flops"] == 4 * 256 * 64 * 32 == down["flops"] + kernels["up"]["flops"]
+    assert layer["forward"]["flops"] == 4 * 256 * 64 * 32 == down["flops"] + kernels["up"]["predicted"]["flops"]
     assert sum(down["parts"].values()) == pytest.approx(down["seconds"])
-    forward = sum(each["seconds"] for each in kernels.values() if each["direction"] == "forward")
+    forward = sum(
+        each["predicted"]["seconds"]
+        for each in kernels.values()
+        if each["predicted"] and each["direction"] == "forward"
+    )
     assert layer["forward"]["seconds"] == pytest.approx(forward)
     assert any(line.startswith(f"  forward: {forward * 1e3:.3g} ms predicted") for line in lines)
     backward = {each["kernel"] for each in kernels.values() if each["direction"] == "backward"}
@@ -235,7 +242,8 @@ def test_the_time_of_a_tile_that_does_not_fit_is_null_as_json_has_no_infinity(tm
     assert "Infinity" not in done.stdout
     (layer,) = json.loads(done.stdout)["layers"]
     (up,) = [each for each in layer["kernels"] if each["kernel"] == "up"]
-    assert (up["seconds"], up["bound"], layer["forward"]["seconds"]) == (None, "does not fit", None)
+    predicted = up["predicted"]
+    assert (predicted["seconds"], predicted["bound"], layer["forward"]["seconds"]) == (None, "does not fit", None)
 
 
 def test_on_processors_there_are_none(tmp_path: Path) -> None:

@@ -163,4 +163,6 @@ def test_every_view_of_inspect_is_a_document(moec: Run, starter: Path) -> None:
     for view, options in (("plan", ()), ("plan", ("--rank", "1")), ("graph", ("--graph", "dot")), ("fx", ("--fx",))):
         found = document(moec("inspect", "--json", "model.plan", *options), "inspect-text")
         assert (found["view"], found["text"] + "\n") == (view, moec("inspect", "model.plan", *options).out)
-    assert json.loads(moec("inspect", "--json", "--params", "model.plan").out)["ranks"] == 4
+    assert document(moec("inspect", "--json", "--params", "model.plan"), "inspect-params")["ranks"] == 4
+    assert document(moec("inspect", "--json", "--memory", "model.plan"), "inspect-memory")["layers"][0]["copies"] >= 0
+    assert document(moec("inspect", "--json", "--kernels", "model.plan"), "inspect-kernels")["layers"] == []

@@ -1,0 +1,60 @@
+"""The line that says how far a command is: drawn in a terminal, gone at the end, and never in a pipe."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_draft import Draft
+
+CLEARED = "\x1b[2K"
+CONTROL = r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]"
+
+
+def drawn(folder: Path, *arguments: str) -> tuple[int, str]:
+    """The exit status of a command, and what it wrote to its stderr, a terminal."""
+    terminal, side = os.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "100", "PYTHONIOENCODING": "utf-8"}
+    command = [sys.executable, "-m", "moec", *arguments]
+    ran = subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=side, check=False)
+    os.close(side)
+    os.set_blocking(terminal, False)
+    try:
+        text = os.read(terminal, 1 << 16).decode()
+    except (BlockingIOError, OSError):  # nothing was written
+        text = ""
+    os.close(terminal)
+    return ran.returncode, text
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    Draft(tmp_path / "100").write()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        (("checkpoint", "verify", "100"), "reading the checkpoint"),
+        (("checkpoint", "convert", "100", "-o", "one.safetensors"), "converting"),
+    ],
+    ids=["verify", "convert"],
+)
+def test_a_terminal_sees_a_line_that_is_gone_at_the_end(
+    checkpoint: Path, arguments: tuple[str, ...], what: str
+) -> None:
+    status, text = drawn(checkpoint, *arguments)
+    assert status == 0
+    assert what in text
+    assert re.sub(CONTROL, "", text.rpartition(CLEARED)[2]) == ""
+
+
+def test_a_pipe_sees_nothing(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "moec", "checkpoint", "verify", "100"]
+    ran = subprocess.run(command, cwd=checkpoint, capture_output=True, check=True)
+    assert ran.stderr == b""
