@@ -188,8 +188,8 @@ WORDS: dict[str, str] = {
     **dict.fromkeys(("silu_glu", "swish_glu", "silu_gated"), "swiglu"),
     **dict.fromkeys(("swish",), "silu"),
     **dict.fromkeys(("squared_relu", "relu_squared", "relu^2"), "relu2"),
-    **dict.fromkeys(("adam", "fused_adam", "adam_w", "fusedadam"), "adamw"),
-    **dict.fromkeys(("top_k", "topk_router", "top2", "top1"), "topk"),
+    **dict.fromkeys(("adam_w",), "adamw"),
+    **dict.fromkeys(("top_k", "topk_router"), "topk"),
     "noisy_top_k": "noisy_topk",
     **dict.fromkeys(("load_balancing_loss", "aux_loss", "load_balance_loss"), "switch_loss"),
     **dict.fromkeys(("seq_aux_loss", "sequence_aux_loss"), "sequence_loss"),
@@ -203,3 +203,14 @@ WORDS: dict[str, str] = {
     **dict.fromkeys(("rotary",), "rope"),
 }
 """Values of other systems, in lower case unless they are Python's, and the word here that means the same."""
+
+_ADAM = "`adamw(weight_decay = 0)` is Adam without weight decay; with it, Adam and AdamW are different optimizers"
+_GELU = "`gelu` here is the exact one, of the error function; moec does not have its approximation by tanh"
+
+NEAR: dict[str, str] = {
+    **dict.fromkeys(("adam", "fused_adam", "fusedadam"), _ADAM),
+    **dict.fromkeys(("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu"), _GELU),
+    "top1": "`topk(1)`, or `switch`, weigh the expert by its probability",
+    "top2": "`topk(2)` weighs two experts by their probabilities, and `topk(2, normalize = true)` divides these by their sum",
+}
+"""Values of other systems that have no equal here, and what is nearest. Nothing is replaced by itself."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from moec.grammar.alias_table import ROWS, SYSTEMS, WORDS
+from moec.grammar.alias_table import NEAR, ROWS, SYSTEMS, WORDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class Alias:
 
     @property
     def block(self) -> str:
-        """The blocks in which `form` stands: `model { layers { moe } }` as "`moe`, in `layers`, in `model`"."""
+        """The blocks in which `form` stands: `model { layers { moe } }` as "`moe` of `layers` of `model`"."""
         blocks = self.path[: self.path.index(self.head)] if self.head in self.path else self.path[:-1]
         return " of ".join(f"`{word}`" for word in reversed(blocks))
 
@@ -93,3 +93,8 @@ def alias(word: str) -> Alias | None:
 def synonym(word: str) -> str | None:
     """The word here for a value of other systems: `bf16` for `bfloat16`."""
     return WORDS.get(word) or WORDS.get(word.lower().replace("-", "_"))
+
+
+def near(word: str) -> str | None:
+    """What to write for a value of other systems that has no equal here; None for others."""
+    return NEAR.get(word.lower().replace("-", "_"))

@@ -9,7 +9,7 @@ from moec.grammar.resolve.parts import Given, Part, report_twice
 from moec.grammar.resolve.scope import BROKEN, Scope
 from moec.grammar.resolve.values import resolve
 from moec.grammar.rules import one_slot
-from moec.grammar.schema import fields
+from moec.grammar.schema import CallKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Layer
 from moec.grammar.spec.base import Node
@@ -142,7 +142,8 @@ class _Reader:
         kind = self.known[word].block
         if kind is None:
             self.incomplete = True
-            help = f"write `{word} = …`"
+            calls = [cls for one in self.known[word].kinds if isinstance(one, CallKind) for cls in one.classes]
+            help = f"write `{word} = {calls[0]}(…)`" if calls else f"write `{word} = …`"
             self.scope.error("MOE0211", block.kind.span, f"`{word}` is a name, not a block", help=help)
             return
         part = read_block(self.scope, kind.cls, block)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from moec.grammar.aliases import synonym
+from moec.grammar.aliases import near, synonym
 from moec.grammar.marks import marked
 from moec.grammar.resolve.numbers import compute, is_arithmetic
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope, Written
@@ -158,6 +158,8 @@ def _unknown_word(
         return scope.error("MOE0206", written, f"`{word}` takes no arguments", help=f"write `{word}`")
     allowed = sorted(_words(kinds) | (set(scope.lets) if isinstance(value, Name) else set()))
     message = f"`{word}` is not known here"
+    if help := near(word):
+        return scope.error("MOE0201", value.span if isinstance(value, Name) else value.name.span, message, help=help)
     if correction is not None:
         text, help = correction
         scope.error("MOE0201", value.span, message, help=help, instead=text)

@@ -259,8 +259,8 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
             )
             continue
         elif token.kind == "EQUAL" and behind is not None and behind.kind == "LBRACE":
-            help = "write the brace right after the word: `moe { … }`"
-            notations.add("MOE0109", *place, "a block takes no `=`", help, (token.start, behind.start, ""))
+            help = "a block has no `=`: `moe { … }`; a value with settings is a call: `optimizer = adamw(lr = 1e-3)`"
+            notations.add("MOE0109", *place, "`=` before a brace", help, (token.start, behind.start, ""))
             continue
         kept.append(token)
     return kept

@@ -85,10 +85,9 @@ def installation() -> Iterator[Finding]:
 
     where = Path(moec.__file__).parent
     yield finding("moec", "ok", str(where))
-    for name in ("torch", "triton", "grammar", "runtime"):
+    for name in ("torch", "triton"):
         shadow = next((path for path in (Path(f"{name}.py"), Path(name, "__init__.py")) if path.is_file()), None)
-        is_checkout = Path("moec", "__init__.py").is_file() and name in ("grammar", "runtime")
-        if shadow is not None and not is_checkout and name in ("torch", "triton"):
+        if shadow is not None:
             help = f"scripts in this folder import it in place of {name}: rename it"
             yield finding(str(shadow), "wrong", f"hides the package {name}", help)
     other = Path("moec", "__init__.py")

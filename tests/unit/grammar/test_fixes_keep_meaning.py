@@ -43,11 +43,17 @@ def test_a_comment_inside_of_a_statement_leaves_it(tmp_path: Path, comment: str,
     [
         ("gelu(32)", "gelu_pytorch_tanh(32)"),  # another function than the exact one
         ("gelu(32)", "gelu_new(32)"),
+        ("topk(2)", "top2"),  # with weights divided by their sum, or without
         ("gate = topk(2)", "gate = topk(2); shared_expert_intermediate_size = 64"),  # Qwen's has a gate
     ],
 )
 def test_a_word_of_other_mathematics_is_not_replaced(tmp_path: Path, ours: str, other: str):
     text = TEXT.replace(ours, other)
+    assert mended(tmp_path, text).read_text() == text
+
+
+def test_adam_is_not_replaced_by_another_optimizer(tmp_path: Path):
+    text = TEXT + "train { batch = 1; sequence = 8; optimizer = adam(lr = 1e-3) }\n"
     assert mended(tmp_path, text).read_text() == text
 
 

@@ -256,7 +256,7 @@ def test_a_chain_of_ten_thousand_lets_is_followed() -> None:
         ({"ffn": "ffn = swiglu(4, hidden = 5)"}, "MOE0204", ""),
         ({"ffn": "ffn = swiglu"}, "MOE0203", "hidden width"),
         ({"ffn": "moe = 4"}, "MOE0211", "`moe { … }`"),
-        ({"ffn": "ffn { }"}, "MOE0211", "`ffn = …`"),
+        ({"ffn": "ffn { }"}, "MOE0211", "`ffn = swiglu(…)`"),
         ({"ffn": 'moe "x" { }'}, "MOE0212", ""),
         ({"ffn": "let x = 1; ffn = gelu(4)"}, "MOE0211", ""),
     ],
