@@ -120,8 +120,8 @@ _OF_MIXTURES = (
     Row("moe_shared_expert_intermediate_size:mg", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({})", "2816", convert=True),
     Row("shared_expert_intermediate_size:hf", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({}, gated = true)", "2816", "Qwen's shared expert has a gate; without one `shared = swiglu(2816)`"),
     Row("moe_shared_expert_gate:mg use_shared_expert_gate:hf", f"{_MOE}.shared.swiglu.gated", "shared = swiglu(2816, gated = true)", ""),
-    Row("moe_layer_freq:mg,hf decoder_sparse_step:hf expert_interval:ds encoder_sparse_step:hf", _MOE, "layers 1..31 step 2 { moe { … } }", "", "the layers are named by their numbers, from 0; a later `layers` block replaces what it names"),
-    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf mlp_only_layers:hf", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "the layers are named by their numbers, from 0; a later `layers` block replaces what it names"),
+    Row("moe_layer_freq:mg,hf decoder_sparse_step:hf expert_interval:ds encoder_sparse_step:hf", _MOE, "layers 1..31 step 2 { moe { … } }", "", "that is every second layer, from layer 1; a later `layers` block replaces what it names"),
+    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf mlp_only_layers:hf", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "that is the first three layers; a later `layers` block replaces what it names"),
 )
 
 _TRAINING = (
@@ -152,7 +152,9 @@ _PARALLEL = (
     Row("offload_optimizer:ds cpu_offload:ds optimizer_cpu_offload:mg", "parallel.offload", "offload = optimizer", ""),
     Row("offload_param:ds", "parallel.offload", "offload = parameters", ""),
     Row("pipeline_schedule:tt pipeline_parallel_schedule:tt", "parallel.schedule", "schedule = {}", "one_f_one_b"),
-    Row("num_gpus:ds world_size:fm num_gpus_per_node:ds num_nodes:mg,ds nproc_per_node:mg", "cluster.nodes", 'cluster "mine" { from = dgx_h100; nodes = 4 }', "", 'the ranks are those of the cluster; `use "clusters/dgx_h100"` declares one of 8'),
+    Row("num_gpus_per_node:ds gpus_per_node:hf nproc_per_node:mg", "cluster.level", 'level "gpu" { size = {} }', "8"),
+    Row("num_nodes:mg,ds nnodes:mg", "cluster.level", 'level "node" { size = {} }', "4", "after the level of the devices in a node; with `from = dgx_h100` it is `nodes = …`"),
+    Row("num_gpus:ds world_size:fm,mg", "", "", "", 'the ranks are those of `cluster`: the product of its levels, as in `level "gpu" { size = 8 }; level "node" { size = 4 }`'),
     Row("a2a_ffn_overlap_degree:tu", "adapt.overlap", "adapt { overlap = {} }", "2"),
     Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", ""),
     Row("adaptive_r:tu parallel_type:tu", "adapt.parallelism", "adapt { parallelism = {} }", "1"),
@@ -206,10 +208,12 @@ WORDS: dict[str, str] = {
 
 _ADAM = "`adamw(weight_decay = 0)` is Adam without weight decay; with it, Adam and AdamW are different optimizers"
 _GELU = "`gelu` here is the exact one, of the error function; moec does not have its approximation by tanh"
+_FP8 = "moec does not train in 8 or 4 bits yet: write `bf16`, or `fp32`"
 
 NEAR: dict[str, str] = {
     **dict.fromkeys(("adam", "fused_adam", "fusedadam"), _ADAM),
     **dict.fromkeys(("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu"), _GELU),
+    **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "e4m3", "mxfp8", "fp4", "nvfp4"), _FP8),
     "top1": "`topk(1)`, or `switch`, weigh the expert by its probability",
     "top2": "`topk(2)` weighs two experts by their probabilities, and `topk(2, normalize = true)` divides these by their sum",
 }

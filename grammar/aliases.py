@@ -58,7 +58,10 @@ class Alias:
         if not self.path:
             return self.note
         place = "" if here or not self.block else f" in {self.block}"
-        name = f"it is called `{self.name}`{place}:" if self.plain else "this is"
+        example = "{}" not in self.form and any(letter.isdigit() for letter in self.form)
+        name = (
+            f"it is called `{self.name}`{place}:" if self.plain else "this is written as in" if example else "this is"
+        )
         text = f"here {name} `{self.written(value)}`{'' if self.plain else place}"
         return f"{text}; {self.note}" if self.note else text
 

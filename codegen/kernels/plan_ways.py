@@ -44,7 +44,7 @@ def target_of(plan: Plan) -> Target:
 
 
 def ways_of(plan: Plan, block: Block, op: Experts, on: Target | None = None) -> Choice:
-    """The ways of an op of experts over its even share of the batch, on the plan's device or on another one.
+    """The ways of an op of experts over its even share of a micro-batch, on the plan's device or on another one.
 
     Tiles that were not tuned there are not taken, nor a library that no such device runs.
     """
@@ -80,8 +80,8 @@ def ways_text(plan: Plan, block: Block, op: Op, on: Target) -> str:
 
 
 def tokens_per_rank(plan: Plan) -> int:
-    """Tokens of the batch (without `train`: one sequence per data-parallel rank), divided by the ranks; at least 1."""
-    return max(1, Workload.of(plan.spec, plan.program).tokens // plan.world_size)
+    """Tokens of a micro-batch (without `train`, of a sequence per data-parallel rank), over the ranks; at least 1."""
+    return max(1, Workload.of_microbatch(plan.spec, plan.program).tokens // plan.world_size)
 
 
 def rows_per_rank(plan: Plan, k: int) -> int:

@@ -116,8 +116,11 @@ def _cluster(scope: Scope, machines: Machines, part: Part | Broken) -> Cluster |
     device = part.given.get(_DEVICE)
     lacks = [] if device else [f"`{_DEVICE}`"]
     lacks += [] if part.blocks.get(_LEVEL) else [f"`{_LEVEL}`"]
-    if lacks and not part.incomplete:
-        scope.error("MOE0203", part.span, f"`cluster` needs {' and '.join(lacks)}")
+    if lacks and not scope.moved.issuperset(word.strip("`") for word in lacks) and not part.incomplete:
+        help = (
+            'for example `device = h100; level "gpu" { size = 8 }`, or `from = dgx_h100` with `use "clusters/dgx_h100"`'
+        )
+        scope.error("MOE0203", part.span, f"`cluster` needs {' and '.join(lacks)}", help=help)
     made = _device(scope, machines, device) if device else BROKEN
     if isinstance(made, Broken) or lacks or not isinstance(text, ClusterText):
         return BROKEN

@@ -180,7 +180,7 @@ def _unknown_word(
     meant = nearest(word, allowed)
     instead = meant if meant is not None and not written.lets and _can_stand(scope, known, value, meant) else None
     target = written if written.lets else place
-    help = advice(word, allowed)
+    help = advice(word, allowed if meant is not None else (_words(kinds) - set(mark.words if mark else ()) or allowed))
     if isinstance(value, Call) and instead is None and any(isinstance(kind, NumberKind) for kind in kinds):
         help = f"write {_expected(kinds)}"  # `zero = stage(2)`: a number is allowed beside the words
     return scope.error("MOE0201", target, message, help=help, instead=instead)

@@ -100,6 +100,8 @@ def _parameter(
             return None
         if index < len(by_position):
             return by_position[index]
+        if index > len(by_position):
+            return None  # the first one too many is diagnosed
         takes = f"`{cls.word}` takes {len(by_position) or 'no'} argument{'s' * (len(by_position) != 1)} without a name"
         names = ", ".join(f"`{word} = …`" for word in known)
         scope.error("MOE0210", argument.span, takes, help=f"by name it takes {names}" if names else "")

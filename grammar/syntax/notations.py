@@ -6,22 +6,18 @@ tokens are replaced by ours: one habit gives one error, and the rest of the file
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from moec.grammar.alias_table import WORDS
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit
 from moec.grammar.source import Source, Span
 from moec.grammar.syntax.tokens import Token
-from moec.grammar.units import UNITS
 
 CHARACTERS = {"–": "-", "−": "-", "—": "-", "×": "*", "·": "*", "…": ".."}
 """Characters of text processors, and the `.moe` characters to write instead."""
 
-_TIMES = re.compile(r"[\d_]+[xX]")
 _KINDS = {"-": "MINUS", "*": "STAR", "..": "__ANON_0"}
 _QUOTES = "'\"`´‘’‚“”„«»"
 _INVISIBLE = "\u00a0\u2007\u202f\u3000\u200b\u200c\u200d\u2060\ufeff"
@@ -270,91 +266,3 @@ def _last_of_slice(first: Token, end: Token) -> str:
     """The last number of `first:end`, which a slice leaves out; `end` itself where nothing comes before it."""
     whole = first.text.isdecimal() and end.text.isdecimal()
     return str(int(end.text) - 1) if whole and int(end.text) > int(first.text) else end.text
-
-
-def torch_names(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `torch.bfloat16` as `bf16`."""
-    kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token, at = tokens[at], at + 1
-        behind = tokens[at : at + 2]
-        if token.text == "torch" and [each.kind for each in behind] == ["UNKNOWN", "NAME"]:
-            start, end = token.start, behind[1].end
-            text = notations.source.text[start:end]
-            if text in WORDS and WORDS[text] != "fp16":  # which is not compiled yet: advising it would mislead
-                message, help = f"`{text}` is PyTorch's name", f"write `{WORDS[text]}`"
-                notations.add("MOE0109", start, end, message, help, (start, end, WORDS[text]))
-                token, at = Token("NAME", WORDS[text], start, end), at + 2
-        kept.append(token)
-    return kept
-
-
-def units(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Joins a number and the unit behind it: `80 GB`, `10 GB/s`, and reads `8 x` and `8x` as `8 *`."""
-    text = notations.source.text
-    kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        token = tokens[at]
-        behind = tokens[at + 1] if at + 1 < len(tokens) else None
-        if token.kind == "NUMBER" and _TIMES.fullmatch(token.text) and behind and behind.kind == "NAME":
-            cut = token.end - 1
-            notations.add("MOE0109", cut, token.end, "`x` multiplies nothing here", "write `*`", (cut, token.end, " *"))
-            kept += [token._replace(text=token.text[:-1], end=cut), Token("STAR", "*", cut, token.end)]
-            at += 1
-            continue
-        number = kept[-1] if kept and kept[-1].kind == "NUMBER" and not kept[-1].text[-1].isalpha() else None
-        if number is None or token.kind != "NAME" or token.start == number.end or (behind and behind.kind == "EQUAL"):
-            kept.append(token)
-        elif token.text in UNITS:
-            rate = text[token.start : token.end + 2]
-            end = token.end + 2 if rate in UNITS and behind and behind.kind == "SLASH" else token.end
-            joined = number.text + text[token.start : end]
-            help = f"a unit comes right after its number: `{joined}`"
-            notations.add(
-                "MOE0101",
-                token.start,
-                end,
-                "a space before the unit",
-                help,
-                (number.end, token.start, ""),
-                habit="units",
-            )
-            kept[-1] = Token("NUMBER", joined, number.start, end)
-            at += 2 if end != token.end else 0
-        elif token.text in ("x", "X") and behind and behind.kind == "NAME":
-            notations.add(
-                "MOE0109",
-                token.start,
-                token.end,
-                "`x` multiplies nothing here",
-                "write `*`",
-                (token.start, token.end, "*"),
-            )
-            kept.append(token._replace(kind="STAR", text="*"))
-        else:
-            kept.append(token)
-        at += 1
-    return kept
-
-
-def betas(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `betas = (0.9, 0.95)`, each of which has a name here."""
-    pattern = ["NAME", "EQUAL", "LPAR", "NUMBER", "COMMA", "NUMBER", "RPAR"]
-    kept: list[Token] = []
-    at = 0
-    while at < len(tokens):
-        part = tokens[at : at + len(pattern)]
-        if tokens[at].text != "betas" or [token.kind for token in part] != pattern:
-            kept.append(tokens[at])
-            at += 1
-            continue
-        name, equal, _, first, comma, second, last = part
-        written = f"beta1 = {first.text}, beta2 = {second.text}"
-        edit = (name.start, last.end, written)
-        notations.add("MOE0109", name.start, last.end, "two values in parentheses", f"write `{written}`", edit)
-        kept += [name._replace(text="beta1"), equal, first, comma]
-        kept += [name._replace(text="beta2"), equal, second]
-        at += len(pattern)
-    return kept

@@ -27,19 +27,21 @@ from moec.driver import load
 
 HEAD = (
     "kernel",
-    "way",
-    "from",
+    "computed by",
     "registers",
     "spilled",
-    "shared",
-    "blocks",
+    "shared memory",
+    "blocks per SM",
     "bound by",
     "at least",
     "predicted",
     "TFLOP/s",
-    "useful",
+    "not padding",
     "line",
 )
+SOURCES = {"tuned": "that `moec tune` measured", "shipped": "that moec ships for this device", "rule": "by a rule"}
+"""What decided how the products are computed, in words."""
+
 DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
@@ -84,18 +86,23 @@ def _require_triton() -> None:
 
 def _lines(listing: Listing) -> Iterator[str]:
     plan, device = listing.plan, listing.device
-    yield f"{plan.name}: kernels of a rank, for {listing.tokens:,} tokens, on {device.name} ({listing.target})"
+    yield f"{plan.name}: kernels of a rank, for {_tokens(listing)}, on {device.name} ({listing.target})"
     if plan.tiles is not None:
-        taken = "" if takes_tuned(plan) else f": not taken on {device.name}"
+        taken = "" if takes_tuned(plan) else f": not used on {device.name}"
         yield f"tiles tuned on {plan.tiles.device}, with Triton {plan.tiles.triton}{taken}"
     yield f"predicted times are {listing.model.origin}" if listing.model else str(complaint(device.name))
     for block in listing.blocks:
         yield ""
         yield block.block
         if block.choice is not None:
-            yield f"  ways: {block.choice.source}, {block.choice.why}"
+            yield f"  tiles and libraries {SOURCES[block.choice.source]}: {block.choice.why}"
         yield from table(without_empty_columns([HEAD, *(_cells(listing, block, each) for each in block.kernels)]))
         yield from _totals(block)
+
+
+def _tokens(listing: Listing) -> str:
+    of_part = "of a micro-batch" if listing.plan.program.microbatches > 1 else ""
+    return f"{listing.tokens:,} tokens {of_part}".rstrip()
 
 
 def _cells(listing: Listing, block: ListedBlock, each: ListedKernel) -> tuple[str, ...]:
@@ -107,7 +114,6 @@ def _cells(listing: Listing, block: ListedBlock, each: ListedKernel) -> tuple[st
     return (
         each.kernel,
         str(each.way or "-"),
-        block.choice.source if block.choice and each.way else "-",
         str(made.registers) if made else "-",
         f"{made.spilled} B" if made and made.spilled else "-",
         f"{made.shared / 1024:.1f} KiB" if made and made.shared else "-",
@@ -128,7 +134,9 @@ def _peak(listing: Listing, block: ListedBlock) -> float | None:
 
 
 def _micro(seconds: float) -> str:
-    return f"{seconds * 1e6:,.1f} µs"
+    """Three digits, or all of those before the point: `0.083 µs`, `962 µs`, `31,116 µs`."""
+    micros = seconds * 1e6
+    return f"{micros:,.0f} µs" if micros >= 100 else f"{micros:.3g} µs"
 
 
 def _totals(block: ListedBlock) -> Iterator[str]:

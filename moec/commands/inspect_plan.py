@@ -17,14 +17,14 @@ from moec.grammar.amounts import count
 from moec.passes.cost.totals import BlockCost
 from moec.passes.cost.weight_traffic import sendings
 from moec.passes.cost.workload import Workload
-from moec.passes.ir import Block, Layout, Op, local_shape, local_slices
+from moec.passes.ir import Block, Layout, Op, Program, local_shape, local_slices
 from moec.passes.ir.interface import layers_by_block
 from moec.passes.ir.mesh import group_name
 from moec.passes.ir.op import layout_of
 from moec.passes.ir.ops import Conversion
 from moec.passes.place.shard_zero import is_zero_gather
 
-HEAD = ("forward", "group", "ranks", "sent per rank", "backward", "sent per rank", "line")
+HEAD = ("forward", "group", "ranks", "sent", "backward", "sent", "line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +66,37 @@ def _plan(plan: Plan) -> Iterator[str]:
         shown = ", ".join(_ranks(ranks) for ranks in lists[:4])
         more = ", …" if len(lists) > 4 else ""
         yield f"  group {name}: {count(len(lists), 'communicator')} of {len(lists[0])}: {shown}{more}"
-    if (parts := plan.program.microbatches) > 1:
-        yield f"  a step has {parts} micro-batches"
-    layers, workload = layers_by_block(plan.program), Workload.of(plan.spec, plan.program).even
+    yield f"  below: what one rank does in a step{_of_microbatches(plan.program)}, and of equal layers one"
+    layers, workload = layers_by_block(plan.program), Workload.of_microbatch(plan.spec, plan.program).even
     for block in plan.program.blocks:
         runs = f", {count(len(layers[block.name]), 'layer')}" if layers[block.name] else ""
         yield ""
         yield f"{block.name}{runs}{f', recomputes {block.recompute}' * (block.recompute != 'none')}"
         cost = BlockCost.of(plan.program, block, workload)
-        yield from _communication([*_collectives(cost), *_parameters(cost, plan.program.microbatches)])
-        yield from work_table(cost)
+        microbatches = plan.program.microbatches
+        yield from _communication([*_collectives(cost, microbatches), *_parameters(cost, microbatches)])
+        yield from work_table(cost, microbatches)
+
+
+def _of_microbatches(program: Program) -> str:
+    parts = program.microbatches
+    return f" of {parts} micro-batches (kept for backward: of one of them)" if parts > 1 else ""
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
     return f"[{', '.join(map(str, ranks))}]" if len(ranks) <= 8 else f"[{ranks[0]}, {ranks[1]}, … {ranks[-1]}]"
 
 
-def _collectives(cost: BlockCost) -> Iterator[Row]:
-    """The conversions of a block, with the bytes that a rank sends for a batch of the file."""
+def _collectives(cost: BlockCost, microbatches: int) -> Iterator[Row]:
+    """The conversions of a block, with the bytes that a rank sends in a step; `cost` is that of a micro-batch."""
     for op, of_op in cost.costs:
         for sent in of_op.sent if not is_zero_gather(op) else ():
             back = " back" if getattr(op, "reverse", False) else ""
             what = f"{op.mnemonic}{back} %{op.results[0].name}"
             group, ranks = group_name(sent.axis, cost.block.experts), cost.workload.meshes.size(sent.axis)
             span = str(op.span) if op.span else ""
-            yield Row(what, group, ranks, sent.forward, sent.backward_op, sent.backward, span)
+            forward, backward = microbatches * sent.forward, microbatches * sent.backward
+            yield Row(what, group, ranks, forward, sent.backward_op, backward, span)
 
 
 def _parameters(cost: BlockCost, microbatches: int) -> Iterator[Row]:

@@ -18,12 +18,14 @@ HEAD = ("op", "FLOPs forward", "FLOPs backward", "kept for backward", "sent", "l
 Line = tuple[str, float, float, float, float, str]
 
 
-def work_table(cost: BlockCost) -> Iterator[str]:
+def work_table(cost: BlockCost, microbatches: int) -> Iterator[str]:
     """The largest ops of a block in order, then the sum of the others, then of all; empty if all are 0.
 
-    A tensor that several ops save counts for the first. Bytes sent are forward and backward together.
+    `cost` is that of a micro-batch. FLOPs and bytes sent, forward and backward together, are those of a step, bytes
+    kept those of a micro-batch. A tensor that several ops save counts for the first.
     """
-    lines = [_line(op, of_op, saved) for (op, of_op), (_, saved) in zip(cost.costs, cost.newly_saved(), strict=True)]
+    saved = [names for _, names in cost.newly_saved()]
+    lines = [_line(op, of_op, names, microbatches) for (op, of_op), names in zip(cost.costs, saved, strict=True)]
     if not any(line[1] or line[3] for line in lines):
         return
     shown = _largest(lines)
@@ -36,10 +38,11 @@ def work_table(cost: BlockCost) -> Iterator[str]:
     yield from table([HEAD, *map(_cells, rows)])
 
 
-def _line(op: Op, cost: Cost, saved: dict[str, float]) -> Line:
+def _line(op: Op, cost: Cost, saved: dict[str, float], microbatches: int) -> Line:
     name = f"{op.mnemonic} %{op.results[0].name}" if op.results else op.mnemonic
-    work, sent = cost.work, sum(each.bytes for each in cost.sent)
-    return name, work.forward.flops, work.backward.flops, sum(saved.values()), sent, str(op.span) if op.span else ""
+    once = (cost.work.forward.flops, cost.work.backward.flops, sum(each.bytes for each in cost.sent))
+    forward, backward, sent = (microbatches * number for number in once)
+    return name, forward, backward, sum(saved.values()), sent, str(op.span) if op.span else ""
 
 
 def _largest(lines: list[Line]) -> set[int]:

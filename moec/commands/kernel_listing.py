@@ -115,7 +115,7 @@ class Listing:
         return tuple(self._block(block, kernels) for block, kernels in by_block.items())
 
     def _block(self, name: str, kernels: list[PlanKernel]) -> ListedBlock:
-        block, workload = self.plan.program.block(name), Workload.of(self.plan.spec, self.plan.program).even
+        block, workload = self.plan.program.block(name), Workload.of_microbatch(self.plan.spec, self.plan.program).even
         costs = [(op, cost.work) for op, cost in BlockCost.of(self.plan.program, block, workload).costs]
         products = next((kernel for kernel in kernels if isinstance(kernel.shape, ProductShape)), None)
         layer = _layer(products) if products is not None else None

@@ -79,9 +79,8 @@ class Memory:
 
 
 def memory_of(program: Program, spec: Spec, workload: Workload | None = None) -> Memory:
-    """The memory of the rank with the most rows, for a batch of `workload`; by default that of the file."""
-    workload = workload or Workload.of(spec, program)
-    workload = replace(workload, batch=-(-workload.batch // program.microbatches))
+    """The memory of the rank with the most rows, for micro-batches of `workload`; by default those of the file."""
+    workload = workload or Workload.of_microbatch(spec, program)
     costs, numbers = costs_of(program, workload), layers_by_block(program)
     layers = {name: LayerMemory.of(costs[name], spec, program.microbatches, of) for name, of in numbers.items() if of}
     return Memory(tuple(_Timeline(program, spec, costs, layers).moments()), layers)
@@ -299,7 +298,7 @@ def largest_skew(program: Program, spec: Spec) -> float | None:
 
     0 if it does not fit under an even load either; None if no load exceeds the device.
     """
-    even = Workload.of(spec, program).even
+    even = Workload.of_microbatch(spec, program).even
 
     def fits(exponent: float) -> bool:
         peak = memory_of(program, spec, replace(even, exponent=exponent)).peak.bytes.total

@@ -51,6 +51,12 @@ class Workload:
             device=spec.cluster.device.kind,
         )
 
+    @classmethod
+    def of_microbatch(cls, spec: Spec, program: Program) -> Workload:
+        """What a rank computes at a time: the batch of `of`, divided by the micro-batches of a step."""
+        whole = cls.of(spec, program)
+        return replace(whole, batch=-(-whole.batch // program.microbatches))
+
     @property
     def even(self) -> Workload:
         """The same batch with every expert equally loaded: the load of an average rank."""

@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def launch(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(f"import os, sys, time\nrank = int(os.environ['RANK'])\n{script}\n")
     command = [sys.executable, "-m", "moec", "launch", "tiny.plan", "--run", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=folder)
 
 
 def test_output_of_ranks_stays_and_nothing_is_added(folder: Path):

@@ -32,7 +32,7 @@ def test_a_killed_run_restarts_by_itself_and_has_the_losses_of_one_that_was_not(
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2"]
     command += [str(EXAMPLES / "resume.py"), *arguments, "--folder", str(tmp_path / "killed"), "--kill-at", "10"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     first, second = re.findall(r"attempt (\d) on 2 ranks begins at step (\d+)", done.stdout)
     assert first == ("0", "0")

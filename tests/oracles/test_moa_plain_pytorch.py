@@ -255,7 +255,7 @@ def test_results_and_gradients_equal_those_of_jetmoe() -> None:
     theirs = torch.func.functional_call(module, named, (h,), {"attention_mask": hidden, "position_embeddings": angles})
     moa = f"moa(heads = {HEADS}, head_dim = {WIDTH}, experts = {GROUPS}, gate = topk({CHOICES}, order = after), "
     found = ours_alone(f"{moa} rope = rope(theta = 100))", weights, h)
-    close = {"rtol": 1e-5, "atol": 1e-6}  # JetMoE computes router logits and angles in float32
+    close = {"rtol": 1e-5, "atol": 1e-5}  # JetMoE computes router logits and angles in float32
     torch.testing.assert_close(found, theirs[0], **close)
     cotangent = torch.randn(found.shape, generator=generator, dtype=torch.float64)
     inputs = [h, *weights.values()]

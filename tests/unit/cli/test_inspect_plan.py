@@ -35,6 +35,24 @@ def test_every_collective_of_a_layer_is_listed_with_group_bytes_and_line(plan: P
     assert "group ep[1..2]: 2 communicators of 2: [0, 1], [2, 3]" in text
 
 
+def test_a_step_of_micro_batches_sends_all_of_them_and_keeps_one(plan: Path, tmp_path: Path):
+    parts = moe_plan(ranks=4, ep=2, batch=8, sequence=8, microbatches=2).save(tmp_path / "parts.plan")
+    whole, halved = (inspect_plan(path, None, None) for path in (plan, parts))
+    assert "what one rank does in a step, and of equal layers one" in whole
+    assert "what one rank does in a step of 2 micro-batches (kept for backward: of one of them)" in halved
+
+    def row(text: str, name: str) -> list[str]:
+        layer = text[text.index("layers[1..2], 2 layers") :]
+        return re.split(r"  +", next(line for line in layer.splitlines() if line.startswith(f"  {name}")).strip())
+
+    assert row(whole, "all_to_all %rows.1") == row(halved, "all_to_all %rows.1")
+    assert row(halved, "exchange_counts")[3] == "64 B"
+    op, *numbers = row(whole, "rms_norm %h ")
+    assert numbers[2] == "2.11 kB"
+    assert row(halved, "rms_norm %h ")[:4] == [op, *numbers[:2], "1.06 kB"]
+    assert row(halved, "expert_mlp")[1:3] == row(whole, "expert_mlp")[1:3]
+
+
 def test_conversions_of_tensor_parallelism_name_their_backward(tmp_path):
     text = inspect_plan(moe_plan(ranks=8, tp=4, ep=4, batch=8).save(tmp_path / "tp.plan"), None, None)
     layer = text[text.index("layers[0], 1 layer") :].split("\n\n")[0]

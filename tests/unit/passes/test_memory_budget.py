@@ -147,7 +147,8 @@ def test_the_busiest_rank_takes_more_and_the_largest_load_that_fits_is_found() -
     spec = load_text(text).unwrap()
     program = compile_program(spec).program
     even, uneven = (
-        memory_of(program, spec, replace(Workload.of(spec, program), exponent=e)).peak.bytes.total for e in (0.0, 1.0)
+        memory_of(program, spec, replace(Workload.of_microbatch(spec, program), exponent=e)).peak.bytes.total
+        for e in (0.0, 1.0)
     )
     assert even < uneven
     assert largest_skew(program, spec) is None  # 4 GiB
