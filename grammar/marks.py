@@ -80,6 +80,11 @@ NUMBERS = "that changes the numbers that the model computes"
 SPEED = "that changes only speed and memory, not the results"
 
 
+def elsewhere(span: Span | None, what: str, help: str) -> Diagnostic:
+    """The diagnostic of something that compiles in another kind of file, which `help` names."""
+    return diagnose("MOE0202", span, f"moec cannot compile {what} yet", help=help)
+
+
 def refused(span: Span | None, what: str, help: str, *, numbers: bool | None = True) -> Diagnostic:
     """The diagnostic of something that is known, and that nothing compiles yet.
 

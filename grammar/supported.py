@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.group_gate_rules import ONE_TEXT
-from moec.grammar.marks import marked, refused
+from moec.grammar.marks import elsewhere, marked, refused
 from moec.grammar.spec import (
     Activated,
     Base,
@@ -153,23 +153,23 @@ def _of_layers(spec: Spec) -> Iterator[Diagnostic]:
         yield refused(spec.parallel.span("tp"), f"`tp = {tp}` in the file of one `layer`", "", numbers=False)
     if not spec.has_model and spec.train is not None and spec.train.replay:
         help = "a layer by itself sees one mixture of its host's; use it in a `model`"
-        yield refused(spec.train.span("replay"), "`replay` in the file of one `layer`", help, numbers=None)
+        yield elsewhere(spec.train.span("replay"), "`replay` in the file of one `layer`", help)
     for layer in () if spec.has_model else (spec.layer,):
         gate = layer.moe.gate
         if needed := gate.inputs():
             drawn = () if gate.draws or "tokens" in needed else gate.random()
             what, span = f"`{drawn[0] if drawn else gate.word}`", gate.span(drawn[0] if drawn else "")
             help = "a layer is given vectors, without ids or numbers of tokens; use this gate in a `model`"
-            yield refused(span, f"{what} in the file of one `layer`", help)
+            yield elsewhere(span, f"{what} in the file of one `layer`", help)
         if isinstance(gate, Smear):
             help = "a layer's experts are left out of what its host sums, and every rank has these; use it in a `model`"
-            yield refused(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
+            yield elsewhere(gate.span(), f"`{gate.word}` in the file of one `layer`", help)
         if layer.moe.order == "random":
             help = "a layer is given vectors, without numbers of tokens; use it in a `model`"
-            yield refused(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
+            yield elsewhere(layer.moe.capacity.span("order"), "`order = random` in the file of one `layer`", help)
         if isinstance(bias := getattr(gate, "bias", None), Online):
             help = "nothing in a plain PyTorch model says when a step ends; use it in a `model`"
-            yield refused(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
+            yield elsewhere(gate.span("bias"), f"`bias = {bias.word}` in the file of one `layer`", help)
 
 
 def _all_mixtures(spec: Spec) -> Iterator[Moe]:

@@ -128,6 +128,8 @@ def _lines(report: DoctorDocument) -> Iterator[str]:
         if one.help:
             yield f"  {'':{width}}  → {one.help}"
     yield ""
+    if any(one.state == "note" for one in report.findings):
+        yield "· not needed, or limited: training works without"
     where = f"on {'GPUs' if report.device == 'cuda' else 'the CPU'}, with {report.backend} operators"
     wrong = [one.name for one in report.findings if one.state == "wrong"]
     yield success(f"training works here, {where}") if report.ok else failure(f"to be fixed: {', '.join(wrong)}")

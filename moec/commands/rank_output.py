@@ -18,7 +18,7 @@ TRACEBACK, VERDICT = "Traceback (most recent call last):", "error[MOE0705]"
 DIAGNOSTIC = "error[MOE"
 LINE = re.compile(r"[^\r\n]*(?:\r\n|\n|\r(?=.))", re.DOTALL)
 """A line, or a state of a progress bar, which another follows in its place."""
-PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 30.0
 """A traceback of a rank that runs on after it is shown after this time."""
 POLL_SECONDS = 0.05
 

@@ -9,6 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from moec.runtime.calls import called
 from moec.runtime.checkpoint.files import shown, written_but
 from moec.runtime.checkpoint.index import HEAD, INDEX, Head, damaged, missing, shard_name
 from moec.runtime.checkpoint.reading import read_head
@@ -20,6 +21,7 @@ ASIDE = ".damaged"
 SET_ASIDE = re.compile(re.escape(ASIDE) + r"(-[0-9]+)?\Z")
 
 
+@called("moec.latest")
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The complete checkpoint in `folder` with the highest step, or None. Needs no torch.
 

@@ -18,6 +18,7 @@ from moec.grammar.huggingface.read import CONFIG, Imported, read_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import as_inferred, config_for, differences
 from moec.grammar.spec import Model
+from moec.runtime.calls import called
 from moec.runtime.checkpoint.parts import part_of
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.fit import require_fit
@@ -29,6 +30,7 @@ from moec.runtime.job.module import PlanModule
 from moec.runtime.job.plan_names import by_plan_names
 
 
+@called("moec.load_hf")
 def load_hf(module: PlanModule, source: str | Path | Mapping[str, Any] | nn.Module) -> None:
     """Copies weights into the parameters and online biases of `module`, the reference or a job's model.
 

@@ -13,6 +13,7 @@ from moec.codegen.plan import states_of
 from moec.grammar.huggingface.read import CONFIG, parsed_config
 from moec.grammar.huggingface.rules import Rule
 from moec.grammar.huggingface.write import config_for
+from moec.runtime.calls import called
 from moec.runtime.checkpoint.temporary import sweep_left_over
 from moec.runtime.errors import JobError
 from moec.runtime.huggingface.kept import carried
@@ -22,6 +23,7 @@ from moec.runtime.job.home import home_of
 from moec.runtime.job.module import PlanModule
 
 
+@called("moec.save_hf")
 def save_hf(
     module: PlanModule,
     folder: str | Path,

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from moec.runtime.calls import called
 from moec.runtime.job.gradients import require_max_norm
 from moec.runtime.job.groups import resolve
 from moec.runtime.job.layer import MoeLayer
@@ -26,6 +27,7 @@ def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if id(parameter) in experts}
 
 
+@called("moec.clip_grad_norm_", max_norm="1.0 is usual")
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """Scales the gradients of `model` to a norm of at most `max_norm`; returns the norm before, equal on every rank.
 

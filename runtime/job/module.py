@@ -17,6 +17,7 @@ from moec.passes.ir import STEP, Program, Role
 from moec.passes.ir.interface import COUNTS, FORWARD, layer_calls, scalar_blocks, taken_role
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime import ops  # noqa: F401  (registers torch.ops.moec.*)
+from moec.runtime.calls import called
 from moec.runtime.errors import JobError
 from moec.runtime.job import unscored
 from moec.runtime.job.backward_pass import in_backward
@@ -186,6 +187,7 @@ class PlanModule(nn.Module):
         whole = loss + aux_loss if self.training and aux_loss is not None else loss
         return ModelOutput(logits, whole, aux_loss, chosen)
 
+    @called("model.generate")
     def generate(
         self,
         tokens: Tensor | Sequence[Tensor],
