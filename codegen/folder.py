@@ -20,9 +20,10 @@ from typing import Any
 from moec.codegen.kernels.stored_tiles import FILE
 from moec.codegen.plan import FORMAT, Plan
 from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.folder_kinds import PLAN, PLAN_TEXT
 from moec.passes.ir.text import print_program
 
-MANIFEST, SPEC, PROGRAM = "plan.json", "spec.moe", "program.ir"
+MANIFEST, SPEC, PROGRAM = PLAN, PLAN_TEXT, "program.ir"
 
 
 class PlanError(DiagnosticError):

@@ -6,12 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from moec.grammar.diagnostics import DiagnosticError, diagnose
+from moec.grammar.folder_kinds import CHECKPOINT, HUGGING_FACE, PLAN, PLAN_TEXT
 from moec.grammar.spec import Spec
 from moec.grammar.suggest import nearest
 from moec.runtime.errors import CallError
-
-PLAN, CHECKPOINT, HUGGING_FACE = "plan.json", "checkpoint.json", "config.json"
-"""The files by which a folder is known."""
 
 
 def is_text(source: str) -> bool:
@@ -142,7 +140,7 @@ def _plans_in(folder: Path) -> list[str]:
 
 
 def _spec(path: Path) -> Path:
-    return path / "spec.moe"
+    return path / PLAN_TEXT
 
 
 def _has(path: Path, name: str) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moec.grammar.diagnostics import Diagnostic, DiagnosticError, Severity, diagnose
+from moec.grammar.folder_kinds import HUGGING_FACE
 from moec.grammar.huggingface.around import TEXT, decoder_config
 from moec.grammar.huggingface.config import Config
 from moec.grammar.huggingface.families import BY_TYPE
@@ -20,7 +21,7 @@ from moec.grammar.spec import Cluster, Device, Level, Model, Spec
 from moec.grammar.suggest import nearest
 from moec.grammar.supported import unsupported
 
-CONFIG = "config.json"
+CONFIG = HUGGING_FACE
 DOCS = "docs/huggingface.md lists every architecture"
 
 INERT = frozenset(

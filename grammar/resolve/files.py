@@ -11,6 +11,7 @@ from pathlib import Path
 
 from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, InternalError, Severity
+from moec.grammar.folder_kinds import CHECKPOINT, HUGGING_FACE, PLAN, PLAN_TEXT
 from moec.grammar.source import Source, Span
 from moec.grammar.suggest import advice, nearest
 from moec.grammar.syntax.parser import parse
@@ -41,12 +42,12 @@ def read_source(path: Path, name: str) -> tuple[Source | None, list[Diagnostic]]
 
 def _what_a_folder_is(path: Path) -> tuple[str, str]:
     """What a folder is in which a file is wanted, and what to do with it."""
-    if (path / "plan.json").is_file():
-        help = f"`moec inspect {path}` and `moec verify {path}` take the plan; its file is {path}/spec.moe"
+    if (path / PLAN).is_file():
+        help = f"`moec inspect {path}` and `moec verify {path}` take the plan; its file is {path}/{PLAN_TEXT}"
         return "this is a plan: it is compiled already", help
-    if (path / "config.json").is_file():
+    if (path / HUGGING_FACE).is_file():
         return "this is a folder of Hugging Face", f"`moec import hf {path}` writes a `.moe` file"
-    if (path / "checkpoint.json").is_file():
+    if (path / CHECKPOINT).is_file():
         return "this is a checkpoint", f"`moec checkpoint inspect {path}` shows it"
     files = _files_in(path)
     return "", f"name a file in it{': ' + ', '.join(f'{path}/{name}' for name in files) if files else ''}"

@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class, get_completion_class
 
+from moec.grammar.folder_kinds import PLAN
+
 SHELLS = ("bash", "zsh", "fish")
 
 BASH = """\
@@ -63,7 +65,7 @@ class FileOrPlan(click.Path):
             CompletionItem(os.path.join(folder, entry.name))
             for entry in _beside(incomplete)
             if (self.files and entry.name.endswith(".moe") and entry.is_file())
-            or (self.plans and os.path.isfile(os.path.join(entry.path, "plan.json")))
+            or (self.plans and os.path.isfile(os.path.join(entry.path, PLAN)))
         ]
         return [*found, CompletionItem(incomplete, type="dir")]
 

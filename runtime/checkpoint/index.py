@@ -21,9 +21,10 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from moec.grammar.folder_kinds import CHECKPOINT
 from moec.runtime.errors import JobError
 
-HEAD, INDEX = "checkpoint.json", "index.json"
+HEAD, INDEX = CHECKPOINT, "index.json"
 TORCH_METADATA = ".metadata"
 """The file that `torch.distributed.checkpoint` writes."""
 MODEL, EXTRAS, RNG = "model/", "extras/", "rng/"
