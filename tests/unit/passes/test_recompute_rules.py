@@ -104,7 +104,7 @@ def test_the_summary_and_inspect_list_both(tmp_path: Path) -> None:
     assert "in 2 micro-batches of 2 sequences per rank" in text
     assert "\n  recompute layer in layer 0\n            experts in layers 1..2\n" in text
     shown = inspect_plan(plan.save(tmp_path / "p.plan"), None, None)
-    assert "a step has 2 micro-batches" in shown
+    assert "in a step of 2 micro-batches (kept for backward: of one of them)" in shown
     assert "layers[1..2], 2 layers, recomputes experts" in shown
     without = moe_plan()
     assert "micro-batch" not in summary(without, without.program, None, 0.0)
