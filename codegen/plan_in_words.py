@@ -56,11 +56,11 @@ def subject_line(spec: Spec) -> str:
 
 
 def degrees_lines(degrees: Degrees) -> list[str]:
-    """`dp 8 (default), edp 2 (default), ep 4`; where layers differ, a line for each of their meshes."""
+    """`dp 8 (default), edp 2, ep 4`; where layers differ, a line for each of their meshes."""
     dense = f"dp {degrees.dp}{_default(degrees.dp_stated)}"
     if degrees.tp > 1:
         dense += f", tp {degrees.tp}"
-    spread = [f"edp {e.edp}{_default(False)}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
+    spread = [f"edp {e.edp}, ep {e.ep}{_default(e.stated)}" for e in degrees.experts]
     if len(spread) > 1:
         of_layers = [f"{numbered(e.layers)}: {text}" for e, text in zip(degrees.experts, spread, strict=True)]
         return [dense, *of_layers]

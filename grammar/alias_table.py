@@ -2,10 +2,12 @@
 
 A row: the names with the systems that use them, the path of the word here, how it is written with `{}` for the value,
 an example of the value, and a note. Without a path there is no such word, and the note says what there is instead.
+Where a value such as `false` is written in another way than the form, `but` says how.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 # A row is a line: the table is read by its columns.
@@ -14,7 +16,10 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """`convert`: the written form means the same wherever the name may stand, so a tool may put it in its place."""
+    """`convert`: the written form means the same wherever the name may stand, so a tool may put it in its place.
+
+    `but` is what to do for some values, in lower case, that the form is not written for.
+    """
 
     names: str
     path: str
@@ -22,6 +27,12 @@ class Row(NamedTuple):
     example: str
     note: str = ""
     convert: bool = False
+    but: Mapping[str, str] = {}
+
+
+def _off(help: str = "leave it out: that is the default here", **others: str) -> dict[str, str]:
+    """What to do where a name is switched off."""
+    return {**dict.fromkeys(("false", "0", "0.0", "none", "null"), help), **others}
 
 
 SYSTEMS = {
@@ -48,13 +59,14 @@ _MODEL = (
     Row("max_position_embeddings:hf,mg n_positions:hf n_ctx:hf max_seq_len:tt context_length:hf block_size:hf", "model.context", "context = {}", "4096"),
     Row("torch_dtype:hf params_dtype:mg training_dtype:tt", "model.dtype", "dtype = {}", "bf16"),
     Row("rms_norm_eps:hf", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", convert=True),
-    Row("layernorm_epsilon:mg layer_norm_eps:hf layer_norm_epsilon:hf norm_epsilon:mg norm_eps:tt", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", "`layer_norm(eps = …)` where the norm has a mean and a bias"),
+    Row("layernorm_epsilon:mg norm_epsilon:mg norm_eps:tt", "model.norm.rms.eps", "norm = rms(eps = {})", "1e-5", "`layer_norm(eps = …)` where the norm has a mean and a bias"),
+    Row("layer_norm_eps:hf layer_norm_epsilon:hf", "model.norm.layer_norm.eps", "norm = layer_norm(eps = {})", "1e-5", convert=True),
     Row("normalization:mg norm_type:hf", "model.norm", "norm = {}", "rms(eps = 1e-5)"),
     Row("tie_word_embeddings:hf share_embeddings_and_output_weights:mg tie_embeddings:hf", "model.embedding.tokens.tied", "embedding = tokens(tied = {})", "true", convert=True),
-    Row("untie_embeddings_and_output_weights:mg", "model.embedding.tokens.tied", "embedding = tokens(tied = false)", "", "untied is the default"),
+    Row("untie_embeddings_and_output_weights:mg", "model.embedding.tokens.tied", "embedding = tokens(tied = false)", "", "untied is the default", but={"true": "leave it out: untied is the default here", "false": "write `embedding = tokens(tied = true)` in `model`"}),
     Row("position_embedding_type:hf,mg", f"{_GQA}.rope", "attention = mha(heads = 32, rope = rope())", "", "`embedding = tokens(positions = learned)` for learned positions; without either there are none"),
-    Row("pad_token_id:hf", "model.embedding.tokens.padding", "embedding = tokens(padding = {})", "0", "only where padding tokens must go to no expert"),
-    Row("eos_token_id:hf bos_token_id:hf", "model.embedding.tokens.separator", "embedding = tokens(separator = {})", "2", "only where several texts are packed in a sequence; else leave it out"),
+    Row("pad_token_id:hf", "model.embedding.tokens.padding", "embedding = tokens(padding = {})", "0", "only where padding tokens must go to no expert", but=_off()),
+    Row("eos_token_id:hf bos_token_id:hf", "model.embedding.tokens.separator", "embedding = tokens(separator = {})", "2", "only where several texts are packed in a sequence; else leave it out", but=_off()),
     Row("embedding_multiplier:hf", "model.embedding.tokens.multiplier", "embedding = tokens(multiplier = {})", "12.0", convert=True),
     Row("image_size:hf", "model.embedding.patches.image", "embedding = patches(image = {}, size = 16)", "224"),
     Row("patch_size:hf", "model.embedding.patches.size", "embedding = patches(image = 224, size = {})", "16"),
@@ -64,18 +76,19 @@ _MODEL = (
 _OF_ATTENTION = (
     Row("num_attention_heads:hf,mg,ds n_head:hf n_heads:hf,tt num_heads:hf", f"{_ATTENTION}.mha.heads", "attention = mha(heads = {})", "32", "with fewer key and value heads, both numbers go into one `gqa`"),
     Row("num_key_value_heads:hf num_query_groups:mg n_kv_heads:tt num_kv_heads:hf", f"{_GQA}.kv_heads", "attention = gqa(heads = 32, kv_heads = {})", "8", "`heads` is your number of attention heads"),
-    Row("group_query_attention:mg", _ATTENTION, "attention = gqa(heads = 32, kv_heads = 8)", ""),
-    Row("kv_channels:mg attention_head_dim:hf", f"{_GQA}.head_dim", "attention = gqa(heads = 32, kv_heads = 8, head_dim = {})", "128"),
-    Row("rope_theta:hf,tt rotary_base:mg rotary_emb_base:hf", f"{_ROPE}.theta", "rope = rope(theta = {})", "1e6", convert=True),
+    Row("group_query_attention:mg", _ATTENTION, "attention = gqa(heads = 32, kv_heads = 8)", "", but=_off()),
+    Row("kv_channels:mg attention_head_dim:hf", f"{_GQA}.head_dim", "attention = gqa(heads = 32, kv_heads = 8, head_dim = {})", "128", but=_off()),
+    Row("rope_theta:hf,tt rotary_base:mg rotary_emb_base:hf rope_base:hf", f"{_ROPE}.theta", "rope = rope(theta = {})", "1e6", convert=True),
     Row("rotary_percent:mg partial_rotary_factor:hf rotary_pct:hf", f"{_ROPE}.fraction", "rope = rope(fraction = {})", "0.5", convert=True),
-    Row("rope_scaling:hf rope_parameters:hf rope_type:hf", f"{_ROPE}.scaling", "rope = rope(scaling = yarn(4, original = 4096))", "", "of `linear`, `ntk`, `yarn`, `llama3` and `longrope`"),
+    Row("rope_scaling:hf rope_parameters:hf rope_type:hf", f"{_ROPE}.scaling", "rope = rope(scaling = yarn(4, original = 4096))", "", "of `linear`, `ntk`, `yarn`, `llama3` and `longrope`", but=_off()),
     Row("rotary_interleaved:mg rope_interleave:hf", f"{_ROPE}.interleaved", "rope = rope(interleaved = {})", "true", convert=True),
-    Row("sliding_window:hf window_size:mg", f"{_GQA}.window", "attention = gqa(heads = 32, kv_heads = 8, window = {})", "4096"),
-    Row("qk_layernorm:mg use_qk_norm:hf", f"{_GQA}.qk_norm", "attention = gqa(heads = 32, kv_heads = 8, qk_norm = head)", ""),
-    Row("attention_bias:hf add_qkv_bias:mg qkv_bias:hf", f"{_GQA}.bias", "attention = gqa(heads = 32, kv_heads = 8, bias = qkv)", "", "`all` for the output projection too; no bias is the default"),
-    Row("softmax_scale:mg attention_multiplier:hf", f"{_GQA}.multiplier", "attention = gqa(heads = 32, kv_heads = 8, multiplier = {})", "0.125"),
-    Row("clip_qkv:hf", f"{_GQA}.clip", "attention = gqa(heads = 32, kv_heads = 8, clip = {})", "8.0"),
-    Row("q_lora_rank:hf,mg,tt", f"{_MLA}.q_rank", _MLA_FORM.replace("kv_rank", "q_rank = {}, kv_rank"), "1536"),
+    Row("sliding_window:hf window_size:mg", f"{_GQA}.window", "attention = gqa(heads = 32, kv_heads = 8, window = {})", "4096", but=_off()),
+    Row("qk_layernorm:mg use_qk_norm:hf", f"{_GQA}.qk_norm", "attention = gqa(heads = 32, kv_heads = 8, qk_norm = head)", "", but=_off()),
+    Row("attention_bias:hf", f"{_GQA}.bias", "attention = gqa(heads = 32, kv_heads = 8, bias = all)", "", "`qkv` where the output projection has none", but=_off()),
+    Row("add_qkv_bias:mg qkv_bias:hf", f"{_GQA}.bias", "attention = gqa(heads = 32, kv_heads = 8, bias = qkv)", "", "`all` for the output projection too", but=_off()),
+    Row("softmax_scale:mg attention_multiplier:hf", f"{_GQA}.multiplier", "attention = gqa(heads = 32, kv_heads = 8, multiplier = {})", "0.125", but=_off()),
+    Row("clip_qkv:hf", f"{_GQA}.clip", "attention = gqa(heads = 32, kv_heads = 8, clip = {})", "8.0", but=_off()),
+    Row("q_lora_rank:hf,mg,tt", f"{_MLA}.q_rank", _MLA_FORM.replace("kv_rank", "q_rank = {}, kv_rank"), "1536", but=_off()),
     Row("kv_lora_rank:hf,mg,tt", f"{_MLA}.kv_rank", _MLA_FORM.replace("512", "{}"), "512"),
     Row("qk_nope_head_dim:hf,tt qk_head_dim:mg", f"{_MLA}.nope_dim", _MLA_FORM.replace("nope_dim = 128", "nope_dim = {}"), "128"),
     Row("qk_rope_head_dim:hf,tt qk_pos_emb_head_dim:mg", f"{_MLA}.rope_dim", _MLA_FORM.replace("64", "{}"), "64"),
@@ -92,36 +105,39 @@ _OF_MIXTURES = (
     Row("norm_topk_prob:hf normalize_gate:tu route_norm:tt moe_router_norm_topk_prob:mg", f"{_GATE}.normalize", "gate = topk(2, normalize = {})", "true"),
     Row("scoring_func:hf score_func:tt moe_router_score_function:mg", f"{_GATE}.score", "gate = topk(2, score = {})", "sigmoid"),
     Row("routed_scaling_factor:hf route_scale:tt moe_router_topk_scaling_factor:mg", f"{_GATE}.scale", "gate = topk(2, scale = {})", "2.5"),
-    Row("moe_router_pre_softmax:mg", f"{_GATE}.order", "gate = topk(2, order = before)", "", "`order = before` where it is true, the default; `order = after` where it is false"),
-    Row("n_group:hf moe_router_num_groups:mg n_expert_groups:tt num_expert_groups:tt", f"{_GATE}.groups", "gate = topk(8, groups = {}, keep_groups = 4)", "8"),
-    Row("topk_group:hf moe_router_group_topk:mg n_limited_groups:tt num_limited_groups:tt", f"{_GATE}.keep_groups", "gate = topk(8, groups = 8, keep_groups = {})", "4"),
-    Row("moe_router_enable_expert_bias:mg use_expert_bias:hf", f"{_GATE}.bias", "gate = topk(8, score = sigmoid, bias = online(1e-3))", ""),
-    Row("moe_router_bias_update_rate:mg load_balance_coeff:tt bias_update_speed:hf", f"{_GATE}.bias.online.rate", "gate = topk(8, score = sigmoid, bias = online({}))", "1e-3"),
-    Row("router_jitter_noise:hf moe_input_jitter_eps:mg jitter_noise:hf input_jitter_noise:hf", f"{_GATE}.jitter", "gate = topk(2, jitter = {})", "0.01"),
-    Row("gate_noise:tu router_noise:hf", f"{_GATE}.noise", "gate = topk(2, noise = {})", "1.0"),
-    Row("noisy_gate_policy:ds", f"{_MOE}.gate.switch.jitter", "gate = switch(jitter = 0.01)", "", "this is `Jitter`; for random noise on the logits `topk(1, noise = 1.0)`, which is Gaussian"),
-    Row("top2_2nd_expert_sampling:ds", f"{_MOE}.gate", "gate = gshard()", ""),
-    Row("batch_prioritized_routing:tu", f"{_MOE}.gate", "gate = batch_priority(2)", ""),
+    Row("moe_router_pre_softmax:mg pre_softmax:mg", f"{_GATE}.order", "gate = topk(2, order = before)", "", "which is the default", but={"false": "write `gate = topk(2, order = after)`: the softmax is over the chosen logits"}),
+    Row("n_group:hf moe_router_num_groups:mg n_expert_groups:tt num_expert_groups:tt", f"{_GATE}.groups", "gate = topk(8, groups = {}, keep_groups = 4)", "8", but=_off()),
+    Row("topk_group:hf moe_router_group_topk:mg n_limited_groups:tt num_limited_groups:tt", f"{_GATE}.keep_groups", "gate = topk(8, groups = 8, keep_groups = {})", "4", but=_off()),
+    Row("moe_router_enable_expert_bias:mg use_expert_bias:hf", f"{_GATE}.bias", "gate = topk(8, score = sigmoid, bias = online(1e-3))", "", but=_off()),
+    Row("moe_router_bias_update_rate:mg load_balance_coeff:tt bias_update_speed:hf", f"{_GATE}.bias.online.rate", "gate = topk(8, score = sigmoid, bias = online({}))", "1e-3", but=_off()),
+    Row("router_jitter_noise:hf moe_input_jitter_eps:mg jitter_noise:hf input_jitter_noise:hf", f"{_GATE}.jitter", "gate = topk(2, jitter = {})", "0.01", but=_off()),
+    Row("gate_noise:tu", f"{_GATE}.noise", "gate = topk(2, noise = 0.125)", "", "Tutel's number divided by the number of experts", but=_off()),
+    Row("router_noise:hf", f"{_GATE}.noise", "gate = topk(2, noise = {})", "1.0", but=_off()),
+    Row("noisy_gate_policy:ds", f"{_MOE}.gate.switch.jitter", "gate = switch(jitter = 0.01)", "", "this is `Jitter`; for random noise on the logits `topk(1, noise = 1.0)`, which is Gaussian", but=_off()),
+    Row("batch_prioritized_routing:tu", f"{_MOE}.gate", "gate = batch_priority(2)", "", but=_off()),
     Row("gate_type:tu moe_router_type:mg router_type:hf", f"{_MOE}.gate", "gate = topk(2)", ""),
-    Row("capacity_factor:ds,tu,fm moe_expert_capacity_factor:mg expert_capacity_factor:hf moe_train_capacity_factor:ds", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", convert=True),
+    Row("capacity_factor:ds,tu,fm moe_expert_capacity_factor:mg expert_capacity_factor:hf moe_train_capacity_factor:ds", f"{_MOE}.capacity.factor.factor", "capacity = factor({})", "1.25", convert=True, but=_off("leave it out: without a capacity no token is dropped")),
     Row("eval_capacity_factor:ds moe_eval_capacity_factor:ds", f"{_MOE}.capacity.factor.eval", "capacity = factor(1.25, eval = {})", "2.0"),
     Row("min_capacity:ds moe_min_capacity:ds", f"{_MOE}.capacity.factor.min", "capacity = factor(1.25, min = {})", "4"),
     Row("expert_capacity:hf", f"{_MOE}.capacity", "capacity = factor(1.25)", "", "a multiple of an equal share, not a number of tokens"),
-    Row("drop_tokens:ds moe_token_dropping:mg token_dropping:hf", f"{_MOE}.capacity", "capacity = dropless", "", "this drops no token, and is the default; with `capacity = factor(1.25)` full experts drop"),
-    Row("use_rts:ds", f"{_MOE}.capacity.factor.order", "capacity = factor(1.25, order = random)", ""),
+    Row("drop_tokens:ds moe_token_dropping:mg token_dropping:hf", f"{_MOE}.capacity", "capacity = factor(1.25)", "", "by which full experts drop tokens", but=_off("leave it out: no token is dropped, as with `capacity = dropless`, the default")),
+    Row("use_rts:ds", f"{_MOE}.capacity.factor.order", "capacity = factor(1.25, order = random)", "", but=_off("leave it out: the order is that of the sequence by default")),
     Row("moe_token_drop_policy:mg", f"{_MOE}.capacity.factor.order", "capacity = factor(1.25, order = priority)", "", "`priority` for Megatron's `probs`, `sequence` for `position`"),
-    Row("moe_pad_expert_input_to_capacity:mg", f"{_MOE}.overflow", "overflow = pad", "", "beside `capacity = factor(…)`"),
-    Row("aux_loss:tu aux_loss_coef:hf router_aux_loss_coef:hf moe_aux_loss_coeff:mg aux_loss_alpha:hf load_balancing_loss_coef:hf aux_loss_weight:tu moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the term is 1 for equal loads and any k; other systems scale it otherwise"),
-    Row("router_z_loss_coef:hf moe_z_loss_coeff:mg z_loss_coef:hf router_z_loss_weight:hf", f"{_MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3"),
-    Row("seq_aux_loss_coef:hf seq_aux:hf", f"{_MOE}.balance.sequence_loss.weight", "balance = [sequence_loss(1e-4)]", ""),
-    Row("moe_router_load_balancing_type:mg balance_strategy:fm is_gshard_loss:tu", f"{_MOE}.balance", "balance = [switch_loss(0.01)]", "", "of `switch_loss`, `gshard_loss`, `sequence_loss`, `device_loss`, `z_loss`, …; or a gate's `bias = online(1e-3)`"),
-    Row("use_residual:ds", f"{_MOE}.residual", "residual = gelu(4096)", "", "the dense path is written out"),
-    Row("n_shared_experts:hf num_shared_experts:tt,hf moe_num_shared_experts:hf", f"{_MOE}.shared", "shared = swiglu(2816)", "", "its width is their number times the width of one"),
-    Row("moe_shared_expert_intermediate_size:mg", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({})", "2816", convert=True),
-    Row("shared_expert_intermediate_size:hf", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({}, gated = true)", "2816", "Qwen's shared expert has a gate; without one `shared = swiglu(2816)`"),
-    Row("moe_shared_expert_gate:mg use_shared_expert_gate:hf", f"{_MOE}.shared.swiglu.gated", "shared = swiglu(2816, gated = true)", ""),
-    Row("moe_layer_freq:mg,hf decoder_sparse_step:hf expert_interval:ds encoder_sparse_step:hf", _MOE, "layers 1..31 step 2 { moe { … } }", "", "that is every second layer, from layer 1; a later `layers` block replaces what it names"),
-    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf mlp_only_layers:hf", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "that is the first three layers; a later `layers` block replaces what it names"),
+    Row("moe_pad_expert_input_to_capacity:mg", f"{_MOE}.overflow", "overflow = pad", "", "beside `capacity = factor(…)`", but=_off()),
+    Row("aux_loss_coef:hf router_aux_loss_coef:hf moe_aux_loss_coeff:mg aux_loss_alpha:hf load_balancing_loss_coef:hf", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "the term is 1 for equal loads and any k; other systems scale it otherwise", but=_off()),
+    Row("aux_loss:tu aux_loss_weight:tu moe_loss_coeff:ds", f"{_MOE}.balance.switch_loss.weight", "balance = [switch_loss({})]", "0.01", "for k = 2 DeepSpeed's and Tutel's is `gshard_loss`, which counts first choices alone", but=_off()),
+    Row("router_z_loss_coef:hf moe_z_loss_coeff:mg z_loss_coef:hf router_z_loss_weight:hf", f"{_MOE}.balance.z_loss.weight", "balance = [z_loss({})]", "1e-3", but=_off()),
+    Row("seq_aux_loss_coef:hf seq_aux:hf", f"{_MOE}.balance.sequence_loss.weight", "balance = [sequence_loss(1e-4)]", "", but=_off()),
+    Row("is_gshard_loss:tu", f"{_MOE}.balance", "balance = [gshard_loss(0.01)]", "", but={"false": "write `balance = [importance_loss(0.005), load_loss(0.005)]`, with half of the weight for each"}),
+    Row("moe_router_load_balancing_type:mg balance_strategy:fm", f"{_MOE}.balance", "balance = [switch_loss(0.01)]", "", "of `switch_loss`, `gshard_loss`, `sequence_loss`, `device_loss`, `z_loss`, …; or a gate's `bias = online(1e-3)`", but=_off()),
+    Row("use_residual:ds", f"{_MOE}.residual", "residual = gelu(4096)", "", "the dense path is written out", but=_off()),
+    Row("n_shared_experts:hf shared_experts:hf num_shared_experts:tt,hf moe_num_shared_experts:hf", f"{_MOE}.shared", "shared = swiglu(2816)", "", "its width is their number times the width of one", but=_off()),
+    Row("moe_shared_expert_intermediate_size:mg", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({})", "2816", convert=True, but=_off()),
+    Row("shared_expert_intermediate_size:hf", f"{_MOE}.shared.swiglu.hidden", "shared = swiglu({}, gated = true)", "2816", "Qwen's shared expert has a gate; without one `shared = swiglu(2816)`", but=_off()),
+    Row("moe_shared_expert_gate:mg use_shared_expert_gate:hf", f"{_MOE}.shared.swiglu.gated", "shared = swiglu(2816, gated = true)", "", but=_off()),
+    Row("moe_layer_freq:mg,hf", _MOE, "layers 0..30 step 2 { moe { … } }", "", "that is every second layer, from layer 0; a later `layers` block replaces what it names", but={"1": "leave it out: `moe` in `layers { … }` is in every layer"}),
+    Row("decoder_sparse_step:hf expert_interval:ds encoder_sparse_step:hf", _MOE, "layers 1..31 step 2 { moe { … } }", "", "that is every second layer, from layer 1; a later `layers` block replaces what it names", but={"1": "leave it out: `moe` in `layers { … }` is in every layer"}),
+    Row("first_k_dense_replace:hf n_dense_layers:tt num_dense_layers:hf mlp_only_layers:hf", "model.layers.ffn", "layers 0..2 { ffn = swiglu(18_432) }", "", "that is the first three layers; a later `layers` block replaces what it names", but=_off()),
 )
 
 _TRAINING = (
@@ -134,7 +150,7 @@ _TRAINING = (
     Row("adam_beta1:hf,mg", "train.optimizer.adamw.beta1", "optimizer = adamw(beta1 = {})", "0.9"),
     Row("adam_beta2:hf,mg", "train.optimizer.adamw.beta2", "optimizer = adamw(beta2 = {})", "0.95"),
     Row("adam_eps:mg adam_epsilon:hf epsilon:hf", "train.optimizer.adamw.eps", "optimizer = adamw(eps = {})", "1e-8"),
-    Row("use_distributed_optimizer:mg", "parallel.zero", "zero = 1", "", "masters and optimizer states are cut over the data-parallel ranks"),
+    Row("use_distributed_optimizer:mg", "parallel.zero", "zero = 1", "", "masters and optimizer states are cut over the data-parallel ranks", but=_off()),
     Row("master_weights:ds main_params_dtype:mg", "train.master", "master = fp32", "", "which is the default"),
 )
 
@@ -144,33 +160,37 @@ _PARALLEL = (
     Row("pipeline_model_parallel_size:mg pipeline_parallel_degree:tt pipeline_parallel_size:hf pp_size:ds", "parallel.pp", "pp = {}", "2"),
     Row("context_parallel_size:mg context_parallel_degree:tt cp_size:mg", "parallel.cp", "cp = {}", "2"),
     Row("expert_tensor_parallel_size:mg expert_tensor_parallel_degree:tt", "parallel.etp", "etp = {}", "2"),
-    Row("enable_expert_tensor_parallelism:ds", "parallel.etp", "etp = 2", ""),
-    Row("data_parallel_size:mg,ds dp_size:ds data_parallel_shard_degree:tt data_parallel_replicate_degree:tt", "parallel.dp", "dp = {}", "8", "left out it is what the ranks leave"),
+    Row("enable_expert_tensor_parallelism:ds", "parallel.etp", "etp = 2", "", but=_off()),
+    Row("data_parallel_size:mg,ds dp_size:ds data_parallel:mg", "parallel.dp", "dp = {}", "8", "left out it is what the ranks leave"),
+    Row("data_parallel_shard_degree:tt data_parallel_replicate_degree:tt", "parallel.dp", "dp = 8", "", "it is the product of both; `zero = 3` cuts the weights over all of it"),
     Row("zero_stage:ds zero_optimization:ds", "parallel.zero", "zero = {}", "2"),
-    Row("recompute_granularity:mg", "parallel.recompute", "recompute = layer", "", "`layer` for Megatron's `full`; `experts` computes only the experts again"),
-    Row("gradient_checkpointing:hf activation_checkpointing:ds,tt activation_checkpoint:tt recompute_activations:mg", "parallel.recompute", "recompute = layer", "", "or `experts`, or `none`, which is the default"),
-    Row("offload_optimizer:ds cpu_offload:ds optimizer_cpu_offload:mg", "parallel.offload", "offload = optimizer", ""),
-    Row("offload_param:ds", "parallel.offload", "offload = parameters", ""),
+    Row("fsdp:tt fully_shard:tt", "parallel.zero", "zero = 3", "", "it cuts weights, gradients and optimizer states over the data-parallel ranks", but=_off()),
+    Row("recompute_granularity:mg", "parallel.recompute", "recompute = layer", "", "`layer` for Megatron's `full`; `experts` computes only the experts again", but=_off()),
+    Row("gradient_checkpointing:hf activation_checkpointing:ds,tt activation_checkpoint:tt recompute_activations:mg", "parallel.recompute", "recompute = layer", "", "or `experts`, or `none`, which is the default", but=_off()),
+    Row("offload_optimizer:ds cpu_offload:ds optimizer_cpu_offload:mg", "parallel.offload", "offload = optimizer", "", but=_off()),
+    Row("offload_param:ds", "parallel.offload", "offload = parameters", "", but=_off()),
     Row("pipeline_schedule:tt pipeline_parallel_schedule:tt", "parallel.schedule", "schedule = {}", "one_f_one_b"),
     Row("num_gpus_per_node:ds gpus_per_node:hf nproc_per_node:mg", "cluster.level", 'level "gpu" { size = {} }', "8"),
     Row("num_nodes:mg,ds nnodes:mg", "cluster.level", 'level "node" { size = {} }', "4", "after the level of the devices in a node; with `from = dgx_h100` it is `nodes = …`"),
     Row("num_gpus:ds world_size:fm,mg", "", "", "", 'the ranks are those of `cluster`: the product of its levels, as in `level "gpu" { size = 8 }; level "node" { size = 4 }`'),
     Row("a2a_ffn_overlap_degree:tu", "adapt.overlap", "adapt { overlap = {} }", "2"),
-    Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", ""),
+    Row("use_2dh:tu", "adapt.all_to_all", "adapt { all_to_all = hierarchical }", "", but=_off()),
     Row("adaptive_r:tu parallel_type:tu", "adapt.parallelism", "adapt { parallelism = {} }", "1"),
 )
 
 _NOWHERE = (
     Row("hidden_dropout:hf,mg hidden_dropout_prob:hf attention_dropout:hf,mg resid_pdrop:hf attn_pdrop:hf embd_pdrop:hf dropout:hf resid_dropout:hf", "", "", "", "moec has no dropout: leave it out"),
     Row("add_bias_linear:mg disable_bias_linear:mg mlp_bias:hf use_bias:hf", "", "", "", "a bias is said where it is: `swiglu(14_336, bias = true)`, `gqa(…, bias = all)`; there is none by default"),
-    Row("initializer_range:hf init_method_std:mg init_std:tt", "", "", "", "weights begin as moec's parts begin; other values are loaded or set in the training script"),
+    Row("initializer_range:hf init_method_std:mg init_std:tt", "", "", "", "weights begin with a standard deviation of 0.02, outputs into the residual stream with 0.02 / sqrt(2 * depth); other values are loaded, or set in the training script"),
+    Row("mup_base_hidden_size:hf", "", "", "", "moec has no µP: initial values and learning rates are set in the training script"),
+    Row("top2_2nd_expert_sampling:ds", "", "", "", "no gate here adds noise before the second choice: `gate = topk(2, normalize = true)` is DeepSpeed's with `False`"),
     Row("warmup_steps:hf,tt lr_warmup_iters:mg lr_decay_style:mg lr_scheduler:hf,tt lr_scheduler_type:hf num_warmup_steps:hf warmup_ratio:hf warmup:hf min_lr:mg lr_decay_iters:mg scheduler:ds", "", "", "", "a schedule is in the training script, by a scheduler of `torch.optim.lr_scheduler`; `optimizer = adamw(lr = …)` has the rate it begins with"),
     Row("clip_grad:mg max_grad_norm:hf gradient_clipping:ds max_norm:tt grad_clip:hf", "", "", "", "gradients are clipped in the training script: `job.clip_grad_norm_`"),
     Row("train_iters:mg max_steps:hf num_train_epochs:hf num_epochs:hf epochs:hf steps:tt total_steps:hf", "", "", "", "how long to train is in the training script"),
-    Row("moe_grouped_gemm:mg use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
+    Row("moe_grouped_gemm:mg use_grouped_mm:tt moe_permute_fusion:mg use_flash_attn:mg attn_implementation:hf use_tutel:ds fused_kernels:mg moe_token_dispatcher_type:mg overlap_grad_reduce:mg overlap_param_gather:mg tp_comm_overlap:mg", "", "", "", "the compiler chooses kernels and exchanges: leave it out"),
     Row("fp32_gate:tu moe_router_dtype:mg attention_softmax_in_fp32:mg", "", "", "", "router and softmax are computed in at least fp32: leave it out"),
     Row("use_cache:hf model_type:hf architectures:hf transformers_version:hf auto_map:hf", "", "", "", "`moec import hf FOLDER` makes a .moe file of a Hugging Face model"),
-    Row("mup_base_hidden_size:hf tokenizer_type:mg tokenizer:hf data_path:mg dataset:tt save_interval:mg checkpoint_dir:ds log_interval:mg", "", "", "", "data, logs and checkpoints are in the training script: leave it out"),
+    Row("tokenizer_type:mg tokenizer:hf data_path:mg dataset:tt save_interval:mg checkpoint_dir:ds log_interval:mg", "", "", "", "data, logs and checkpoints are in the training script: leave it out"),
 )
 
 ROWS: tuple[Row, ...] = (*_MODEL, *_OF_ATTENTION, *_OF_MIXTURES, *_TRAINING, *_PARALLEL, *_NOWHERE)
@@ -194,7 +214,6 @@ WORDS: dict[str, str] = {
     **dict.fromkeys(("top_k", "topk_router"), "topk"),
     "noisy_top_k": "noisy_topk",
     **dict.fromkeys(("load_balancing_loss", "aux_loss", "load_balance_loss"), "switch_loss"),
-    **dict.fromkeys(("seq_aux_loss", "sequence_aux_loss"), "sequence_loss"),
     **dict.fromkeys(("router_z_loss",), "z_loss"),
     **dict.fromkeys(("capacity_factor",), "factor"),
     **dict.fromkeys(("dropless_moe", "no_drop", "nodrop", "unlimited"), "dropless"),
@@ -214,7 +233,8 @@ NEAR: dict[str, str] = {
     **dict.fromkeys(("adam", "fused_adam", "fusedadam"), _ADAM),
     **dict.fromkeys(("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu"), _GELU),
     **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "e4m3", "mxfp8", "fp4", "nvfp4"), _FP8),
-    "top1": "`topk(1)`, or `switch`, weigh the expert by its probability",
-    "top2": "`topk(2)` weighs two experts by their probabilities, and `topk(2, normalize = true)` divides these by their sum",
+    **dict.fromkeys(("seq_aux_loss", "sequence_aux_loss"), "Megatron's is `switch_loss` with `group = sequence`, DeepSeek's is `sequence_loss`"),
+    "global_aux_loss": "Megatron's is `switch_loss` with `group = batch`, where a step has one micro-batch",
+    "sinkhorn": "no gate here balances by Sinkhorn's iteration: `topk(1)` with `balance = [switch_loss(0.01)]` is nearest",
 }
 """Values of other systems that have no equal here, and what is nearest. Nothing is replaced by itself."""

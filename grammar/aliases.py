@@ -5,6 +5,8 @@ Imported only where something is wrong or is asked for: a good file is checked w
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -16,7 +18,8 @@ class Alias:
     """A name of other systems. `path` leads to the word here, `("model", "dim")`, and is empty if there is none.
 
     `form` is how it is written, with `{}` for the value; `convert` says that the form means the same as the name
-    wherever it may stand. `systems` are the names of those that use the word.
+    wherever it may stand. `systems` are the names of those that use the word. `but` has what to do for values, in
+    lower case, that the form is not written for.
     """
 
     word: str
@@ -26,6 +29,7 @@ class Alias:
     example: str
     note: str
     convert: bool
+    but: Mapping[str, str]
 
     @property
     def name(self) -> str:
@@ -55,6 +59,8 @@ class Alias:
 
     def said(self, value: str = "", *, here: bool = False) -> str:
         """A sentence for help and pages; `here`: it is read in the block to which the form belongs."""
+        if value.lower() in self.but:
+            return self.but[value.lower()]
         if not self.path:
             return self.note
         place = "" if here or not self.block else f" in {self.block}"
@@ -84,6 +90,7 @@ def aliases() -> dict[str, Alias]:
                 example=row.example,
                 note=row.note,
                 convert=row.convert,
+                but=row.but,
             )
     return found
 
@@ -98,6 +105,18 @@ def synonym(word: str) -> str | None:
     return WORDS.get(word) or WORDS.get(word.lower().replace("-", "_"))
 
 
+_BEST = re.compile(r"top[_-]?([1-9])")
+
+
 def near(word: str) -> str | None:
-    """What to write for a value of other systems that has no equal here; None for others."""
-    return NEAR.get(word.lower().replace("-", "_"))
+    """What to write for a value of other systems that has no equal here, or several; None for others."""
+    word = word.lower().replace("-", "_")
+    if word in ("top1", "top_1"):
+        return "`topk(1)`, or `switch`, weigh the expert by its probability"
+    if best := _BEST.fullmatch(word):
+        k = best[1]
+        return (
+            f"`topk({k})` weighs {k} experts by their probabilities, and `topk({k}, normalize = true)` "
+            "divides these by their sum"
+        )
+    return NEAR.get(word)

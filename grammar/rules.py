@@ -245,6 +245,7 @@ def selected(first: int, last: int, span: Span | None, depth: int, depth_span: S
             span,
             f"layers are numbered 0..{depth - 1}",
             labels=_labels((depth_span, f"{depth} layers")),
+            help=f"a range has both ends, which belong to it: the last layer is {depth - 1}",
         )
 
 

@@ -17,7 +17,7 @@ from moec.grammar.schema import NumberKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Attention, Layer
 from moec.grammar.spec.base import Bound, Node
-from moec.grammar.syntax.tree import Expression, Range, Sequence
+from moec.grammar.syntax.tree import Expression, Name, Range, Sequence
 
 MAX_SELECTED = 1_000_000
 """Most layers that the blocks of a file may select, each counted once per block."""
@@ -103,6 +103,9 @@ def select_layers(scope: Scope, selector: Expression | None, depth: int, depth_s
     """The numbers of the layers that `selector` picks."""
     if selector is None:
         return range(depth)
+    if isinstance(selector, Name) and selector.text == "all" and "all" not in scope.lets:
+        help = "write `layers { … }`: without numbers it is all layers"
+        return scope.error("MOE0201", selector.span, "`all` is not known here", help=help)
     written = scope.follow(selector)
     value = written.value
     if isinstance(value, Broken):
@@ -121,6 +124,9 @@ def select_layers(scope: Scope, selector: Expression | None, depth: int, depth_s
 
 
 def _range(scope: Scope, value: Range, written: Written, depth: int, depth_span: Span) -> Iterable[int] | Broken:
+    if isinstance(value.last, Name) and value.last.text == "depth" and "depth" not in scope.lets:
+        help = f"the last layer is {depth - 1}: write that, or use a `let` for both"
+        return scope.error("MOE0201", value.last.span, "`depth` is no constant", help=help, instead=str(depth - 1))
     first = number(scope, scope.follow(value.first), _INDEX)
     last = number(scope, scope.follow(value.last), _INDEX)
     step: int | float | Fraction | Broken = 1

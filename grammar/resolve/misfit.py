@@ -33,7 +33,6 @@ from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, O
 from moec.grammar.syntax.tree import Sequence as ListValue
 from moec.grammar.units import EXAMPLES
 
-_BEST = re.compile(r"top[_-]?([1-9])")
 _TIMES = re.compile(r"([0-9_.]+)[xX]")
 _NONE = frozenset(("none", "null", "nil", "false"))
 
@@ -85,11 +84,8 @@ def _corrections(kinds: Sequence[Kind], value: Expression) -> Iterator[tuple[str
         yield plain, f"without quotes: `{plain}`"
         yield plain.lower(), f"here it is written `{plain.lower()}`"
         text, value = plain, Name(plain, value.span)
-    if isinstance(value, Name):
-        if found := synonym(value.text):
-            yield found, f"here it is written `{found}`"
-        if best := _BEST.fullmatch(value.text.lower()):
-            yield f"topk({best[1]})", f"here it is written `topk({best[1]})`"
+    if isinstance(value, Name) and (found := synonym(value.text)):
+        yield found, f"here it is written `{found}`"
     if isinstance(value, ListValue) and len(value.items) == 1:
         yield _text(value.items[0]), f"one value, without brackets: `{_text(value.items[0])}`"
     if any(isinstance(kind, ListKind) for kind in kinds) and not isinstance(value, ListValue):
@@ -139,7 +135,7 @@ def misfit(scope: Scope, known: Field, written: Written, value: Expression) -> B
         compute(scope, value)  # which reports why it is no number
         return BROKEN
     expected = _expected(kinds)
-    instead, help = correction or (None, _help(known, value))
+    instead, help = correction or (None, (isinstance(value, String) and near(value.value)) or _help(known, value))
     found = _found(value)
     if isinstance(value, Operation) and not is_arithmetic(scope, value):
         found, help = "a sum" if value.rest[0][0] == "+" else "a product", help or _one_wide(kinds, value)

@@ -11,7 +11,7 @@ from moec.grammar.aliases import Alias, alias
 from moec.grammar.diagnostics.diagnostic import Edit, Label
 from moec.grammar.resolve.misfit import corrected, fits, mended
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
-from moec.grammar.schema import CallKind, fields
+from moec.grammar.schema import CallKind, ListKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Adapt, ClusterText, Device, Layer, Level, Model, Moe, Parallel, Spec, Train
 from moec.grammar.spec.base import Node
@@ -76,7 +76,7 @@ def _other_system(
     word = _here(cls, found)
     text = _plain(value)
     scope.moved |= {found.head or found.name} if found.path else set()
-    if not word:
+    if not word or text.lower() in found.but:
         scope.error("MOE0201", name.span, message, help=found.said(text))
         return None
     renamed = word == found.name and (found.plain or cls.form == "call")
@@ -95,7 +95,7 @@ def _other_system(
         right = None if not isinstance(worth, Broken) else corrected(scope, known[word], value)
         if word not in meant_before and (not isinstance(worth, Broken) or right):
             fix = [Edit(name.span, word), *([Edit(value.span, right[0])] if right else [])]
-        if right or not found.plain:
+        if right or (not found.plain and "{}" in found.form):
             help = f"here it is called `{word}`: `{word} = {right[0] if right else text or found.example}`"
     elif value is not None and found.convert and text and word not in meant_before:
         written = found.written(text)
@@ -179,7 +179,7 @@ def belongs(cls: type[Node], word: str, value: str = "") -> str:
     owners = [each for each in inside if word in fields(each)] or [each for each in blocks if word in fields(each)]
     if owners and cls.form == "block":
         return " or ".join(dict.fromkeys(f"`{each.word} {{ … }}`" for each in owners))
-    return _owner(cls, word, value or "…") or ""
+    return _owner(cls, word, value or "…") or _as_call(cls, word, value or "…") or ""
 
 
 def _owner(block: type[Node], word: str, value: str) -> str | None:
@@ -189,6 +189,19 @@ def _owner(block: type[Node], word: str, value: str) -> str | None:
         if owners := [f"`{known.word} = {cls.word}({word} = {value})`" for cls in classes if word in fields(cls)]:
             return " or ".join(owners[:3])
         if known.block and (found := _owner(known.block.cls, word, value)):
+            return found
+    return None
+
+
+def _as_call(block: type[Node], word: str, value: str) -> str | None:
+    """Where the call `word` stands in this block or in those in it, as in `` `balance = [z_loss(0.001)]` ``."""
+    for known in fields(block).values():
+        for kind in known.kinds:
+            items = kind.items if isinstance(kind, ListKind) else (kind,)
+            if any(isinstance(item, CallKind) and word in item.classes for item in items):
+                call = f"{word}({value})"
+                return f"`{known.word} = {f'[{call}]' if isinstance(kind, ListKind) else call}`"
+        if known.block and (found := _as_call(known.block.cls, word, value)):
             return found
     return None
 

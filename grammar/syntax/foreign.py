@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from moec.grammar.diagnostics.diagnostic import Diagnostic
 from moec.grammar.source import Source
-from moec.grammar.syntax.foreign_values import betas, last_layers, powers, torch_names, units, variables
+from moec.grammar.syntax.foreign_blocks import CLOSERS, block_calls, values_in_braces
+from moec.grammar.syntax.foreign_layers import layer_selectors
+from moec.grammar.syntax.foreign_values import betas, powers, torch_names, units, variables
 from moec.grammar.syntax.notations import (
     Notations,
     equals,
@@ -19,9 +21,6 @@ from moec.grammar.syntax.tokens import Token
 _ENDS = frozenset(("NAME", "NUMBER", "STRING", "RPAR", "RSQB", "RBRACE"))
 """Tokens that a value can end with."""
 _BEFORE_VALUE = frozenset(("EQUAL", "STAR", "COMMA", "LPAR", "LSQB", "PLUS", "MINUS", "SLASH"))
-_CLOSERS = {"LPAR": "RPAR", "LSQB": "RSQB", "LBRACE": "RBRACE"}
-BLOCKS = frozenset(("model", "layer", "layers", "moe", "train", "parallel", "cluster", "device", "adapt"))
-"""Words of blocks that a call could be meant as."""
 _TEXTS = {"LPAR": "(", "RPAR": ")", "LSQB": "[", "RSQB": "]", "LBRACE": "{", "RBRACE": "}"}
 
 
@@ -33,61 +32,13 @@ def translated(source: Source, tokens: list[Token]) -> tuple[list[Token] | None,
     whole = whole_file(source, tokens)
     if whole is not None:
         return None, [whole]
-    for reading in (quoted, paths, torch_names, equals, units, betas, powers, variables, last_layers, block_calls):
+    for reading in (
+        *(quoted, paths, torch_names, layer_selectors, values_in_braces, equals),
+        *(units, betas, powers, variables, block_calls),
+    ):
         tokens = reading(notations, tokens)
     tokens = _Structure(notations).read(tokens)
     return tokens, notations.diagnostics
-
-
-def block_calls(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `moe(experts = 8 * swiglu(64), gate = topk(2))` as the block that it is, with or without a brace behind."""
-    tokens = list(tokens)
-    for at in range(len(tokens) - 2):
-        begins = at == 0 or tokens[at - 1].kind in ("SEPARATOR", "LBRACE")
-        if not begins or tokens[at].text not in BLOCKS or tokens[at + 1].kind != "LPAR":
-            continue
-        opener, closing = tokens[at + 1], _closing(tokens, at + 1)
-        if closing is None:
-            continue
-        braced = closing + 1 < len(tokens) and tokens[closing + 1].kind == "LBRACE"
-        word, closer = tokens[at].text, tokens[closing]
-        message = f"`{word}` is a block, not a call"
-        help = f"write `{word} {{ … }}`, and `;` or a new line between what is in it"
-        edits = [(opener.start, opener.end, " {")]
-        tokens[at + 1] = opener._replace(kind="LBRACE", text="{")
-        for comma in _commas(tokens, at + 1, closing):
-            edits.append((tokens[comma].start, tokens[comma].end, ";"))
-            tokens[comma] = tokens[comma]._replace(kind="SEPARATOR", text=";")
-        if braced:
-            edits.append((closer.start, tokens[closing + 1].end, ";"))
-            tokens[closing : closing + 2] = [closer._replace(kind="SEPARATOR", text=";")]
-        else:
-            edits.append((closer.start, closer.end, " }"))
-            tokens[closing] = closer._replace(kind="RBRACE", text="}")
-        notations.add("MOE0109", opener.start, opener.end, message, help, *edits)
-        return block_calls(notations, tokens)
-    return tokens
-
-
-def _closing(tokens: list[Token], at: int) -> int | None:
-    """The index of the parenthesis that closes the one at `at`."""
-    depth = 0
-    for index in range(at, len(tokens)):
-        depth += {"LPAR": 1, "RPAR": -1}.get(tokens[index].kind, 0)
-        if not depth:
-            return index
-    return None
-
-
-def _commas(tokens: list[Token], opener: int, closer: int) -> list[int]:
-    """The indices of commas between the two, and in no brackets of their own."""
-    found, depth = [], 0
-    for index in range(opener + 1, closer):
-        kind = tokens[index].kind
-        depth += (kind in _CLOSERS) - (kind in _CLOSERS.values())
-        if kind == "COMMA" and not depth:
-            found.append(index)
-    return found
 
 
 class _Structure:
@@ -103,9 +54,9 @@ class _Structure:
     def read(self, tokens: list[Token]) -> list[Token]:
         for at, token in enumerate(tokens):
             behind = tokens[at + 1] if at + 1 < len(tokens) else None
-            if token.kind in _CLOSERS:
+            if token.kind in CLOSERS:
                 self._opens(token)
-            elif token.kind in _CLOSERS.values():
+            elif token.kind in CLOSERS.values():
                 self._closes(token)
             elif token.kind == "COMMA":
                 self._comma(token, behind)
@@ -147,19 +98,19 @@ class _Structure:
             return
         index, written = self.open[-1]
         meant = self.kept[index].kind
-        if token.kind == _CLOSERS[written] != _CLOSERS[meant]:  # the other bracket of one that was replaced
+        if token.kind == CLOSERS[written] != CLOSERS[meant]:  # the other bracket of one that was replaced
             if meant == "LPAR":
                 self._note_call(token, ")")
-            token = token._replace(kind=_CLOSERS[meant], text=_TEXTS[_CLOSERS[meant]])
-        elif token.kind != _CLOSERS[meant] and "RBRACE" not in (token.kind, _CLOSERS[meant]):
+            token = token._replace(kind=CLOSERS[meant], text=_TEXTS[CLOSERS[meant]])
+        elif token.kind != CLOSERS[meant] and "RBRACE" not in (token.kind, CLOSERS[meant]):
             if self._line(self.kept[index]) != self._line(token):
                 self.kept.append(token)
                 return
-            right = _TEXTS[_CLOSERS[meant]]
+            right = _TEXTS[CLOSERS[meant]]
             message = f"`{_TEXTS[meant]}` is closed by `{right}`"
             edit = (token.start, token.end, right)
             self.notations.add("MOE0105", token.start, token.end, message, f"write `{right}`", edit)
-            token = token._replace(kind=_CLOSERS[meant], text=right)
+            token = token._replace(kind=CLOSERS[meant], text=right)
         elif token.kind == "RBRACE":
             while self.open and self.kept[self.open[-1][0]].kind != "LBRACE":
                 self.open.pop()

@@ -1,4 +1,4 @@
-"""Values as other languages write them: `torch.bfloat16`, `80 GB`, `betas = (0.9, 0.95)`, `2**6`, `${LR}`, `layers -1`.
+"""Values as other languages write them: `torch.bfloat16`, `80 GB`, `betas = (0.9, 0.95)`, `2**6`, `${LR}`.
 
 Each function reads one habit in tokens, as in `notations.py`.
 """
@@ -156,42 +156,3 @@ def variables(notations: Notations, tokens: list[Token]) -> list[Token]:
         kept.append(name)
         at += 4 if braced else 2
     return kept
-
-
-def last_layers(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `layers -1` and `layers 0..-1` by the model's `depth`, if that is a number; else with the `-` left out."""
-    depth = _depth(tokens)
-    kept: list[Token] = []
-    within = False
-    at = 0
-    while at < len(tokens):
-        token, at = tokens[at], at + 1
-        within = token.text == "layers" or (within and token.kind not in ("SEPARATOR", "LBRACE", "RBRACE"))
-        number = tokens[at] if at < len(tokens) else None
-        if not within or token.kind != "MINUS" or number is None or not number.text.isdecimal():
-            kept.append(token)
-            continue
-        from_end = kept[-1].kind != "NUMBER"  # `8-1` is a difference
-        if not from_end:
-            kept.append(token)
-            continue
-        layer = depth - int(number.text) if depth is not None and depth >= int(number.text) else None
-        help = "layers are counted from 0: the last is `depth` minus 1"
-        edits = []
-        if layer is not None:
-            help = f"layers are counted from 0: with `depth = {depth}` write `{layer}`"
-            edits = [(token.start, number.end, str(layer))]
-        message = "layers are not counted from the end"
-        notations.add("MOE0109", token.start, number.end, message, help, *edits, habit="layers from the end")
-        kept.append(Token("NUMBER", number.text if layer is None else str(layer), token.start, number.end))
-        at += 1
-    return kept
-
-
-def _depth(tokens: list[Token]) -> int | None:
-    """The number of `depth = 32`."""
-    for at in range(len(tokens) - 2):
-        name, equal, number = tokens[at : at + 3]
-        if (name.text, equal.kind) == ("depth", "EQUAL") and number.text.replace("_", "").isdecimal():
-            return int(number.text.replace("_", ""))
-    return None

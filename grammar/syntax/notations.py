@@ -228,7 +228,7 @@ def _closing_quote(tokens: list[Token], at: int) -> int | None:
 
 
 def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
-    """Reads `key: value`, `key := value`, `key == value`, `block = {`, and the slice `0:8` as the range `0..7`."""
+    """Reads `key: value`, `key := value`, `key == value` and `block = {`."""
     tokens = list(tokens)
     kept: list[Token] = []
     for at, token in enumerate(tokens):
@@ -239,13 +239,6 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
             if behind is not None and behind.kind in ("LBRACE", "EQUAL"):
                 notations.add("MOE0102", *place, message, "leave the `:` out", (*place, ""))
                 continue
-            if kept and kept[-1].kind == "NUMBER" and behind is not None and behind.kind == "NUMBER":
-                last = _last_of_slice(kept[-1], behind)
-                help = f"a range has both ends: write `{kept[-1].text}..{last}`"
-                notations.add("MOE0109", *place, "a range is not a slice", help, (token.start, behind.end, f"..{last}"))
-                kept.append(token._replace(kind=_KINDS[".."], text=".."))
-                tokens[at + 1] = behind._replace(text=last)
-                continue
             blank = " " if notations.source.text[token.start - 1 : token.start] not in (" ", "") else ""
             notations.add("MOE0102", *place, message, "write `=`", (*place, f"{blank}="))
             token = token._replace(kind="EQUAL", text="=")
@@ -255,14 +248,8 @@ def equals(notations: Notations, tokens: list[Token]) -> list[Token]:
             )
             continue
         elif token.kind == "EQUAL" and behind is not None and behind.kind == "LBRACE":
-            help = "a block has no `=`: `moe { … }`; a value with settings is a call: `optimizer = adamw(lr = 1e-3)`"
+            help = "a block has no `=`: `moe { … }`"
             notations.add("MOE0109", *place, "`=` before a brace", help, (token.start, behind.start, ""))
             continue
         kept.append(token)
     return kept
-
-
-def _last_of_slice(first: Token, end: Token) -> str:
-    """The last number of `first:end`, which a slice leaves out; `end` itself where nothing comes before it."""
-    whole = first.text.isdecimal() and end.text.isdecimal()
-    return str(int(end.text) - 1) if whole and int(end.text) > int(first.text) else end.text

@@ -45,7 +45,7 @@ class PerRank:
 
     parameters: int
     state_bytes: int
-    """Weights, gradients and optimizer states."""
+    """Weights, gradients and optimizer states, as if all were held at once; `peak_bytes` knows when each lives."""
     activation_bytes: int
     """Activations kept for backward, of a micro-batch, without recomputation."""
     peak_bytes: int

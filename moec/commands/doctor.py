@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 
+from moec import __version__
 from moec.commands.doctor_checks import (
     Finding,
     State,
@@ -63,7 +64,7 @@ def _torch() -> tuple[str | None, str | None, list[Finding]]:
         is_needed = name == "gloo" or device == "cuda"
         help = "ranks communicate by it: install a torch that was built with it" if is_needed and not is_there else ""
         state: State = "ok" if is_there else "wrong" if is_needed else "note"
-        found.append(finding(name, state, "there" if is_there else "not in this torch", help))
+        found.append(finding(name, state, "available" if is_there else "not in this torch", help))
     backend, of_backend = _backend(device)
     return device, backend, [*found, *of_backend]
 
@@ -116,10 +117,7 @@ def _backend(device: str) -> tuple[str | None, list[Finding]]:
 
 
 def _lines(report: DoctorDocument) -> Iterator[str]:
-    from moec.commands.version import version_line
-    from moec.commands.version import versions as known_versions
-
-    yield version_line(known_versions())
+    yield f"moec {__version__}"
     yield ""
     width = max(len(one.name) for one in report.findings)
     for one in report.findings:

@@ -18,8 +18,8 @@ from moec.commands.version import TESTED, installed, parsed
 State = Literal["ok", "note", "wrong"]
 MIN_SHM, MIN_TEMPORARY = 1 << 30, 1 << 28
 OPTIONAL = {
-    "tensorboard": ("tensorboard", "`job.metrics` writes to TensorBoard", "moec[tensorboard]"),
-    "quack": ("quack-kernels", "experts' products by quack, on Hopper and newer", "moec[quack]"),
+    "tensorboard": ("tensorboard", "`job.metrics` writes to TensorBoard", "tensorboard"),
+    "quack": ("quack-kernels", "experts' products by quack, on Hopper and newer", "quack-kernels"),
     "transformers": ("transformers", "`moec.from_hf` of a config object; folders need no package", "transformers"),
 }
 """Optional packages: the name of the distribution, what it is for, and what to install."""

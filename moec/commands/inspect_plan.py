@@ -24,7 +24,7 @@ from moec.passes.ir.op import layout_of
 from moec.passes.ir.ops import Conversion
 from moec.passes.place.shard_zero import is_zero_gather
 
-HEAD = ("forward", "group", "ranks", "sent", "backward", "sent", "line")
+HEAD = ("collective", "group", "ranks", "sent", "in backward", "sent", "line")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def _communication(rows: list[Row]) -> Iterator[str]:
 
 
 def _rank(plan: Plan, rank: int) -> Iterator[str]:
-    part = f"reads part {plan.data_rank(rank)} of {plan.data_size} of a batch"
+    part = f"its sequences are part {plan.data_rank(rank)} of {plan.data_size} of a batch (from 0)"
     yield f"{plan.name}, rank {rank} of {plan.world_size}: {part}"
     yield ""
     for mesh in plan.meshes.values():

@@ -27,7 +27,6 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
     """The summary as text, from the plan alone."""
     spec, counts = plan.spec, tally(program, plan.spec)
     degrees = choose_degrees(spec)
-    states, memory = amount_of_bytes(counts.state_bytes), amount_of_bytes(spec.cluster.device.memory)
     what = "image" if spec.has_model and spec.model.length is not None else "sequence"
     of_rank = counts.sequences // degrees.dp
     at_once = count(max(1, of_rank // program.microbatches), what)
@@ -41,8 +40,7 @@ def summary(plan: Plan, program: Program, path: Path | None, seconds: float) -> 
         "  degrees   " + "\n            ".join(degrees_lines(degrees)),
         *_frozen(plan),
         *_zero(spec),
-        f"  per rank  {si(counts.local_parameters)} parameters; weights, gradients and optimizer {states} of {memory}",
-        f"            activations of {at_once}, kept for backward: {kept}",
+        f"  per rank  {si(counts.local_parameters)} parameters; activations of {at_once}, kept for backward: {kept}",
         *_memory(plan, program),
         f"  a step    {count(counts.sequences, what)}, {si(counts.tokens)} tokens, "
         f"{si(counts.flops_per_token, 'G')}FLOP per token{_microbatches(program, of_rank, what)}",

@@ -216,11 +216,13 @@ def _state_bytes(p: Parameter, workload: Workload, train: Train | None) -> int:
 
 
 def _collective_traffic(runs: Sequence[tuple[BlockCost, int]]) -> list[Traffic]:
-    """Traffic of the graphs' collectives, forward and backward, without flows below 1/1000 of the largest (counts)."""
+    """Traffic of the graphs' collectives, forward and backward, but for counts and what is too small to matter."""
     bytes_of: dict[tuple[str, int, str], float] = {}
     for block_cost, count in runs:
         meshes, experts = block_cost.workload.meshes, block_cost.block.experts
         for sent in (sent for op, cost in block_cost.costs if not is_zero_gather(op) for sent in cost.sent):
+            if sent.purpose == "counts":
+                continue
             key = (group_name(sent.axis, experts), meshes.size(sent.axis), sent.purpose)
             again = sent.forward if block_cost.block.recompute == "layer" else 0.0
             bytes_of[key] = bytes_of.get(key, 0.0) + count * (sent.bytes + again)

@@ -58,7 +58,7 @@ OTHER_METRICS = (
 NO_TENSORBOARD = Complaint(
     "MOE0717",
     "TensorBoard's writer is in the package tensorboard, which is not installed",
-    "pip install 'moec[tensorboard]', or leave `tensorboard=` out",
+    "pip install tensorboard, or leave `tensorboard=` out",
 )
 
 

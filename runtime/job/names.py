@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from moec.runtime.errors import JobError
-from moec.runtime.job.shown import own_tensors
+from moec.runtime.job.parameter_shapes import own_tensors
 
 NEVER_CALLED = (
     "a hook of {path} never runs: a layer computes in one graph, which reads this module's parameters and does not "

@@ -1,4 +1,4 @@
-"""Grouped products by quack (`pip install moec[quack]`): CuTe kernels for Hopper and Blackwell.
+"""Grouped products by quack (`pip install quack-kernels`): CuTe kernels for Hopper and Blackwell.
 
 Not measured, and not run on a device yet: the arguments' layouts are those that quack 0.6.5 asserts, and with which its
 kernels compile for Hopper. quack chooses its tiles without its tuner, which would measure in the middle of training and
@@ -47,7 +47,7 @@ def installation_complaint() -> str | None:
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
-        return "quack is not installed: pip install 'moec[quack]'"
+        return "quack is not installed: pip install quack-kernels"
     if tuple(int(part) for part in re.findall(r"[0-9]+", version)[:3]) < OLDEST:
         return f"quack must be at least {'.'.join(map(str, OLDEST))}, and {version} is installed"
     try:

@@ -75,7 +75,7 @@ def test_compile_writes_a_plan_and_a_summary(run):
     code, out, err = run("compile", "tiny.moe", "-o", "out/my.plan")
     assert (code, err) == (0, "")
     assert "compiled tiny in" in out
-    assert "dp 4 (default), edp 2 (default), ep 2" in out
+    assert "dp 4 (default), edp 2, ep 2" in out
     assert "moec verify out/my.plan" in out
     assert Path("out/my.plan/plan.json").is_file()
 
@@ -86,9 +86,9 @@ def test_the_summary_shows_the_degrees_of_each_range(run):
     assert (code, err) == (0, "")
     assert out.splitlines()[4:8] == [
         "  degrees   dp 8 (default)",
-        "            layers 1, 4: edp 4 (default), ep 2",
-        "            layer 2: edp 1 (default), ep 8",
-        "            layer 3: edp 2 (default), ep 4",
+        "            layers 1, 4: edp 4, ep 2",
+        "            layer 2: edp 1, ep 8",
+        "            layer 3: edp 2, ep 4",
     ]
 
 
@@ -339,7 +339,7 @@ def test_a_layer_file_goes_through_every_command_that_needs_no_torch(run):
     code, out, err = run("compile", "ffn.moe")
     assert (code, err) == (0, "")
     assert "layer     8 experts, dim 16, fp32: " in out
-    assert "degrees   dp 4 (default), edp 2 (default), ep 2" in out
+    assert "degrees   dp 4 (default), edp 2, ep 2" in out
     assert out.endswith("next: `moec verify ffn.plan`, then `moec.layer('ffn.plan')` in your own model\n")
     assert run("load", "ffn.plan", "--trust-nothing")[0] == 0
     code, out, _ = run("inspect", "ffn.plan")

@@ -87,7 +87,7 @@ def test_one_rank_cannot_send(tmp_path):
 
 def test_a_rank_knows_its_place_its_peers_and_its_experts(plan: Path):
     text = inspect_plan(plan, 3, None)
-    assert "rank 3 of 4: reads part 3 of 4" in text
+    assert "rank 3 of 4: its sequences are part 3 of 4" in text
     assert "group ep[1..2] with [2]" in text
     assert "group edp[1..2] with [1]" in text
     assert re.search(r"moe.experts.up.weight +fp32\[4:8, 2, 16, 16\] +of \[8, 2, 16, 16\] +ep:shard\(0\)", text)

@@ -6,6 +6,8 @@ import pytest
 
 from moec.grammar.alias_table import WORDS
 from moec.grammar.aliases import Alias, alias, aliases, synonym
+from moec.grammar.diagnostics import DiagnosticError
+from moec.grammar.load import load_text
 from moec.grammar.schema import BlockKind, CallKind, Field, ListKind, ProductKind, WordKind, fields
 from moec.grammar.source import Source
 from moec.grammar.spec import Adapt, ClusterText, Device, LayerModule, Model, Parallel, Train
@@ -112,3 +114,22 @@ def test_flags_and_capitals_name_the_same_alias() -> None:
     assert synonym("BFloat16") == "bf16"
     assert alias("nonsense") is None
     assert synonym("nonsense") is None
+
+
+@pytest.mark.parametrize(
+    ("written", "help"),
+    [
+        ("moe { use_residual = false }", "leave it out: that is the default here"),
+        ("moe { drop_tokens = False }", "leave it out: no token is dropped, as with `capacity = dropless`"),
+        ("moe { drop_tokens = true }", "`capacity = factor(1.25)`; by which full experts drop tokens"),
+        ("moe { is_gshard_loss = false }", "`balance = [importance_loss(0.005), load_loss(0.005)]`"),
+        ("attention = mha(heads = 4, attention_bias = none)", "leave it out: that is the default here"),
+        ('moe { gate = "top3" }', "`topk(3)` weighs 3 experts by their probabilities"),
+    ],
+)
+def test_a_value_that_the_form_is_not_written_for_has_a_help_of_its_own(written: str, help: str) -> None:
+    with pytest.raises(DiagnosticError) as raised:
+        load_text(f'model "m" {{ layers {{ {written} }} }}').unwrap()
+    helped = [found for found in raised.value.diagnostics if help in found.help]
+    assert helped, [found.help for found in raised.value.diagnostics]
+    assert not any(found.fix for found in helped)

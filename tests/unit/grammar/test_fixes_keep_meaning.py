@@ -59,3 +59,75 @@ def test_adam_is_not_replaced_by_another_optimizer(tmp_path: Path):
 
 def test_noisy_top_k_keeps_its_noise(tmp_path: Path):
     assert "gate = noisy_topk(2)" in mended(tmp_path, TEXT.replace("topk(2)", "noisy_top_k(2)")).read_text()
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("layers 2:", "layers 2..3"),
+        ("layers :2", "layers 0..1"),
+        ("layers 1::2", "layers 1..3 step 2"),
+        ("layers 0:4:2", "layers 0..3 step 2"),
+        ("layers 0-2", "layers 0..2"),
+        ("layers 0, 2", "layers [0, 2]"),
+        ("layers 1..", "layers 1..3"),
+        ("layers ..2", "layers 0..2"),
+        ("layers 0..3..2", "layers 0..3 step 2"),
+        ("layers 0...3", "layers 0..3"),
+        ("layers -1", "layers 3"),
+        ("layers *", "layers"),
+    ],
+)
+def test_layers_are_those_that_were_chosen_in_another_way(tmp_path: Path, written: str, meant: str):
+    text = 'model "m" {{ vocab = 64; dim = 32; depth = 4; context = 8; layers {{ ffn = relu(8) }}'
+    text += "\n {} {{ ffn = gelu(8) }} }}"
+    assert load_file(mended(tmp_path, text.format(written))).spec == load_text(text.format(meant)).spec
+
+
+def test_layers_that_nobody_can_count_are_not_replaced(tmp_path: Path):
+    text = 'let deep = 4; model "m" { vocab = 64; dim = 32; depth = deep; context = 8\n layers 2: { ffn = gelu(8) } }'
+    assert mended(tmp_path, text).read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("400Gb/s", "50GB/s"),
+        ("3600Gbps", "450GB/s"),
+        ("1e2Gbit/s", "12.5GB/s"),
+        ("900GBps", "900GB/s"),
+        ("50Gb", "50Gb"),
+    ],
+)
+def test_bits_become_an_eighth_of_as_many_bytes(tmp_path: Path, written: str, meant: str):
+    text = TEXT + 'cluster "c" { device = h100; level "gpu" { size = 8; bandwidth = {} } }\n'
+    assert mended(tmp_path, text.replace("{}", written)).read_text() == text.replace("{}", meant)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("heads = {4}", "heads = 4"),
+        ("gate = {type: topk, k: 2}", "gate = topk(2)"),
+        ("gate = {'type': 'topk', 'k': 2}", "gate = topk(2)"),
+        ("balance = {switch_loss(0.1), z_loss(0.1)}", "balance = [switch_loss(0.1), z_loss(0.1)]"),
+    ],
+)
+def test_values_in_braces_are_read(tmp_path: Path, written: str, meant: str):
+    word = written.partition(" = ")[0]
+    before = {"heads": "heads = 4", "gate": "gate = topk(2)", "balance": "gate = topk(2)"}[word]
+    more = "gate = topk(2); " if word == "balance" else ""
+    text = TEXT.replace("depth = 1", "depth = 1; context = 8")
+    file = mended(tmp_path, text.replace(before, more + written))
+    assert load_file(file).spec == load_text(text.replace(before, more + meant)).spec
+
+
+def test_settings_without_a_word_are_not_replaced(tmp_path: Path):
+    text = TEXT.replace("gate = topk(2)", "gate = {k: 2, scale: 1}")
+    assert mended(tmp_path, text).read_text() == text
+
+
+def test_a_model_that_is_called_is_the_block(tmp_path: Path):
+    called = 'model("m", vocab=64, dim=32, depth=1, context=8,\n layers(ffn=gelu(8), attention=mha(heads=4)))'
+    block = 'model "m" { vocab=64; dim=32; depth=1; context=8; layers { ffn=gelu(8); attention=mha(heads=4) } }'
+    assert load_file(mended(tmp_path, called)).spec == load_text(block).spec

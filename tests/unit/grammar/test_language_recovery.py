@@ -36,7 +36,7 @@ def test_what_follows_an_error_is_parsed() -> None:
 
 
 def test_the_inside_of_a_block_with_a_bad_head_is_still_checked() -> None:
-    tree, diagnostics = parse(Source("", "layers 0.. {\n  x = \n  y = 1\n}\nz = 1"))
+    tree, diagnostics = parse(Source("", "layers 0 step {\n  x = \n  y = 1\n}\nz = 1"))
     assert [d.span.line for d in diagnostics if d.span] == [1, 2]
     assert tree
     head, after = tree.body

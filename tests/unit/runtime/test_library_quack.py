@@ -41,7 +41,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
 @pytest.mark.parametrize(
     ("version", "why"),
     [
-        (None, r"quack is not installed: pip install 'moec\[quack\]'"),
+        (None, r"quack is not installed: pip install quack-kernels"),
         ("0.6.4", "quack must be at least 0.6.5, and 0.6.4 is installed"),
         ("0.5", "quack must be at least 0.6.5, and 0.5 is installed"),
     ],
@@ -67,7 +67,7 @@ def test_a_quack_that_cannot_be_imported_says_why(monkeypatch: pytest.MonkeyPatc
 
 
 class TestWithQuack:
-    """Where quack is installed: `pip install moec[quack]`."""
+    """Where quack is installed: `pip install quack-kernels`."""
 
     @pytest.fixture(autouse=True)
     def _there(self) -> None:

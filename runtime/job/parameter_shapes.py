@@ -1,4 +1,4 @@
-"""What `repr` of a model shows: what the file says of each layer; shapes of parameters, whole and on this rank."""
+"""Shapes of parameters and buffers for `repr`: whole, and on this rank."""
 
 from __future__ import annotations
 
