@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ PORT = 29500
 HOST = "$HOST"
 """Stands for the address of the first node, where that is not known yet: a variable of the shell."""
 ENDPOINT = "--rdzv-endpoint"
+_VARIABLES = re.compile(r"[\w.-]*(\$\{?\w+\}?)?:(\d+|\$\{?\w+\}?)")
 
 
 def torchrun_command(
@@ -41,8 +43,9 @@ def torchrun_command(
 
 
 def shell_text(words: Sequence[str]) -> str:
-    """A command as a POSIX shell reads it. Only the rendezvous endpoint is expanded: it may name a variable."""
+    """A command as a POSIX shell reads it. Only an endpoint of variables, such as `$HOST:29500`, is expanded."""
     first = next((index for index, word in enumerate(words) if word == ENDPOINT), -2)
     return " ".join(
-        f'"{word}"' if index == first + 1 and "$" in word else shlex.quote(word) for index, word in enumerate(words)
+        f'"{word}"' if index == first + 1 and "$" in word and _VARIABLES.fullmatch(word) else shlex.quote(word)
+        for index, word in enumerate(words)
     )

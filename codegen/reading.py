@@ -158,6 +158,8 @@ def _read(path: Path) -> bytes:
     try:
         if path.is_symlink():
             raise refuse(path, "it is a link")
+        if path.exists() and not path.is_file():
+            raise refuse(path, "it is no file")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise refuse(path, f"it is larger than {MAX_FILE_BYTES} bytes")
         return path.read_bytes()

@@ -227,6 +227,11 @@ WORDS: dict[str, str] = {
 
 _ADAM = "`adamw(weight_decay = 0)` is Adam without weight decay; with it, Adam and AdamW are different optimizers"
 _GELU = "`gelu` here is the exact one, of the error function; moec does not have its approximation by tanh"
+_ACTIVATION = "moec has `gelu`, `relu`, `relu2` and `silu`, and gated ones: `swiglu`, `geglu`"
+_OPTIMIZER = (
+    "moec's own are `adamw`, `sgd`, `muon` and `adafactor`; a script may take element-wise ones of `torch.optim` instead "
+    "(docs/optimizers.md)"
+)
 _FP8 = "moec does not train in 8 or 4 bits yet: write `bf16`, or `fp32`"
 
 NEAR: dict[str, str] = {
@@ -234,6 +239,12 @@ NEAR: dict[str, str] = {
     **dict.fromkeys(("gelu_new", "gelu_tanh", "gelu_pytorch_tanh", "gelu_fast", "quick_gelu"), _GELU),
     **dict.fromkeys(("fp8", "float8", "float8_e4m3fn", "e4m3", "mxfp8", "fp4", "nvfp4"), _FP8),
     **dict.fromkeys(("seq_aux_loss", "sequence_aux_loss"), "Megatron's is `switch_loss` with `group = sequence`, DeepSeek's is `sequence_loss`"),
+    **dict.fromkeys(("elu", "selu", "celu", "mish", "softplus", "tanh", "leaky_relu", "prelu", "hardswish"), _ACTIVATION),
+    **dict.fromkeys(("glu", "reglu", "bilinear"), _ACTIVATION),
+    **dict.fromkeys(("adamax", "nadam", "radam", "adagrad", "rmsprop", "lion", "lamb", "lars", "sophia", "shampoo", "soap"), _OPTIMIZER),
+    "tf32": "TF32 is how a GPU multiplies fp32: write `fp32`, and torch.backends.cuda.matmul says the rest",
+    **dict.fromkeys(("mqa", "multi_query_attention", "multi_query"), "multi-query attention is `gqa(heads = 32, kv_heads = 1)`"),
+    "cv_loss": "the squared coefficient of variation of the experts' importance is `importance_loss`",
     "global_aux_loss": "Megatron's is `switch_loss` with `group = batch`, where a step has one micro-batch",
     "sinkhorn": "no gate here balances by Sinkhorn's iteration: `topk(1)` with `balance = [switch_loss(0.01)]` is nearest",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 MOST_LISTED = 24
@@ -19,6 +20,21 @@ def nearest(word: str, allowed: Iterable[str]) -> str | None:
     candidates = [(distance(word.lower(), name.lower(), limit), name) for name in allowed]
     best = min(candidates, default=(limit + 1, ""))
     return best[1] if best[0] <= limit else None
+
+
+def meant(word: str, allowed: Iterable[str]) -> str | None:
+    """The nearest name if only a slip can lie between it and `word`, so that a tool may put it there by itself.
+
+    Numbers are the same in both (`h20` is no `h200`), and so is a letter of each part between `_` (`cv_loss` is no
+    `z_loss`).
+    """
+    best = nearest(word, allowed)
+    if best is None or re.findall(r"\d+", word) != re.findall(r"\d+", best):
+        return None
+    ours, theirs = (name.lower().strip("_").split("_") for name in (best, word))
+    if len(ours) == len(theirs) and any(not set(one) & set(other) for one, other in zip(ours, theirs, strict=True)):
+        return None
+    return best
 
 
 def distance(one: str, other: str, limit: int) -> int:

@@ -10,7 +10,7 @@ from moec.grammar.resolve.parts import Given, Part, build, merged
 from moec.grammar.resolve.scope import BROKEN, Broken, Scope
 from moec.grammar.schema import fields
 from moec.grammar.spec import Cluster, ClusterText, Device
-from moec.grammar.suggest import advice, nearest
+from moec.grammar.suggest import advice, meant
 
 _BASE, _NODES, _DEVICE, _LEVEL = "from", "nodes", "device", "level"
 assert {_BASE, _NODES, _DEVICE, _LEVEL} == set(fields(ClusterText))
@@ -75,7 +75,7 @@ def _base(scope: Scope, machines: Machines, part: Part) -> str | None:
     help = advice(given.value, machines.clusters)
     if given.value in machines.shipped_clusters:
         help = f'it is in the library: add `use "clusters/{given.value}"`'
-    instead = _written(nearest(given.value, machines.clusters))
+    instead = _written(meant(given.value, machines.clusters))
     scope.error("MOE0201", given.span, f"no cluster `{given.value}` is declared", help=help, instead=instead)
     return None
 
@@ -135,7 +135,7 @@ def _device(scope: Scope, machines: Machines, given: Given) -> Device | Broken:
     if part is None:
         allowed = [*machines.devices, *machines.shipped_devices]
         help = advice(given.value, allowed)
-        instead = _written(nearest(given.value, allowed))
+        instead = _written(meant(given.value, allowed))
         return scope.error("MOE0201", given.span, f"no device `{given.value}` is known", help=help, instead=instead)
     device = build(scope, part)
     return device if isinstance(device, Device) else BROKEN

@@ -13,9 +13,9 @@ from moec.grammar.diagnostics.codes import diagnose
 from moec.grammar.diagnostics.diagnostic import Diagnostic, Edit, InternalError, Severity
 from moec.grammar.folder_kinds import CHECKPOINT, HUGGING_FACE, PLAN, PLAN_TEXT
 from moec.grammar.source import Source, Span
-from moec.grammar.suggest import advice, nearest
+from moec.grammar.suggest import advice, meant, nearest
 from moec.grammar.syntax.parser import parse
-from moec.grammar.syntax.tokens import tabs
+from moec.grammar.syntax.tokens import invisible, tabs
 from moec.grammar.syntax.tree import Statement, String, Use
 
 MAX_BYTES = 4 * 1024 * 1024
@@ -58,8 +58,8 @@ def _file_beside(path: Path) -> str:
     beside = _files_in(path.parent)
     if not beside or os.path.lexists(path):
         return ""
-    if meant := nearest(path.name, beside):
-        return f"did you mean `{path.parent / meant}`?"
+    if best := nearest(path.name, beside):
+        return f"did you mean `{path.parent / best}`?"
     return f"`.moe` files there: {', '.join(beside)}"
 
 
@@ -110,7 +110,7 @@ def checked_source(text: str, name: str) -> tuple[Source | None, list[Diagnostic
         help = "they are read as newlines; save the file with newlines alone"
         fix = [Edit(Span(source, found.start(), found.start() + 1), "") for found in re.finditer("\r\n", text)]
         warnings.append(diagnose("MOE0006", span, help=help, severity=Severity.WARNING, fix=fix))
-    warnings += tabs(source)
+    warnings += [*tabs(source), *invisible(source)]
     return source, warnings
 
 
@@ -206,13 +206,13 @@ class Files:
         return Path(os.path.relpath(file, self.folder.resolve())).as_posix()
 
     def _missing(self, path: String, message: str) -> None:
-        meant = nearest(path.value, library_paths())
-        fix = [Edit(path.span, f'"{meant}"')] if meant else []
-        folder = (meant or path.value).partition("/")[0]
+        best, slip = nearest(path.value, library_paths()), meant(path.value, library_paths())
+        fix = [Edit(path.span, f'"{slip}"')] if slip else []
+        folder = (best or path.value).partition("/")[0]
         models = "`moec init --list` lists the library's models"
         in_folder = [known for known in library_paths() if known.startswith(f"{folder}/")]
         if folder == "models":
-            help = f"did you mean `{meant}`? {models}" if meant else models
+            help = f"did you mean `{best}`? {models}" if best else models
         elif in_folder:
             help = advice(path.value, in_folder)
         else:

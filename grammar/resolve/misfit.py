@@ -27,7 +27,7 @@ from moec.grammar.schema import (
 )
 from moec.grammar.spec.base import Node
 from moec.grammar.spec.experts import Activated
-from moec.grammar.suggest import advice, nearest
+from moec.grammar.suggest import advice, meant, nearest
 from moec.grammar.syntax.parser import parse_value
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation, Range, String
 from moec.grammar.syntax.tree import Sequence as ListValue
@@ -127,7 +127,7 @@ def misfit(scope: Scope, known: Field, written: Written, value: Expression) -> B
     if isinstance(value, Name | Call) and words:
         return _unknown_word(scope, known, written, value, correction)
     if correction is None and isinstance(value, Name) and any(isinstance(kind, NumberKind) for kind in kinds):
-        help, instead = advice(value.text, scope.lets), nearest(value.text, scope.lets)
+        help, instead = advice(value.text, scope.lets), meant(value.text, scope.lets)
         if not scope.lets:
             help = f"write {_described(kinds[0])}"
         return scope.error("MOE0201", written, "no `let` of this name", help=help, instead=instead)
@@ -173,18 +173,20 @@ def _unknown_word(
         resolve(scope, kinds, Call(name, value.arguments, value.span), known)
         return BROKEN
     place = written.span if written.lets else (value.name.span if isinstance(value, Call) else value.span)
-    meant = nearest(word, allowed)
-    instead = meant if meant is not None and not written.lets and _can_stand(scope, known, value, meant) else None
+    near_by, slip = nearest(word, allowed), meant(word, allowed)
+    instead = slip if slip is not None and not written.lets and _can_stand(scope, known, value, slip) else None
     target = written if written.lets else place
-    help = advice(word, allowed if meant is not None else (_words(kinds) - set(mark.words if mark else ()) or allowed))
+    help = advice(
+        word, allowed if near_by is not None else (_words(kinds) - set(mark.words if mark else ()) or allowed)
+    )
     if isinstance(value, Call) and instead is None and any(isinstance(kind, NumberKind) for kind in kinds):
         help = f"write {_expected(kinds)}"  # `zero = stage(2)`: a number is allowed beside the words
     return scope.error("MOE0201", target, message, help=help, instead=instead)
 
 
-def _can_stand(scope: Scope, known: Field, value: Name | Call, meant: str) -> bool:
-    """Whether `value` stands here once its word is replaced by `meant`."""
-    name = Name(meant, value.span if isinstance(value, Name) else value.name.span)
+def _can_stand(scope: Scope, known: Field, value: Name | Call, word: str) -> bool:
+    """Whether `value` stands here once its word is replaced by `word`."""
+    name = Name(word, value.span if isinstance(value, Name) else value.name.span)
     tried = name if isinstance(value, Name) else Call(name, value.arguments, value.span)
     return mended(scope, known, tried)[1]
 

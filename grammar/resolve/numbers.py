@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from moec.grammar.resolve.scope import BROKEN, Broken, Quantity, Scope, Written
 from moec.grammar.schema import NumberKind
-from moec.grammar.suggest import advice, nearest
+from moec.grammar.suggest import advice, meant, nearest
 from moec.grammar.syntax.tree import Call, Expression, Name, Negative, Number, Operation
 from moec.grammar.units import (
     EXAMPLES,
@@ -103,7 +103,7 @@ def _named(scope: Scope, name: Name) -> Quantity | Broken:
     if isinstance(written.value, Broken):
         return BROKEN
     if written.constant is None:
-        help, instead = advice(name.text, scope.lets), nearest(name.text, scope.lets)
+        help, instead = advice(name.text, scope.lets), meant(name.text, scope.lets)
         return scope.error("MOE0201", name.span, "no `let` of this name", help=help, instead=instead)
     if written.constant.number is None:
         return scope.error("MOE0206", written, "expected a number")

@@ -15,7 +15,7 @@ from moec.grammar.schema import CallKind, ListKind, fields
 from moec.grammar.source import Span
 from moec.grammar.spec import Adapt, ClusterText, Device, Layer, Level, Model, Moe, Parallel, Spec, Train
 from moec.grammar.spec.base import Node
-from moec.grammar.suggest import advice, nearest
+from moec.grammar.suggest import advice, meant, nearest
 from moec.grammar.syntax.parser import parse_value
 from moec.grammar.syntax.tree import Assignment, Block, Expression, Name, Negative, Number, Operation, Sequence
 
@@ -45,13 +45,13 @@ def unknown_name(
     taken = {word for word in known if word in given or word in meant_before}
     taken |= {word for slot in cls.exclusive if any(other in given for other in slot) for word in slot}
     free = {word for word, field in known.items() if word not in taken or (field.block and field.block.many)}
-    meant = nearest(name.text, free)
-    if meant is not None:
-        field = known[meant]
+    best, slip = nearest(name.text, free), meant(name.text, free)
+    if best is not None:
+        field = known[best]
         worth, sure = mended(scope, field, value) if value is not None and not field.block else (BROKEN, False)
         sure = sure or (value is None and field.block is not None)
-        scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=meant if sure else None)
-        return meant, worth
+        scope.error("MOE0201", name.span, message, help=advice(name.text, free), instead=slip if sure else None)
+        return best, worth
     repeated = nearest(name.text, {word for word in known if word in given})
     if repeated is not None:
         label = Label(span=given[repeated], message="given here")
@@ -154,10 +154,10 @@ def unknown_block(
         return None
     free = sorted(set(allowed) - set(given))
     found = alias(word)
-    meant = nearest(word, free)
+    best = nearest(word, free)
     help = found.said() if found else advice(word, free)
-    scope.error("MOE0201", block.kind.span, f"`{word}` is not known here", help=help, instead=meant)
-    return meant
+    scope.error("MOE0201", block.kind.span, f"`{word}` is not known here", help=help, instead=meant(word, free))
+    return best
 
 
 def betas(scope: Scope, name: Name, value: Expression, known: Collection[str]) -> bool:

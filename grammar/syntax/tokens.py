@@ -14,6 +14,8 @@ from moec.grammar.syntax.tables import IGNORED, KEYWORDS, PATTERN
 # bracket, because a bracket after a label is meant as a bracket.
 _SCANNER = re.compile(PATTERN + r'|(?P<UNCLOSED>"(?:[^"\r\n{}()\[\];#]*[^"\r\n{}()\[\];# ])?)|(?P<UNKNOWN>[^\n])')
 
+_PLAIN = re.compile(r"[\n\r\x20-\x7e]*")
+
 
 class Token(NamedTuple):
     """`text[start:end]`, a terminal of the grammar, or UNCLOSED (a string), UNKNOWN (a character), or ERROR."""
@@ -38,8 +40,24 @@ def lex(text: str, *, comments: bool = False) -> list[Token]:
     return tokens
 
 
+def invisible(source: Source) -> list[Diagnostic]:
+    """An error for each quoted text with characters that do not print: a terminal would obey them, or hide them."""
+    if _PLAIN.fullmatch(source.text):
+        return []
+    found = []
+    for match in _SCANNER.finditer(source.text):
+        if match.lastgroup != "STRING" or match.group().isprintable():
+            continue
+        places = [match.start() + at for at, c in enumerate(match.group()) if not c.isprintable()]
+        span = Span(source, places[0], places[0] + 1)
+        message = f"U+{ord(source.text[places[0]]):04X} cannot be seen, and stands in no text"
+        fix = [Edit(Span(source, at, at + 1), " " if source.text[at] == "\t" else "") for at in places]
+        found.append(diagnose("MOE0102", span, message, help="leave it out", fix=fix))
+    return found
+
+
 def tabs(source: Source) -> list[Diagnostic]:
-    """One warning for a file with tabs between its words; tabs in comments and quoted text are allowed."""
+    """One warning for a file with tabs between its words; tabs in comments are allowed."""
     if "\t" not in source.text:
         return []
     blanks = [found for found in _SCANNER.finditer(source.text) if found.lastgroup == "BLANK"]

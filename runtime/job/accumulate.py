@@ -50,7 +50,7 @@ def accumulating(
     with model.counting(*counts, sequences, passes=1, skips=job.finite.skips) as used:
         yield
         look = job.checks.looks(model.seen, "accumulate", flat.device)
-        used.require_whole(flat, look=look, numbered=model.draws)
+        job.checks.require("end of job.accumulate", used.complaint(flat, look=look, numbered=model.draws))
         tp = job.plan.meshes["dense"].size("tp")  # the ranks of a tp group count the same tokens
         each = limits.tokens_per_label
         job.count_tokens(used.given * each, used.given_of_all * each // tp)

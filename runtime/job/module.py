@@ -43,7 +43,7 @@ from moec.runtime.job.sampling import Sampling
 from moec.runtime.job.settings import complaint_about, initial_values, same_on_ranks
 from moec.runtime.job.state_dict_signing import refuse_foreign_state, sign_state
 from moec.runtime.job.state_updates import Updates
-from moec.runtime.job.step_counts import StepCounts
+from moec.runtime.job.step_counts import StepCounts, of_step
 from moec.runtime.job.top_level import TopLevel
 from moec.runtime.job.weights import Weights
 from moec.runtime.job.wrappers import data_parallel_error, refuse_autocast, refuse_data_parallel
@@ -165,7 +165,7 @@ class PlanModule(nn.Module):
             for counted in COUNTS
         )
         self._refuse_late_recomputation()
-        if labels is not None and not in_backward():
+        if labels is not None and of_step(self.training):
             self._counts.add(labels)
         if self._is_training_step(labels):
             self._updates.add(results)
@@ -182,7 +182,7 @@ class PlanModule(nn.Module):
         loss = self._loss(logits, labels)
         if refuses and loss.isnan():
             self._home.checks.require("end of a forward pass", unfit)
-        if not in_backward():
+        if of_step(self.training):
             self._counts.add_loss(loss if aux_loss is None else loss + aux_loss)
         whole = loss + aux_loss if self.training and aux_loss is not None else loss
         return ModelOutput(logits, whole, aux_loss, chosen)
@@ -242,12 +242,14 @@ class PlanModule(nn.Module):
         return self.training and graded and not in_backward()
 
     def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        valid = self._counts.labels if self._counts.labels is not None else self.count_labels(labels)
+        step_labels, _ = self._counts.divisors(self.training)
+        valid = step_labels if step_labels is not None else self.count_labels(labels)
         loss: Tensor = self._scalars["loss"].module(logits, labels, valid)
         return loss
 
     def _aux_loss(self, balance: Tensor, counted: Tensor) -> Tensor:
-        count = self._counts.tokens if self._counts.tokens is not None else self.count_tokens(counted)
+        _, step_tokens = self._counts.divisors(self.training)
+        count = step_tokens if step_tokens is not None else self.count_tokens(counted)
         aux_loss: Tensor = self._scalars["aux_loss"].module(balance, count)
         return aux_loss
 
@@ -443,7 +445,7 @@ class PlanModule(nn.Module):
         look = checks.looks(self.seen, ("forward", self.training, labels is not None), device_of(tokens))
         complaint, matching = self.claims(tokens, labels, beside, look=look)
         # The labels that `job.accumulate` counts: those of `StepCounts.add`.
-        counts = self._counts.labels is not None and labels is not None and not in_backward()
+        counts = self._counts.labels is not None and labels is not None and of_step(self.training)
         given = self.limits.labels_of(tokens) if counts and complaint is None else 0
         inputs = TpInputs((tokens, labels, *beside.given().values()), look)
         (of_all,) = checks.require("start of a forward pass", complaint, *matching, inputs=inputs, counts=(given,))

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from moec.passes.ir.roles import IGNORED_LABEL
 from moec.runtime.errors import JobError
+from moec.runtime.job.backward_pass import in_backward
+from moec.runtime.job.checks import Complaint
 
 WITHOUT_LABELS = (
     "zero the gradients, and call `model(tokens, labels)` for every micro-batch of the block; with a loss of your own "
@@ -44,6 +46,10 @@ class StepCounts:
     def __deepcopy__(self, memo: dict[int, Any]) -> StepCounts:
         return StepCounts()  # a copy of a model belongs to no open step
 
+    def divisors(self, training: bool) -> tuple[Tensor | None, Tensor | None]:
+        """`labels` and `tokens` for the pass that runs now: None where it counts its own batch."""
+        return (None, None) if _evaluates(training) else (self.labels, self.tokens)
+
     def add(self, labels: Tensor) -> None:
         """Counts the labels of a forward pass on this rank, if its loss is divided by `self.labels`."""
         if self.labels is not None:
@@ -55,21 +61,23 @@ class StepCounts:
         if self.labels is not None:
             self.loss = self.loss + loss.detach()
 
-    def require_whole(self, labels: Tensor, *, look: bool, numbered: bool) -> None:
-        """Raises `JobError` unless the forward passes had just the `labels` and, if `numbered`, all the sequences.
+    def complaint(self, labels: Tensor, *, look: bool, numbered: bool) -> Complaint | None:
+        """What is wrong unless the forward passes had just the `labels` and, if `numbered`, all the sequences.
 
         Without `look` it does not read which labels are ignored.
         """
         promised = int((labels != IGNORED_LABEL).sum()) if look else 0
         unlike = numbered and self.numbered != self.sequences
         if self.given != labels.numel() or unlike or (look and int(self.valid) != promised):
-            raise JobError(
+            return Complaint(
                 "MOE0713",
                 f"job.accumulate got {labels.numel()} labels, its forward passes {self.given}, or other ignored ones",
                 WITHOUT_LABELS
                 if self.given < labels.numel()
-                else "zero the gradients, and pass it the labels of exactly the micro-batches of the block",
+                else "zero the gradients, and pass it the labels of exactly the micro-batches of the block; "
+                "evaluate in between after `model.eval()` and under torch.no_grad",
             )
+        return None
 
     def number_sequences(self, tokens: Tensor, data_rank: int, *, advance: bool) -> Tensor:
         """The numbers of the sequences of `tokens` in the global batch of the step: int64 `[batch]`.
@@ -92,6 +100,16 @@ class StepCounts:
         )
         self.numbered += batch if advance else 0
         return numbers
+
+
+def of_step(training: bool) -> bool:
+    """Whether the pass that runs now is one of a step: none in evaluation, and none computed again in backward."""
+    return not in_backward() and not _evaluates(training)
+
+
+def _evaluates(training: bool) -> bool:
+    """A script may evaluate between the passes of a step; a training pass without gradients is a checkpoint's first."""
+    return not training and not torch.is_grad_enabled()
 
 
 def sequence_numbers(

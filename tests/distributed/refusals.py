@@ -88,6 +88,7 @@ def refusals_of_several_ranks(job: Job, model: PlanModule, tokens: Tensor, label
 
     found = {}
     found["other tokens"] = said(lambda: model((tokens + job.rank) % 32))
+    found["other labels on one rank"] = said(lambda: accumulate_others_on_a_rank(job, model, tokens, labels))
     found["modes"] = said(lambda: model.train(job.rank > 0)(tokens))
     model.train()
     spoils = lambda model, given: (given[0].fill_(job.rank), *given[1:])  # noqa: E731
@@ -129,6 +130,11 @@ def accumulate_too_little(job: Job, model: PlanModule, tokens: Tensor, labels: T
 def accumulate_others(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
     """The right number of labels, but other ignored ones."""
     with job.accumulate(model, torch.full_like(labels, 3)):
+        plain(model, tokens, labels).backward()
+
+
+def accumulate_others_on_a_rank(job: Job, model: PlanModule, tokens: Tensor, labels: Tensor) -> None:
+    with job.accumulate(model, torch.full_like(labels, 3) if job.rank == 1 else labels):
         plain(model, tokens, labels).backward()
 
 

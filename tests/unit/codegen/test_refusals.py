@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -292,6 +293,14 @@ def test_a_linked_file_is_refused(folder, tmp_path):
     (folder / "program.ir").rename(tmp_path / "elsewhere.ir")
     (folder / "program.ir").symlink_to(tmp_path / "elsewhere.ir")
     with pytest.raises(PlanError, match="link"):
+        read_plan(folder)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "program.ir", "spec.moe"])
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(PlanError, match="MOE060"):
         read_plan(folder)
 
 

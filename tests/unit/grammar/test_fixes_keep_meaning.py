@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from moec.commands.check import run
+from moec.grammar.diagnostics import DiagnosticError
 from moec.grammar.load import load_file, load_text
 
 TEXT = """\
@@ -131,3 +132,30 @@ def test_a_model_that_is_called_is_the_block(tmp_path: Path):
     called = 'model("m", vocab=64, dim=32, depth=1, context=8,\n layers(ffn=gelu(8), attention=mha(heads=4)))'
     block = 'model "m" { vocab=64; dim=32; depth=1; context=8; layers { ffn=gelu(8); attention=mha(heads=4) } }'
     assert load_file(mended(tmp_path, called)).spec == load_text(block).spec
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("gate = topk(2)", "gate = topk(2); balance = [cv_loss(0.1)]"),
+        ("gate = topk(2)", "gate = topk(2); balance = [c_loss(0.1)]"),
+        ("4 * gelu(32)", "4 * selu(32)"),
+        ("mha(heads = 4)", "mqa(heads = 4)"),
+        ("depth = 1", "depth = 1; dtype = tf32"),
+    ],
+)
+def test_a_word_that_is_near_but_means_something_else_is_not_replaced(tmp_path: Path, right: str, wrong: str):
+    text = TEXT.replace(right, wrong)
+    assert mended(tmp_path, text).read_text() == text
+
+
+def test_a_device_with_another_number_is_not_replaced(tmp_path: Path):
+    text = TEXT + 'cluster "c" { device = h20; level "gpu" { size = 8; bandwidth = 400GB/s } }\n'
+    assert mended(tmp_path, text).read_text() == text
+
+
+@pytest.mark.parametrize(("hidden", "left"), [("\x1b[31m", "[31m"), ("\u202e", ""), ("\t", " "), ("\u200b", "")])
+def test_characters_that_do_not_print_stand_in_no_text(tmp_path: Path, hidden: str, left: str):
+    with pytest.raises(DiagnosticError, match="MOE0102"):
+        load_text(TEXT.replace('"m"', f'"größe{hidden}m"')).unwrap()
+    assert f'"größe{left}m"' in mended(tmp_path, TEXT.replace('"m"', f'"größe{hidden}m"')).read_text()

@@ -210,3 +210,25 @@ def test_a_block_without_labels_in_its_passes_names_the_way_out_which_trains_the
         assert any(state.any() for state in states.values())
         assert all(torch.equal(model.get_buffer(name), state) for name, state in states.items())
         assert shares == pytest.approx(sum(whole(part).aux_loss.item() for part in parts) / 2, rel=0.1)
+
+
+def test_an_evaluation_between_the_passes_of_a_step_counts_its_own_labels() -> None:
+    """Its loss is that of a pass outside of the step, and the step's gradients are those without it."""
+    labels = TOKENS.clone()
+    labels[0, :5] = -100
+    with moec.launch(moe_plan(ranks=1, ep=1), device="cpu") as job:
+        model = job.build(seed=1)
+        other = copy.deepcopy(model)
+        job.step(other, TOKENS, labels)
+        with torch.no_grad():
+            alone = model.eval()(TOKENS, TOKENS).loss
+        model.train()
+        with job.accumulate(model, labels[:1], labels[1:]):
+            model(TOKENS[:1], labels[:1]).loss.backward()
+            with torch.no_grad():
+                between = model.eval()(TOKENS, TOKENS)
+            model.train()
+            model(TOKENS[1:], labels[1:]).loss.backward()
+        assert torch.equal(between.loss, alone)
+        for one, two in zip(model.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, two.grad)

@@ -53,6 +53,8 @@ def test_several_nodes_say_what_is_missing(run):
     assert command.endswith('--nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint "$HOST:29500" train.py')
     _, out, _ = run("a plan", "--nodes", "2", "--host", "n1", "--port", "7000")
     assert "--rdzv-endpoint n1:7000 " in out
+    _, out, _ = run("a plan", "--nodes", "2", "--host", "h;$(id)")
+    assert "--rdzv-endpoint 'h;$(id):29500' " in out
 
 
 @pytest.mark.parametrize("way", [(), ("--slurm",), ("--k8s",)])
